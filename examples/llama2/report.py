@@ -1,0 +1,109 @@
+"""What a run reports: throughput, model FLOPs utilization and peak memory, measured and put into words."""
+
+import resource
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Dense bf16 rates from NVIDIA's data sheets, by a part of the device's name; the first that fits counts.
+PEAK_BF16_FLOP_PER_S = {
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+}
+
+
+def model_flop_per_token(config: Any, parameters: int, seq_len: int) -> int:
+    """Returns the FLOPs that training on one token takes, forward and backward (MEMO, section 5.1).
+
+    6 for each parameter, and 6 · layers · hidden size · seq_len for attention under the causal mask. Recomputation is
+    not the model's: a run that recomputes does more than this.
+    """
+    return 6 * parameters + 6 * config.num_hidden_layers * config.hidden_size * seq_len
+
+
+def peak_flop_per_s(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Returns the peak rate of one rank's device, and where the number is from: a data sheet, or else a matmul."""
+    if device.type == "cuda" and dtype is torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for part, rate in PEAK_BF16_FLOP_PER_S.items():
+            if part in name:
+                return rate, f"data sheet of {part}"
+    side = 8192 if device.type == "cuda" else 1024
+    matrix = torch.randn(side, side, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return 2 * side**3 / min(seconds), f"measured by a {side} × {side} matmul"
+
+
+def peak_memory_gib(device: torch.device) -> dict[str, float]:
+    """Returns peak memory by kind, of the rank that used most; all ranks call it."""
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        peaks_bytes = {"allocated": allocated, "reserved": reserved}
+    else:
+        peaks_bytes = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    worst = torch.tensor(list(peaks_bytes.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return {kind: peak / 2**30 for kind, peak in zip(peaks_bytes, worst.tolist(), strict=True)}
+
+
+def make_report(engine: Any, losses: list[float], step_s: list[float], seq_len: int) -> dict[str, Any]:
+    """Returns the numbers of a run, ready for JSON; all ranks call it.
+
+    Args:
+        engine: the DeepSpeed engine that trained.
+        losses: training loss of each step.
+        step_s: seconds of each step; their median counts, which the slow first steps do not move.
+        seq_len: tokens of a sequence.
+    """
+    memory_gib = peak_memory_gib(engine.device)  # before the matmul, which is not part of training
+    config = engine.module.config
+    parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
+    flop_per_token = model_flop_per_token(config, parameters, seq_len)
+    peak, source = peak_flop_per_s(engine.device, config.dtype)
+    tokens_per_s = engine.train_batch_size() * seq_len / statistics.median(step_s)
+    return {
+        "parameters": parameters,
+        "ranks": dist.get_world_size(),
+        "device": engine.device.type,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "zero_stage": engine.zero_optimization_stage(),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "step_s": statistics.median(step_s),
+        "tokens_per_s": tokens_per_s,
+        "mfu": tokens_per_s * flop_per_token / dist.get_world_size() / peak,
+        "flop_per_token": flop_per_token,
+        "peak_flop_per_s": peak,
+        "peak_source": source,
+        "memory_gib": memory_gib,
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    """Returns the report as lines for a person to read."""
+    peak_tflop_per_s = report["peak_flop_per_s"] / 1e12
+    memory = ", ".join(f"{kind} {peak:.2f} GiB" for kind, peak in report["memory_gib"].items())
+    rows = {
+        "model": f"{report['parameters']:,} parameters, {report['dtype']}",
+        "on": f"{report['ranks']} × {report['device']}, ZeRO stage {report['zero_stage']}",
+        "training loss": f"{report['first_loss']:.4f} → {report['last_loss']:.4f}",
+        "validation loss": f"{report['validation_loss']:.4f}",
+        "throughput": f"{report['tokens_per_s']:,.0f} tokens/s, {report['step_s']:.3f} s a step (median)",
+        "MFU": f"{report['mfu']:.1%} of {peak_tflop_per_s:,.3g} TFLOP/s a rank, {report['peak_source']}",
+        "peak memory": f"{memory} (of the rank with most)",
+    }
+    for name, value in (report.get("memplug") or {}).items():
+        rows[f"memplug {name}"] = str(value)
+    width = max(map(len, rows))
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in rows.items())

@@ -1,0 +1,1 @@
+"""memplug: training memory as cheap as the hardware allows."""

@@ -1,0 +1,326 @@
+"""The "memplug" block of a DeepSpeed JSON: fields, units and bounds, read with all errors reported at once."""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from memplug.errors import ConfigError
+
+_log = logging.getLogger("memplug")
+
+
+@dataclass(frozen=True)
+class _Allowed:
+    """What a field accepts, in words: the error's counterpart of the bounds beside it."""
+
+    text: str
+
+
+def _integral(value: object) -> object:
+    # DeepSpeed files write sizes as 5e8, which JSON reads as a float.
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Switch = Annotated[bool, Field(strict=True), _Allowed("true or false")]
+Budget = Annotated[
+    Literal["auto"] | Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)],
+    _Allowed('"auto" or a number of GiB above 0'),
+]
+Fraction = Annotated[
+    Literal["auto"] | Annotated[float, Field(strict=True, ge=0, le=1)],
+    _Allowed('"auto" or a number from 0 to 1'),
+]
+Patterns = Annotated[
+    Literal["auto"] | Annotated[tuple[Annotated[str, Field(strict=True, pattern=r"\S")], ...], Field(min_length=1)],
+    _Allowed('"auto" or a non-empty list of non-empty module-name patterns'),
+]
+Bytes = Annotated[
+    int, BeforeValidator(_integral), Field(strict=True, ge=0), _Allowed("a whole number of bytes, 0 or more")
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TokenwiseConfig(_Section):
+    """Row-cached recompute: which rows of which tensors are swapped to host memory, which are recomputed."""
+
+    enabled: Switch = Field(
+        default=True,
+        description="true or false. Switches row-cached recompute on within an enabled memplug.",
+    )
+    alpha: Fraction = Field(
+        default="auto",
+        description=(
+            "Fraction of the rows (tokens) of each captured tensor that is swapped to host memory; the rest is "
+            'recomputed. A number from 0 (recompute all) to 1 (swap all), without unit, or "auto": chosen per tensor '
+            "from measured link and compute rates and the budgets."
+        ),
+    )
+    regions: Patterns = Field(
+        default="auto",
+        description=(
+            "What is recomputed as one unit. A non-empty list of glob patterns over names of modules, for example "
+            '["model.layers.*.self_attn", "model.layers.*.mlp"], or "auto": the halves of each decoder layer.'
+        ),
+    )
+    min_offload_bytes: Bytes = Field(
+        default=1 << 20,
+        description="Tensors below this many bytes are never swapped. A whole number, 0 or more, in bytes.",
+    )
+
+
+class ReportConfig(_Section):
+    """Where memplug's counters go."""
+
+    monitor: Switch = Field(
+        default=True,
+        description="true or false. Writes memplug's metrics to the monitor that DeepSpeed is configured with.",
+    )
+
+
+class MemplugConfig(_Section):
+    """The "memplug" block. Frozen; every field has a default, and `{"enabled": true}` is the useful block."""
+
+    enabled: Switch = Field(
+        default=False,
+        description="true or false. Without it, or with false, memplug leaves the training run untouched.",
+    )
+    device_budget_gib: Budget = Field(
+        default="auto",
+        description=(
+            "Device memory that a rank's training step may use, all of it counted. A number of GiB (2**30 bytes) "
+            'above 0, or "auto": what the device has free.'
+        ),
+    )
+    host_budget_gib: Budget = Field(
+        default="auto",
+        description=(
+            "Host memory that a rank may use for swapped activations. A number of GiB (2**30 bytes) above 0, or "
+            '"auto": a share of what the host has available.'
+        ),
+    )
+    tokenwise: Annotated[TokenwiseConfig, _Allowed('an object such as {"alpha": "auto"}')] = Field(
+        default=TokenwiseConfig(), description="Row-cached recompute. An object."
+    )
+    report: Annotated[ReportConfig, _Allowed('an object such as {"monitor": true}')] = Field(
+        default=ReportConfig(), description="Where memplug's counters go. An object."
+    )
+
+
+# Fields of the design that this version does not have yet. Switching one off is harmless and accepted, so that a
+# block written for a later version with the feature off still runs.
+_UNBUILT = ("plan_dir", "profiler", "swap", "arena", "report.timeline", "report.snapshot_on_oom")
+
+
+def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
+    """Checks a "memplug" block; a block without `enabled` leaves memplug off, with one logged warning.
+
+    Args:
+        block: The block itself, as read from JSON; not modified.
+
+    Returns:
+        The configuration, with defaults filled in.
+
+    Raises:
+        ConfigError: Lists every problem: path, value given, what is allowed, or the key that was probably meant.
+    """
+    if not isinstance(block, Mapping):
+        raise ConfigError([f'memplug: got {_shown(block)}; allowed: an object such as {{"enabled": true}}'])
+    problems: list[str] = []
+    known = _known_part(block, MemplugConfig, (), problems)
+    try:
+        config = MemplugConfig.model_validate(known)
+    except ValidationError as error:
+        problems += _field_problems(error, known)
+    if problems:
+        raise ConfigError(problems)
+    if "enabled" not in block:
+        _log.warning('the "memplug" block has no "enabled": memplug stays off; add "enabled": true to switch it on')
+    return config
+
+
+def read_ds_config(ds_config: Mapping[str, Any]) -> MemplugConfig:
+    """Reads the "memplug" block of a whole DeepSpeed configuration.
+
+    DeepSpeed accepts any top-level key in silence, so keys that look like a misspelt "memplug" get one logged warning.
+
+    Args:
+        ds_config: The DeepSpeed configuration; not modified.
+
+    Returns:
+        The configuration; the disabled one where there is no block.
+
+    Raises:
+        ConfigError: The block has problems, all of them listed.
+    """
+    near = [key for key in ds_config if isinstance(key, str) and key != "memplug" and _near_memplug(key)]
+    if near:
+        _log.warning('top-level %s is ignored: did you mean "memplug"?', ", ".join(f'"{key}"' for key in near))
+    return parse_block(ds_config["memplug"]) if "memplug" in ds_config else MemplugConfig()
+
+
+def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -> MemplugConfig:
+    """Gets a configuration from wherever the user keeps it.
+
+    Args:
+        source: The block itself; or the path of a DeepSpeed JSON, whose "memplug" key is read; or a configuration,
+            which is returned as it is; or None for the disabled one.
+
+    Returns:
+        The configuration; the disabled one where the file has no block.
+
+    Raises:
+        ConfigError: The file cannot be read or is not a JSON object, or the block has problems, all of them listed.
+    """
+    if source is None:
+        return MemplugConfig()
+    if isinstance(source, MemplugConfig):
+        return source
+    if isinstance(source, (str, Path)):
+        return read_ds_config(_read_object(Path(source)))
+    return parse_block(source)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of a DeepSpeed JSON: says nothing of DeepSpeed's keys, all of "memplug"."""
+    block = MemplugConfig.model_json_schema()
+    definitions = {**block.pop("$defs"), "MemplugConfig": block}
+    sections = {"": block, "report": definitions["ReportConfig"]}
+    for dotted in _UNBUILT:
+        section, _, name = dotted.rpartition(".")
+        sections[section]["properties"][name] = {
+            "description": "Not built in this version: may only be switched off.",
+            "anyOf": [
+                {"const": False},
+                {"type": "object", "properties": {"enabled": {"const": False}}, "required": ["enabled"]},
+            ],
+        }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": 'DeepSpeed JSON with a "memplug" block',
+        "type": "object",
+        "properties": {"memplug": {"$ref": "#/$defs/MemplugConfig"}},
+        "$defs": definitions,
+    }
+
+
+def _known_part(
+    block: Mapping[str, Any], model: type[BaseModel], path: tuple[str, ...], problems: list[str]
+) -> dict[str, Any]:
+    """The keys of `block` that `model` has, sections included; what is wrong with the others goes to `problems`."""
+    known: dict[str, Any] = {}
+    for key, value in block.items():
+        dotted = ".".join((*path, str(key)))
+        if key in model.model_fields:
+            section = model.model_fields[key].annotation
+            nested = isinstance(value, Mapping) and isinstance(section, type) and issubclass(section, BaseModel)
+            known[key] = _known_part(value, section, (*path, key), problems) if nested else value
+        elif dotted in _UNBUILT:
+            off = value is False or (isinstance(value, Mapping) and value.get("enabled") is False)
+            if not off:
+                problems.append(f"memplug.{dotted}: `{key}` is not built in {_this_version()}: remove it")
+        else:
+            problems.append(f"memplug.{dotted}: unknown, given {_shown(value)}; {_suggestion(str(key), model, path)}")
+    return known
+
+
+def _field_problems(error: ValidationError, known: dict[str, Any]) -> list[str]:
+    """One sentence a field: pydantic reports each branch of a union and each element of a list by itself."""
+    problems: dict[str, None] = {}
+    for detail in error.errors():
+        model: Any = MemplugConfig
+        value: Any = known
+        path = ["memplug"]
+        field = None
+        for step in detail["loc"]:
+            fields = getattr(model, "model_fields", {})
+            if step not in fields:
+                break
+            field = fields[step]
+            model, value = field.annotation, value[step]
+            path.append(str(step))
+        assert field is not None, "only known fields reach the model"
+        allowed = next(mark.text for mark in field.metadata if isinstance(mark, _Allowed))
+        problems[f"{'.'.join(path)}: got {_shown(value)}; allowed: {allowed}"] = None
+    return list(problems)
+
+
+def _suggestion(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
+    if not path and _plain(key) == "memplug":
+        return 'pass the block itself, without the "memplug" key around it'
+    here = {_plain(name): ".".join(("memplug", *path, name)) for name in model.model_fields}
+    anywhere = {
+        _plain(name): f"memplug.{section}{name}"
+        for section, part in (("report.", ReportConfig), ("tokenwise.", TokenwiseConfig), ("", MemplugConfig))
+        for name in part.model_fields
+    }
+    for candidates in (here, anywhere):
+        close = get_close_matches(_plain(key), candidates, n=1, cutoff=0.7)
+        if close:
+            return f"did you mean `{candidates[close[0]]}`?"
+    return f"known here: {', '.join(model.model_fields)}"
+
+
+def _plain(key: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", key.lower())
+
+
+def _near_memplug(key: str) -> bool:
+    return SequenceMatcher(None, _plain(key), "memplug").ratio() >= 0.8
+
+
+def _shown(value: object) -> str:
+    # As the user wrote it: JSON's true and null, not Python's True and None.
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _this_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"memplug {version('memplug')}"
+    except PackageNotFoundError:
+        return "this version of memplug"
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; comments and trailing commas pass where DeepSpeed's own reader takes them."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: no such file"], "Give the path of your DeepSpeed JSON.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: unreadable: {error}"], "Give the path of your DeepSpeed JSON.") from None
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        content = _read_relaxed(text)
+        if not isinstance(content, dict):
+            place = f"line {error.lineno}, column {error.colno}"
+            raise ConfigError([f"{path}: not JSON: {error.msg} at {place}"], f"Correct the file at {place}.") from None
+    if not isinstance(content, dict):
+        advice = 'Make the file one JSON object: {"train_batch_size": ..., "memplug": {"enabled": true}}.'
+        raise ConfigError([f"{path}: holds {_shown(content)}, not a JSON object"], advice)
+    return content
+
+
+def _read_relaxed(text: str) -> object:
+    # DeepSpeed reads its file with hjson: a file that DeepSpeed takes must not fail here.
+    try:
+        import hjson
+    except ImportError:
+        return None
+    try:
+        return hjson.loads(text) if text.strip() else None
+    except ValueError:
+        return None

@@ -1,0 +1,125 @@
+"""Every error that a user of memplug can see, each with what to do next; imports nothing."""
+
+from collections.abc import Sequence
+
+
+class MemplugError(Exception):
+    """Base of memplug's errors: what is wrong, and what to do about it.
+
+    Args:
+        problem: One sentence that says what is wrong, with the names and values concerned.
+        advice: What to do next; without it, the advice of the class.
+
+    Attributes:
+        problem: As given.
+        advice: Never empty.
+    """
+
+    default_advice = "Run `memplug doctor` and attach its output to a bug report."
+
+    def __init__(self, problem: str, advice: str | None = None) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.advice = advice or self.default_advice
+
+    def __str__(self) -> str:
+        return f"{self.problem}\nWhat to do: {self.advice}"
+
+    def __reduce__(self) -> tuple:
+        # Exception would call the class with `args`, which the subclasses' signatures do not match: an error
+        # raised in a worker process would reach its parent as a TypeError about unpickling.
+        return _restore, (type(self), self.__dict__.copy())
+
+
+def _restore(kind: type[MemplugError], state: dict) -> MemplugError:
+    error = kind.__new__(kind, state["problem"])
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(MemplugError):
+    """The "memplug" block, or the file that should hold it, cannot be used; lists all problems at once.
+
+    Args:
+        problems: One sentence each, at least one.
+        advice: As in `MemplugError`.
+
+    Attributes:
+        problems: As given.
+    """
+
+    default_advice = (
+        "Correct the block and try again; `memplug check FILE` checks it without a GPU, `memplug check --schema` "
+        "prints the JSON schema."
+    )
+
+    def __init__(self, problems: Sequence[str], advice: str | None = None) -> None:
+        assert problems and not isinstance(problems, str), "a sequence of at least one problem"
+        self.problems: tuple[str, ...] = tuple(problems)
+        if len(self.problems) == 1:
+            text = f"memplug's configuration cannot be used: {self.problems[0]}"
+        else:
+            text = "\n  - ".join([f"memplug's configuration has {len(self.problems)} problems:", *self.problems])
+        super().__init__(text, advice)
+
+
+class UnsupportedVersionError(MemplugError):
+    """An installed package is too old, or too new, for what memplug needs of it."""
+
+    default_advice = "Install a version in the range that the message names; `memplug doctor` lists what is installed."
+
+
+class RegionError(MemplugError):
+    """No decoder layers were recognised, a pattern matches no module, or regions lie inside one another."""
+
+    default_advice = (
+        'Name the regions yourself: set "tokenwise.regions" to a list of module-name patterns as '
+        '`model.named_modules()` spells them, for example ["model.layers.*.self_attn", "model.layers.*.mlp"]; '
+        "no region may contain another."
+    )
+
+
+class ConflictError(MemplugError):
+    """Another checkpointing or offloading of activations is switched on, and both would handle the same tensors."""
+
+    default_advice = "Switch the other one off, or memplug: they cannot share a layer."
+
+
+class PatchError(MemplugError):
+    """A symbol that memplug patches does not exist in the installed version of its package.
+
+    Args:
+        symbol: Full dotted path of the symbol.
+        expected: The package and versions in which it is known to exist, for example "deepspeed 0.16 to 0.19".
+        advice: As in `MemplugError`.
+
+    Attributes:
+        symbol: As given.
+        expected: As given.
+    """
+
+    default_advice = (
+        "Install a version in that range, or attach to the model yourself with `memplug.attach(model, config)`."
+    )
+
+    def __init__(self, symbol: str, expected: str, advice: str | None = None) -> None:
+        self.symbol = symbol
+        self.expected = expected
+        super().__init__(f"`{symbol}`, which memplug patches, was not found; it is expected as in {expected}.", advice)
+
+
+class RecomputeError(MemplugError):
+    """The recompute in backward did not run the operators of its forward, so the saved rows fit nothing."""
+
+    default_advice = (
+        "Make the region's forward depend only on its inputs, parameters and the random state: no counters, "
+        'caches or data-dependent branches. Or leave that region out of "tokenwise.regions".'
+    )
+
+
+class InPlaceError(MemplugError):
+    """A tensor was modified in place while its copy to host memory was under way, so the copy may be wrong."""
+
+    default_advice = (
+        'Replace the in-place operation by its out-of-place form, or leave that region out of "tokenwise.regions".'
+    )

@@ -1,0 +1,147 @@
+"""Streams, events and copies of one device: CUDA, or the CPU, where everything is in program order already.
+
+The executor orders memory across streams by events alone. Each ordering point has a name (`Wait`), so that a test can leave one
+out and show that something breaks. The tests add a third implementation, whose copies run as late or as early as events allow.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from typing import Any
+
+import torch
+
+
+class Wait(enum.Enum):
+    """Why one stream waits for another; every wait of the executor is one of these."""
+
+    OFFLOAD_FOR_COMPUTE = "the copy out starts once the operator has written its output"
+    RELEASE_FOR_OFFLOAD = "device memory is let go once its copy out has read it"
+    MUTATE_FOR_OFFLOAD = "an operator writes in place once the copy out has read the former value"
+    PREFETCH_FOR_COMPUTE = "the copy in starts once earlier users of its device memory and of the host rows are done"
+    USE_FOR_PREFETCH = "compute reads rows once their copy in has written them"
+    DISCARD_FOR_PREFETCH = "memory of an abandoned tensor is let go once its copy in has written it"
+
+
+class Device:
+    """The CPU: copies happen at once, in program order, so that streams and events are only names.
+
+    Subclasses override every method. `stream` arguments are what `new_stream` or `compute_stream` returned.
+    """
+
+    kind = "cpu"
+
+    def new_stream(self) -> Any:
+        """A stream for copies."""
+        return None
+
+    def compute_stream(self) -> Any:
+        """The stream that the caller's operators run on now."""
+        return None
+
+    def record(self, stream: Any) -> Any:
+        """An event that completes when the work queued on `stream` so far is done."""
+        return None
+
+    def wait(self, stream: Any, event: Any, why: Wait) -> None:
+        """Make work queued on `stream` from now on start after `event`."""
+
+    def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue `destination.copy_(source)` on `stream`; both of one shape and dtype, one of them on the host."""
+        destination.copy_(source)
+
+    def empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised device memory of the given size and stride (elements), owned by the compute stream."""
+        return torch.empty_strided(size, stride, dtype=dtype, device=self.kind)
+
+    def pin(self, buffer: torch.Tensor) -> bool:
+        """Register host memory (1-D uint8) with the driver; False where the driver refuses."""
+        return True
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        """Undo `pin`."""
+
+    def get_rng_state(self) -> torch.Tensor:
+        """State of the device's default random generator."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Put back what `get_rng_state` returned."""
+        torch.set_rng_state(state)
+
+    def stamp(self) -> Any:
+        """A point in time of the compute stream."""
+        return time.perf_counter()
+
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        """Time between two stamps, in seconds. The stream must have passed both (`synchronize`)."""
+        return end - begin
+
+    def synchronize(self) -> None:
+        """Block the host until every stream is done."""
+
+
+class CudaDevice(Device):
+    """One CUDA device: real streams, events and asynchronous copies from registered host memory."""
+
+    kind = "cuda"
+
+    def __init__(self, index: int):
+        self.device = torch.device("cuda", index)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
+
+    def compute_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        return stream.record_event()
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event, why: Wait) -> None:
+        stream.wait_event(event)
+
+    def copy(self, stream: torch.cuda.Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(stream):
+            destination.copy_(source, non_blocking=True)
+
+    def empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=self.device)
+
+    def pin(self, buffer: torch.Tensor) -> bool:
+        code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+        return int(code) == 0
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+    def get_rng_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.device)
+
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.compute_stream())
+        return event
+
+    def seconds_between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end) / 1e3
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+def device_of(tensor_device: torch.device) -> Device:
+    """The implementation for a torch device ("cuda:0", "cpu").
+
+    Raises:
+        ValueError: for a device type that memplug has no implementation for.
+    """
+    if tensor_device.type == "cuda":
+        return CudaDevice(torch.cuda.current_device() if tensor_device.index is None else tensor_device.index)
+    if tensor_device.type == "cpu":
+        return Device()
+    raise ValueError(f"memplug runs on cuda and cpu devices, not on {tensor_device.type}")

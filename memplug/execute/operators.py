@@ -1,0 +1,159 @@
+"""Which operators are worth capturing, and how to recompute only the last rows of one.
+
+Expensive operators come in four kinds (DESIGN: "Row-cached recompute"):
+
+| kind | operators | a fraction of rows? | recomputed? |
+|---|---|---|---|
+| `ROWS` | mm, addmm, bmm, baddbmm, grouped mm | yes | yes |
+| `ATTENTION` | every scaled-dot-product backend, `flash_attn::*` | whole or not at all | where budgets leave nothing else |
+| `COLLECTIVE` | functional collectives, captured at `wait_tensor` | whole | only when every rank does |
+| `CHOICE` | topk, sort, argmax: what they pick must not change | whole | never: rounding could pick differently |
+
+Every other operator is cheap (`None`): captured only when a plan asks for it.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+class Kind(enum.Enum):
+    """How an expensive operator may be captured; see the table above."""
+
+    ROWS = "rows"
+    ATTENTION = "attention"
+    COLLECTIVE = "collective"
+    CHOICE = "choice"
+
+
+_ROWS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_grouped_mm",
+}
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "aten::_cudnn_attention_forward",
+}
+_CHOICE = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::multinomial"}
+_COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
+_ATTENTION_NAMESPACES = {"flash_attn", "flash_attn_2", "flash_attn_3"}
+
+
+@functools.lru_cache(maxsize=None)
+def kind_of(func: Any) -> Kind | None:
+    """The kind of an operator (an `OpOverload`), None when it is cheap or must not be captured."""
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
+        return None
+    name = func._schema.name
+    namespace, _, operator = name.partition("::")
+    if name in _ROWS and func._overloadname in ("default", ""):
+        return Kind.ROWS
+    if name in _ATTENTION:
+        return Kind.ATTENTION
+    if namespace in _ATTENTION_NAMESPACES and "backward" not in operator and "bwd" not in operator:
+        return Kind.ATTENTION if "forward" in operator or "fwd" in operator else None
+    if name == "_c10d_functional::wait_tensor":
+        return Kind.COLLECTIVE
+    return Kind.CHOICE if name in _CHOICE else None
+
+
+@functools.lru_cache(maxsize=None)
+def is_communication(func: Any) -> bool:
+    """Whether other ranks take part: such an operator runs on every rank or on none."""
+    return isinstance(func, torch._ops.OpOverload) and func.namespace in _COLLECTIVE_NAMESPACES
+
+
+@functools.lru_cache(maxsize=None)
+def is_random(func: Any) -> bool:
+    """Whether the operator may advance a random generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+@functools.lru_cache(maxsize=None)
+def must_see_values(func: Any) -> bool:
+    """Whether Python, or a shape, depends on the values that the operator reads (`item`, `nonzero`, assertions)."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return True  # higher-order operators
+    tags = func.tags
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        return True
+    return not func._schema.returns
+
+
+@functools.lru_cache(maxsize=None)
+def is_mutable(func: Any) -> bool:
+    """Whether the operator writes to one of its arguments."""
+    return isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a mutable operator writes in place."""
+    written: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                written.append(tensor)
+    return written
+
+
+def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this call advances a random generator: an attention operator only does when its `dropout_p` is above zero."""
+    if not is_random(func):
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(value)
+    return True
+
+
+def recompute_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: torch.Tensor, start: int) -> None:
+    """Write rows `[start, n)` of a `ROWS` operator's output into `out`, whose rows `[0, start)` are there already.
+
+    A row is an index of dimension 0: a token of mm, addmm and grouped mm, a batch element of bmm and baddbmm.
+    """
+    rows = out[start:]
+    name = func._schema.name
+    if name == "aten::mm":
+        aten.mm.out(args[0][start:], args[1], out=rows)
+    elif name == "aten::addmm":
+        bias = args[0] if args[0].dim() < 2 or args[0].shape[0] == 1 else args[0][start:]
+        aten.addmm.out(bias, args[1][start:], args[2], **kwargs, out=rows)
+    elif name == "aten::bmm":
+        aten.bmm.out(args[0][start:], args[1][start:], out=rows)
+    elif name == "aten::baddbmm":
+        bias = args[0] if args[0].dim() < 3 or args[0].shape[0] == 1 else args[0][start:]
+        aten.baddbmm.out(bias, args[1][start:], args[2][start:], **kwargs, out=rows)
+    else:
+        rows.copy_(_grouped_rows(func, args, kwargs, start))
+
+
+def _grouped_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any], start: int) -> torch.Tensor:
+    """Rows `[start, n)` of `_grouped_mm(a, b, offs)` for a 2-D `a`: groups that end before `start` become empty."""
+    offsets = (args[2] if len(args) > 2 else kwargs["offs"]) - start
+    rest = {key: value for key, value in kwargs.items() if key != "offs"}
+    return func(args[0][start:], args[1], offs=offsets.clamp_(min=0), **rest)
+
+
+def splits_by_rows(func: Any, args: Sequence[Any]) -> bool:
+    """Whether this call of a `ROWS` operator can be recomputed from any row on: not a grouped mm over 3-D inputs."""
+    return func._schema.name != "aten::_grouped_mm" or (args[0].dim() == 2 and args[1].dim() == 3)

@@ -1,0 +1,171 @@
+"""What one forward of a region did: its operators, which storages they read and made, and what backward will ask for.
+
+From the tape follows what a recompute pass must do with each operator (`Action`): substitute a captured output, run it, or skip it because
+nobody needs its result. The tape keeps names, not tensors. Storages are named by a running number, since addresses are reused.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from memplug.execute import operators
+
+
+class Action(enum.Enum):
+    """What the recompute pass does with an operator."""
+
+    RUN = "run"
+    SUBSTITUTE = "substitute"  # its captured output; rows that were not swapped are computed
+    SKIP = "skip"  # nobody reads the output: memory of the right shape, contents undefined
+
+
+class Form(enum.Enum):
+    """How an operator touches memory."""
+
+    VIEW = "view"  # its outputs share the storage of an input
+    WRITE = "write"  # it writes to an argument
+    PURE = "pure"  # it makes new storages from its inputs, and that is all it does
+    FIXED = "fixed"  # it must run in every recompute pass: random, or other ranks take part, or Python sees values
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an argument list, one level of lists deep (operator schemas allow no deeper)."""
+    for item in value:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            for inner in item:
+                if isinstance(inner, torch.Tensor):
+                    yield inner
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Address of the tensor's storage object: valid as a name only while the tensor lives."""
+    return tensor.untyped_storage()._cdata
+
+
+class Record:
+    """One operator of the tape. `inputs` and `outputs` are storage numbers; `outputs` are those that it made."""
+
+    __slots__ = ("func", "form", "inputs", "outputs", "shapes", "root", "stamps")
+
+    def __init__(self, func: Any, form: Form, inputs: tuple[int, ...], outputs: tuple[int, ...], shapes: list[Any], root: bool):
+        self.func = func
+        self.form = form
+        self.inputs = inputs
+        self.outputs = outputs
+        self.shapes = shapes  # per output (size, stride, dtype, device), or the value itself where it is no tensor
+        self.root = root  # it counts as needed whether or not anything reads its outputs
+        self.stamps: Any = None  # device times before and after, where the profile asked for them
+
+
+class Tape:
+    """Operators of one forward in program order.
+
+    Storages that no operator on the tape made (region inputs, parameters, constants) are *given*: a recompute pass finds them there.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.saved: set[int] = set()  # storages that backward asks for and only a recompute pass can give
+        self.given: set[int] = set()
+        self.bytes: dict[int, int] = {}
+        self.random = False
+        self.communicates = False
+        self._names: dict[int, int] = {}
+
+    def add(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
+        """Note one operator; returns its index."""
+        inputs = tuple(self._name(tensor) for tensor in tensors_in(args))
+        if kwargs:
+            inputs += tuple(self._name(tensor) for tensor in tensors_in(kwargs.values()))
+        outputs, shapes = self._outputs(inputs, out)
+        form, root = Form.PURE if outputs else Form.VIEW, False
+        if operators.draws(func, args, kwargs):
+            self.random = True
+            # in-place draws (dropout masks) read nothing but the generator
+            form, root = Form.FIXED, not operators.is_mutable(func)
+        elif operators.is_communication(func):
+            self.communicates = True
+            form, root = Form.FIXED, True
+        elif operators.must_see_values(func):
+            form, root = Form.FIXED, True
+        elif operators.is_mutable(func):
+            form = Form.WRITE
+            root = any(self._name(tensor) in self.given for tensor in operators.written_arguments(func, args, kwargs))
+        self.records.append(Record(func, form, inputs, outputs, shapes, root))
+        return len(self.records) - 1
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """The number of a living tensor's storage; None when no operator touched it."""
+        return self._names.get(storage_of(tensor))
+
+    def close(self) -> None:
+        """The forward is over: addresses no longer name storages."""
+        self._names.clear()
+
+    def maker_of(self, tensor: torch.Tensor) -> int | None:
+        """Index of the operator that made a living tensor's storage; None for a given one."""
+        number = self.number(tensor)
+        return next((i for i in range(len(self.records) - 1, -1, -1) if number in self.records[i].outputs), None)
+
+    def actions(self, captured: Mapping[int, bool], launches: Collection[int] = ()) -> list[Action]:
+        """What a recompute pass does with each operator.
+
+        Args:
+            captured: operators with captured outputs, by index; True where all rows are there, so that inputs are not needed.
+            launches: collectives whose waited result is captured, by index: they are left out.
+
+        Walks the tape backwards. An operator runs when something reads a storage that it made or writes, when Python sees its values, when it
+        draws random numbers, when other ranks take part, or when it writes to memory that is not the region's own.
+        """
+        needed = set(self.saved)
+        actions = [Action.SKIP] * len(self.records)
+        for index in range(len(self.records) - 1, -1, -1):
+            record = self.records[index]
+            touched = record.outputs if record.form is Form.PURE else record.outputs + record.inputs
+            wanted = not needed.isdisjoint(touched)
+            if index in launches:
+                continue
+            if index in captured:
+                if wanted:
+                    actions[index] = Action.SUBSTITUTE
+                if captured[index]:
+                    needed.difference_update(touched)
+                    continue
+            elif record.root or wanted or record.form in (Form.VIEW, Form.FIXED):
+                actions[index] = Action.RUN
+            if (record.root or wanted) and record.form is not Form.VIEW:
+                needed.update(record.inputs)
+        return actions
+
+    def _name(self, tensor: torch.Tensor) -> int:
+        address = storage_of(tensor)
+        number = self._names.get(address)
+        if number is None:
+            number = self._new(address, tensor)
+            self.given.add(number)
+        return number
+
+    def _new(self, address: int, tensor: torch.Tensor) -> int:
+        number = len(self.bytes)
+        self._names[address] = number
+        self.bytes[number] = tensor.untyped_storage().nbytes()
+        return number
+
+    def _outputs(self, inputs: tuple[int, ...], out: Any) -> tuple[tuple[int, ...], list[Any]]:
+        outputs: list[int] = []
+        shapes: list[Any] = []
+        for item in out if isinstance(out, (tuple, list)) else (out,):
+            if not isinstance(item, torch.Tensor):
+                shapes.append(item)
+                continue
+            shapes.append((item.shape, item.stride(), item.dtype, item.device))
+            address = storage_of(item)
+            if self._names.get(address) not in inputs:
+                outputs.append(self._new(address, item))
+        return tuple(outputs), shapes

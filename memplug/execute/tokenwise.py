@@ -1,0 +1,214 @@
+"""Row-cached recompute over rounding buffers: MEMO's token-wise swapping and recomputation, at the operator level (MEMO, section 4.1).
+
+Any module can be a region. Its forward runs once under a dispatch mode that captures expensive outputs and sends their first rows to the host;
+the region two further on waits for those copies and lets the memory go (two rounding buffers, by reference). In backward, rows are fetched ahead
+of use within a limit of bytes that keeps the peak at full recomputation's: what is restored at any time is at most the largest region's saved
+tensors, which full recomputation has there too, plus the region inputs, which it never lets go.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from memplug.execute import operators
+from memplug.execute.device import Device
+from memplug.execute.frame import Frame
+from memplug.execute.host_pool import HostPool
+from memplug.execute.operators import Kind
+from memplug.execute.tape import storage_of
+from memplug.execute.transfer import Swapped, Transfer, swappable
+
+log = logging.getLogger("memplug")
+
+RESIDENT_REGIONS = 2  # rounding buffers
+
+
+class Region:
+    """One module that runs token-wise.
+
+    Args:
+        name: the module's qualified name.
+        key: regions of one key run the same operators and share a plan (the module's class).
+        rows: fraction of the rows of every matmul's output to swap, [0, 1].
+        attention: whether attention outputs are swapped (whole) or recomputed.
+
+    Attributes:
+        plan: operator index -> (operator, fraction, keep on the device), from the planner; None before there is one.
+        unneeded: operators whose captured output no backward ever asked for: not captured again.
+        communicates: its forward contains collectives that a recompute pass runs again, so that all ranks must recompute alike.
+    """
+
+    def __init__(self, name: str, key: str, rows: float, attention: bool = True):
+        self.name = name
+        self.key = key
+        self.rows = rows
+        self.attention = attention
+        self.plan: Mapping[int, tuple[Any, float, bool]] | None = None
+        self.unneeded: set[tuple[int, Any]] = set()
+        self.communicates = False
+
+    def decide(self, index: int, func: Any) -> tuple[float, bool]:
+        """Fraction of rows to swap of operator `index`, and whether to keep it on the device instead. The plan is advice: a forward that
+        runs other operators than the planned one is captured by kind."""
+        if (index, func) in self.unneeded:
+            return 0.0, False
+        kind = operators.kind_of(func)
+        if self.plan is not None and kind is not Kind.CHOICE:
+            planned, fraction, keep = self.plan.get(index, (None, 0.0, False))
+            if planned is func:
+                return fraction, keep
+            if kind is not Kind.COLLECTIVE:
+                return 0.0, False
+        if kind is Kind.ROWS:
+            return self.rows, False
+        if kind is Kind.ATTENTION:
+            return float(self.attention), False
+        return float(kind is not None), False
+
+
+class Executor:
+    """Runs regions, keeps their frames in order, and fetches ahead.
+
+    Args:
+        device: where the training runs.
+        host_budget_bytes: bound of the pinned pool.
+        min_offload_bytes: smaller tensors stay on the device.
+        regathers: parameters are gathered in forward (ZeRO 3): every region recomputes on every rank, whatever is swapped.
+    """
+
+    def __init__(self, device: Device, host_budget_bytes: int, min_offload_bytes: int = 1 << 20, regathers: bool = False):
+        self.device = device
+        self.pool = HostPool(device, host_budget_bytes)
+        self.transfer = Transfer(device, self.pool)
+        self.min_offload_bytes = min_offload_bytes
+        self.regathers = regathers
+        self.pauses = 0
+        self.timing = False
+        self.newest: weakref.ref[Frame] | None = None
+        self.recomputed_bytes = 0  # saved tensors of recompute passes that backward has not taken yet
+        self.input_bytes = 0  # swapped region inputs of all graphs in flight
+        self.largest_region_bytes = 0
+        self.frames = 0
+        self.live_frames = 0
+        self.peak_live_frames = 0
+        self.divergences = 0
+        self.on_frame: Callable[[Frame], None] | None = None  # the profile listens here
+        self._resident: collections.deque[weakref.ref[Frame]] = collections.deque()
+        self._warned = False
+
+    def run(self, region: Region, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        self._make_room()
+        frame = Frame(self, region, call, args, kwargs)
+        self.newest = weakref.ref(frame)
+        self._resident.append(self.newest)
+        self.frames += 1
+        self.live_frames += 1
+        self.peak_live_frames = max(self.peak_live_frames, self.live_frames)
+        out = frame.forward(args, kwargs)
+        self._warn_if_full()
+        return out
+
+    def direct(self, region: Region) -> bool:
+        """Whether backward may take captured tensors without a recompute pass: not where the pass itself contains collectives, since ranks
+        that swapped different rows must still recompute alike."""
+        return not (self.regathers or region.communicates)
+
+    def worth_swapping(self, tensor: torch.Tensor) -> bool:
+        """Large enough, on this device, and laid out so that rows travel as they lie."""
+        return (
+            tensor.device.type == self.device.kind
+            and tensor.numel() * tensor.element_size() >= max(1, self.min_offload_bytes)
+            and swappable(tensor)
+        )
+
+    def swap_input(self, value: torch.Tensor) -> Swapped | None:
+        """Start a region input on its way to the host, whole; a neighbour region's copy of the same tensor is shared. None: the host is full."""
+        for reference in self._resident:
+            frame = reference()
+            for part in frame.inputs if frame is not None else ():
+                if isinstance(part, Swapped) and part.tensor is not None and part.resident and part.version == value._version:
+                    if storage_of(part.tensor) == storage_of(value):
+                        return part
+        part = self.transfer.offload(value.detach(), value.shape[0])
+        if part is not None:
+            part.watch(value)
+        return part
+
+    def empty(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the output of a skipped operator."""
+        if device.type == self.device.kind:
+            return self.device.empty(size, stride, dtype)
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operators inside are not the region's own: neither noted nor replayed (parameter gathering, hooks)."""
+        self.pauses += 1
+        try:
+            yield
+        finally:
+            self.pauses -= 1
+
+    def note(self, frame: Frame) -> None:
+        """A frame's forward is over."""
+        self.input_bytes += frame.input_bytes
+        self.largest_region_bytes = max(self.largest_region_bytes, frame.saved_bytes)
+        frame.region.communicates = frame.region.communicates or frame.tape.communicates
+        if self.on_frame is not None:
+            self.on_frame(frame)
+
+    def gone(self, frame: Frame) -> None:
+        """A frame died with its graph."""
+        self.recomputed_bytes -= frame.outstanding_bytes
+        self.live_frames -= 1
+        if frame.actions:
+            self.input_bytes -= frame.input_bytes
+
+    def pump(self, frame: Frame) -> None:
+        """Fetch what backward needs next, this frame's tensors first, as far ahead as the limit of bytes allows."""
+        limit = self.largest_region_bytes + self.input_bytes
+        ahead: Frame | None = frame
+        while ahead is not None:
+            while ahead.todo:
+                part = ahead.todo[-1]
+                if part.tensor is None:
+                    restored = self.transfer.fetched_bytes + self.recomputed_bytes
+                    if ahead is not frame and restored + part.nbytes > limit:
+                        return
+                    self.transfer.prefetch(part)
+                ahead.todo.pop()
+            ahead = ahead.previous() if ahead.previous is not None else None
+
+    def diverged(self, region: Region, how: str) -> None:
+        """A recompute pass ran other operators than its forward: it is done again in full, without captured outputs."""
+        self.divergences += 1
+        if self.divergences == 1:
+            log.warning("memplug: region %s is recomputed in full: %s", region.name, how)
+
+    def close(self) -> None:
+        """Wait for all copies and give back the host memory. Graphs still in flight can no longer run backward."""
+        self.transfer.close()
+
+    def _make_room(self) -> None:
+        while len(self._resident) >= RESIDENT_REGIONS:
+            frame = self._resident.popleft()()
+            if frame is not None:
+                frame.release()
+
+    def _warn_if_full(self) -> None:
+        if self.transfer.refused and not self._warned:
+            self._warned = True
+            log.warning(
+                "memplug: the host budget of %.2f GiB is used up: later regions swap fewer rows and recompute more",
+                self.pool.budget_bytes / 2**30,
+            )

@@ -1,0 +1,217 @@
+"""Rows on their way between device and host: two copy streams, events, and the pinned pool. The only file that copies.
+
+A `Swapped` tensor is in one of three places:
+
+    resident ──release()──► away ──prefetch()──► fetched ──drop()──► away ...
+       └── acquire() hands out the tensor in any of them ──┘
+
+Three rules make every reuse of memory safe, in the order of events alone (`Wait` names each one):
+  1. device memory is let go, or written in place, only after the compute stream has waited for the copy out that reads it;
+  2. a copy in starts only after the compute stream's present: earlier users of the new device memory are done, and so, by rule 1, is the copy
+     out that filled the host rows;
+  3. host rows go back to the pool only after the compute stream has waited for every copy that touches them, and a copy out starts only
+     after the compute stream's present.
+All device memory belongs to the compute stream, so the caching allocator needs no `record_stream`.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memplug.errors import InPlaceError
+from memplug.execute.device import Device, Wait
+from memplug.execute.host_pool import HostPool, Slot
+
+
+class Swapped:
+    """A tensor whose first `rows` of dimension 0 have a copy on the host.
+
+    Attributes:
+        tensor: the device memory, None while away. Detached; dense, covers its storage from offset 0.
+        rows: rows `[0, rows)` are on the host.
+        resident: `tensor` is still the original, with every row valid; afterwards only `[0, rows)` come back.
+        mutated: the value was overwritten in place after it was captured: only a recompute pass can replay that.
+    """
+
+    __slots__ = (
+        "transfer", "tensor", "size", "stride", "dtype", "nbytes", "rows", "slot", "resident", "offloaded", "fetched", "version",
+        "mutated", "uses_left", "uses",
+    )  # fmt: skip
+
+    def __init__(self, transfer: Transfer, tensor: torch.Tensor, rows: int, slot: Slot):
+        self.transfer = transfer
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.size, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.rows = rows
+        self.slot = slot
+        self.resident = True
+        self.offloaded: Any = None  # event that compute has not waited for yet
+        self.fetched: Any = None  # likewise
+        self.version = self.tensor._version
+        self.mutated = False
+        self.uses = 0  # reads in one backward pass
+        self.uses_left = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all rows are on the host."""
+        return self.rows == self.size[0]
+
+    def host_rows(self) -> torch.Tensor:
+        """The host copy, shape `[rows, ...]`, in the memory order of the device tensor."""
+        flat = self.slot.data.view(self.dtype)
+        if self.size[0] == 1 or self.stride[0] == max(self.stride):
+            return flat.as_strided((self.rows, *self.size[1:]), self.stride)
+        return flat.view(self.rows, *self.size[1:])
+
+    def watch(self, alias: torch.Tensor) -> None:
+        """Follow the version counter of `alias`, the same memory as the rest of the program sees it."""
+        self.tensor = alias.detach()
+        self.version = alias._version
+
+    def __del__(self) -> None:
+        # Any thread, any time: only note what is left. The compute stream orders it at the next call (`Transfer.drain`).
+        fetched_bytes = self.nbytes if self.tensor is not None and not self.resident else 0
+        self.transfer._abandoned.append((self.tensor, self.fetched, self.slot, fetched_bytes))
+
+
+class Transfer:
+    """Copies between one device and the host pool.
+
+    Args:
+        device: streams, events, copies.
+        pool: host rows.
+    """
+
+    def __init__(self, device: Device, pool: HostPool):
+        self.device = device
+        self.pool = pool
+        self.offload_stream = device.new_stream()
+        self.prefetch_stream = device.new_stream()
+        self.fetched_bytes = 0  # device bytes of fetched tensors not dropped yet
+        self.offloaded_total_bytes = 0
+        self.prefetched_total_bytes = 0
+        self.refused = 0  # times the pool had no room
+        self._abandoned: collections.deque[Any] = collections.deque()
+
+    def offload(self, tensor: torch.Tensor, rows: int) -> Swapped | None:
+        """Start copying rows `[0, rows)` of a dense device tensor to the host; None when the pool is exhausted."""
+        self.drain()
+        nbytes = tensor.untyped_storage().nbytes() // tensor.shape[0] * rows
+        slot = self.pool.take(nbytes)
+        if slot is None:
+            self.refused += 1
+            return None
+        swapped = Swapped(self, tensor, rows, slot)
+        present = self.device.record(self.device.compute_stream())
+        self.device.wait(self.offload_stream, present, Wait.OFFLOAD_FOR_COMPUTE)
+        self.device.copy(self.offload_stream, swapped.host_rows(), swapped.tensor[:rows])
+        swapped.offloaded = self.device.record(self.offload_stream)
+        self.offloaded_total_bytes += nbytes
+        return swapped
+
+    def release(self, group: Sequence[Swapped]) -> None:
+        """Let the device memory of resident tensors go, once the last of their copies out is done.
+
+        Args:
+            group: in the order in which they were offloaded: one wait for the last covers all.
+
+        Raises:
+            InPlaceError: the tensor was modified in place outside its region, and its copy out may have read either value.
+        """
+        group = [swapped for swapped in group if swapped.resident and swapped.tensor is not None]
+        pending = [swapped.offloaded for swapped in group if swapped.offloaded is not None]
+        if pending:
+            self.device.wait(self.device.compute_stream(), pending[-1], Wait.RELEASE_FOR_OFFLOAD)
+        for swapped in group:
+            self._check_version(swapped)
+            swapped.offloaded = None
+            swapped.tensor = None
+            swapped.resident = False
+
+    def before_write(self, swapped: Swapped) -> None:
+        """An operator is about to write to the captured tensor in place: finish the copy out, and forget the device memory."""
+        if swapped.offloaded is not None:
+            self.device.wait(self.device.compute_stream(), swapped.offloaded, Wait.MUTATE_FOR_OFFLOAD)
+            swapped.offloaded = None
+        swapped.tensor = None
+        swapped.resident = False
+        swapped.mutated = True
+
+    def prefetch(self, swapped: Swapped) -> None:
+        """Start copying the host rows into new device memory of the full size; nothing to do unless the tensor is away."""
+        if swapped.tensor is not None:
+            return
+        self.drain()
+        swapped.tensor = self.device.empty(swapped.size, swapped.stride, swapped.dtype)
+        present = self.device.record(self.device.compute_stream())
+        self.device.wait(self.prefetch_stream, present, Wait.PREFETCH_FOR_COMPUTE)
+        self.device.copy(self.prefetch_stream, swapped.tensor[: swapped.rows], swapped.host_rows())
+        swapped.fetched = self.device.record(self.prefetch_stream)
+        self.fetched_bytes += swapped.nbytes
+        self.prefetched_total_bytes += swapped.slot.data.numel()
+
+    def acquire(self, swapped: Swapped) -> tuple[torch.Tensor, int]:
+        """The device tensor, and how many of its first rows the compute stream may read from now on."""
+        self.prefetch(swapped)
+        if swapped.fetched is not None:
+            self.device.wait(self.device.compute_stream(), swapped.fetched, Wait.USE_FOR_PREFETCH)
+            swapped.fetched = None
+        if swapped.resident:
+            self._check_version(swapped)
+        return swapped.tensor, swapped.size[0] if swapped.resident else swapped.rows
+
+    def drop(self, swapped: Swapped) -> None:
+        """The device memory has had its last use in this backward pass; its host rows stay for another."""
+        if swapped.resident:
+            self.release([swapped])
+        elif swapped.tensor is not None:
+            self.fetched_bytes -= swapped.nbytes
+            swapped.tensor = None
+
+    def drain(self) -> None:
+        """Return what abandoned tensors held.
+
+        Device memory that a copy in still writes is let go once compute has waited for it. A copy out that still reads needs no wait: what
+        it writes is never read, and the next copy into the same host rows follows it on its stream.
+        """
+        while self._abandoned:
+            tensor, fetched, slot, fetched_bytes = self._abandoned.popleft()
+            if fetched is not None:
+                self.device.wait(self.device.compute_stream(), fetched, Wait.DISCARD_FOR_PREFETCH)
+            del tensor
+            self.fetched_bytes -= fetched_bytes
+            self.pool.give(slot)
+
+    def close(self) -> None:
+        """Wait for every copy, and give the host memory back."""
+        self.drain()
+        self.device.synchronize()
+        self.pool.close()
+
+    def _check_version(self, swapped: Swapped) -> None:
+        if swapped.tensor is not None and swapped.tensor._version != swapped.version:
+            raise InPlaceError(
+                f"a {tuple(swapped.size)} tensor was modified in place after its region had ended and before its copy to the host was done"
+            )
+
+
+def swappable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor covers its storage densely, so that its rows can travel as they lie in memory."""
+    if tensor.dim() == 0 or tensor.storage_offset() != 0 or tensor.numel() == 0:
+        return False
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        return False
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

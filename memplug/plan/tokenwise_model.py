@@ -1,0 +1,322 @@
+"""What the token-wise planner reasons about: regions, plans, liveness and the time model.
+
+A *region* is a piece of the model that runs forward once and is recomputed before its backward (MEMO, section 4.1: a
+transformer layer). Each of its operators' outputs is swapped to the host, kept on the device or recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """One operator of a region's forward; inputs and outputs are ids of storages, not of tensors.
+
+    A view moves no bytes: list it without inputs and outputs and let its readers name the storage itself, otherwise
+    an `always_runs` view keeps alive what nobody reads. An operator that mutates a storage names it among both.
+    """
+
+    name: str
+    time_s: float
+    """Time of one run over all rows."""
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    output_bytes: int
+    """Bytes of all outputs: what swapping or keeping them costs."""
+    capture: Literal["rows", "whole", "never"]
+    """rows: any fraction of the rows may be swapped, the rest is recomputed alone; whole: all or nothing; never: a
+    view, a random or a mutating operator."""
+    always_runs: bool = False
+    """Runs in every recompute pass whatever the plan (random operators, collectives): never captured."""
+    always_swapped: bool = False
+    """With a fixed alpha: swapped whole (MEMO: the attention output). The automatic plan decides by itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """One kind of region; identical layers are one region with several instances."""
+
+    key: str
+    instances: int
+    """Forwards alive at once at the peak of a step: layers times graphs in flight."""
+    operators: tuple[Operator, ...]
+    """In program order."""
+    saved: frozenset[int]
+    """Storages that backward asks for."""
+    given: frozenset[int]
+    """Storages there at the start of a recompute at no cost: region inputs, parameters, constants."""
+    input_bytes: int
+    """Input of one instance, swapped whole where the host has room."""
+    forward_s: float
+    """One instance, nothing swapped."""
+    backward_s: float
+    """One instance, nothing recomputed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """What the machine has to give."""
+
+    d2h_bytes_per_s: float
+    """Device to host, measured with both directions busy."""
+    h2d_bytes_per_s: float
+    """Host to device, measured with both directions busy."""
+    host_bytes: int
+    """Pinned host memory for swapped rows and inputs."""
+    device_bytes: int
+    """Device memory that may be spent on keeping, and on copies that lag behind."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Consecutive instances of a region that are treated alike; all amounts are those of one instance."""
+
+    instances: int
+    fractions: dict[int, float]
+    """Operator index -> fraction of its rows that is swapped, in (0, 1]."""
+    keep: frozenset[int]
+    """Operators whose outputs stay on the device."""
+    runs: frozenset[int]
+    """Operators that the recompute pass runs, those in `fractions` on their remaining rows."""
+    swapped_bytes: int
+    """Without the region's input."""
+    kept_bytes: int
+    recompute_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegionPlan:
+    """What happens to the outputs of one kind of region."""
+
+    groups: tuple[Group, ...]
+    """One or two, in the order of the forward: the last instances live shortest."""
+    forward_s: float
+    """All instances, with this region's share of the link's stall, by bytes."""
+    backward_s: float
+    """All instances, with recompute and this region's share of the link's stall."""
+
+    def group(self, instance: int) -> Group:
+        """The group of an instance, counted from 0 in the order of the forward; the last group past the end."""
+        for group in self.groups:
+            if instance < group.instances:
+                return group
+            instance -= group.instances
+        return self.groups[-1]
+
+    @property
+    def swapped_bytes(self) -> int:
+        """All instances, without inputs."""
+        return sum(g.instances * g.swapped_bytes for g in self.groups)
+
+    @property
+    def kept_bytes(self) -> int:
+        """All instances."""
+        return sum(g.instances * g.kept_bytes for g in self.groups)
+
+    @property
+    def recompute_s(self) -> float:
+        """All instances."""
+        return sum(g.instances * g.recompute_s for g in self.groups)
+
+
+Bound = Literal["link forward", "link backward", "host", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenwisePlan:
+    """Keep, swap or recompute for every operator output of every region, and what it should cost."""
+
+    regions: dict[str, RegionPlan]
+    alpha: float | None
+    """The one fraction in use (MEMO, section 4.1), None where the program chose one per operator."""
+    alpha_cut_by_host: bool
+    """The alpha asked for does not fit into host memory."""
+    inputs_swapped: bool
+    """False: host memory does not even hold the regions' inputs, which stay on the device."""
+    forward_s: float
+    backward_s: float
+    """With recompute, as `step_s`: all instances of all regions."""
+    step_s: float
+    host_bytes: int
+    """Swapped rows and inputs."""
+    device_bytes: int
+    """Kept outputs."""
+    bound: Bound
+    """The fullest budget where swapping more could still spare recompute, or the link stalls; none: neither is so."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        raw = asdict(self)
+        for region in raw["regions"].values():
+            region["groups"] = [
+                group | {name: sorted(group[name]) for name in ("keep", "runs")} for group in region["groups"]
+            ]
+        return raw
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> TokenwisePlan:
+        """The plan that `to_dict` wrote, also after a passage through JSON."""
+        return cls(**(raw | {"regions": {key: _region_plan(region) for key, region in raw["regions"].items()}}))
+
+
+def _region_plan(raw: dict[str, Any]) -> RegionPlan:
+    groups = []
+    for group in raw["groups"]:
+        fractions = {int(index): fraction for index, fraction in group["fractions"].items()}
+        sets = {name: frozenset(group[name]) for name in ("keep", "runs")}
+        groups.append(Group(**(group | sets | {"fractions": fractions})))
+    return RegionPlan(**(raw | {"groups": tuple(groups)}))
+
+
+def needed(
+    operators: Sequence[Operator], saved: Iterable[int], given: Collection[int], available: Collection[int]
+) -> frozenset[int]:
+    """Indices of the operators that a recompute pass must run.
+
+    An operator runs if backward or a running operator wants one of its outputs, unless it is among `available`: the
+    operators whose outputs are wholly there. One pass from the last operator to the first. More available, fewer run.
+
+    Args:
+        operators: the region's operators in program order.
+        saved: storages that backward asks for.
+        given: storages there without cost.
+        available: indices of the operators whose outputs are kept or swapped whole.
+    """
+    return _liveness(operators, saved, given, available)[0]
+
+
+def _liveness(
+    operators: Sequence[Operator], saved: Iterable[int], given: Collection[int], available: Collection[int]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """The operators that run, and those with an output that somebody wants."""
+    wanted = {storage for storage in saved if storage not in given}
+    runs, asked = set(), set()
+    for index in range(len(operators) - 1, -1, -1):
+        operator = operators[index]
+        if not wanted.isdisjoint(operator.outputs):
+            asked.add(index)
+        if operator.always_runs or (index in asked and index not in available):
+            runs.add(index)
+            wanted.update(storage for storage in operator.inputs if storage not in given)
+    return frozenset(runs), frozenset(asked)
+
+
+def group_of(region: Region, instances: int, fractions: dict[int, float], keep: Collection[int]) -> Group:
+    """A group whose `runs` cover all that the choice leaves open, so that any choice is a valid one.
+
+    Choices for outputs that nobody wants are dropped.
+    """
+    operators = region.operators
+    available = {index for index, fraction in fractions.items() if fraction >= 1.0} | set(keep)
+    runs, asked = _liveness(operators, region.saved, region.given, available)
+    keep = frozenset(keep) & asked
+    fractions = {i: fractions[i] for i in sorted(fractions) if i in asked and i not in keep and fractions[i] > 0.0}
+    return Group(
+        instances=instances,
+        fractions=fractions,
+        keep=keep,
+        runs=runs,
+        swapped_bytes=sum(int(fraction * operators[index].output_bytes) for index, fraction in fractions.items()),
+        kept_bytes=sum(operators[index].output_bytes for index in keep),
+        recompute_s=sum((1.0 - fractions.get(index, 0.0)) * operators[index].time_s for index in sorted(runs)),
+    )
+
+
+@dataclass(slots=True)
+class _Phase:
+    """What the first, or the second, groups of all regions do together."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    link_bytes: int = 0
+    kept_bytes: int = 0
+
+
+def _phases(
+    regions: Sequence[Region], groups: Sequence[Sequence[Group]], inputs_swapped: bool
+) -> tuple[_Phase, _Phase]:
+    phases = (_Phase(), _Phase())
+    for region, parts in zip(regions, groups, strict=True):
+        input_bytes = region.input_bytes if inputs_swapped else 0
+        for phase, group in zip(phases, parts, strict=False):
+            phase.forward_s += group.instances * region.forward_s
+            phase.backward_s += group.instances * (region.backward_s + group.recompute_s)
+            phase.link_bytes += group.instances * (group.swapped_bytes + input_bytes)
+            phase.kept_bytes += group.instances * group.kept_bytes
+    return phases
+
+
+def _stall_s(early_s: float, late_s: float, first: _Phase, link_bytes: int, rate: float, device_bytes: int) -> float:
+    """How much longer than their compute both phases take: copies lag, or lead, by the device bytes not kept."""
+    backlog_bytes = device_bytes - first.kept_bytes
+    stalled_s = max(early_s, (first.link_bytes - backlog_bytes) / rate)
+    return max(stalled_s - early_s, link_bytes / rate - early_s - late_s)
+
+
+def measure(
+    regions: Sequence[Region],
+    groups: Sequence[Sequence[Group]],
+    budget: Budget,
+    *,
+    inputs_swapped: bool,
+    alpha: float | None = None,
+    alpha_cut_by_host: bool = False,
+) -> TokenwisePlan:
+    """What a choice costs, as a plan; one or two groups for each region.
+
+    MEMO (section 4.1) asks each layer's copies to fit into that layer's forward. Here compute and copies are summed
+    over the whole forward, and the whole backward, and the longer one counts: buffers in flight smooth what differs
+    from region to region, a copy may lag behind by more than a layer, and backward has its own, longer time. For equal
+    layers this is MEMO's constraint. Where the groups of a region differ, the first ones' copies may lag into the last
+    ones' time only by the device bytes that are left: backlog is memory too.
+    """
+    first, last = _phases(regions, groups, inputs_swapped)
+    host_bytes = first.link_bytes + last.link_bytes
+    forward_s, backward_s = first.forward_s + last.forward_s, first.backward_s + last.backward_s
+    d2h, h2d, room_bytes = budget.d2h_bytes_per_s, budget.h2d_bytes_per_s, budget.device_bytes
+    forward_stall_s = _stall_s(first.forward_s, last.forward_s, first, host_bytes, d2h, room_bytes)
+    backward_stall_s = _stall_s(first.backward_s, last.backward_s, first, host_bytes, h2d, room_bytes)
+    plans = {}
+    for region, parts in zip(regions, groups, strict=True):
+        own = _phases([region], [parts], inputs_swapped)
+        share = sum(phase.link_bytes for phase in own) / max(host_bytes, 1)
+        plans[region.key] = RegionPlan(
+            groups=tuple(parts),
+            forward_s=sum(phase.forward_s for phase in own) + share * forward_stall_s,
+            backward_s=sum(phase.backward_s for phase in own) + share * backward_stall_s,
+        )
+    uses: dict[Bound, float] = {
+        "host": _share(host_bytes, budget.host_bytes),
+        "link forward": _share(host_bytes / d2h, forward_s),
+        "link backward": _share(host_bytes / h2d, backward_s),
+    }
+    to_gain = forward_stall_s + backward_stall_s > 0.0 or _can_spare(regions, groups)
+    return TokenwisePlan(
+        regions=plans,
+        alpha=alpha,
+        alpha_cut_by_host=alpha_cut_by_host,
+        inputs_swapped=inputs_swapped,
+        forward_s=forward_s + forward_stall_s,
+        backward_s=backward_s + backward_stall_s,
+        step_s=forward_s + forward_stall_s + backward_s + backward_stall_s,
+        host_bytes=host_bytes,
+        device_bytes=first.kept_bytes + last.kept_bytes,
+        bound=max(uses, key=uses.__getitem__) if to_gain else "none",
+    )
+
+
+def _share(used: float, of: float) -> float:
+    return used / of if of > 0 else 1.0
+
+
+def _can_spare(regions: Sequence[Region], groups: Sequence[Sequence[Group]]) -> bool:
+    """Whether something runs that swapping would spare."""
+    return any(
+        operator.time_s > 0.0 and operator.capture != "never" and not operator.always_runs
+        for region, parts in zip(regions, groups, strict=True)
+        for group in parts
+        for operator in (region.operators[index] for index in sorted(group.runs))
+    )

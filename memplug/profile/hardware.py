@@ -1,0 +1,285 @@
+"""What this machine can do, measured: copy bandwidth, pinned allocation, matmul rate, and the room in its memories."""
+
+import logging
+import platform
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+
+_log = logging.getLogger("memplug")
+
+_MIB = 1 << 20
+_REPEATS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """Measured rates and capacities of one device and its host.
+
+    Attributes:
+        device_name: As the driver, or the platform for the CPU, calls it.
+        d2h_bytes_per_s: Device to host, pinned, while the other direction runs too.
+        h2d_bytes_per_s: Host to device, pinned, while the other direction runs too.
+        pinned_alloc_bytes_per_s: Allocating, touching and registering fresh host memory; on the CPU not registered.
+        matmul_flops_per_s: A large square matmul, 2·n³ operations: bf16 on CUDA (fp16 where bf16 is emulated),
+            fp32 on the CPU.
+        host_available_bytes: See `host_available_bytes`.
+        device_free_bytes: Free for this process now; on the CPU the host's.
+        device_total_bytes: Size of the device's memory; on the CPU the host's.
+        memlock_limit_bytes: Limit on locked memory of this process; None where there is none.
+    """
+
+    device_name: str
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    pinned_alloc_bytes_per_s: float
+    matmul_flops_per_s: float
+    host_available_bytes: int
+    device_free_bytes: int
+    device_total_bytes: int
+    memlock_limit_bytes: int | None
+
+
+def measure(device: torch.device | str) -> Hardware:
+    """Measures a device and its host: medians of several runs, below 2 s on the CPU.
+
+    Leaves the global random state alone. On CUDA it waits for work in flight and needs 1 GiB on the device, and half of
+    that on the host, for the time of the measurement.
+
+    Args:
+        device: "cpu" or a CUDA device.
+
+    Raises:
+        ValueError: Another kind of device.
+        OSError: Not Linux: there is no /proc/meminfo.
+    """
+    device = _checked(device)
+    # The capacities first: what follows leaves cached blocks behind.
+    available = host_available_bytes()
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        name, link_bytes = torch.cuda.get_device_name(device), 256 * _MIB
+    else:
+        free, total = available, max(available, _meminfo_bytes(Path("/proc/meminfo"), "MemTotal"))
+        # Caches hold less than this, and the buffers are touched in a fraction of a second.
+        name, link_bytes = platform.processor() or platform.machine(), 64 * _MIB
+    pinned = _pinned_alloc_bytes_per_s(device)
+    d2h, h2d = measure_links(device, link_bytes)
+    return Hardware(
+        device_name=name,
+        d2h_bytes_per_s=d2h,
+        h2d_bytes_per_s=h2d,
+        pinned_alloc_bytes_per_s=pinned,
+        matmul_flops_per_s=_matmul_flops_per_s(device),
+        host_available_bytes=available,
+        device_free_bytes=free,
+        device_total_bytes=total,
+        memlock_limit_bytes=_memlock_limit_bytes(),
+    )
+
+
+def measure_links(device: torch.device | str, size_bytes: int = 256 * _MIB) -> tuple[float, float]:
+    """Measures the copy bandwidth between device and host in both directions at once.
+
+    On CUDA the host's buffers are pinned, and each direction has a stream of its own. On the CPU, where there is no
+    link, it is the rate of two memory copies side by side.
+
+    Args:
+        device: "cpu" or a CUDA device.
+        size_bytes: Bytes of one copy, at least 1; there are two buffers of it on each side.
+
+    Returns:
+        Device to host and host to device, in bytes per second, each the median of several copies.
+
+    Raises:
+        ValueError: Another kind of device, or a size below 1.
+    """
+    device = _checked(device)
+    if size_bytes < 1:
+        raise ValueError(f"size_bytes must be at least 1, got {size_bytes}")
+    on_device = [torch.ones(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    with _pinned(size_bytes, device) as to_host, _pinned(size_bytes, device) as from_host:
+        copies = [(to_host, on_device[0]), (on_device[1], from_host)]
+        d2h_s, h2d_s = _cuda_copy_s(copies, device) if device.type == "cuda" else _cpu_copy_s(copies)
+    return size_bytes / d2h_s, size_bytes / h2d_s
+
+
+def host_available_bytes(root: Path = Path("/")) -> int:
+    """Host memory that new allocations can use without swapping, in bytes.
+
+    The kernel's MemAvailable, or what the control groups (v1 or v2) of this process leave where that is lower: inside a
+    container MemAvailable is the whole machine's. Page cache that the kernel can drop counts as available in both.
+
+    Args:
+        root: Where `proc` and `sys` are mounted.
+
+    Raises:
+        OSError: Not Linux: there is no /proc/meminfo.
+    """
+    available = _meminfo_bytes(root / "proc/meminfo", "MemAvailable")
+    return max(0, min([available, *_cgroup_room_bytes(root)]))
+
+
+def _checked(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"can measure cpu and cuda, got {device}")
+    return device
+
+
+@contextmanager
+def _pinned(size_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
+    """Touched host memory, registered with the driver where there is one.
+
+    Not `pin_memory=True`: torch would keep the block pinned, rounded up to a power of two, for the rest of the run.
+    """
+    block = torch.ones(size_bytes, dtype=torch.uint8)
+    if device.type != "cuda":
+        yield block
+        return
+    with torch.cuda.device(device):
+        cudart = torch.cuda.cudart()
+        registered = int(cudart.cudaHostRegister(block.data_ptr(), size_bytes, 0)) == 0
+        if not registered:
+            _log.warning("the driver refused to register host memory: copies are measured without it, and are slow")
+            # CUDA keeps the refusal as its last error, and the next kernel launch, whosever it is, would raise it.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=device)
+        try:
+            yield block
+        finally:
+            if registered:
+                torch.cuda.synchronize()
+                cudart.cudaHostUnregister(block.data_ptr())
+
+
+def _cuda_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> list[float]:
+    """Median seconds of one copy, for each (destination, source); all directions run at the same time."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in copies]
+        marks: list[list[torch.cuda.Event]] = [[] for _ in copies]
+        for repeat in range(_REPEATS + 1):
+            for stream, (destination, source), events in zip(streams, copies, marks, strict=True):
+                with torch.cuda.stream(stream):
+                    # The first copy of each direction may run alone while the other's is being launched: not timed.
+                    if repeat:
+                        events.append(torch.cuda.Event(enable_timing=True))
+                        events[-1].record()
+                    destination.copy_(source, non_blocking=True)
+                    if repeat == _REPEATS:
+                        events.append(torch.cuda.Event(enable_timing=True))
+                        events[-1].record()
+        torch.cuda.synchronize()
+        # The slower direction's last copy may have run alone; the median passes over it.
+        return [median(a.elapsed_time(b) / 1e3 for a, b in pairwise(events)) for events in marks]
+
+
+def _cpu_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """The same without a device: one thread a direction, started together before every copy."""
+    times: list[list[float]] = [[] for _ in copies]
+    together = threading.Barrier(len(copies))
+
+    def run(destination: torch.Tensor, source: torch.Tensor, seconds: list[float]) -> None:
+        for _ in range(_REPEATS):
+            together.wait()
+            seconds.append(_timed(lambda: destination.copy_(source)))
+
+    threads = [threading.Thread(target=run, args=(*pair, times[i])) for i, pair in enumerate(copies)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [median(seconds) for seconds in times]
+
+
+def _pinned_alloc_bytes_per_s(device: torch.device, size_bytes: int = 64 * _MIB) -> float:
+    def allocate() -> float:
+        start = time.perf_counter()
+        with _pinned(size_bytes, device):
+            return time.perf_counter() - start
+
+    return size_bytes / median(allocate() for _ in range(3))
+
+
+def _matmul_flops_per_s(device: torch.device) -> float:
+    n = 8192 if device.type == "cuda" else 1024
+    dtype = torch.float32
+    if device.type == "cuda":
+        # Below compute capability 8.0 bf16 is emulated.
+        dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    # Random numbers, because a GPU multiplies constants faster; a generator of its own, because the run's own random
+    # state must not move.
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    out = torch.empty(n, n, device=device, dtype=dtype)
+
+    def run() -> None:
+        torch.mm(a, b, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    run()
+    return 2 * n**3 / median(_timed(run) for _ in range(_REPEATS))
+
+
+def _timed(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def _memlock_limit_bytes() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _meminfo_bytes(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"{path} has no {name}")
+
+
+def _cgroup_room_bytes(root: Path) -> list[int]:
+    """What each control group with a memory limit, of this process and above it, leaves."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    rooms = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Any group above may be the one with the limit. In a container the path is often the host's and absent here,
+        # and the group itself is mounted at the base.
+        group = base / path.lstrip("/")
+        groups = [group, *(parent for parent in group.parents if parent.is_relative_to(base))]
+        rooms += [room for each in groups if (room := _group_room_bytes(each, *names)) is not None]
+    return rooms
+
+
+def _group_room_bytes(group: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> int | None:
+    try:
+        limit = (group / limit_name).read_text().strip()
+        usage = int((group / usage_name).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    return int(limit) - usage + int(stat.get(reclaimable_name, 0))

@@ -1,0 +1,146 @@
+"""The `memplug` command, run as a user runs it: exit codes, text, JSON, and nothing else on stdout."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from memplug.cli import app
+from memplug.config import json_schema, load_config
+
+ROOT = Path(__file__).parent.parent
+
+run = CliRunner().invoke
+
+
+def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", "from memplug.cli import main; main()", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(block: object, **others: object) -> str:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"train_batch_size": 1, "memplug": block, **others}))
+        return str(path)
+
+    return write
+
+
+def test_check_lists_every_problem_and_fails(write):
+    result = run(app, ["check", write({"enabled": True, "tokenwise": {"aplha": 1, "regions": []}, "arena": True})])
+    assert result.exit_code == 1
+    for expected in ("tokenwise.aplha", "tokenwise.alpha", "tokenwise.regions", "arena"):
+        assert f"memplug.{expected}" in result.stderr
+    assert result.stdout == ""
+
+
+def test_check_json_of_a_bad_block_is_json_with_every_problem(write):
+    result = run(app, ["check", write({"enabled": 3, "host_budget_gib": 0}), "--json"])
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 1 and answer["ok"] is False and answer["advice"]
+    assert sorted(problem.split(":")[0] for problem in answer["problems"]) == [
+        "memplug.enabled",
+        "memplug.host_budget_gib",
+    ]
+
+
+def test_check_says_in_words_what_memplug_will_do(write):
+    block = {"enabled": True, "host_budget_gib": 64, "tokenwise": {"alpha": 0.125, "regions": ["m.*.attn", "m.*.mlp"]}}
+    result = run(app, ["check", write(block)])
+    assert result.exit_code == 0
+    for expected in ("memplug is on", "0.125", "m.*.attn, m.*.mlp", "64 GiB", "1,048,576 bytes"):
+        assert expected in result.stdout
+
+
+@pytest.mark.parametrize("block", [{"enabled": False}, {"enabled": False, "tokenwise": {"alpha": 1}}])
+def test_check_says_that_memplug_is_off(write, block):
+    result = run(app, ["check", write(block)])
+    assert result.exit_code == 0 and "memplug is off" in result.stdout and "is on" not in result.stdout
+
+
+def test_check_json_holds_the_configuration_that_training_would_use(write):
+    path = write({"enabled": True, "tokenwise": {"alpha": 0.5}})
+    answer = json.loads(run(app, ["check", path, "--json"]).stdout)
+    assert answer == {"ok": True, "config": load_config(path).model_dump(mode="json"), "warnings": []}
+
+
+def test_check_shows_a_misspelt_block_as_a_warning_in_both_outputs(write):
+    path = write({"enabled": True}, mem_plug={})
+    assert '"mem_plug" is ignored' in run(app, ["check", path]).stderr
+    (warning,) = json.loads(run(app, ["check", path, "--json"]).stdout)["warnings"]
+    assert '"mem_plug" is ignored' in warning
+
+
+def test_check_of_a_missing_file_fails_with_advice(tmp_path):
+    result = run(app, ["check", str(tmp_path / "absent.json")])
+    assert result.exit_code == 1 and "no such file" in result.stderr and "What to do" in result.stderr
+
+
+def test_check_without_a_file_is_a_usage_error():
+    assert run(app, ["check"]).exit_code == 2
+
+
+def test_check_schema_prints_the_schema_alone():
+    assert json.loads(run(app, ["check", "--schema"]).stdout) == json_schema()
+
+
+@pytest.mark.parametrize("command", ["check", "doctor"])
+def test_help_of_every_command_has_an_example(command):
+    result = run(app, [command, "--help"])
+    assert result.exit_code == 0 and f"Example: memplug {command}" in result.stdout
+
+
+def test_every_command_is_covered_by_the_help_test():
+    assert {command.callback.__name__ for command in app.registered_commands} == {"check", "doctor"}
+
+
+def test_check_loads_neither_torch_nor_deepspeed(write):
+    code = (
+        "import sys; from memplug.cli import app; app(['check', sys.argv[1]], standalone_mode=False); "
+        "sys.exit(str([name for name in ('torch', 'deepspeed') if name in sys.modules]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, write({"enabled": True})], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert "memplug is on" in result.stdout
+    assert result.stderr.strip() == "[]"
+
+
+def test_doctor_json_has_the_rates_and_names_conflicting_settings():
+    result = process(
+        "doctor",
+        "--json",
+        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False,backend:cudaMallocAsync",
+        CUDA_LAUNCH_BLOCKING="0",
+        CXX="no-such-compiler",
+    )
+    assert result.returncode == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert facts["versions"]["python"] == sys.version.split()[0]
+    assert facts["versions"]["torch"] != "absent"
+    assert facts["compiler"] == "absent"
+    rates = [value for name, value in facts["hardware"].items() if name.endswith("_per_s")]
+    assert len(rates) == 4 and all(rate > 0 for rate in rates)
+    (conflict,) = facts["conflicts"]
+    assert conflict["setting"].startswith("PYTORCH_CUDA_ALLOC_CONF=") and conflict["effect"]
+
+
+def test_doctor_in_a_pipe_is_plain_text_with_progress_on_stderr_only(monkeypatch):
+    import torch
+
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    result = run(app, ["doctor"])
+    assert result.exit_code == 0
+    lines = dict(line.split("  ", 1) for line in result.stdout.splitlines())
+    assert lines["torch"].strip() == torch.__version__
+    assert "GB/s" in lines["device to host"] and "TFLOP/s" in lines["matmul"]
+    assert result.stdout.isascii()
+    assert "measuring" in result.stderr and "measuring" not in result.stdout

@@ -1,0 +1,114 @@
+"""Measured rates and capacities: plausible, in bounds, and without traces in the run that asked for them."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from memplug.profile.hardware import host_available_bytes, measure, measure_links
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A root directory with 1000 MiB available and the control groups that a test writes."""
+
+    def write(path: str, text: object) -> None:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+
+    def group(path: str, limit: object, usage: int, cache: int = 0, v1: bool = False) -> None:
+        base = f"sys/fs/cgroup/{'memory/' if v1 else ''}{path}"
+        write(f"{base}/{'memory.limit_in_bytes' if v1 else 'memory.max'}", limit)
+        write(f"{base}/{'memory.usage_in_bytes' if v1 else 'memory.current'}", usage)
+        write(f"{base}/memory.stat", f"anon 5\n{'total_inactive_file' if v1 else 'inactive_file'} {cache}")
+
+    write("proc/meminfo", f"MemTotal: {2000 * 1024} kB\nMemFree: 7 kB\nMemAvailable: {1000 * 1024} kB")
+    group.root, group.write = tmp_path, write
+    return group
+
+
+def test_without_control_groups_the_host_has_what_the_kernel_says(machine):
+    assert host_available_bytes(machine.root) == 1000 * MIB
+
+
+@pytest.mark.parametrize("v1", [False, True])
+def test_a_lower_limit_of_the_control_group_caps_it_and_droppable_cache_counts_as_free(machine, v1):
+    machine.write("proc/self/cgroup", "3:cpu,cpuacct:/x\n4:memory:/job" if v1 else "0::/job")
+    machine("job", 500 * MIB, usage=300 * MIB, cache=50 * MIB, v1=v1)
+    assert host_available_bytes(machine.root) == 250 * MIB
+
+
+def test_the_tightest_group_on_the_way_up_decides(machine):
+    machine.write("proc/self/cgroup", "0::/slice/job")
+    machine("slice/job", "max", usage=1 * MIB)
+    machine("slice", 400 * MIB, usage=100 * MIB)
+    machine("", 900 * MIB, usage=100 * MIB)
+    assert host_available_bytes(machine.root) == 300 * MIB
+
+
+def test_a_group_with_more_room_than_the_machine_changes_nothing(machine):
+    machine.write("proc/self/cgroup", "0::/job")
+    machine("job", 5000 * MIB, usage=100 * MIB)
+    assert host_available_bytes(machine.root) == 1000 * MIB
+
+
+def test_in_a_container_the_group_is_mounted_at_the_base(machine):
+    machine.write("proc/self/cgroup", "4:memory:/docker/0123")
+    machine("", 200 * MIB, usage=50 * MIB, v1=True)
+    assert host_available_bytes(machine.root) == 150 * MIB
+
+
+def test_a_group_over_its_limit_leaves_nothing_rather_than_less(machine):
+    machine.write("proc/self/cgroup", "0::/job")
+    machine("job", 100 * MIB, usage=120 * MIB)
+    assert host_available_bytes(machine.root) == 0
+
+
+def test_measuring_the_cpu_is_quick_plausible_frozen_and_leaves_the_random_state_alone():
+    state = torch.get_rng_state()
+    start = time.perf_counter()
+    hardware = measure("cpu")
+    # Twice the bound on an idle machine: tests share their cores.
+    assert time.perf_counter() - start < 4
+    assert torch.equal(torch.get_rng_state(), state)
+    # Between a very slow and an impossible machine: a unit that is wrong by 1e3 falls outside.
+    assert 1e8 < hardware.d2h_bytes_per_s < 1e12
+    assert 1e8 < hardware.h2d_bytes_per_s < 1e12
+    assert 1e7 < hardware.pinned_alloc_bytes_per_s < 1e12
+    assert 1e9 < hardware.matmul_flops_per_s < 1e14
+    assert 0 < hardware.device_free_bytes <= hardware.device_total_bytes
+    assert hardware.host_available_bytes <= hardware.device_total_bytes
+    assert hardware.device_name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        hardware.d2h_bytes_per_s = 1.0
+
+
+def test_the_rate_does_not_depend_on_the_size_of_the_copy_by_more_than_the_caches():
+    # A rate that forgot to divide, or that timed a fixed piece, would differ by the ratio of the sizes: 32.
+    small, large = measure_links("cpu", 4 * MIB), measure_links("cpu", 128 * MIB)
+    for few, many in zip(small, large, strict=True):
+        assert 1 / 16 < many / few < 16
+
+
+def test_a_device_that_cannot_be_measured_and_an_empty_copy_are_refused():
+    with pytest.raises(ValueError, match="meta"):
+        measure("meta")
+    with pytest.raises(ValueError, match="size_bytes"):
+        measure_links("cpu", 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_measuring_a_gpu_gives_link_rates_and_keeps_no_host_memory():
+    measure("cuda")
+    before = host_available_bytes()
+    hardware = measure("cuda")
+    assert 1e9 < hardware.d2h_bytes_per_s < 1e12
+    assert 1e9 < hardware.h2d_bytes_per_s < 1e12
+    assert 1e12 < hardware.matmul_flops_per_s < 1e16
+    assert hardware.device_free_bytes <= hardware.device_total_bytes
+    assert before - host_available_bytes() < 128 * MIB
