@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launching import ROOT, kill_tree, launch, started, wait_until
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.launching import ROOT, kill_tree, launch, started, wait_until
 
 RECIPE = ROOT / "examples" / "llama2"
 
@@ -84,6 +87,14 @@ def test_batch_depends_on_seed_and_index_alone():
 def test_too_little_text_is_refused_with_what_to_do():
     with pytest.raises(ValueError, match="--seq-len"):
         make_batches(torch.arange(15, dtype=torch.int16))
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("7b", 6_738_415_616), ("13b", 13_015_864_320)])
+def test_model_shapes_are_those_of_llama_2(size, parameters):
+    shape = yaml.safe_load((ROOT / f"configs/models/{size}.yaml").read_text())
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
 class FileEngine:
@@ -180,18 +191,18 @@ def test_run_that_is_killed_resumes_with_the_losses_it_would_have_had(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(config))
     saves, killed_log, resumed_log = tmp_path / "saves", tmp_path / "killed.jsonl", tmp_path / "resumed.jsonl"
     common = [RECIPE / "train.py", "--memplug", "none", "--deepspeed_config", tmp_path / "ds.json", "--seq-len", "64"]
-    common += ["--save-dir", saves, "--save-every", "20"]
+    common += ["--save-dir", saves, "--save-every", "10"]
 
     with started([*common, "--steps", "1000", "--loss-log", killed_log]) as (process, read_output):
-        assert wait_until(lambda: max(read_losses(killed_log), default=0) >= 23, process), read_output()
+        assert wait_until(lambda: max(read_losses(killed_log), default=0) >= 13, process), read_output()
         kill_tree(process)
-    assert checkpoint.latest(saves) == "step-00000020"
+    assert checkpoint.latest(saves) == "step-00000010"
     expected = read_losses(killed_log)
-    shutil.copytree(saves / "step-00000020", saves / "saving")  # what a kill in the middle of a save leaves
+    shutil.copytree(saves / "step-00000010", saves / "saving")  # what a kill in the middle of a save leaves
 
-    done = launch([*common, "--steps", "23", "--loss-log", resumed_log, "--resume"])
-    assert read_losses(resumed_log) == {step: expected[step] for step in (21, 22, 23)}
-    assert checkpoint.latest(saves) == "step-00000023"
-    assert "resumed from step-00000020" in done.stdout
+    done = launch([*common, "--steps", "13", "--loss-log", resumed_log, "--resume"])
+    assert read_losses(resumed_log) == {step: expected[step] for step in (11, 12, 13)}
+    assert checkpoint.latest(saves) == "step-00000013"
+    assert "resumed from step-00000010" in done.stdout
     report = json.loads(resumed_log.read_text().splitlines()[-1])["report"]
     assert report["validation_loss"] < expected[1]

@@ -118,16 +118,14 @@ def start(args: argparse.Namespace) -> tuple[deepspeed.DeepSpeedEngine, Any]:
     set_up_logging()
     ds_config = load_deepspeed_config(args)
     model = build_model(args, ds_config, device)
+    if args.memplug != "none":
+        import memplug  # not above: with `--memplug none` this is a plain DeepSpeed script
     if args.memplug == "install":
-        import memplug
-
         memplug.install()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
-    if args.memplug == "none":
-        return engine, None
-    import memplug
-
-    return engine, memplug.attach(engine)
+    # Once installed, memplug is at work in the engine already, and attach returns the session that it has.
+    session = memplug.attach(engine) if args.memplug != "none" else None
+    return engine, session
 
 
 def load_data(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> tuple[Batches, Batches]:
@@ -173,6 +171,8 @@ def resume(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace, data_ord
     """Restores the latest checkpoint, if --resume asks for it and there is one; returns the steps done before."""
     tag = checkpoint.latest(args.save_dir) if args.save_dir else None
     if tag is None:
+        if args.resume:
+            log.info("no checkpoint in %s yet: starting from the beginning", args.save_dir)
         return 0
     if not args.resume:
         raise FileExistsError(f"{args.save_dir} holds the checkpoint {tag}: add --resume, or choose another --save-dir")

@@ -31,9 +31,9 @@ __all__ = ["Budget", "Group", "Operator", "Region", "RegionPlan", "TokenwisePlan
 
 TIME_LIMIT_S = 5.0
 """For the whole search; the best plan found until then counts."""
-NODE_LIMIT = 300
+NODE_LIMIT = 100
 """For one program: bounds the effort the same way on every machine, unlike time."""
-GAP = 1e-4
+GAP = 5e-4
 """Share of the step time within which a plan counts as optimal."""
 TIE_HOST, TIE_DEVICE = 2e-6, 1e-6
 """Weights of all bytes against all time: between equal times fewer host bytes win, then fewer device bytes."""
@@ -223,7 +223,7 @@ class _Search:
         for cut in [uncut, *self._cuts(hints)]:
             if best.step_s <= bound_s * (1.0 + GAP) or time.monotonic() > self.deadline:
                 break
-            plan = self._solve(cut, np.inf if cut is uncut else best.step_s)
+            plan = self._solve(cut)
             if plan is not None and self._rank(plan) < self._rank(best):
                 best = plan
         return self._without_idle(best)
@@ -270,13 +270,10 @@ class _Search:
         ]
         return measure(self.regions, groups, self.budget, inputs_swapped=self.inputs_swapped)
 
-    def _solve(self, cut: list[tuple[int, ...]], below_s: float) -> TokenwisePlan | None:
-        """The best plan for a cut if it beats `below_s`.
-
-        HiGHS holds a row to about 1e-6; a plan has to hold its budgets to the byte, if need be by a small margin.
-        """
+    def _solve(self, cut: list[tuple[int, ...]]) -> TokenwisePlan | None:
+        """HiGHS holds a row to about 1e-6; a plan has to hold its budgets to the byte, if need be by a small margin."""
         for margin in (0.0, 4e-6):
-            program, columns = self._program(cut, margin=margin, below_s=below_s * (1.0 - GAP))
+            program, columns = self._program(cut, margin)
             result = program.run(max(self.deadline - time.monotonic(), 0.1))
             if result.x is None:
                 return None
@@ -289,16 +286,13 @@ class _Search:
                 return plan
         return None
 
-    def _program(
-        self, cut: list[tuple[int, ...]], margin: float = 0.0, below_s: float = np.inf
-    ) -> tuple[_Program, list[list[_Columns]]]:
+    def _program(self, cut: list[tuple[int, ...]], margin: float = 0.0) -> tuple[_Program, list[list[_Columns]]]:
         program = _Program()
         columns = [
             [self._group(program, region, live, size) for size in sizes]
             for region, live, sizes in zip(self.regions, self.live, cut, strict=True)
         ]
-        times = self._budgets(program, columns, cut, margin)
-        program.row(dict.fromkeys(times, -1.0), at_least=-below_s / self.unit_s)
+        self._budgets(program, columns, cut, margin)
         return program, columns
 
     def _group(self, program: _Program, region: Region, live: list[int], size: int) -> _Columns:
@@ -331,8 +325,8 @@ class _Search:
 
     def _budgets(
         self, program: _Program, columns: list[list[_Columns]], cut: list[tuple[int, ...]], margin: float
-    ) -> list[int]:
-        """Rows of the budgets and of the time model, as in `measure`; the columns of forward and backward time."""
+    ) -> None:
+        """Columns of the objective; rows of the budgets and of the time model, as in `measure`."""
         run, link, kept = ([{}, {}] for _ in range(3))
         forward, backward, inputs = ([0.0, 0.0] for _ in range(3))
         for region, parts, sizes in zip(self.regions, columns, cut, strict=True):
@@ -347,7 +341,6 @@ class _Search:
         room, device = self.room_bytes / self.unit_bytes, self.budget.device_bytes / self.unit_bytes
         program.row(link[0] | link[1], at_least=margin - room)
         program.row(kept[0] | kept[1], at_least=margin - device)
-        times = []
         for compute, recompute, rate in (
             (forward, ({}, {}), self.budget.d2h_bytes_per_s),
             (backward, run, self.budget.h2d_bytes_per_s),
@@ -356,10 +349,9 @@ class _Search:
             early, total = program.column(upper=np.inf), program.column(upper=np.inf, cost=1.0)
             program.row({early: 1.0} | recompute[0], at_least=compute[0])
             program.row({total: 1.0, early: -1.0} | recompute[1], at_least=compute[1])
+            program.row({total: 1.0, early: -1.0} | _scaled(link[1], 1.0 / rate), at_least=inputs[1] / rate)
             program.row({early: 1.0} | _scaled(link[0] | kept[0], 1.0 / rate), at_least=(inputs[0] - device) / rate)
             program.row({total: 1.0} | _scaled(link[0] | link[1], 1.0 / rate), at_least=sum(inputs) / rate)
-            times.append(total)
-        return times
 
 
 def _scaled(terms: dict[int, float], by: float) -> dict[int, float]:

@@ -249,11 +249,15 @@ def _phases(
     return phases
 
 
-def _stall_s(early_s: float, late_s: float, first: _Phase, link_bytes: int, rate: float, device_bytes: int) -> float:
-    """How much longer than their compute both phases take: copies lag, or lead, by the device bytes not kept."""
-    backlog_bytes = device_bytes - first.kept_bytes
-    stalled_s = max(early_s, (first.link_bytes - backlog_bytes) / rate)
-    return max(stalled_s - early_s, link_bytes / rate - early_s - late_s)
+def _stall_s(first: _Phase, last: _Phase, compute_s: tuple[float, float], rate: float, room_bytes: int) -> float:
+    """How much longer than its compute a pass takes because of the link.
+
+    The first groups' copies may lag into the last groups' forward, or lead into their backward, by the room that the
+    first groups' kept outputs leave; the last groups' copies have the last groups' own time.
+    """
+    first_s = max(compute_s[0], (first.link_bytes - room_bytes + first.kept_bytes) / rate)
+    last_s = max(compute_s[1], last.link_bytes / rate)
+    return max(first_s + last_s, (first.link_bytes + last.link_bytes) / rate) - sum(compute_s)
 
 
 def measure(
@@ -275,10 +279,11 @@ def measure(
     """
     first, last = _phases(regions, groups, inputs_swapped)
     host_bytes = first.link_bytes + last.link_bytes
-    forward_s, backward_s = first.forward_s + last.forward_s, first.backward_s + last.backward_s
-    d2h, h2d, room_bytes = budget.d2h_bytes_per_s, budget.h2d_bytes_per_s, budget.device_bytes
-    forward_stall_s = _stall_s(first.forward_s, last.forward_s, first, host_bytes, d2h, room_bytes)
-    backward_stall_s = _stall_s(first.backward_s, last.backward_s, first, host_bytes, h2d, room_bytes)
+    d2h, h2d = budget.d2h_bytes_per_s, budget.h2d_bytes_per_s
+    forwards_s, backwards_s = (first.forward_s, last.forward_s), (first.backward_s, last.backward_s)
+    forward_s, backward_s = sum(forwards_s), sum(backwards_s)
+    forward_stall_s = _stall_s(first, last, forwards_s, d2h, budget.device_bytes)
+    backward_stall_s = _stall_s(first, last, backwards_s, h2d, budget.device_bytes)
     plans = {}
     for region, parts in zip(regions, groups, strict=True):
         own = _phases([region], [parts], inputs_swapped)

@@ -1,0 +1,90 @@
+"""Small models of the tests' own, and how to run them with and without the executor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from memplug.execute.device import Device
+from memplug.execute.tokenwise import Executor, Region
+
+
+class Block(nn.Module):
+    """A decoder-like layer: norm, attention, gated MLP. `in_place`: it writes to a matmul's output, which the executor has captured by then."""
+
+    def __init__(self, width: int = 16, heads: int = 2, bias: bool = True, in_place: bool = False):
+        super().__init__()
+        self.in_place = in_place
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, 2 * width, bias=bias)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=bias)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        y = self.norm2(x)
+        up = self.up(y)
+        hidden = torch.sigmoid(self.gate(y)) * (up.relu_() if self.in_place else up.relu())
+        if scale is not None:
+            hidden = hidden * scale
+        return x + self.down(hidden)
+
+
+class Stack(nn.Module):
+    """Some blocks in a row and a loss."""
+
+    def __init__(self, layers: int = 4, block: Callable[[], nn.Module] = Block):
+        super().__init__()
+        self.layers = nn.ModuleList([block() for _ in range(layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0  # region inputs are not leaves
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def tokenwise(model: nn.Module, alpha: float, device: Device | None = None, host_budget_bytes: int = 1 << 30, **settings: Any) -> Executor:
+    """Make every entry of `model.layers` a region of a new executor, without any hook of the package."""
+    executor = Executor(device or Device(), host_budget_bytes, min_offload_bytes=1, **settings)
+    for index, layer in enumerate(model.layers):
+        region = Region(f"layers.{index}", type(layer).__name__, alpha)
+        layer.forward = _through(executor, region, layer.forward)
+    return executor
+
+
+def _through(executor: Executor, region: Region, call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: executor.run(region, call, args, kwargs)
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy with the same parameters, to be the reference."""
+    return copy.deepcopy(model)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients by parameter name; they are taken away from the model."""
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+def assert_same(measured: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], exact: bool = True) -> None:
+    """Gradients are equal: to the bit, or within the rounding of a matmul of their dtype."""
+    assert measured.keys() == expected.keys()
+    for name, gradient in measured.items():
+        if exact:
+            assert torch.equal(gradient, expected[name]), f"{name} differs by {(gradient - expected[name]).abs().max():.3g}"
+        else:
+            torch.testing.assert_close(gradient, expected[name], msg=lambda text, name=name: f"{name}: {text}")

@@ -1,0 +1,207 @@
+"""A device whose copies run as late, as early or in as odd an order as its events allow; tensors live on the CPU.
+
+Operators of the test run at once, in program order: they are the compute stream. A copy is queued, and runs
+
+* `late`: only when someone waits for its event,
+* `early`: as soon as everything it waits for is done,
+* `random`: at any moment between the two.
+
+What real hardware would get wrong shows up as poison (all bits set: NaN in every float) or as an entry in `violations`:
+
+* a copy queued without waiting for the compute stream's present could run before what precedes it: it delivers poison;
+* a copy whose source was let go before it ran reads memory that others use by then: it delivers poison;
+* a copy whose destination was let go before it ran writes into memory that others use by then: a violation;
+* new device memory and new host memory are poisoned, so that what a copy has not written yet is seen.
+
+`missing` leaves out one kind of wait, everywhere.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplug.execute.device import Device, Wait
+from memplug.execute.tape import storage_of, tensors_in
+
+COMPUTE = "compute"
+
+
+@dataclass
+class Event:
+    """On the compute stream: the time it was recorded. On a copy stream: whether the queue has passed it."""
+
+    clock: int = -1
+    stream: Stream | None = None
+    done: bool = False
+
+
+@dataclass
+class Stream:
+    """A copy stream: its queue, and up to which compute time its next entry is ordered after."""
+
+    queue: collections.deque[Any] = field(default_factory=collections.deque)
+    seen: int = -1
+
+
+class WeakTensor:
+    """A tensor's place in memory, which does not keep the memory alive, as a pointer in a queued copy does not."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.storage = torch.UntypedStorage._weak_ref(tensor.untyped_storage())
+        self.layout = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def get(self) -> torch.Tensor | None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage)
+        if storage is None:
+            return None
+        dtype, offset, size, stride = self.layout
+        return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self.storage)
+
+
+class SimulatedDevice(Device):
+    """See the module's text. Use as a context manager around the code under test, so that operators tick the compute clock."""
+
+    def __init__(self, schedule: str, seed: int = 0, missing: Wait | None = None):
+        self.schedule = schedule
+        self.missing = missing
+        self.random = random.Random(seed)
+        self.clock = 0
+        self.streams: list[Stream] = []
+        self.violations: list[str] = []
+        self.waits: collections.Counter[Wait] = collections.Counter()
+        self.copying = False
+        self._ticker = _Ticker(self)
+
+    def __enter__(self) -> SimulatedDevice:
+        self._ticker.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._ticker.__exit__(*exception)
+
+    # -- Device --------------------------------------------------------------------------------------------------------------------
+
+    def new_stream(self) -> Stream:
+        self.streams.append(Stream())
+        return self.streams[-1]
+
+    def compute_stream(self) -> str:
+        return COMPUTE
+
+    def record(self, stream: Any) -> Event:
+        self._shuffle()
+        if stream is COMPUTE:
+            return Event(clock=self.clock)
+        event = Event(stream=stream)
+        stream.queue.append(event)
+        return event
+
+    def wait(self, stream: Any, event: Event, why: Wait) -> None:
+        self._shuffle()
+        self.waits[why] += 1
+        if why is self.missing:
+            return
+        if stream is COMPUTE:
+            self._finish(event)
+        elif event.stream is None:
+            stream.seen = max(stream.seen, event.clock)
+        else:
+            stream.queue.append(("wait", event))
+
+    def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        ordered = stream.seen >= self.clock
+        stream.queue.append((WeakTensor(destination), WeakTensor(source), ordered))
+        self._shuffle()
+        if self.schedule == "early":
+            self._advance(stream, len(stream.queue))
+
+    def empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return poison(torch.empty_strided(size, stride, dtype=dtype))
+
+    def pin(self, buffer: torch.Tensor) -> bool:
+        poison(buffer)
+        return True
+
+    def synchronize(self) -> None:
+        for stream in self.streams:
+            self._advance(stream, len(stream.queue))
+
+    # -- the copies ----------------------------------------------------------------------------------------------------------------
+
+    def _shuffle(self) -> None:
+        if self.schedule == "random":
+            for stream in self.streams:
+                if stream.queue:
+                    self._advance(stream, self.random.randint(0, len(stream.queue)))
+        elif self.schedule == "early":
+            for stream in self.streams:
+                self._advance(stream, len(stream.queue))
+
+    def _finish(self, event: Event) -> None:
+        while event.stream is not None and not event.done:
+            self._step(event.stream)
+
+    def _advance(self, stream: Stream, count: int) -> None:
+        for _ in range(count):
+            self._step(stream)
+
+    def _step(self, stream: Stream) -> None:
+        entry = stream.queue.popleft()
+        if isinstance(entry, Event):
+            entry.done = True
+        elif entry[0] == "wait":
+            self._finish(entry[1])
+        else:
+            self.copying = True
+            self._copy(*entry)
+            self.copying = False
+
+    def _copy(self, destination: WeakTensor, source: WeakTensor, ordered: bool) -> None:
+        target, origin = destination.get(), source.get()
+        if target is None:
+            self.violations.append("a copy wrote into memory that had been let go")
+        elif origin is None or not ordered:
+            poison(target)
+        else:
+            target.copy_(origin)
+
+
+class _Ticker(TorchDispatchMode):
+    """Every operator that touches memory moves the compute clock on."""
+
+    def __init__(self, device: SimulatedDevice):
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self.device.copying and not _is_view(args, out):
+            self.device.clock += 1
+        return out
+
+
+def _is_view(args: Any, out: Any) -> bool:
+    outputs = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)]
+    inputs = {storage_of(t) for t in tensors_in(args)}
+    return bool(outputs) and all(storage_of(t) in inputs for t in outputs)
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """All bits set: NaN for every floating dtype, -1 for integers."""
+    if tensor.numel():
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        flat = tensor.detach().as_strided((span,), (1,), tensor.storage_offset())
+        if span == tensor.numel():
+            flat.view(torch.uint8).fill_(0xFF)
+        else:
+            tensor.detach().fill_(float("nan") if tensor.is_floating_point() else -1)
+    return tensor

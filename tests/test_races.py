@@ -1,0 +1,93 @@
+"""Copies that run late, early or in odd order never change a gradient, and every wait of the executor is needed for that.
+
+The scenario forces each race that an offloader can lose: a first step on fresh host memory, later steps with other data on reused host memory, two graphs in
+flight, a second backward through one graph, an operator that writes in place to a tensor whose copy out is under way, and a graph that is dropped while copies in
+are under way.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memplug.execute.device import Wait
+from tests.blocks import Block, Stack, assert_same, gradients, tokenwise, twin
+from tests.simulated import SimulatedDevice
+
+SCHEDULES = ["late", "early"]
+
+
+class Stop(Exception):
+    """Raised in the middle of backward."""
+
+
+def scenario(device: SimulatedDevice, alpha: float, in_place: bool = False, seed: int = 0) -> None:
+    """Train a few steps every awkward way; raises AssertionError where a gradient differs or a copy hit memory that was let go."""
+    torch.manual_seed(seed)
+    model = Stack(5, lambda: Block(in_place=in_place))
+    reference = twin(model)
+    executor = tokenwise(model, alpha, device)
+    data = torch.randn(9, 2, 6, 16)
+    with device:
+        for x in data[:2]:  # plain steps
+            model(x).backward()
+            reference(x).backward()
+            assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+        (model(data[2]) + model(data[3])).backward()  # two graphs in flight, one backward
+        (reference(data[2]) + reference(data[3])).backward()
+        assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+        first, second = model(data[4]), model(data[5])  # two graphs, the older one first, as 1F1B does
+        first.backward(retain_graph=True)
+        second.backward()
+        first.backward()
+        reference_first = reference(data[4])
+        reference_first.backward(retain_graph=True)
+        reference(data[5]).backward()
+        reference_first.backward()
+        assert_same(gradients(model), gradients(reference), exact=False)
+        loss = model(data[6])
+        handle = model.layers[3].up.weight.register_hook(_stop)
+        with pytest.raises(Stop):  # fetched ahead, never used
+            loss.backward()
+        handle.remove()
+        del loss
+        model.zero_grad()
+        for x in data[7:]:
+            model(x).backward()
+            reference(x).backward()
+            assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+        executor.transfer.drain()
+    device.synchronize()
+    assert not device.violations, device.violations
+    assert executor.pool.used_bytes == 0 and executor.transfer.fetched_bytes == 0 and executor.recomputed_bytes == 0
+
+
+def _stop(gradient: torch.Tensor) -> None:
+    raise Stop
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradients_hold_however_late_or_early_copies_run(schedule: str, alpha: float, in_place: bool) -> None:
+    scenario(SimulatedDevice(schedule), alpha, in_place)
+
+
+@pytest.mark.parametrize("chunk", range(8))
+def test_gradients_hold_on_200_random_schedules(chunk: int) -> None:
+    for seed in range(25 * chunk, 25 * (chunk + 1)):
+        scenario(SimulatedDevice("random", seed), alpha=(0.4, 1.0)[seed % 2], in_place=seed % 4 > 1, seed=seed)
+
+
+@pytest.mark.parametrize("missing", list(Wait), ids=lambda wait: wait.name.lower())
+def test_a_missing_wait_is_noticed(missing: Wait) -> None:
+    cases = [(schedule, in_place) for schedule in SCHEDULES for in_place in (False, True)]
+    assert any(_fails(SimulatedDevice(schedule, missing=missing), in_place) for schedule, in_place in cases)
+
+
+def _fails(device: SimulatedDevice, in_place: bool) -> bool:
+    try:
+        scenario(device, 0.4, in_place)
+    except (AssertionError, RuntimeError, IndexError):
+        return device.waits[device.missing] > 0
+    return False
