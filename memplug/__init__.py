@@ -1,1 +1,49 @@
-"""memplug: training memory as cheap as the hardware allows."""
+"""memplug: training memory as cheap as the hardware allows. Swap, recompute and keep activations, toggled by one block of a DeepSpeed JSON.
+
+The public API is `install`, `attach`, `Session`, `MemplugConfig` and the errors of `memplug.errors`; nothing heavy is imported before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memplug.config import MemplugConfig
+    from memplug.hooks.attach import attach
+    from memplug.session import Session
+
+__all__ = ["MemplugConfig", "Session", "attach", "install", "uninstall"]
+
+
+def install() -> None:
+    """Let every later `deepspeed.initialize` read its "memplug" block and attach to the engine. Idempotent.
+
+    Call it before `deepspeed.initialize` is used or imported by name.
+    """
+    from memplug.hooks import deepspeed
+    from memplug.hooks.attach import attach
+
+    deepspeed.install(attach)
+
+
+def uninstall() -> None:
+    """Undo `install`; sessions that are attached stay so."""
+    from memplug.hooks import deepspeed
+
+    deepspeed.uninstall()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "attach":
+        from memplug.hooks.attach import attach
+
+        return attach
+    if name == "Session":
+        from memplug.session import Session
+
+        return Session
+    if name == "MemplugConfig":
+        from memplug.config import MemplugConfig
+
+        return MemplugConfig
+    raise AttributeError(f"module 'memplug' has no attribute {name!r}")

@@ -122,8 +122,11 @@ class Frame:
     def forward(self, args: Any, kwargs: Any) -> Any:
         """Run the region's forward once and note it. Shapes and values are those of the region's own forward."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+        begin = self.executor.device.stamp() if self.timed else None
         with self.ambient.during_forward(), hooks, ForwardMode(self):
             out = self.call(*args, **kwargs)
+        if self.timed:
+            self.tape.span = (begin, self.executor.device.stamp())
         self._close(out)
         return out
 
@@ -147,20 +150,22 @@ class Frame:
         """Autograd's pack hook during forward."""
         index = len(self.holders)
         self.holders.append(None)
-        if isinstance(tensor, torch.nn.Parameter):
+        if isinstance(tensor, torch.nn.Parameter) and not self.executor.regathers:
             return tensor
-        if type(tensor) is not torch.Tensor:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return Held(tensor)
         with self.executor.paused():
+            number = self.tape.number(tensor)
+            if number is not None:
+                self.tape.asked.add(number)
             part = self.storages.get(storage_of(tensor))
             if part is not None and self.direct and _can_view(part, tensor):
                 if isinstance(part, Swapped):
                     part.uses += 1
                 self._saves(tensor)
                 return View(self, part, tensor)
-            number = self.tape.number(tensor)
             given = number is None or number in self.tape.given
-            if given and part is None and (self.direct or not isinstance(tensor._base, torch.nn.Parameter)):
+            if given and part is None and not (self.executor.regathers and _is_parameter(tensor)):
                 return Held(tensor)
             if number is not None:
                 self.tape.saved.add(number)
@@ -272,7 +277,8 @@ class Frame:
     def restore(self, holder: Holder) -> torch.Tensor:
         """The saved tensor behind a holder; the first call runs the recompute pass, as does the first of a further backward."""
         if holder.index not in self.recomputed:
-            self._recompute()
+            with self.executor.guard("recompute", self.region):
+                self._recompute()
         tensor, version = self.recomputed.pop(holder.index)
         self._count(-_bytes(tensor))
         if tensor.shape != holder.size or tensor.dtype != holder.dtype:
@@ -285,6 +291,7 @@ class Frame:
 
     def _recompute(self) -> None:
         self._forget()
+        begin = self.executor.device.stamp() if self.timed else None
         try:
             self._run(RecomputeMode(self))
         except Diverged as divergence:
@@ -293,6 +300,8 @@ class Frame:
             self.executor.diverged(self.region, str(divergence))
             self._forget()
             self._run(contextlib.nullcontext())
+        if self.timed:
+            self.tape.recompute_span = (begin, self.executor.device.stamp())
 
     def _run(self, mode: Any) -> None:
         executor = self.executor
@@ -308,8 +317,12 @@ class Frame:
             count += 1
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
-        with self.ambient.during_recompute(self.tape.random), torch.enable_grad(), hooks, mode:
-            self.call(*args, **kwargs)
+        executor.recomputing += 1
+        try:
+            with self.ambient.during_recompute(self.tape.random), torch.enable_grad(), hooks, mode:
+                self.call(*args, **kwargs)
+        finally:
+            executor.recomputing -= 1
         del args, kwargs, values
         for item in self.inputs:
             if isinstance(item, Swapped):
@@ -353,6 +366,8 @@ def unpack(packed: Any) -> torch.Tensor:
     if isinstance(packed, Held):
         return packed.get()
     frame = packed.frame
+    if frame.timed and frame.tape.backward_begin is None:
+        frame.tape.backward_begin = frame.executor.device.stamp()
     frame.executor.pump(frame)
     if isinstance(packed, Holder):
         return frame.restore(packed)
@@ -439,6 +454,10 @@ class RecomputeMode(TorchDispatchMode):
         empty = self.frame.executor.empty
         values = [empty(*shape) if isinstance(shape, tuple) and len(shape) == 4 else shape for shape in record.shapes]
         return values[0] if len(func._schema.returns) == 1 and not _returns_list(func) else tuple(values)
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
 
 
 def _kept_value(part: Kept) -> torch.Tensor:

@@ -72,10 +72,14 @@ class Tape:
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.saved: set[int] = set()  # storages that backward asks for and only a recompute pass can give
+        self.asked: set[int] = set()  # storages that backward asks for, in whatever way
         self.given: set[int] = set()
         self.bytes: dict[int, int] = {}
         self.random = False
         self.communicates = False
+        self.span: Any = None  # (begin, end) stamps of the forward, where the profile asked for them
+        self.recompute_span: Any = None
+        self.backward_begin: Any = None
         self._names: dict[int, int] = {}
 
     def add(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:

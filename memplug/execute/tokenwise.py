@@ -35,19 +35,20 @@ class Region:
 
     Args:
         name: the module's qualified name.
-        key: regions of one key run the same operators and share a plan (the module's class).
+        kind: the name of its class.
         rows: fraction of the rows of every matmul's output to swap, [0, 1].
         attention: whether attention outputs are swapped (whole) or recomputed.
 
     Attributes:
+        key: regions of one key ran the same operators and share a plan.
         plan: operator index -> (operator, fraction, keep on the device), from the planner; None before there is one.
         unneeded: operators whose captured output no backward ever asked for: not captured again.
         communicates: its forward contains collectives that a recompute pass runs again, so that all ranks must recompute alike.
     """
 
-    def __init__(self, name: str, key: str, rows: float, attention: bool = True):
+    def __init__(self, name: str, kind: str, rows: float, attention: bool = True):
         self.name = name
-        self.key = key
+        self.kind = self.key = kind
         self.rows = rows
         self.attention = attention
         self.plan: Mapping[int, tuple[Any, float, bool]] | None = None
@@ -60,12 +61,10 @@ class Region:
         if (index, func) in self.unneeded:
             return 0.0, False
         kind = operators.kind_of(func)
-        if self.plan is not None and kind is not Kind.CHOICE:
-            planned, fraction, keep = self.plan.get(index, (None, 0.0, False))
+        if self.plan is not None and kind not in (Kind.CHOICE, Kind.COLLECTIVE):
+            planned, fraction, keep = self.plan.get(index, (func, 0.0, False))
             if planned is func:
                 return fraction, keep
-            if kind is not Kind.COLLECTIVE:
-                return 0.0, False
         if kind is Kind.ROWS:
             return self.rows, False
         if kind is Kind.ATTENTION:
@@ -90,15 +89,17 @@ class Executor:
         self.min_offload_bytes = min_offload_bytes
         self.regathers = regathers
         self.pauses = 0
+        self.recomputing = 0  # recompute passes under way
         self.timing = False
         self.newest: weakref.ref[Frame] | None = None
         self.recomputed_bytes = 0  # saved tensors of recompute passes that backward has not taken yet
         self.input_bytes = 0  # swapped region inputs of all graphs in flight
         self.largest_region_bytes = 0
         self.frames = 0
-        self.live_frames = 0
-        self.peak_live_frames = 0
+        self.live: collections.Counter[str] = collections.Counter()  # frames by region name
+        self.peak_live: collections.Counter[str] = collections.Counter()
         self.divergences = 0
+        self.guard: Callable[[str, Region], Any] = lambda phase, region: contextlib.nullcontext()  # around forward and recompute
         self.on_frame: Callable[[Frame], None] | None = None  # the profile listens here
         self._resident: collections.deque[weakref.ref[Frame]] = collections.deque()
         self._warned = False
@@ -107,16 +108,22 @@ class Executor:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        self._make_room()
-        frame = Frame(self, region, call, args, kwargs)
-        self.newest = weakref.ref(frame)
-        self._resident.append(self.newest)
-        self.frames += 1
-        self.live_frames += 1
-        self.peak_live_frames = max(self.peak_live_frames, self.live_frames)
-        out = frame.forward(args, kwargs)
+        with self.guard("forward", region):
+            self._make_room()
+            frame = Frame(self, region, call, args, kwargs)
+            self.newest = weakref.ref(frame)
+            self._resident.append(self.newest)
+            self.frames += 1
+            self.live[region.name] += 1
+            self.peak_live[region.name] = max(self.peak_live[region.name], self.live[region.name])
+            out = frame.forward(args, kwargs)
         self._warn_if_full()
         return out
+
+    @property
+    def live_frames(self) -> int:
+        """Frames whose graphs are alive."""
+        return self.live.total()
 
     def direct(self, region: Region) -> bool:
         """Whether backward may take captured tensors without a recompute pass: not where the pass itself contains collectives, since ranks
@@ -170,7 +177,7 @@ class Executor:
     def gone(self, frame: Frame) -> None:
         """A frame died with its graph."""
         self.recomputed_bytes -= frame.outstanding_bytes
-        self.live_frames -= 1
+        self.live[frame.region.name] -= 1
         if frame.actions:
             self.input_bytes -= frame.input_bytes
 

@@ -1,0 +1,1 @@
+"""What memplug changes in its hosts; all patching lives here."""

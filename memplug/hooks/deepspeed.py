@@ -1,0 +1,168 @@
+"""DeepSpeed: reads the block, marks steps, keeps ZeRO 3's gathering out of the regions. Everything memplug patches of DeepSpeed is here.
+
+| patched | on | why |
+|---|---|---|
+| `deepspeed.initialize` | the module, by `install` | to attach to the engine that it returns |
+| `step` | the engine instance | the end of a training step |
+| `backward` | the engine instance | a note on an out-of-memory error |
+| `pre_` and `post_sub_module_forward_function` | ZeRO 3's `parameter_offload` instance | gathering is no part of a region's forward |
+| `pre_` and `post_sub_module_backward_function` | the same | a recompute pass must not release what a backward under way has gathered |
+
+Known in deepspeed 0.16 to 0.19. Each patch is marked, keeps the original, and is undone by `uninstall` or `Session.detach`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from memplug import report
+from memplug.config import MemplugConfig, read_ds_config
+from memplug.errors import ConflictError, PatchError
+from memplug.session import Session
+
+log = logging.getLogger("memplug")
+
+VERSIONS = "deepspeed 0.16 to 0.19"
+_ORIGINAL = "__memplug_original__"
+
+
+def install(attach: Callable[..., Session]) -> None:
+    """Patch `deepspeed.initialize` to attach to the engine it returns. A second call does nothing. Where the block turns out to be absent or disabled, the patch is
+    taken away again.
+
+    Raises:
+        PatchError: this DeepSpeed has no `initialize`.
+    """
+    import deepspeed
+
+    original = getattr(deepspeed, "initialize", None)
+    if original is None:
+        raise PatchError("deepspeed.initialize", VERSIONS)
+    if hasattr(original, _ORIGINAL):
+        return
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        config = read_block(result[0])
+        if config.enabled:
+            attach(result[0], config)
+        else:
+            uninstall()
+        return result
+
+    setattr(initialize, _ORIGINAL, original)
+    deepspeed.initialize = initialize
+
+
+def uninstall() -> None:
+    """Put the original `deepspeed.initialize` back. Sessions stay attached."""
+    deepspeed = sys.modules.get("deepspeed")
+    original = getattr(getattr(deepspeed, "initialize", None), _ORIGINAL, None)
+    if original is not None:
+        deepspeed.initialize = original
+
+
+def is_engine(target: Any) -> bool:
+    """Whether the target is a DeepSpeed engine, without importing DeepSpeed."""
+    engine = sys.modules.get("deepspeed.runtime.engine")
+    return engine is not None and isinstance(target, engine.DeepSpeedEngine)
+
+
+def read_block(engine: Any) -> MemplugConfig:
+    """The "memplug" block of an engine's own configuration."""
+    return read_ds_config(engine.config)
+
+
+def regathers(engine: Any) -> bool:
+    """Whether parameters are gathered in every forward (ZeRO 3)."""
+    return engine.zero_optimization_stage() == 3
+
+
+def check_checkpointing_is_off() -> None:
+    """Raises `ConflictError` where DeepSpeed's activation checkpointing was configured in this process."""
+    checkpointing = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
+    if checkpointing is not None and checkpointing.is_configured():
+        raise ConflictError(
+            "DeepSpeed's activation checkpointing is configured, and memplug recomputes the same layers",
+            "Leave out the call of `deepspeed.checkpointing.configure` and the model's use of `deepspeed.checkpointing.checkpoint`: memplug takes their place.",
+        )
+
+
+def hook_engine(engine: Any, session: Session) -> None:
+    """Let the engine mark steps, explain out-of-memory errors, and keep parameter gathering out of the regions."""
+
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        boundary = engine.is_gradient_accumulation_boundary()
+        with session.explaining("step"):
+            result = original(*args, **kwargs)
+        if boundary:
+            session.step()
+        return result
+
+    def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with session.explaining("backward"):
+            return original(*args, **kwargs)
+
+    _patch(engine, "step", step, session)
+    _patch(engine, "backward", backward, session)
+    if regathers(engine):
+        _hook_gathering(engine, session)
+    monitor = getattr(engine, "monitor", None)
+    if session.config.report.monitor and getattr(monitor, "enabled", False):
+        session.on_step.append(lambda s: monitor.write_events(report.monitor_events(s.report(), engine.global_samples)))
+
+
+def _hook_gathering(engine: Any, session: Session) -> None:
+    """ZeRO 3: keep gathering out of the regions, and what backward has gathered on the device.
+
+    The module whose backward asks for the first saved tensor of a region has its parameters gathered when the recompute pass runs that very module forward; releasing them after
+    its forward would leave its backward with empty ones.
+    """
+    offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)
+    if offload is None:
+        raise PatchError("engine.optimizer.parameter_offload", VERSIONS)
+    in_backward: set[int] = set()
+    executor = session.executor
+
+    def before_forward(original: Callable[..., Any], module: Any) -> Any:
+        with executor.paused():
+            return original(module)
+
+    def after_forward(original: Callable[..., Any], module: Any) -> Any:
+        if executor.recomputing and module.ds_id in in_backward:
+            return None
+        with executor.paused():
+            return original(module)
+
+    def before_backward(original: Callable[..., Any], module: Any) -> Any:
+        in_backward.add(module.ds_id)
+        return original(module)
+
+    def after_backward(original: Callable[..., Any], module: Any) -> Any:
+        in_backward.discard(module.ds_id)
+        return original(module)
+
+    _patch(offload, "pre_sub_module_forward_function", before_forward, session)
+    _patch(offload, "post_sub_module_forward_function", after_forward, session)
+    _patch(offload, "pre_sub_module_backward_function", before_backward, session)
+    _patch(offload, "post_sub_module_backward_function", after_backward, session)
+
+
+def _patch(target: Any, name: str, wrapper: Callable[..., Any], session: Session) -> None:
+    """Replace a method on one instance by `wrapper(original, ...)`, until the session detaches."""
+    original = getattr(target, name, None)
+    if original is None:
+        raise PatchError(f"{type(target).__name__}.{name}", VERSIONS)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(patched, _ORIGINAL, original)
+    object.__setattr__(target, name, patched)
+    session.at_detach(lambda: target.__dict__.pop(name, None))

@@ -1,0 +1,115 @@
+"""Makes modules run as regions: finds them, and swaps their class for a subclass whose forward goes through the executor.
+
+A class swap (as FSDP2's `fully_shard` does) rather than an instance's `forward`: copies and pickles of the module stay plain modules, `isinstance` holds, and putting the class back undoes it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplug.errors import ConflictError, RegionError
+from memplug.execute.tokenwise import Region
+from memplug.session import Session
+
+_REGION = "_memplug_region"
+Prepare = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+class _Bound:
+    """What a region module carries: the region, its session, and what the host wants done to the arguments."""
+
+    def __init__(self, region: Region, session: Session, prepare: Prepare | None):
+        self.region, self.session, self.prepare = region, session, prepare
+
+
+def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Modules whose qualified name matches a glob pattern, in the model's order.
+
+    Raises:
+        RegionError: a pattern matches no module, or a match lies inside another.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            near = sorted({name for name in names if name.count(".") == pattern.count(".")})[:3] or names[:3]
+            raise RegionError(f'the pattern "{pattern}" in "tokenwise.regions" matches no module of {type(model).__name__}; it has for example {near}')
+    found = [(name, module) for name, module in model.named_modules() if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+    check_not_nested([name for name, _ in found])
+    return found
+
+
+def check_not_nested(names: Sequence[str]) -> None:
+    """Raises `RegionError` where one region contains another."""
+    known = set(names)
+    for name in names:
+        parts = name.split(".")
+        outer = next((".".join(parts[:i]) for i in range(1, len(parts)) if ".".join(parts[:i]) in known), None)
+        if outer is not None:
+            raise RegionError(f"region {name} lies inside region {outer}")
+
+
+def make_region(module: nn.Module, region: Region, session: Session, prepare: Prepare | None = None) -> Callable[[], None]:
+    """Let a module's forward run as a region; returns how to undo it.
+
+    Args:
+        prepare: called before a forward with gradients; returns the arguments to use.
+
+    Raises:
+        ConflictError: the module is a region of another session already.
+    """
+    if _REGION in module.__dict__:
+        raise ConflictError(f"module {region.name} is attached to another memplug session", "Detach that session first.")
+    if "forward" in module.__dict__:
+        raise ConflictError(
+            f"the forward of module {region.name} was replaced on the instance, so that memplug's would never run",
+            "Attach memplug before whatever replaces it, or undo that.",
+        )
+    original = type(module)
+    module.__class__ = _region_class(original)
+    object.__setattr__(module, _REGION, _Bound(region, session, prepare))
+
+    def undo() -> None:
+        if type(module) is _region_class(original):
+            module.__class__ = original
+        module.__dict__.pop(_REGION, None)
+
+    return undo
+
+
+def session_of(model: nn.Module) -> Session | None:
+    """The session that the model, or a part of it, is attached to."""
+    return next((module.__dict__[_REGION].session for module in model.modules() if _REGION in module.__dict__), None)
+
+
+@functools.lru_cache(maxsize=None)
+def _region_class(original: type) -> type:
+    """A subclass of `original` that calls itself the same and pickles as the original."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        bound = self.__dict__.get(_REGION)
+        call = functools.partial(original.forward, self)
+        if bound is None or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        if bound.prepare is not None:
+            args, kwargs = bound.prepare(self, args, kwargs)
+        return bound.session.executor.run(bound.region, call, args, kwargs)
+
+    def reduce(self: nn.Module, protocol: int) -> Any:
+        state = {key: value for key, value in self.__dict__.items() if key != _REGION}
+        return _restore, (original, state)
+
+    functools.update_wrapper(forward, original.forward)
+    members = {"forward": forward, "__reduce_ex__": reduce, "__module__": original.__module__, "__doc__": original.__doc__}
+    return type(original)(original.__name__, (original,), {**members, "__qualname__": original.__qualname__})
+
+
+def _restore(original: type, state: dict[str, Any]) -> nn.Module:
+    module = original.__new__(original)
+    module.__dict__.update(state)
+    return module

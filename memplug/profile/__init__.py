@@ -1,0 +1,1 @@
+"""Device to facts: what the machine can do."""

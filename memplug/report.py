@@ -1,0 +1,71 @@
+"""What memplug tells: the counters of `session.report()`, events for DeepSpeed's monitor, and the note on an out-of-memory error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memplug.execute.tokenwise import Executor
+
+GIB = 2**30
+
+
+def counters(executor: Executor) -> dict[str, int]:
+    """What the executor did so far and holds now; bytes, and counts."""
+    transfer, pool = executor.transfer, executor.pool
+    return {
+        "forwards": executor.frames,
+        "forwards_in_flight": executor.live_frames,
+        "offloaded_bytes": transfer.offloaded_total_bytes,
+        "prefetched_bytes": transfer.prefetched_total_bytes,
+        "host_used_bytes": pool.used_bytes,
+        "host_peak_bytes": pool.peak_bytes,
+        "host_pool_bytes": pool.capacity_bytes,
+        "host_budget_bytes": pool.budget_bytes,
+        "host_refusals": transfer.refused,
+        "fetched_bytes": transfer.fetched_bytes,
+        "recomputed_in_full": executor.divergences,
+    }
+
+
+def monitor_events(report: dict[str, Any], samples: int) -> list[tuple[str, float, int]]:
+    """Events for `engine.monitor.write_events`: every number of a report, named `Train/memplug/...`, at `samples` global samples."""
+    numbers = {key: value for key, value in report.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+    return [(f"Train/memplug/{key}", float(value), samples) for key, value in numbers.items()]
+
+
+def out_of_memory_note(phase: str, region: str | None, report: dict[str, Any], peak_bytes: int | None) -> str:
+    """What memplug knew when the device ran out of memory, and three things to change.
+
+    Args:
+        phase: "forward", "recompute", "backward" or "step".
+        region: qualified name of the module, None outside regions.
+        report: of the session.
+        peak_bytes: largest allocation total of the device so far, None where the device does not count.
+    """
+    predicted = report.get("predicted_kept_bytes")
+    lines = [
+        f"memplug: out of memory in {phase}" + (f" of region {region}" if region else ""),
+        f"  peak: predicted to keep {_gib(predicted)} on the device by plan, measured {_gib(peak_bytes)} allocated in all",
+        f"  memplug holds: {_gib(report['fetched_bytes'])} fetched on the device; {_gib(report['host_used_bytes'])} of {_gib(report['host_budget_bytes'])} on the host",
+        f"  {report['forwards_in_flight']} region forwards are in flight; stage {report['stage']}, alpha {report['alpha']}",
+        "  Three things to change, the cheapest first:",
+        '    1. set "device_budget_gib" below what the device has, so that the plan keeps less there',
+        '    2. add host memory ("host_budget_gib"), or set "tokenwise": {"alpha": 0}: recomputation needs the least of either',
+        "    3. halve the micro-batch or the sequence; raise gradient accumulation or the ZeRO stage instead",
+    ]
+    return "\n".join(lines)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Attach a note to an exception once; Python 3.10 gets it appended to the message."""
+    if getattr(error, "_memplug_note", False):
+        return
+    error._memplug_note = True
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.args = (f"{error.args[0] if error.args else ''}\n{note}", *error.args[1:])
+
+
+def _gib(nbytes: int | float | None) -> str:
+    return "unknown" if nbytes is None else f"{nbytes / GIB:.2f} GiB"
