@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,14 @@ class Block(nn.Module):
         return x + self.down(hidden)
 
 
+class Layer(nn.Module):
+    """The parameters that one small forward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.out = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+
 class Stack(nn.Module):
     """Some blocks in a row and a loss."""
 
@@ -57,7 +66,7 @@ class Stack(nn.Module):
 
 def tokenwise(model: nn.Module, alpha: float, device: Device | None = None, host_budget_bytes: int = 1 << 30, **settings: Any) -> Executor:
     """Make every entry of `model.layers` a region of a new executor, without any hook of the package."""
-    executor = Executor(device or Device(), host_budget_bytes, min_offload_bytes=1, **settings)
+    executor = Executor(device or Device(), host_budget_bytes, **{"min_offload_bytes": 1, **settings})
     for index, layer in enumerate(model.layers):
         region = Region(f"layers.{index}", type(layer).__name__, alpha)
         layer.forward = _through(executor, region, layer.forward)
@@ -88,3 +97,39 @@ def assert_same(measured: dict[str, torch.Tensor], expected: dict[str, torch.Ten
             assert torch.equal(gradient, expected[name]), f"{name} differs by {(gradient - expected[name]).abs().max():.3g}"
         else:
             torch.testing.assert_close(gradient, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_clean(executor: Executor) -> None:
+    """No graph is alive: nothing of any is left on either side."""
+    executor.transfer.drain()
+    assert executor.live_frames == 0
+    assert executor.pool.used_bytes == 0
+    assert executor.transfer.fetched_bytes == 0 and executor.recomputed_bytes == 0 and executor.input_bytes == 0
+
+
+def train_alike(
+    block: Callable[[], nn.Module], alpha: float, device: Device | None = None, steps: int = 2, layers: int = 3, exact: bool | None = None, **settings: Any
+) -> Executor:
+    """Train a stack of blocks and its twin on the same data and seeds; losses, gradients and buffers are equal after every step.
+
+    Args:
+        exact: to the bit; by default where no row of a matmul is computed in another shape than in forward (`alpha` 0 or 1).
+    """
+    torch.manual_seed(0)
+    model = Stack(layers, block)
+    reference = twin(model)
+    executor = tokenwise(model, alpha, device, **settings)
+    exact = alpha in (0, 1) if exact is None else exact
+    with device if device is not None else contextlib.nullcontext():
+        for step, x in enumerate(torch.randn(steps, 2, 6, 16)):
+            for network in (model, reference):
+                torch.manual_seed(step)
+                network(x).backward()
+            assert_same(gradients(model), gradients(reference), exact)
+            for (name, buffer), right in zip(model.named_buffers(), reference.buffers(), strict=True):
+                assert torch.equal(buffer, right), name
+        assert_clean(executor)
+    if device is not None:
+        device.synchronize()
+        assert not device.violations
+    return executor
