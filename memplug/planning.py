@@ -1,14 +1,15 @@
 """From what the executor saw to what the planner solves, and back: the two know nothing of each other.
 
-One step is observed at the safest setting (every matmul recomputed, attention swapped), with device times around every operator. Its tapes become the
-planner's regions; the planner's groups become each region's policy. All ranks end with the same plan.
+One step is observed at the safest setting (every matmul recomputed, attention swapped), with device times around every
+operator. Its tapes become the planner's regions; the planner's groups become each region's policy. All ranks end with
+the same plan.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from memplug.execute import operators
@@ -22,14 +23,16 @@ Seconds = Callable[[Any, Any], float]
 
 
 class Observer:
-    """Keeps the last tape of every region; `Executor.on_frame` calls it."""
+    """Keeps the last timed tape of every region; `Executor.on_frame` calls it."""
 
     def __init__(self) -> None:
         self.tapes: dict[str, Tape] = {}
         self.input_bytes: dict[str, int] = {}
 
     def __call__(self, frame: Frame) -> None:
-        """A frame's forward is over."""
+        """A frame's forward is over. One without times tells the planner nothing."""
+        if not frame.timed:
+            return
         self.tapes[frame.region.name] = frame.tape
         self.input_bytes[frame.region.name] = frame.input_bytes
 
@@ -51,7 +54,9 @@ def fingerprint(tape: Tape) -> str:
     return hashlib.sha256(f"{text}|{sorted(tape.asked)}".encode()).hexdigest()[:12]
 
 
-def describe(groups: dict[str, list[Region]], observer: Observer, executor: Executor, seconds: Seconds) -> list[plan.Region]:
+def describe(
+    groups: dict[str, list[Region]], observer: Observer, executor: Executor, seconds: Seconds
+) -> list[plan.Region]:
     """The planner's regions, with measured times and bytes: one per key, times are medians over its regions."""
     backward_s = _backward_seconds(observer, seconds)
     described = []
@@ -62,7 +67,10 @@ def describe(groups: dict[str, list[Region]], observer: Observer, executor: Exec
             plan.Region(
                 key=key,
                 instances=len(members) * in_flight,
-                operators=tuple(_operator(tapes, index, seconds, executor.min_offload_bytes) for index in range(len(tapes[0].records))),
+                operators=tuple(
+                    _operator(tapes, index, seconds, executor.min_offload_bytes)
+                    for index in range(len(tapes[0].records))
+                ),
                 saved=frozenset(tapes[0].asked),
                 given=frozenset(tapes[0].given),
                 input_bytes=max(observer.input_bytes[region.name] for region in members),
@@ -89,18 +97,24 @@ def apply(solution: plan.TokenwisePlan, groups: dict[str, list[Region]], observe
             region.rows = _mean_fraction(records, group, observer.tapes[region.name])
 
 
-def agree(own: tuple[list[plan.Region], plan.Budget], gather: Callable[[Any], list[Any]]) -> plan.TokenwisePlan:
+def agree(own: tuple[list[plan.Region], plan.Budget], gather: Callable[[Any], list[Any]]) -> plan.TokenwisePlan | None:
     """One plan per set of equal regions, on every rank.
 
-    The lowest rank with a given set of regions solves, with the smallest budgets of all ranks that share the set; the others take its plan.
+    Every rank solves with the smallest budgets of all ranks that share its set of regions, and takes the solution of
+    the lowest of them.
 
     Args:
         own: this rank's regions and budget.
-        gather: returns what every rank passed, in rank order (`all_gather_object`); called twice, by all ranks.
+        gather: returns what every rank passed, in rank order (`all_gather_object`); called by all ranks alike.
+
+    Returns:
+        The plan; None, on every rank, where one has no regions to plan yet.
     """
     regions, budget = own
     mine = tuple(region.key for region in regions)
     everyone: list[tuple[int, tuple[str, ...], plan.Budget]] = gather((mine, budget))
+    if not all(keys for keys, _ in everyone):
+        return None
     budgets = [other for keys, other in everyone if keys == mine]
     first = next(rank for rank, (keys, _) in enumerate(everyone) if keys == mine)
     smallest = plan.Budget(
@@ -115,7 +129,7 @@ def agree(own: tuple[list[plan.Region], plan.Budget], gather: Callable[[Any], li
 
 def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes: int) -> plan.Operator:
     record = tapes[0].records[index]
-    output_bytes = sum(tapes[0].bytes[number] for number in record.outputs)
+    output_bytes = round(fmean(sum(tape.bytes[number] for number in record.outputs) for tape in tapes))
     kind = operators.kind_of(record.func)
     view = record.form is Form.VIEW
     return plan.Operator(
@@ -138,13 +152,17 @@ def _capture(record: Record, kind: Kind | None, output_bytes: int, min_offload_b
 
 def _mean_fraction(records: list[Record], group: plan.Group, tape: Tape) -> float:
     """For forwards that run other operators than the observed one: the plan's share of matmul output bytes."""
-    sizes = {i: sum(tape.bytes[n] for n in r.outputs) for i, r in enumerate(records) if operators.kind_of(r.func) is Kind.ROWS}
+    matmuls = [(i, record) for i, record in enumerate(records) if operators.kind_of(record.func) is Kind.ROWS]
+    sizes = {i: sum(tape.bytes[number] for number in record.outputs) for i, record in matmuls}
     total = sum(sizes.values())
     return sum(group.fractions.get(i, 0.0) * size for i, size in sizes.items()) / total if total else 0.0
 
 
 def _backward_seconds(observer: Observer, seconds: Seconds) -> dict[str, float]:
-    """Per region, from its first demand in backward to the next region's, without its recompute pass; the last one gets the median."""
+    """Per region, from its first demand in backward to the next region's, without its recompute pass.
+
+    The last one gets the median.
+    """
     begun = {name: tape for name, tape in observer.tapes.items() if tape.backward_begin is not None}
     if not begun:
         return {name: 2 * seconds(*tape.span) for name, tape in observer.tapes.items()}

@@ -1,4 +1,4 @@
-"""What memplug tells: the counters of `session.report()`, events for DeepSpeed's monitor, and the note on an out-of-memory error."""
+"""What memplug tells: the counters of a report, events for DeepSpeed's monitor, the note on an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def counters(executor: Executor) -> dict[str, int]:
 
 
 def monitor_events(report: dict[str, Any], samples: int) -> list[tuple[str, float, int]]:
-    """Events for `engine.monitor.write_events`: every number of a report, named `Train/memplug/...`, at `samples` global samples."""
-    numbers = {key: value for key, value in report.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+    """Events for `engine.monitor.write_events`: every number of a report, as `Train/memplug/...`, at `samples`."""
+    numbers = {
+        key: value for key, value in report.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
     return [(f"Train/memplug/{key}", float(value), samples) for key, value in numbers.items()]
 
 
@@ -42,15 +44,16 @@ def out_of_memory_note(phase: str, region: str | None, report: dict[str, Any], p
         report: of the session.
         peak_bytes: largest allocation total of the device so far, None where the device does not count.
     """
-    predicted = report.get("predicted_kept_bytes")
     lines = [
         f"memplug: out of memory in {phase}" + (f" of region {region}" if region else ""),
-        f"  peak: predicted to keep {_gib(predicted)} on the device by plan, measured {_gib(peak_bytes)} allocated in all",
-        f"  memplug holds: {_gib(report['fetched_bytes'])} fetched on the device; {_gib(report['host_used_bytes'])} of {_gib(report['host_budget_bytes'])} on the host",
-        f"  {report['forwards_in_flight']} region forwards are in flight; stage {report['stage']}, alpha {report['alpha']}",
+        f"  peak: predicted {_gib(report['predicted_peak_bytes'])}, measured {_gib(peak_bytes)} (allocated in all)",
+        f"  memplug holds on the device: {_gib(report['fetched_bytes'])} fetched, "
+        f"{_gib(report['predicted_kept_bytes'])} kept by plan",
+        f"  memplug holds on the host: {_gib(report['host_used_bytes'])} of {_gib(report['host_budget_bytes'])}",
+        f"  stage {report['stage']}, alpha {report['alpha']}, {report['forwards_in_flight']} region forwards in flight",
         "  Three things to change, the cheapest first:",
         '    1. set "device_budget_gib" below what the device has, so that the plan keeps less there',
-        '    2. add host memory ("host_budget_gib"), or set "tokenwise": {"alpha": 0}: recomputation needs the least of either',
+        '    2. add host memory ("host_budget_gib"), or set "tokenwise": {"alpha": 0}: recomputation needs the least',
         "    3. halve the micro-batch or the sequence; raise gradient accumulation or the ZeRO stage instead",
     ]
     return "\n".join(lines)

@@ -1,4 +1,7 @@
-"""Runs an unchanged training script with memplug installed: `deepspeed --module memplug.run train.py ...`, `torchrun --module memplug.run train.py ...`."""
+"""Runs an unchanged training script with memplug installed.
+
+`deepspeed --module memplug.run train.py ...`, `torchrun --module memplug.run train.py ...`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Install memplug, then run the script as Python would.
 
     Args:
-        arguments: options that the launcher puts first (`--local_rank=0`; handed on to the script), the script, and its own arguments.
+        arguments: options that the launcher puts first (`--local_rank=0`; handed on to the script), the script, and
+            its own arguments.
 
     Raises:
         ConfigError: no script was named, or it does not exist.

@@ -2,8 +2,8 @@
 
     warm-up ──first step──► observe ──one timed step──► stable
 
-Until the plan is there, every region runs at the safest setting: inputs and attention outputs swapped, every matmul recomputed. With a number for alpha there is nothing to
-observe: the session is stable at once.
+Until the plan is there, every region runs at the safest setting: inputs and attention outputs swapped, every matmul
+recomputed. With a number for alpha there is nothing to observe: the session is stable at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from memplug import planning, report
 from memplug.config import MemplugConfig
-from memplug.execute.device import Device, device_of
+from memplug.execute.device import Device
 from memplug.execute.tokenwise import Executor, Region
 from memplug.plan import tokenwise as plan
 from memplug.profile.hardware import host_available_bytes, measure_links
@@ -37,6 +37,7 @@ RECENT_STEPS = 50
 class Stage(enum.Enum):
     """Where a session stands."""
 
+    OFF = "off"
     WARM_UP = "warm-up"
     OBSERVE = "observe"
     STABLE = "stable"
@@ -51,7 +52,6 @@ class Session:
         regions: the modules' regions, in forward order.
         device: where they run.
         regathers: forward gathers parameters (ZeRO 3).
-        model_state_bytes: unused device room is what is left after these; None to measure it.
     """
 
     def __init__(self, config: MemplugConfig, regions: Sequence[Region], device: Device, regathers: bool = False):
@@ -62,6 +62,7 @@ class Session:
         self.executor.guard = self.explaining
         self.steps = 0
         self.solution: plan.TokenwisePlan | None = None
+        self._predicted_peak_bytes: int | None = None
         self.on_step: list[Callable[[Session], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._observer = planning.Observer()
@@ -74,18 +75,22 @@ class Session:
             self.executor.on_frame = self._observer
             self._log(f"{len(self.regions)} regions, planned after two steps")
 
-    # -- what users call -----------------------------------------------------------------------------------------------------------
+    # -- what users call -----------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Mark the end of a training step (of the optimizer, not of a micro-batch), on every rank. Hooked hosts call it themselves."""
+        """Mark the end of a training step (of the optimizer, not of a micro-batch), on every rank.
+
+        Hooked hosts call it themselves.
+        """
         if self.stage is Stage.DETACHED:
             return
         self.steps += 1
         self.executor.transfer.drain()
         self._time_step()
-        if self.stage is Stage.WARM_UP and self._observer.tapes:
+        if self.stage is Stage.WARM_UP:
             self.stage = Stage.OBSERVE
             self.executor.timing = True
+            self._log("one step with device times around every operator")
         elif self.stage is Stage.OBSERVE:
             self._plan()
         for callback in self.on_step:
@@ -94,7 +99,8 @@ class Session:
     def report(self) -> dict[str, Any]:
         """Counters and predictions: bytes, seconds and counts, by name.
 
-        `step_s` is the median of the last steps, from one `step()` to the next; `predicted_*` come from the plan and are None before there is one.
+        `step_s` is the median of the last steps, from one `step()` to the next; `predicted_*` come from the plan and
+        are None before there is one.
         """
         solution = self.solution
         return {
@@ -107,12 +113,16 @@ class Session:
             "predicted_regions_s": solution.step_s if solution else None,
             "predicted_host_bytes": solution.host_bytes if solution else None,
             "predicted_kept_bytes": solution.device_bytes if solution else None,
+            "predicted_peak_bytes": self._predicted_peak_bytes,
             "bound": solution.bound if solution else None,
             **report.counters(self.executor),
         }
 
     def detach(self) -> None:
-        """Undo every patch and give all memory back. Run backward on graphs in flight first; a second call does nothing."""
+        """Undo every patch and give all memory back; a second call does nothing.
+
+        Run backward on graphs in flight first.
+        """
         if self.stage is Stage.DETACHED:
             return
         self.stage = Stage.DETACHED
@@ -120,6 +130,7 @@ class Session:
             self._undo.pop()()
         self.executor.on_frame = None
         self.executor.close()
+        self._log(f"after {self.steps} steps")
 
     def __enter__(self) -> Session:
         return self
@@ -127,7 +138,7 @@ class Session:
     def __exit__(self, *exception: Any) -> None:
         self.detach()
 
-    # -- what hooks call -----------------------------------------------------------------------------------------------------------
+    # -- what hooks call -----------------------------------------------------------------------------------------------
 
     def at_detach(self, undo: Callable[[], None]) -> None:
         """Register how to undo a patch; undone in reverse order."""
@@ -139,19 +150,24 @@ class Session:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            peak = torch.cuda.max_memory_allocated() if self.device.kind == "cuda" else None
-            report.add_note(error, report.out_of_memory_note(phase, region.name if region else None, self.report(), peak))
+            name = region.name if region else None
+            report.add_note(error, report.out_of_memory_note(phase, name, self.report(), self._peak_bytes()))
             raise
 
-    # -- stages --------------------------------------------------------------------------------------------------------------------
+    # -- stages --------------------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
         self.device.synchronize()
-        self.executor.timing = False
-        self.executor.on_frame = None
         groups = planning.group_regions(self.regions, self._observer)
         described = planning.describe(groups, self._observer, self.executor, self.device.seconds_between)
         self.solution = planning.agree((described, self._budget()), _gather)
+        if self.solution is None:  # a rank ran no region in this step
+            return
+        self.executor.timing = False
+        self.executor.on_frame = None
+        peak_bytes = self._peak_bytes()
+        if peak_bytes is not None:
+            self._predicted_peak_bytes = peak_bytes + self.solution.device_bytes
         planning.apply(self.solution, groups, self._observer)
         self.executor.pool.reserve(self.solution.host_bytes)
         self._observer = planning.Observer()
@@ -170,18 +186,25 @@ class Session:
     def _host_budget_bytes(self) -> int:
         if self.config.host_budget_gib != "auto":
             return int(self.config.host_budget_gib * report.GIB)
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return int(host_available_bytes() * HOST_SHARE / processes)
+        # torchrun sets the one, DeepSpeed's launcher the other
+        processes = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+        return int(host_available_bytes() * HOST_SHARE / int(processes))
 
     def _device_room_bytes(self) -> int:
-        """What a plan may keep on the device: the budget less the peak of the step at the safest setting. On the CPU "auto" keeps nothing: its
-        memory is the host's."""
+        """What a plan may keep on the device: the budget less the peak of the step at the safest setting.
+
+        On the CPU "auto" keeps nothing: its memory is the host's.
+        """
         asked = self.config.device_budget_gib
         if self.device.kind != "cuda":
             return 0 if asked == "auto" else int(asked * report.GIB)
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         budget = total * DEVICE_SHARE if asked == "auto" else min(asked * report.GIB, total)
         return max(0, int(budget - torch.cuda.max_memory_reserved()))
+
+    def _peak_bytes(self) -> int | None:
+        """Largest allocation total of the device so far, None where the device does not count."""
+        return torch.cuda.max_memory_allocated() if self.device.kind == "cuda" else None
 
     def _time_step(self) -> None:
         now = time.perf_counter()
@@ -199,8 +222,9 @@ class Session:
         swapped = sum(region.swapped_bytes for region in solution.regions.values())
         recompute_s = sum(region.recompute_s for region in solution.regions.values())
         return (
-            f"planned: {swapped / report.GIB:.3f} GiB of outputs swapped and {solution.device_bytes / report.GIB:.3f} GiB kept a step, "
-            f"{recompute_s:.3f} s recomputed, {solution.host_bytes / report.GIB:.3f} GiB of host memory, bound by {solution.bound}"
+            f"planned: {swapped / report.GIB:.3f} GiB of outputs swapped and "
+            f"{solution.device_bytes / report.GIB:.3f} GiB kept a step, {recompute_s:.3f} s recomputed, "
+            f"{solution.host_bytes / report.GIB:.3f} GiB of host memory, bound by {solution.bound}"
         )
 
     def _log(self, text: str) -> None:
@@ -216,11 +240,6 @@ def initial_regions(config: MemplugConfig, named_kinds: Sequence[tuple[str, str]
     """
     alpha = config.tokenwise.alpha
     return [Region(name, kind, rows=0.0 if alpha == "auto" else float(alpha)) for name, kind in named_kinds]
-
-
-def device_for(tensor_device: torch.device) -> Device:
-    """See `memplug.execute.device.device_of`."""
-    return device_of(tensor_device)
 
 
 def _gather(value: Any) -> list[Any]:

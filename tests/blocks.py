@@ -16,7 +16,9 @@ from memplug.execute.tokenwise import Executor, Region
 
 
 class Block(nn.Module):
-    """A decoder-like layer: norm, attention, gated MLP. `in_place`: it writes to a matmul's output, which the executor has captured by then."""
+    """A decoder-like layer: norm, attention, gated MLP. `in_place`: it writes to a matmul's output, which the executor
+    has captured by then.
+    """
 
     def __init__(self, width: int = 16, heads: int = 2, bias: bool = True, in_place: bool = False):
         super().__init__()
@@ -64,11 +66,18 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def tokenwise(model: nn.Module, alpha: float, device: Device | None = None, host_budget_bytes: int = 1 << 30, **settings: Any) -> Executor:
+def tokenwise(
+    model: nn.Module,
+    alpha: float,
+    device: Device | None = None,
+    host_budget_bytes: int = 1 << 30,
+    attention: bool = True,
+    **settings: Any,
+) -> Executor:
     """Make every entry of `model.layers` a region of a new executor, without any hook of the package."""
     executor = Executor(device or Device(), host_budget_bytes, **{"min_offload_bytes": 1, **settings})
     for index, layer in enumerate(model.layers):
-        region = Region(f"layers.{index}", type(layer).__name__, alpha)
+        region = Region(f"layers.{index}", type(layer).__name__, alpha, attention)
         layer.forward = _through(executor, region, layer.forward)
     return executor
 
@@ -94,7 +103,9 @@ def assert_same(measured: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     assert measured.keys() == expected.keys()
     for name, gradient in measured.items():
         if exact:
-            assert torch.equal(gradient, expected[name]), f"{name} differs by {(gradient - expected[name]).abs().max():.3g}"
+            assert torch.equal(gradient, expected[name]), (
+                f"{name} differs by {(gradient - expected[name]).abs().max():.3g}"
+            )
         else:
             torch.testing.assert_close(gradient, expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
@@ -108,12 +119,20 @@ def assert_clean(executor: Executor) -> None:
 
 
 def train_alike(
-    block: Callable[[], nn.Module], alpha: float, device: Device | None = None, steps: int = 2, layers: int = 3, exact: bool | None = None, **settings: Any
+    block: Callable[[], nn.Module],
+    alpha: float,
+    device: Device | None = None,
+    steps: int = 2,
+    layers: int = 3,
+    exact: bool | None = None,
+    **settings: Any,
 ) -> Executor:
-    """Train a stack of blocks and its twin on the same data and seeds; losses, gradients and buffers are equal after every step.
+    """Train a stack of blocks and its twin on the same data and seeds; losses, gradients and buffers are equal after
+    every step.
 
     Args:
-        exact: to the bit; by default where no row of a matmul is computed in another shape than in forward (`alpha` 0 or 1).
+        exact: to the bit; by default where no row of a matmul is computed in another shape than in forward (`alpha` 0
+            or 1).
     """
     torch.manual_seed(0)
     model = Stack(layers, block)

@@ -68,7 +68,7 @@ class WeakTensor:
 
 
 class SimulatedDevice(Device):
-    """See the module's text. Use as a context manager around the code under test, so that operators tick the compute clock."""
+    """See the module's text. A context manager around the code under test: operators inside tick the compute clock."""
 
     def __init__(self, schedule: str, seed: int = 0, missing: Wait | None = None):
         self.schedule = schedule
@@ -88,7 +88,7 @@ class SimulatedDevice(Device):
     def __exit__(self, *exception: Any) -> None:
         self._ticker.__exit__(*exception)
 
-    # -- Device --------------------------------------------------------------------------------------------------------------------
+    # -- Device ----------------------------------------------------------------------------------------------------
 
     def new_stream(self) -> Stream:
         self.streams.append(Stream())
@@ -135,7 +135,7 @@ class SimulatedDevice(Device):
         for stream in self.streams:
             self._advance(stream, len(stream.queue))
 
-    # -- the copies ----------------------------------------------------------------------------------------------------------------
+    # -- the copies ------------------------------------------------------------------------------------------------
 
     def _shuffle(self) -> None:
         if self.schedule == "random":

@@ -1,8 +1,8 @@
-"""Copies that run late, early or in odd order never change a gradient, and every wait of the executor is needed for that.
+"""Copies that run late, early or in odd order never change a gradient, and every wait of the executor is needed.
 
-The scenario forces each race that an offloader can lose: a first step on fresh host memory, later steps with other data on reused host memory, two graphs in
-flight, a second backward through one graph, an operator that writes in place to a tensor whose copy out is under way, and a graph that is dropped while copies in
-are under way.
+The scenario forces each race that an offloader can lose: a first step on fresh host memory, later steps with other
+data on reused host memory, two graphs in flight, a second backward through one graph, an operator that writes in
+place to a tensor whose copy out is under way, and a graph that is dropped while copies in are under way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Stop(Exception):
 
 
 def scenario(device: SimulatedDevice, alpha: float, in_place: bool = False, seed: int = 0) -> None:
-    """Train a few steps every awkward way; raises AssertionError where a gradient differs or a copy hit memory that was let go."""
+    """Train a few steps every awkward way; AssertionError where a gradient differs or a copy hits memory let go."""
     torch.manual_seed(seed)
     model = Stack(5, lambda: Block(in_place=in_place))
     reference = twin(model)

@@ -26,13 +26,18 @@ def test_imports_point_one_way() -> None:
 
 
 def test_importing_memplug_imports_nothing_heavy() -> None:
-    result = run("-c", "import sys, memplug; print([m for m in ('torch', 'deepspeed', 'transformers', 'scipy') if m in sys.modules])")
+    result = run(
+        "-c",
+        "import sys, memplug; print([m for m in ('torch', 'deepspeed', 'transformers', 'scipy') if m in sys.modules])",
+    )
     assert result.stdout.strip() == "[]"
 
 
 def test_scripts_and_configurations_that_the_readmes_name_exist() -> None:
     for readme in (ROOT / "README.md", ROOT / "examples/llama2/README.md"):
-        for name in re.findall(r"\b((?:launch|configs|examples|tests)/[\w/.-]+\.(?:sh|json|yaml|py))", readme.read_text()):
+        for name in re.findall(
+            r"\b((?:launch|configs|examples|tests)/[\w/.-]+\.(?:sh|json|yaml|py))", readme.read_text()
+        ):
             assert (ROOT / name).exists(), f"{readme.name} names {name}"
 
 

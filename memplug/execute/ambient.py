@@ -1,4 +1,6 @@
-"""The state around a region's forward that its recompute pass must meet again: autocast, random generators, attention back ends."""
+"""The state around a region's forward that its recompute pass must meet again: autocast, random generators, attention
+back ends.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class Ambient:
         self.cpu_rng = torch.get_rng_state()
         self.device_rng = None if device.kind == "cpu" else device.get_rng_state()
         kinds = {"cpu", device.kind}
-        self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)]
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)
+        ]
         self.attention = _attention_backends()
 
     @contextlib.contextmanager
@@ -55,12 +59,19 @@ class Ambient:
 
 def _attention_backends() -> tuple[bool, ...]:
     cuda = torch.backends.cuda
-    return (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled())
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
 
 
 def _set_attention_backends(enabled: tuple[bool, ...]) -> None:
     cuda = torch.backends.cuda
     for setter, value in zip(
-        (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp), enabled, strict=True
+        (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp),
+        enabled,
+        strict=True,
     ):
         setter(value)

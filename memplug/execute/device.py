@@ -1,7 +1,8 @@
 """Streams, events and copies of one device: CUDA, or the CPU, where everything is in program order already.
 
-The executor orders memory across streams by events alone. Each ordering point has a name (`Wait`), so that a test can leave one
-out and show that something breaks. The tests add a third implementation, whose copies run as late or as early as events allow.
+The executor orders memory across streams by events alone. Each ordering point has a name (`Wait`), so that a test can
+leave one out and show that something breaks. The tests add a third implementation, whose copies run as late or as
+early as events allow.
 """
 
 from __future__ import annotations

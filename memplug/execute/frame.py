@@ -1,94 +1,37 @@
 """One forward of one region in one autograd graph: what it saved, and how to get it back.
 
-While the region's forward runs, `ForwardMode` sees every operator and `Frame.pack` every tensor that autograd saves. What is captured leaves
-for the host; autograd gets a small object instead of each tensor:
+While the region's forward runs, `ForwardMode` sees every operator and `Frame.pack` every tensor that autograd saves.
+What is captured leaves for the host; autograd gets a small object instead of each tensor:
 
 * `View`: a captured tensor or a region input. Backward gets it straight from the host copy.
-* `Holder`: anything else that the region made. The first one that backward asks for starts a recompute pass of the region, under
-  `RecomputeMode`, which gives all of them.
+* `Holder`: anything else that the region made. The first one that backward asks for starts a recompute pass of the
+  region, under `RecomputeMode`, which gives all of them.
 * `Held`: a tensor from outside (a mask, a parameter's view): kept by reference.
 
-The frame lives as long as the graph does, so several graphs can be in flight, in any order, and backward can run more than once.
+The frame lives as long as the graph does, so several graphs can be in flight, in any order, and backward can run more
+than once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memplug.errors import RecomputeError
 from memplug.execute import operators
 from memplug.execute.ambient import Ambient
-from memplug.execute.tape import Action, Form, Tape, storage_of
-from memplug.execute.transfer import Swapped, swappable
+from memplug.execute.modes import AddressMode, Diverged, ForwardMode, RecomputeMode
+from memplug.execute.saved import IN_PLACE, Capture, Held, Holder, Kept, View, can_view, check_version
+from memplug.execute.tape import Action, Tape, is_plain, storage_of
+from memplug.execute.transfer import Swapped, alias_of
 
 if TYPE_CHECKING:
     from memplug.execute.tokenwise import Executor, Region
-
-
-class Kept:
-    """A captured tensor that stays on the device: small, or kept by plan."""
-
-    __slots__ = ("tensor", "written")
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor.detach()
-        self.written = False  # the forward went on to write to it: a recompute pass will too
-
-
-class View:
-    """What autograd holds for a saved view of a captured tensor."""
-
-    __slots__ = ("frame", "part", "size", "stride", "offset")
-
-    def __init__(self, frame: Frame, part: Swapped | Kept, tensor: torch.Tensor):
-        self.frame, self.part = frame, part
-        self.size, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
-class Holder:
-    """What autograd holds for a saved tensor that only a recompute pass can give back; `index` counts the frame's packs."""
-
-    __slots__ = ("frame", "index", "size", "dtype", "__weakref__")
-
-    def __init__(self, frame: Frame, index: int, tensor: torch.Tensor):
-        self.frame, self.index, self.size, self.dtype = frame, index, tensor.shape, tensor.dtype
-
-
-class Held:
-    """A tensor from outside the region that is kept by reference: a saved tensor, or a region input."""
-
-    __slots__ = ("tensor", "version", "requires_grad")
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor, self.version, self.requires_grad = tensor.detach(), tensor._version, tensor.requires_grad
-
-    def get(self) -> torch.Tensor:
-        """The tensor; an error where autograd would raise one too: it was modified in place since."""
-        _check_version(self.tensor, self.version)
-        return self.tensor
-
-
-class Capture:
-    """The captured outputs of one operator, in the shape of what it returned."""
-
-    __slots__ = ("parts", "is_tuple", "whole", "rng_after")
-
-    def __init__(self, parts: list[Any], is_tuple: bool, whole: bool, rng_after: torch.Tensor | None):
-        self.parts = parts  # per output: Swapped, Kept, or the value itself where it is no tensor
-        self.is_tuple = is_tuple
-        self.whole = whole
-        self.rng_after = rng_after  # generator state that the operator left behind, where it drew random numbers
-
-
-class Diverged(Exception):
-    """The recompute pass ran another operator than the forward did."""
 
 
 class Frame:
@@ -102,20 +45,31 @@ class Frame:
         self.timed = executor.timing
         self.tape = Tape()
         self.captures: dict[int, Capture] = {}
-        self.launches: set[int] = set()
+        self.launches: dict[
+            int, int
+        ] = {}  # operators that launch a collective -> where its result is waited for and captured
         self.swapped: list[Swapped] = []  # in the order of their copies out
         self.todo: list[Swapped] = []  # away and needed in backward, the soonest last
         self.storages: dict[int, Swapped | Kept] = {}  # while the forward runs
         self.holders: list[weakref.ref[Holder] | None] = []
+        self.own: set[int] = set()  # storages from outside whose former value is safe, while the forward runs
+        self.foreign: list[
+            tuple[torch.Tensor, torch.UntypedStorage]
+        ] = []  # buffers that the forward writes to, and their values before
         self.actions: list[Action] = []
         self.recomputed: dict[int, tuple[torch.Tensor, int]] = {}
         self.outstanding_bytes = 0
-        self.saved_bytes = 0
+        self.saved_bytes = 0  # of all storages that backward asks for
+        self.pending_bytes = 0  # of those that a recompute pass, still to come, will make
+        self.largest_saved_bytes = 0
+        self.communicates = False  # a recompute pass launches collectives
         self.writes_input = False
         self._counted: set[int] = set()
         self.input_bytes = 0
-        self.ambient = Ambient(executor.device)
+        self.tape.opaque = region.opaque
         self.previous: weakref.ref[Frame] | None = executor.newest
+        executor.born(self)
+        self.ambient = Ambient(executor.device)
         flat, self.spec = tree_flatten((args, kwargs))
         self.inputs = [self._input(value) for value in flat]
 
@@ -123,14 +77,15 @@ class Frame:
         """Run the region's forward once and note it. Shapes and values are those of the region's own forward."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
         begin = self.executor.device.stamp() if self.timed else None
-        with self.ambient.during_forward(), hooks, ForwardMode(self):
+        watch = contextlib.nullcontext() if self.region.familiar else AddressMode(self)
+        with self.ambient.during_forward(), hooks, ForwardMode(self), watch:
             out = self.call(*args, **kwargs)
         if self.timed:
             self.tape.span = (begin, self.executor.device.stamp())
-        self._close(out)
+        self._close()
         return out
 
-    # -- forward -------------------------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------------------------
 
     def _input(self, value: Any) -> Any:
         """A region input: swapped whole where gradients flow through it, else held."""
@@ -150,43 +105,69 @@ class Frame:
         """Autograd's pack hook during forward."""
         index = len(self.holders)
         self.holders.append(None)
-        if isinstance(tensor, torch.nn.Parameter) and not self.executor.regathers:
-            return tensor
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return Held(tensor)
         with self.executor.paused():
+            if not is_plain(type(tensor)) or isinstance(tensor, torch.nn.Parameter) and not self.executor.regathers:
+                return Held(tensor)
             number = self.tape.number(tensor)
             if number is not None:
                 self.tape.asked.add(number)
             part = self.storages.get(storage_of(tensor))
-            if part is not None and self.direct and _can_view(part, tensor):
+            if part is not None and self.direct and can_view(part, tensor):
                 if isinstance(part, Swapped):
                     part.uses += 1
-                self._saves(tensor)
+                self._saves(tensor, captured=True)
                 return View(self, part, tensor)
             given = number is None or number in self.tape.given
             if given and part is None and not (self.executor.regathers and _is_parameter(tensor)):
                 return Held(tensor)
             if number is not None:
                 self.tape.saved.add(number)
-            self._saves(tensor)
+            self._saves(tensor, captured=part is not None)
         holder = Holder(self, index, tensor)
         self.holders[index] = weakref.ref(holder)
         return holder
 
-    def _saves(self, tensor: torch.Tensor) -> None:
+    def _saves(self, tensor: torch.Tensor, captured: bool) -> None:
         """Count a saved storage once: what full recomputation would have on the device at once."""
         address = storage_of(tensor)
         if address not in self._counted:
             self._counted.add(address)
-            self.saved_bytes += tensor.untyped_storage().nbytes()
+            nbytes = tensor.untyped_storage().nbytes()
+            self.saved_bytes += nbytes
+            self.pending_bytes += 0 if captured else nbytes
+            self.largest_saved_bytes = max(self.largest_saved_bytes, nbytes)
 
-    def capture(self, index: int, func: Any, args: Any, kwargs: dict[str, Any], out: Any, fraction: float, keep: bool) -> None:
+    def leave_out(self, index: int, args: Any) -> None:
+        """A collective whose result no backward ever asked for: neither captured nor launched again."""
+        launch = self._launch(args[0])
+        if launch is not None:
+            self.captures[index] = Capture([], False, True)
+            self.launches[launch] = index
+
+    def _launch(self, waited: torch.Tensor) -> int | None:
+        """The operator that launched the collective whose result is waited for; None where it is not this region's, or
+        gives more results.
+        """
+        launch = self.tape.maker_of(waited)
+        if (
+            launch is None
+            or len(self.tape.records[launch].shapes) > 1
+            or operators.returns_list(self.tape.records[launch].func)
+        ):
+            return None
+        return launch
+
+    def capture(
+        self, index: int, func: Any, args: Any, kwargs: dict[str, Any], out: Any, fraction: float, keep: bool
+    ) -> None:
         """Start the outputs of one operator on their way to the host, the first `fraction` of the rows of each."""
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
         rows = round(fraction * outputs[0].shape[0]) if outputs[0].dim() else 0
         whole = rows == (outputs[0].shape[0] if outputs[0].dim() else 0)
         kind = operators.kind_of(func)
+        launch = self._launch(args[0]) if kind is operators.Kind.COLLECTIVE else None
+        if kind is operators.Kind.COLLECTIVE and launch is None:
+            return
         if not whole and (kind is not operators.Kind.ROWS or not operators.splits_by_rows(func, args)):
             whole, rows = fraction >= 0.5, 0
         if not whole and rows == 0:
@@ -204,10 +185,9 @@ class Frame:
                 self.storages[storage_of(value)] = part
             if isinstance(part, Swapped):
                 self.swapped.append(part)
-        if kind is operators.Kind.COLLECTIVE:
-            launch = self.tape.maker_of(args[0])
-            if launch is not None:
-                self.launches.add(launch)
+        if launch is not None:
+            self.launches[launch] = index
+        self.executor.trim(self)
 
     def _part(self, value: Any, rows: int | None, keep: bool, kind: operators.Kind | None) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -222,21 +202,35 @@ class Frame:
     def before_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """An operator is about to write in place: what is captured must keep the value of now."""
         for tensor in operators.written_arguments(func, args, kwargs):
+            number = self.tape.number(tensor)
             part = self.storages.pop(storage_of(tensor), None)
             if isinstance(part, Swapped):
                 self.executor.transfer.before_write(part)
-                self.writes_input = self.writes_input or part in self.inputs
+                if part in self.inputs:
+                    self.writes_input = True
+                    self.own.add(storage_of(tensor))
             elif part is not None:
-                part.tensor, part.written = part.tensor.clone(), True
+                part.before_write()
+            elif number is None or number in self.tape.given:
+                self._before_foreign_write(tensor)
 
-    def _close(self, out: Any) -> None:
+    def _before_foreign_write(self, tensor: torch.Tensor) -> None:
+        """Memory that was there before the region: a recompute pass must find its value of now, and leave no trace."""
+        address = storage_of(tensor)
+        if address in self.own:
+            return
+        for item in self.inputs:
+            if isinstance(item, Held) and is_plain(type(item.tensor)) and storage_of(item.tensor) == address:
+                item.before_write()
+                self.own.add(address)
+        if address not in self.own:
+            self.own.add(address)
+            self.foreign.append((alias_of(tensor), tensor.untyped_storage().clone()))
+
+    def _close(self) -> None:
         """The forward is over: decide what a recompute pass does, and let go of what it does not need."""
-        for value in tree_flatten(out)[0]:
-            if isinstance(value, torch.Tensor) and type(value) is torch.Tensor:
-                part = self.storages.get(storage_of(value))
-                if isinstance(part, Swapped) and part.resident and swappable(value):
-                    part.watch(value)
-        self.actions = self.tape.actions({i: c.whole for i, c in self.captures.items()}, self.launches)
+        self.tape.close()
+        self._decide()
         recomputes = any(holder is not None for holder in self.holders)
         for part in self.inputs:
             if isinstance(part, Swapped) and recomputes:
@@ -253,11 +247,26 @@ class Frame:
         for part in self.swapped:
             part.uses_left = part.uses
         self.executor.note(self)
+        self.executor.trim(self)
         self.storages.clear()
+        self.own.clear()
         self._counted.clear()
-        self.tape.close()
 
-    # -- between -------------------------------------------------------------------------------------------------------------------
+    def _decide(self) -> None:
+        self.actions = self.tape.actions({i: c.whole for i, c in self.captures.items()}, self.launches)
+        asked = [i for i, c in self.captures.items() if c.absent and self.actions[i] is Action.SUBSTITUTE]
+        if asked:  # this forward is another than those before: run the collectives again after all
+            for index in asked:
+                del self.captures[index]
+            self.launches = {launch: index for launch, index in self.launches.items() if index in self.captures}
+            self.region.unneeded.clear()
+            self._decide()
+        runs = (
+            record.func for record, action in zip(self.tape.records, self.actions, strict=True) if action is Action.RUN
+        )
+        self.communicates = any(map(operators.is_communication, runs))
+
+    # -- between -----------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Two regions later: wait for this frame's copies out, and let the device memory go."""
@@ -265,7 +274,7 @@ class Frame:
         away = [part for part in self.swapped if part.tensor is None]
         self.todo = away[::-1] if any(h is not None for h in self.holders) else away
 
-    # -- backward ------------------------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------------------------
 
     def consume(self, part: Swapped) -> None:
         """One read of the part is done; after the last in this backward pass, its device memory goes."""
@@ -275,35 +284,40 @@ class Frame:
             self.executor.transfer.drop(part)
 
     def restore(self, holder: Holder) -> torch.Tensor:
-        """The saved tensor behind a holder; the first call runs the recompute pass, as does the first of a further backward."""
+        """The saved tensor behind a holder; the first call runs the recompute pass, as does the first of a further
+        backward.
+        """
         if holder.index not in self.recomputed:
             with self.executor.guard("recompute", self.region):
                 self._recompute()
         tensor, version = self.recomputed.pop(holder.index)
         self._count(-_bytes(tensor))
+        self.executor.lend(tensor)
         if tensor.shape != holder.size or tensor.dtype != holder.dtype:
             raise RecomputeError(
                 f"region {self.region.name}: a saved tensor was {tuple(holder.size)} {holder.dtype} in forward and is "
                 f"{tuple(tensor.shape)} {tensor.dtype} when recomputed"
             )
-        _check_version(tensor, version)
+        check_version(tensor, version)
         return tensor
 
     def _recompute(self) -> None:
         self._forget()
+        self.pending_bytes = 0
         begin = self.executor.device.stamp() if self.timed else None
         try:
-            self._run(RecomputeMode(self))
+            mode = RecomputeMode(self)
+            self._run(mode, mode.finish)
         except Diverged as divergence:
             if self.launches or self.tape.communicates:
                 raise RecomputeError(f"region {self.region.name}: {divergence}") from None
             self.executor.diverged(self.region, str(divergence))
             self._forget()
-            self._run(contextlib.nullcontext())
+            self._run(contextlib.nullcontext(), _done)
         if self.timed:
             self.tape.recompute_span = (begin, self.executor.device.stamp())
 
-    def _run(self, mode: Any) -> None:
+    def _run(self, mode: Any, finish: Callable[[], None]) -> None:
         executor = self.executor
         executor.pump(self)
         values = [self._value(item) for item in self.inputs]
@@ -319,8 +333,15 @@ class Frame:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
         executor.recomputing += 1
         try:
-            with self.ambient.during_recompute(self.tape.random), torch.enable_grad(), hooks, mode:
+            with (
+                self._buffers_as_before(),
+                self.ambient.during_recompute(self.tape.random),
+                torch.enable_grad(),
+                hooks,
+                mode,
+            ):
                 self.call(*args, **kwargs)
+                finish()
         finally:
             executor.recomputing -= 1
         del args, kwargs, values
@@ -329,15 +350,28 @@ class Frame:
                 self.consume(item)
         if count != len(self.holders):
             raise RecomputeError(
-                f"region {self.region.name}: forward saved {len(self.holders)} tensors for backward, the recompute pass {count}"
+                f"region {self.region.name}: forward saved {len(self.holders)} tensors for backward, "
+                f"the recompute pass {count}"
             )
 
     def _value(self, item: Any) -> Any:
         if isinstance(item, Swapped):
             tensor, _ = self.executor.transfer.acquire(item)
-            value = tensor.detach().requires_grad_()
-            return value.clone() if self.writes_input else value  # autograd forbids writing to a leaf
-        return item.get().detach().requires_grad_(item.requires_grad) if isinstance(item, Held) else item
+            return _leaf(tensor, True, self.writes_input)
+        return _leaf(item.get(), item.requires_grad, item.written) if isinstance(item, Held) else item
+
+    @contextlib.contextmanager
+    def _buffers_as_before(self) -> Iterator[None]:
+        """Memory from outside that the forward wrote to has its former value meanwhile, and no version of it counts."""
+        now = [(tensor, before, tensor.untyped_storage().clone()) for tensor, before in self.foreign]
+        with torch.autograd._unsafe_preserve_version_counter(tuple(tensor for tensor, _ in self.foreign)):
+            try:
+                for tensor, before, _ in now:
+                    tensor.untyped_storage().copy_(before)
+                yield
+            finally:
+                for tensor, _, after in now:
+                    tensor.untyped_storage().copy_(after)
 
     def _store(self, index: int, tensor: torch.Tensor) -> None:
         reference = self.holders[index]
@@ -373,122 +407,38 @@ def unpack(packed: Any) -> torch.Tensor:
         return frame.restore(packed)
     part = packed.part
     if isinstance(part, Kept):
-        return part.tensor.as_strided(packed.size, packed.stride, packed.offset)
+        return part.get().as_strided(packed.size, packed.stride, packed.offset)
     if part.mutated:
-        raise RuntimeError(_IN_PLACE)
+        raise RuntimeError(IN_PLACE)
     tensor, _ = frame.executor.transfer.acquire(part)
     view = tensor.as_strided(packed.size, packed.stride, packed.offset)
     frame.consume(part)
+    if part.tensor is None:
+        frame.executor.lend(view)
     return view
-
-
-class ForwardMode(TorchDispatchMode):
-    """Notes every operator of a region's forward and captures the outputs that the policy names."""
-
-    def __init__(self, frame: Frame):
-        super().__init__()
-        self.frame = frame
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame, kwargs = self.frame, kwargs or {}
-        if frame.executor.pauses or _foreign(types):
-            return func(*args, **kwargs)
-        if operators.is_mutable(func):
-            frame.before_write(func, args, kwargs)
-        device = frame.executor.device
-        begin = device.stamp() if frame.timed else None
-        out = func(*args, **kwargs)
-        index = frame.tape.add(func, args, kwargs, out)
-        if frame.timed:
-            frame.tape.records[index].stamps = (begin, device.stamp())
-        fraction, keep = frame.region.decide(index, func)
-        if fraction > 0 and (frame.tape.records[index].form is Form.PURE or operators.kind_of(func)):
-            frame.capture(index, func, args, kwargs, out, fraction, keep)
-        return out
-
-
-class RecomputeMode(TorchDispatchMode):
-    """Replays a region's forward: captured outputs are put in, dead operators left out, the rest runs."""
-
-    def __init__(self, frame: Frame):
-        super().__init__()
-        self.frame = frame
-        self.index = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame, kwargs = self.frame, kwargs or {}
-        if frame.executor.pauses or _foreign(types):
-            return func(*args, **kwargs)
-        index, records = self.index, frame.tape.records
-        self.index += 1
-        if index >= len(records) or records[index].func is not func:
-            expected = records[index].func if index < len(records) else "the end"
-            raise Diverged(f"the recompute pass ran {func} as operator {index} where forward had {expected}")
-        action = frame.actions[index]
-        if action is Action.RUN:
-            return func(*args, **kwargs)
-        if action is Action.SUBSTITUTE:
-            return self._substitute(frame.captures[index], func, args, kwargs)
-        return self._skip(records[index], func, args, kwargs)
-
-    def _substitute(self, capture: Capture, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        frame = self.frame
-        values = []
-        for part in capture.parts:
-            if isinstance(part, Swapped):
-                tensor, rows = frame.executor.transfer.acquire(part)
-                if rows < tensor.shape[0]:
-                    operators.recompute_rows(func, args, kwargs, tensor, rows)
-                values.append(tensor.detach())
-                frame.consume(part)
-            else:
-                values.append(_kept_value(part) if isinstance(part, Kept) else part)
-        if capture.rng_after is not None:
-            frame.executor.device.set_rng_state(capture.rng_after)
-        return tuple(values) if capture.is_tuple else values[0]
-
-    def _skip(self, record: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if record.form is Form.WRITE:
-            written = operators.written_arguments(func, args, kwargs)
-            return written[0] if len(record.shapes) == 1 else tuple(written)
-        empty = self.frame.executor.empty
-        values = [empty(*shape) if isinstance(shape, tuple) and len(shape) == 4 else shape for shape in record.shapes]
-        return values[0] if len(func._schema.returns) == 1 and not _returns_list(func) else tuple(values)
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
 
 
-def _kept_value(part: Kept) -> torch.Tensor:
-    return part.tensor.clone() if part.written else part.tensor.detach()
-
-
-def _returns_list(func: Any) -> bool:
-    return isinstance(func._schema.returns[0].type, torch.ListType)
-
-
-def _foreign(types: Any) -> bool:
-    """Tensor subclasses with a dispatch of their own are left to it."""
-    return any(kind is not torch.Tensor and kind is not torch.nn.Parameter for kind in types)
-
-
-def _can_view(part: Swapped | Kept, tensor: torch.Tensor) -> bool:
-    if isinstance(part, Swapped):
-        return part.whole and not part.mutated and part.dtype == tensor.dtype
-    return part.tensor.dtype == tensor.dtype
-
-
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-_IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
+def _leaf(tensor: torch.Tensor, requires_grad: bool, written: bool) -> torch.Tensor:
+    """A region input for a recompute pass: a leaf of its graph, or a copy where the pass writes to it, which autograd
+    forbids for leaves.
+    """
+    leaf = tensor.detach().requires_grad_(requires_grad)
+    if not written:
+        return leaf
+    with torch.enable_grad():
+        return leaf.clone()
 
 
-def _check_version(tensor: torch.Tensor, version: int) -> None:
-    if tensor._version != version:
-        raise RuntimeError(f"{_IN_PLACE}: {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}")
+def _done() -> None:
+    """Nothing to check at the end."""
 
 
 def _never(packed: Any) -> torch.Tensor:

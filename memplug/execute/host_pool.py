@@ -1,8 +1,9 @@
 """Pinned host memory for swapped rows: exact sizes, few slabs, grown on demand up to a budget.
 
-`torch.empty(pin_memory=True)` rounds up to a power of two and allocates 1.5-2 GB/s. Here a slab is plain memory that threads
-touch in parallel before it is registered with the driver; rows of any size are cut out of it first-fit, and neighbours merge when they are
-given back, so that a run with many sequence lengths does not grow without bound (ProTrain, appendix B.2).
+`torch.empty(pin_memory=True)` rounds up to a power of two and allocates 1.5-2 GB/s. Here a slab is plain memory that
+threads touch in parallel before it is registered with the driver; rows of any size are cut out of it first-fit, and
+neighbours merge when they are given back, so that a run with many sequence lengths does not grow without bound
+(ProTrain, appendix B.2).
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ class HostPool:
         if not pinned and not self._warned:
             self._warned = True
             log.warning(
-                "memplug: the driver refused to register host memory (see `memplug doctor`, memlock); swapping will be slow"
+                "memplug: the driver refused to register host memory (see `memplug doctor`, memlock); "
+                "swapping will be slow"
             )
         self.slabs.append(slab)
         self._free.append([(0, nbytes)])
@@ -138,7 +140,9 @@ class HostPool:
 
 
 def _touch(slab: torch.Tensor) -> None:
-    """Fault the pages in with many threads: registering touched memory is an order faster than letting the driver touch it."""
+    """Fault the pages in with many threads: registering touched memory is an order faster than letting the driver
+    touch it.
+    """
     workers = min(16, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(torch.Tensor.zero_, slab.chunk(workers)))

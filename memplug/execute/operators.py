@@ -5,9 +5,9 @@ Expensive operators come in four kinds (DESIGN: "Row-cached recompute"):
 | kind | operators | a fraction of rows? | recomputed? |
 |---|---|---|---|
 | `ROWS` | mm, addmm, bmm, baddbmm, grouped mm | yes | yes |
-| `ATTENTION` | every scaled-dot-product backend, `flash_attn::*` | whole or not at all | where budgets leave nothing else |
+| `ATTENTION` | every scaled-dot-product backend, `flash_attn::*` | whole or none | where budgets leave nothing else |
 | `COLLECTIVE` | functional collectives, captured at `wait_tensor` | whole | only when every rank does |
-| `CHOICE` | topk, sort, argmax: what they pick must not change | whole | never: rounding could pick differently |
+| `CHOICE` | topk, sort, argmax, nonzero: the pick must not change | whole | never: rounding could pick differently |
 
 Every other operator is cheap (`None`): captured only when a plan asks for it.
 """
@@ -50,12 +50,27 @@ _ATTENTION = {
     "aten::_efficient_attention_forward",
     "aten::_cudnn_attention_forward",
 }
-_CHOICE = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::multinomial"}
+_CHOICE = {
+    "aten::topk",
+    "aten::sort",
+    "aten::argsort",
+    "aten::argmax",
+    "aten::argmin",
+    "aten::max.dim",
+    "aten::min.dim",
+    "aten::multinomial",
+    "aten::nonzero",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::_unique2",
+}
+_EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+_WITHOUT_COMMUNICATION = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 _ATTENTION_NAMESPACES = {"flash_attn", "flash_attn_2", "flash_attn_3"}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def kind_of(func: Any) -> Kind | None:
     """The kind of an operator (an `OpOverload`), None when it is cheap or must not be captured."""
     if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
@@ -70,36 +85,56 @@ def kind_of(func: Any) -> Kind | None:
         return Kind.ATTENTION if "forward" in operator or "fwd" in operator else None
     if name == "_c10d_functional::wait_tensor":
         return Kind.COLLECTIVE
-    return Kind.CHOICE if name in _CHOICE else None
+    return Kind.CHOICE if name in _CHOICE or f"{name}.{func._overloadname}" in _CHOICE else None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def is_communication(func: Any) -> bool:
     """Whether other ranks take part: such an operator runs on every rank or on none."""
-    return isinstance(func, torch._ops.OpOverload) and func.namespace in _COLLECTIVE_NAMESPACES
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.name in _WITHOUT_COMMUNICATION:
+        return False
+    return func.namespace in _COLLECTIVE_NAMESPACES
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def is_random(func: Any) -> bool:
     """Whether the operator may advance a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-@functools.lru_cache(maxsize=None)
-def must_see_values(func: Any) -> bool:
-    """Whether Python, or a shape, depends on the values that the operator reads (`item`, `nonzero`, assertions)."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return True  # higher-order operators
-    tags = func.tags
-    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-        return True
-    return not func._schema.returns
+@functools.cache
+def has_effects(func: Any) -> bool:
+    """Whether the operator may do more than its outputs show: assertions, printing, higher-order operators."""
+    return not isinstance(func, torch._ops.OpOverload) or not func._schema.returns
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
+def gives_python_value(func: Any) -> bool:
+    """Whether Python gets a number from the values that the operator reads (`item`, `equal`)."""
+    return torch.Tag.data_dependent_output in getattr(func, "tags", ())
+
+
+@functools.cache
+def has_dynamic_shape(func: Any) -> bool:
+    """Whether the output's shape depends on values (`nonzero`, indexing with a mask)."""
+    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
+
+
+@functools.cache
+def leaves_memory_blank(func: Any) -> bool:
+    """Whether the output is memory that somebody else has to fill (`empty`)."""
+    return isinstance(func, torch._ops.OpOverload) and func._schema.name in _EMPTY
+
+
+@functools.cache
 def is_mutable(func: Any) -> bool:
     """Whether the operator writes to one of its arguments."""
     return isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+
+
+def returns_list(func: Any) -> bool:
+    """Whether the operator returns a list of tensors as one value."""
+    return isinstance(func._schema.returns[0].type, torch.ListType)
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -116,7 +151,9 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call advances a random generator: an attention operator only does when its `dropout_p` is above zero."""
+    """Whether this call advances a random generator: an attention operator only does when its `dropout_p` is above
+    zero.
+    """
     if not is_random(func):
         return False
     for position, argument in enumerate(func._schema.arguments):
@@ -151,7 +188,7 @@ def _grouped_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any], start:
     """Rows `[start, n)` of `_grouped_mm(a, b, offs)` for a 2-D `a`: groups that end before `start` become empty."""
     offsets = (args[2] if len(args) > 2 else kwargs["offs"]) - start
     rest = {key: value for key, value in kwargs.items() if key != "offs"}
-    return func(args[0][start:], args[1], offs=offsets.clamp_(min=0), **rest)
+    return func(args[0][start:], args[1], offsets.clamp_(min=0), *args[3:], **rest)
 
 
 def splits_by_rows(func: Any, args: Sequence[Any]) -> bool:

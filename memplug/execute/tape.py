@@ -1,7 +1,8 @@
 """What one forward of a region did: its operators, which storages they read and made, and what backward will ask for.
 
-From the tape follows what a recompute pass must do with each operator (`Action`): substitute a captured output, run it, or skip it because
-nobody needs its result. The tape keeps names, not tensors. Storages are named by a running number, since addresses are reused.
+From the tape follows what a recompute pass must do with each operator (`Action`): substitute a captured output, run
+it, or skip it because nobody needs its result. The tape keeps names, not tensors. Storages are named by a running
+number, since addresses are reused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class Form(enum.Enum):
     VIEW = "view"  # its outputs share the storage of an input
     WRITE = "write"  # it writes to an argument
     PURE = "pure"  # it makes new storages from its inputs, and that is all it does
-    FIXED = "fixed"  # it must run in every recompute pass: random, or other ranks take part, or Python sees values
+    FIXED = (
+        "fixed"  # it must run in every recompute pass: random, or other ranks take part, or it has effects of its own
+    )
+    VALUE = "value"  # Python gets a number from it, and the same number in every recompute pass: control flow repeats
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -43,6 +47,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                     yield inner
 
 
+def is_plain(kind: type) -> bool:
+    """Whether tensors of this type are what their memory says: no wrapper with a dispatch of its own."""
+    return kind is torch.Tensor or kind is torch.nn.Parameter
+
+
+def _gives_subclass(out: Any) -> bool:
+    return isinstance(out, torch.Tensor) and not is_plain(type(out))
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """Address of the tensor's storage object: valid as a name only while the tensor lives."""
     return tensor.untyped_storage()._cdata
@@ -53,7 +66,9 @@ class Record:
 
     __slots__ = ("func", "form", "inputs", "outputs", "shapes", "root", "stamps")
 
-    def __init__(self, func: Any, form: Form, inputs: tuple[int, ...], outputs: tuple[int, ...], shapes: list[Any], root: bool):
+    def __init__(
+        self, func: Any, form: Form, inputs: tuple[int, ...], outputs: tuple[int, ...], shapes: list[Any], root: bool
+    ):
         self.func = func
         self.form = form
         self.inputs = inputs
@@ -66,7 +81,12 @@ class Record:
 class Tape:
     """Operators of one forward in program order.
 
-    Storages that no operator on the tape made (region inputs, parameters, constants) are *given*: a recompute pass finds them there.
+    Storages that no operator on the tape made (region inputs, parameters, constants) are *given*: a recompute pass
+    finds them there.
+
+    Some work is on no tape: kernels launched on addresses (Triton, pybind), Python reading memory (`tolist`, `numpy`),
+    tensor subclasses. A forward that gives a sign of it is `opaque`: nothing is skipped, since nobody knows what was
+    read.
     """
 
     def __init__(self) -> None:
@@ -77,6 +97,8 @@ class Tape:
         self.bytes: dict[int, int] = {}
         self.random = False
         self.communicates = False
+        self.opaque = False
+        self.blank: set[int] = set()  # storages whose contents no operator has written
         self.span: Any = None  # (begin, end) stamps of the forward, where the profile asked for them
         self.recompute_span: Any = None
         self.backward_begin: Any = None
@@ -96,11 +118,19 @@ class Tape:
         elif operators.is_communication(func):
             self.communicates = True
             form, root = Form.FIXED, True
-        elif operators.must_see_values(func):
+        elif operators.has_effects(func) or _gives_subclass(out):
             form, root = Form.FIXED, True
+        elif operators.gives_python_value(func):
+            form = Form.VALUE
         elif operators.is_mutable(func):
             form = Form.WRITE
             root = any(self._name(tensor) in self.given for tensor in operators.written_arguments(func, args, kwargs))
+        if operators.leaves_memory_blank(func):
+            self.blank.update(number for number in outputs if self.bytes[number])
+        elif self.blank and operators.is_mutable(func):
+            self.blank.difference_update(
+                self._name(tensor) for tensor in operators.written_arguments(func, args, kwargs)
+            )
         self.records.append(Record(func, form, inputs, outputs, shapes, root))
         return len(self.records) - 1
 
@@ -109,7 +139,10 @@ class Tape:
         return self._names.get(storage_of(tensor))
 
     def close(self) -> None:
-        """The forward is over: addresses no longer name storages."""
+        """The forward is over: addresses no longer name storages. Memory that nobody was seen to fill was filled
+        unseen.
+        """
+        self.opaque = self.opaque or bool(self.blank)
         self._names.clear()
 
     def maker_of(self, tensor: torch.Tensor) -> int | None:
@@ -121,25 +154,28 @@ class Tape:
         """What a recompute pass does with each operator.
 
         Args:
-            captured: operators with captured outputs, by index; True where all rows are there, so that inputs are not needed.
+            captured: operators with captured outputs, by index; True where all rows are there, so that inputs are not
+                needed.
             launches: collectives whose waited result is captured, by index: they are left out.
 
-        Walks the tape backwards. An operator runs when something reads a storage that it made or writes, when Python sees its values, when it
-        draws random numbers, when other ranks take part, or when it writes to memory that is not the region's own.
+        Walks the tape backwards. An operator runs when something reads a storage that it made or writes, when it has
+        effects of its own, when it draws random numbers, when other ranks take part, or when it writes to memory that
+        is not the region's own.
         """
-        needed = set(self.saved)
+        needed = set(self.bytes) if self.opaque else set(self.saved)
         actions = [Action.SKIP] * len(self.records)
         for index in range(len(self.records) - 1, -1, -1):
             record = self.records[index]
             touched = record.outputs if record.form is Form.PURE else record.outputs + record.inputs
             wanted = not needed.isdisjoint(touched)
-            if index in launches:
+            if index in launches or record.form is Form.VALUE:
                 continue
             if index in captured:
                 if wanted:
                     actions[index] = Action.SUBSTITUTE
                 if captured[index]:
-                    needed.difference_update(touched)
+                    if not self.opaque:
+                        needed.difference_update(touched)
                     continue
             elif record.root or wanted or record.form in (Form.VIEW, Form.FIXED):
                 actions[index] = Action.RUN

@@ -1,9 +1,11 @@
-"""Row-cached recompute over rounding buffers: MEMO's token-wise swapping and recomputation, at the operator level (MEMO, section 4.1).
+"""Row-cached recompute over rounding buffers: MEMO's token-wise swapping and recomputation, at the operator level
+(MEMO, section 4.1).
 
-Any module can be a region. Its forward runs once under a dispatch mode that captures expensive outputs and sends their first rows to the host;
-the region two further on waits for those copies and lets the memory go (two rounding buffers, by reference). In backward, rows are fetched ahead
-of use within a limit of bytes that keeps the peak at full recomputation's: what is restored at any time is at most the largest region's saved
-tensors, which full recomputation has there too, plus the region inputs, which it never lets go.
+Any module can be a region. Its forward runs once under a dispatch mode that captures expensive outputs and sends their
+first rows to the host; the region two further on waits for those copies and lets the memory go (two rounding buffers,
+by reference). In backward, rows are fetched ahead of use within a limit of bytes that keeps the peak at full
+recomputation's: what is restored at any time is at most the largest region's saved tensors, which full recomputation
+has there too, plus the region inputs, which it never lets go.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memplug.execute import operators
 from memplug.execute.device import Device
 from memplug.execute.frame import Frame
 from memplug.execute.host_pool import HostPool
 from memplug.execute.operators import Kind
-from memplug.execute.tape import storage_of
+from memplug.execute.tape import is_plain, storage_of
 from memplug.execute.transfer import Swapped, Transfer, swappable
 
 log = logging.getLogger("memplug")
@@ -43,7 +46,11 @@ class Region:
         key: regions of one key ran the same operators and share a plan.
         plan: operator index -> (operator, fraction, keep on the device), from the planner; None before there is one.
         unneeded: operators whose captured output no backward ever asked for: not captured again.
-        communicates: its forward contains collectives that a recompute pass runs again, so that all ranks must recompute alike.
+        communicates: its forward contains collectives that a recompute pass runs again, so that all ranks must
+            recompute alike.
+        opaque: its forward does work that no operator shows (see `Tape`).
+        familiar: its last forward ran as many operators as the one before; only a forward of an unfamiliar region is
+            watched for such work.
     """
 
     def __init__(self, name: str, kind: str, rows: float, attention: bool = True):
@@ -54,10 +61,20 @@ class Region:
         self.plan: Mapping[int, tuple[Any, float, bool]] | None = None
         self.unneeded: set[tuple[int, Any]] = set()
         self.communicates = False
+        self.opaque = False
+        self.familiar = False
+        self._operators = -1
+
+    def ran(self, frame: Frame) -> None:
+        """A forward is over."""
+        self.communicates = self.communicates or frame.communicates
+        self.opaque = self.opaque or frame.tape.opaque
+        self.familiar = self._operators == len(frame.tape.records)
+        self._operators = len(frame.tape.records)
 
     def decide(self, index: int, func: Any) -> tuple[float, bool]:
-        """Fraction of rows to swap of operator `index`, and whether to keep it on the device instead. The plan is advice: a forward that
-        runs other operators than the planned one is captured by kind."""
+        """Fraction of rows to swap of operator `index`, and whether to keep it on the device instead. The plan is
+        advice: a forward that runs other operators than the planned one is captured by kind."""
         if (index, func) in self.unneeded:
             return 0.0, False
         kind = operators.kind_of(func)
@@ -79,10 +96,13 @@ class Executor:
         device: where the training runs.
         host_budget_bytes: bound of the pinned pool.
         min_offload_bytes: smaller tensors stay on the device.
-        regathers: parameters are gathered in forward (ZeRO 3): every region recomputes on every rank, whatever is swapped.
+        regathers: parameters are gathered in forward (ZeRO 3): every region recomputes on every rank, whatever is
+            swapped.
     """
 
-    def __init__(self, device: Device, host_budget_bytes: int, min_offload_bytes: int = 1 << 20, regathers: bool = False):
+    def __init__(
+        self, device: Device, host_budget_bytes: int, min_offload_bytes: int = 1 << 20, regathers: bool = False
+    ):
         self.device = device
         self.pool = HostPool(device, host_budget_bytes)
         self.transfer = Transfer(device, self.pool)
@@ -94,12 +114,17 @@ class Executor:
         self.newest: weakref.ref[Frame] | None = None
         self.recomputed_bytes = 0  # saved tensors of recompute passes that backward has not taken yet
         self.input_bytes = 0  # swapped region inputs of all graphs in flight
+        self.peak_input_bytes = 0
         self.largest_region_bytes = 0
+        self.largest_saved_bytes = 0
+        self._lent: list[tuple[StorageWeakRef, int]] = []  # what autograd has taken and may still hold
         self.frames = 0
         self.live: collections.Counter[str] = collections.Counter()  # frames by region name
         self.peak_live: collections.Counter[str] = collections.Counter()
         self.divergences = 0
-        self.guard: Callable[[str, Region], Any] = lambda phase, region: contextlib.nullcontext()  # around forward and recompute
+        self.guard: Callable[[str, Region], Any] = lambda phase, region: (
+            contextlib.nullcontext()
+        )  # around forward and recompute
         self.on_frame: Callable[[Frame], None] | None = None  # the profile listens here
         self._resident: collections.deque[weakref.ref[Frame]] = collections.deque()
         self._warned = False
@@ -113,9 +138,6 @@ class Executor:
             frame = Frame(self, region, call, args, kwargs)
             self.newest = weakref.ref(frame)
             self._resident.append(self.newest)
-            self.frames += 1
-            self.live[region.name] += 1
-            self.peak_live[region.name] = max(self.peak_live[region.name], self.live[region.name])
             out = frame.forward(args, kwargs)
         self._warn_if_full()
         return out
@@ -126,30 +148,36 @@ class Executor:
         return self.live.total()
 
     def direct(self, region: Region) -> bool:
-        """Whether backward may take captured tensors without a recompute pass: not where the pass itself contains collectives, since ranks
-        that swapped different rows must still recompute alike."""
+        """Whether backward may take captured tensors without a recompute pass: not where the pass itself contains
+        collectives, since ranks that swapped different rows must still recompute alike."""
         return not (self.regathers or region.communicates)
 
     def worth_swapping(self, tensor: torch.Tensor) -> bool:
         """Large enough, on this device, and laid out so that rows travel as they lie."""
         return (
-            tensor.device.type == self.device.kind
+            is_plain(type(tensor))
+            and tensor.device.type == self.device.kind
             and tensor.numel() * tensor.element_size() >= max(1, self.min_offload_bytes)
             and swappable(tensor)
         )
 
     def swap_input(self, value: torch.Tensor) -> Swapped | None:
-        """Start a region input on its way to the host, whole; a neighbour region's copy of the same tensor is shared. None: the host is full."""
+        """Start a region input on its way to the host, whole; a neighbour region's copy of the same tensor is shared.
+        None: the host is full.
+        """
         for reference in self._resident:
             frame = reference()
             for part in frame.inputs if frame is not None else ():
-                if isinstance(part, Swapped) and part.tensor is not None and part.resident and part.version == value._version:
-                    if storage_of(part.tensor) == storage_of(value):
+                if (
+                    isinstance(part, Swapped)
+                    and part.tensor is not None
+                    and part.resident
+                    and part.version == value._version
+                ):
+                    same = (part.size, part.stride, part.dtype) == (value.shape, value.stride(), value.dtype)
+                    if same and storage_of(part.tensor) == storage_of(value):
                         return part
-        part = self.transfer.offload(value.detach(), value.shape[0])
-        if part is not None:
-            part.watch(value)
-        return part
+        return self.transfer.offload(value, value.shape[0])
 
     def empty(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for the output of a skipped operator."""
@@ -166,11 +194,20 @@ class Executor:
         finally:
             self.pauses -= 1
 
+    def born(self, frame: Frame) -> None:
+        """A frame's forward begins."""
+        name = frame.region.name
+        self.frames += 1
+        self.live[name] += 1
+        self.peak_live[name] = max(self.peak_live[name], self.live[name])
+
     def note(self, frame: Frame) -> None:
         """A frame's forward is over."""
         self.input_bytes += frame.input_bytes
+        self.peak_input_bytes = max(self.peak_input_bytes, self.input_bytes)
         self.largest_region_bytes = max(self.largest_region_bytes, frame.saved_bytes)
-        frame.region.communicates = frame.region.communicates or frame.tape.communicates
+        self.largest_saved_bytes = max(self.largest_saved_bytes, frame.largest_saved_bytes)
+        frame.region.ran(frame)
         if self.on_frame is not None:
             self.on_frame(frame)
 
@@ -183,18 +220,48 @@ class Executor:
 
     def pump(self, frame: Frame) -> None:
         """Fetch what backward needs next, this frame's tensors first, as far ahead as the limit of bytes allows."""
-        limit = self.largest_region_bytes + self.input_bytes
+        pending_bytes = 0
         ahead: Frame | None = frame
         while ahead is not None:
             while ahead.todo:
                 part = ahead.todo[-1]
                 if part.tensor is None:
-                    restored = self.transfer.fetched_bytes + self.recomputed_bytes
-                    if ahead is not frame and restored + part.nbytes > limit:
+                    if ahead is not frame and self.held_bytes() + pending_bytes + part.nbytes > self.limit_bytes:
                         return
                     self.transfer.prefetch(part)
                 ahead.todo.pop()
+            pending_bytes += ahead.pending_bytes
             ahead = ahead.previous() if ahead.previous is not None else None
+
+    @property
+    def limit_bytes(self) -> int:
+        """How many bytes of saved tensors may be on the device, so that the peak is that of full recomputation.
+
+        Full recomputation holds one region's saved tensors at once, and every region's input. It has let some of the
+        former go by the time backward's own temporaries, the gradients of the largest two, are there.
+        """
+        return self.largest_region_bytes + self.peak_input_bytes - 2 * self.largest_saved_bytes
+
+    def held_bytes(self) -> int:
+        """Bytes of saved tensors on the device: captured and not let go, fetched, recomputed, or with autograd."""
+        transfer = self.transfer
+        self._lent = [entry for entry in self._lent if not entry[0].expired()]
+        lent_bytes = sum(nbytes for _, nbytes in self._lent)
+        return transfer.resident_bytes + transfer.fetched_bytes + self.recomputed_bytes + lent_bytes
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """Autograd has taken a restored tensor: its memory counts until autograd lets it go."""
+        storage = tensor.untyped_storage()
+        self._lent.append((StorageWeakRef(storage), storage.nbytes()))
+
+    def trim(self, frame: Frame) -> None:
+        """Let the oldest resident regions go where captured tensors exceed the limit, which is unknown until one region has run."""
+        if not self.largest_region_bytes:
+            return
+        while len(self._resident) > 1 and self.held_bytes() + frame.pending_bytes > self.limit_bytes:
+            oldest = self._resident.popleft()()
+            if oldest is not None:
+                oldest.release()
 
     def diverged(self, region: Region, how: str) -> None:
         """A recompute pass ran other operators than its forward: it is done again in full, without captured outputs."""

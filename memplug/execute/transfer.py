@@ -6,11 +6,12 @@ A `Swapped` tensor is in one of three places:
        └── acquire() hands out the tensor in any of them ──┘
 
 Three rules make every reuse of memory safe, in the order of events alone (`Wait` names each one):
-  1. device memory is let go, or written in place, only after the compute stream has waited for the copy out that reads it;
-  2. a copy in starts only after the compute stream's present: earlier users of the new device memory are done, and so, by rule 1, is the copy
-     out that filled the host rows;
-  3. host rows go back to the pool only after the compute stream has waited for every copy that touches them, and a copy out starts only
-     after the compute stream's present.
+  1. device memory is let go, or written in place, only after the compute stream has waited for the copy out that reads
+     it;
+  2. a copy in starts only after the compute stream's present: earlier users of the new device memory are done, and so,
+     by rule 1, is the copy out that filled the host rows;
+  3. host rows go back to the pool only after the compute stream has waited for every copy that touches them, and a
+     copy out starts only after the compute stream's present.
 All device memory belongs to the compute stream, so the caching allocator needs no `record_stream`.
 """
 
@@ -38,13 +39,14 @@ class Swapped:
     """
 
     __slots__ = (
-        "transfer", "tensor", "size", "stride", "dtype", "nbytes", "rows", "slot", "resident", "offloaded", "fetched", "version",
-        "mutated", "uses_left", "uses",
+        "transfer", "order", "tensor", "size", "stride", "dtype", "nbytes", "rows", "slot", "resident", "offloaded",
+        "fetched", "version", "mutated", "uses_left", "uses",
     )  # fmt: skip
 
     def __init__(self, transfer: Transfer, tensor: torch.Tensor, rows: int, slot: Slot):
         self.transfer = transfer
-        self.tensor: torch.Tensor | None = tensor.detach()
+        self.order = transfer.offloads  # of its copy out among all copies out
+        self.tensor: torch.Tensor | None = alias_of(tensor)
         self.size, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.nbytes = tensor.untyped_storage().nbytes()
         self.rows = rows
@@ -69,15 +71,11 @@ class Swapped:
             return flat.as_strided((self.rows, *self.size[1:]), self.stride)
         return flat.view(self.rows, *self.size[1:])
 
-    def watch(self, alias: torch.Tensor) -> None:
-        """Follow the version counter of `alias`, the same memory as the rest of the program sees it."""
-        self.tensor = alias.detach()
-        self.version = alias._version
-
     def __del__(self) -> None:
-        # Any thread, any time: only note what is left. The compute stream orders it at the next call (`Transfer.drain`).
-        fetched_bytes = self.nbytes if self.tensor is not None and not self.resident else 0
-        self.transfer._abandoned.append((self.tensor, self.fetched, self.slot, fetched_bytes))
+        # Any thread, any time: only note what is left. The compute stream orders it at the next `Transfer.drain`.
+        held_bytes = self.nbytes if self.tensor is not None else 0
+        counts = (held_bytes, 0) if self.resident else (0, held_bytes)
+        self.transfer._abandoned.append((self.tensor, self.fetched, self.slot, *counts))
 
 
 class Transfer:
@@ -94,6 +92,8 @@ class Transfer:
         self.offload_stream = device.new_stream()
         self.prefetch_stream = device.new_stream()
         self.fetched_bytes = 0  # device bytes of fetched tensors not dropped yet
+        self.resident_bytes = 0  # device bytes of captured tensors that were not let go yet
+        self.offloads = 0
         self.offloaded_total_bytes = 0
         self.prefetched_total_bytes = 0
         self.refused = 0  # times the pool had no room
@@ -107,7 +107,9 @@ class Transfer:
         if slot is None:
             self.refused += 1
             return None
+        self.offloads += 1
         swapped = Swapped(self, tensor, rows, slot)
+        self.resident_bytes += swapped.nbytes
         present = self.device.record(self.device.compute_stream())
         self.device.wait(self.offload_stream, present, Wait.OFFLOAD_FOR_COMPUTE)
         self.device.copy(self.offload_stream, swapped.host_rows(), swapped.tensor[:rows])
@@ -118,33 +120,36 @@ class Transfer:
     def release(self, group: Sequence[Swapped]) -> None:
         """Let the device memory of resident tensors go, once the last of their copies out is done.
 
-        Args:
-            group: in the order in which they were offloaded: one wait for the last covers all.
+        The copies are on one stream: a wait for the last covers all.
 
         Raises:
-            InPlaceError: the tensor was modified in place outside its region, and its copy out may have read either value.
+            InPlaceError: the tensor was modified in place outside its region, and its copy out may have read either
+                value.
         """
         group = [swapped for swapped in group if swapped.resident and swapped.tensor is not None]
-        pending = [swapped.offloaded for swapped in group if swapped.offloaded is not None]
+        pending = [swapped for swapped in group if swapped.offloaded is not None]
         if pending:
-            self.device.wait(self.device.compute_stream(), pending[-1], Wait.RELEASE_FOR_OFFLOAD)
+            last = max(pending, key=lambda swapped: swapped.order)
+            self.device.wait(self.device.compute_stream(), last.offloaded, Wait.RELEASE_FOR_OFFLOAD)
         for swapped in group:
             self._check_version(swapped)
             swapped.offloaded = None
-            swapped.tensor = None
-            swapped.resident = False
+            self._leave(swapped)
 
     def before_write(self, swapped: Swapped) -> None:
-        """An operator is about to write to the captured tensor in place: finish the copy out, and forget the device memory."""
+        """An operator is about to write to the captured tensor in place: finish the copy out, and forget the device
+        memory.
+        """
         if swapped.offloaded is not None:
             self.device.wait(self.device.compute_stream(), swapped.offloaded, Wait.MUTATE_FOR_OFFLOAD)
             swapped.offloaded = None
-        swapped.tensor = None
-        swapped.resident = False
+        self._leave(swapped)
         swapped.mutated = True
 
     def prefetch(self, swapped: Swapped) -> None:
-        """Start copying the host rows into new device memory of the full size; nothing to do unless the tensor is away."""
+        """Start copying the host rows into new device memory of the full size; nothing to do unless the tensor is
+        away.
+        """
         if swapped.tensor is not None:
             return
         self.drain()
@@ -177,14 +182,15 @@ class Transfer:
     def drain(self) -> None:
         """Return what abandoned tensors held.
 
-        Device memory that a copy in still writes is let go once compute has waited for it. A copy out that still reads needs no wait: what
-        it writes is never read, and the next copy into the same host rows follows it on its stream.
+        Device memory that a copy in still writes is let go once compute has waited for it. A copy out that still reads
+        needs no wait: what it writes is never read, and the next copy into the same host rows follows it on its stream.
         """
         while self._abandoned:
-            tensor, fetched, slot, fetched_bytes = self._abandoned.popleft()
+            tensor, fetched, slot, resident_bytes, fetched_bytes = self._abandoned.popleft()
             if fetched is not None:
                 self.device.wait(self.device.compute_stream(), fetched, Wait.DISCARD_FOR_PREFETCH)
             del tensor
+            self.resident_bytes -= resident_bytes
             self.fetched_bytes -= fetched_bytes
             self.pool.give(slot)
 
@@ -194,11 +200,26 @@ class Transfer:
         self.device.synchronize()
         self.pool.close()
 
+    def _leave(self, swapped: Swapped) -> None:
+        if swapped.resident and swapped.tensor is not None:
+            self.resident_bytes -= swapped.nbytes
+        swapped.tensor = None
+        swapped.resident = False
+
     def _check_version(self, swapped: Swapped) -> None:
         if swapped.tensor is not None and swapped.tensor._version != swapped.version:
             raise InPlaceError(
-                f"a {tuple(swapped.size)} tensor was modified in place after its region had ended and before its copy to the host was done"
+                f"a {tuple(swapped.size)} tensor was modified in place after its region had ended and before its copy "
+                "to the host was done"
             )
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and version counter, without the graph. Inside a dispatch mode `detach` alone makes a version
+    counter of its own, and a write by the rest of the program would go unnoticed."""
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        return tensor.detach()
 
 
 def swappable(tensor: torch.Tensor) -> bool:
@@ -210,7 +231,9 @@ def swappable(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ):
         if stride != expected:
             return False
         expected *= size

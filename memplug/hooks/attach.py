@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,19 @@ from torch import nn
 
 from memplug.config import MemplugConfig, load_config
 from memplug.errors import ConflictError, RegionError, UnsupportedVersionError
-from memplug.execute.device import Device
+from memplug.execute.device import Device, device_of
 from memplug.hooks import deepspeed as deepspeed_hooks
 from memplug.hooks import regions as region_hooks
 from memplug.hooks import transformers as transformers_hooks
-from memplug.session import Session, device_for, initial_regions
+from memplug.session import Session, Stage, initial_regions
 
 OLDEST_TORCH = (2, 6)
 
 
 class Disabled(Session):
-    """What `attach` returns where the block is absent or says `"enabled": false`: nothing is hooked, patched or allocated."""
+    """What `attach` returns where the block is absent or switched off: nothing is hooked, patched or allocated."""
+
+    stage = Stage.OFF
 
     def __init__(self, config: MemplugConfig):
         self.config = config
@@ -30,7 +33,7 @@ class Disabled(Session):
 
     def report(self) -> dict[str, Any]:
         """Says only that memplug is off."""
-        return {"stage": "off"}
+        return {"stage": self.stage.value}
 
     def detach(self) -> None:
         """Nothing to undo."""
@@ -40,25 +43,28 @@ def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | No
     """Run a model's layers token-wise.
 
     Args:
-        target: a DeepSpeed engine, or any `nn.Module` on one device. Hugging Face decoder layers are found by class, other models by the block's
-            `tokenwise.regions` (patterns of module names).
-        config: the "memplug" block as a dict, the path of a DeepSpeed JSON, or None for the engine's own. A plain module without a config is
-            taken as `{"enabled": true}`.
+        target: a DeepSpeed engine, or any `nn.Module` on one device. Hugging Face decoder layers are found by class,
+            other models by the block's `tokenwise.regions` (patterns of module names).
+        config: the "memplug" block as a dict, the path of a DeepSpeed JSON, or None for the engine's own. A plain
+            module without a config is taken as `{"enabled": true}`.
 
     Returns:
-        The session; `step()` marks the end of a training step (a DeepSpeed engine calls it itself), `report()` gives counters, `detach()` undoes everything. Attaching to a
-        target again returns the session that it has.
+        The session; `step()` marks the end of a training step (a DeepSpeed engine calls it itself), `report()` gives
+        counters, `detach()` undoes everything. Attaching to a target again returns the session that it has.
 
     Raises:
         ConfigError: the block cannot be used.
-        RegionError: no decoder layers were found, or a pattern matches nothing.
+        RegionError: no decoder layers were found, a pattern matches nothing, or the model is not on one device.
         ConflictError: another checkpointing is on, or the model is attached to another session.
         UnsupportedVersionError: torch is older than 2.6.
     """
     engine = target if deepspeed_hooks.is_engine(target) else None
     model = engine.module if engine is not None else target
     if not isinstance(model, nn.Module):
-        raise RegionError(f"memplug attaches to a DeepSpeed engine or an nn.Module, not to {type(target).__name__}", "Pass the engine or the model.")
+        raise RegionError(
+            f"memplug attaches to a DeepSpeed engine or an nn.Module, not to {type(target).__name__}",
+            "Pass the engine or the model.",
+        )
     if engine is not None and config is None:
         parsed = deepspeed_hooks.read_block(engine)
     else:
@@ -66,24 +72,33 @@ def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | No
     existing = region_hooks.session_of(model)
     if existing is not None:
         if config is not None and parsed != existing.config:
-            raise ConflictError(f"{type(model).__name__} is attached already, with another configuration", "Detach that session first.")
+            raise ConflictError(
+                f"{type(model).__name__} is attached already, with another configuration", "Detach that session first."
+            )
+        if engine is not None and not deepspeed_hooks.is_hooked(engine):
+            raise ConflictError(
+                "the engine's model was attached by itself, so that the session does not see the engine's steps",
+                "Detach that session and attach to the engine, or leave it to `memplug.install()`.",
+            )
         return existing
     if not parsed.enabled or not parsed.tokenwise.enabled:
         return Disabled(parsed)
     _check_torch()
-    return _attach(model, engine, parsed, device_for(_device_of(model, engine)))
+    return _attach(model, engine, parsed, device_of(_device_of(model, engine)))
 
 
 def _attach(model: nn.Module, engine: Any, config: MemplugConfig, device: Device) -> Session:
-    modules, prepare = _find(model, config)
-    for name, module in modules:
-        transformers_hooks.check_checkpointing_is_off(name, module)
+    modules = _find(model, config)
+    layers = [transformers_hooks.layers_around(model, name) for name, _ in modules]
+    for around in layers:
+        transformers_hooks.check_checkpointing_is_off(around)
     if engine is not None:
         deepspeed_hooks.check_checkpointing_is_off()
     regions = initial_regions(config, [(name, type(module).__name__) for name, module in modules])
     session = Session(config, regions, device, regathers=engine is not None and deepspeed_hooks.regathers(engine))
     try:
-        for (_, module), region in zip(modules, regions, strict=True):
+        for (_, module), region, around in zip(modules, regions, layers, strict=True):
+            prepare = functools.partial(transformers_hooks.arguments, around)
             session.at_detach(region_hooks.make_region(module, region, session, prepare))
         if engine is not None:
             deepspeed_hooks.hook_engine(engine, session)
@@ -93,16 +108,14 @@ def _attach(model: nn.Module, engine: Any, config: MemplugConfig, device: Device
     return session
 
 
-def _find(model: nn.Module, config: MemplugConfig) -> tuple[list[tuple[str, nn.Module]], Any]:
+def _find(model: nn.Module, config: MemplugConfig) -> list[tuple[str, nn.Module]]:
     patterns = config.tokenwise.regions
+    if patterns != "auto":
+        return region_hooks.matching_modules(model, patterns)
     layers = transformers_hooks.decoder_layers(model)
-    if patterns == "auto":
-        if not layers:
-            raise RegionError(f"no decoder layers were recognised in {type(model).__name__}")
-        return layers, transformers_hooks.prepare_layer
-    found = region_hooks.matching_modules(model, patterns)
-    is_layer = {id(layer) for _, layer in layers}
-    return found, transformers_hooks.prepare_layer if all(id(module) in is_layer for _, module in found) else None
+    if not layers:
+        raise RegionError(f"no decoder layers were recognised in {type(model).__name__}")
+    return layers
 
 
 def _device_of(model: nn.Module, engine: Any) -> torch.device:
@@ -114,10 +127,18 @@ def _device_of(model: nn.Module, engine: Any) -> torch.device:
             f"{type(model).__name__} has parameters on {len(devices)} devices; memplug attaches to a model on one",
             "Move the model to its device before attaching.",
         )
-    return devices.pop()
+    device = devices.pop()
+    if device.type not in ("cuda", "cpu"):
+        raise RegionError(
+            f"{type(model).__name__} is on the {device.type} device; memplug runs on cuda and cpu",
+            "Move the model to its device before attaching.",
+        )
+    return device
 
 
 def _check_torch() -> None:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
-        raise UnsupportedVersionError(f"memplug needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer; {torch.__version__} is installed")
+        raise UnsupportedVersionError(
+            f"memplug needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer; {torch.__version__} is installed"
+        )

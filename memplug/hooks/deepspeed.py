@@ -1,14 +1,15 @@
-"""DeepSpeed: reads the block, marks steps, keeps ZeRO 3's gathering out of the regions. Everything memplug patches of DeepSpeed is here.
+"""DeepSpeed: reads the block, marks steps, keeps ZeRO 3's gathering out of the regions; all patches of DeepSpeed.
 
 | patched | on | why |
 |---|---|---|
 | `deepspeed.initialize` | the module, by `install` | to attach to the engine that it returns |
-| `step` | the engine instance | the end of a training step |
+| `step`, `train_batch` | the engine instance (the latter: a pipeline engine's) | the end of a training step |
 | `backward` | the engine instance | a note on an out-of-memory error |
-| `pre_` and `post_sub_module_forward_function` | ZeRO 3's `parameter_offload` instance | gathering is no part of a region's forward |
-| `pre_` and `post_sub_module_backward_function` | the same | a recompute pass must not release what a backward under way has gathered |
+| `pre_` and `post_sub_module_forward_function` | ZeRO 3's `parameter_offload` | gathering is no part of a region |
+| `pre_` and `post_sub_module_backward_function` | the same | a recompute pass must not release what backward gathered |
 
-Known in deepspeed 0.16 to 0.19. Each patch is marked, keeps the original, and is undone by `uninstall` or `Session.detach`.
+Known in deepspeed 0.16 to 0.19. Each patch is marked, keeps the original, and is undone by `uninstall` or
+`Session.detach`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from memplug import report
@@ -31,8 +32,9 @@ _ORIGINAL = "__memplug_original__"
 
 
 def install(attach: Callable[..., Session]) -> None:
-    """Patch `deepspeed.initialize` to attach to the engine it returns. A second call does nothing. Where the block turns out to be absent or disabled, the patch is
-    taken away again.
+    """Patch `deepspeed.initialize` to attach to the engine it returns. A second call does nothing.
+
+    Where the block turns out to be absent or disabled, the patch is taken away again.
 
     Raises:
         PatchError: this DeepSpeed has no `initialize`.
@@ -49,10 +51,11 @@ def install(attach: Callable[..., Session]) -> None:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         config = read_block(result[0])
-        if config.enabled:
+        if config.enabled and config.tokenwise.enabled:
             attach(result[0], config)
         else:
             uninstall()
+            log.info('memplug: off: the "memplug" block is absent or disabled')
         return result
 
     setattr(initialize, _ORIGINAL, original)
@@ -74,8 +77,22 @@ def is_engine(target: Any) -> bool:
 
 
 def read_block(engine: Any) -> MemplugConfig:
-    """The "memplug" block of an engine's own configuration."""
-    return read_ds_config(engine.config)
+    """The "memplug" block of an engine's own configuration.
+
+    Raises:
+        PatchError: the engine was given a path, and keeps what it read from there elsewhere than known.
+    """
+    if isinstance(engine.config, Mapping):
+        return read_ds_config(engine.config)
+    read = getattr(getattr(engine, "_config", None), "_param_dict", None)
+    if read is None:
+        raise PatchError("engine._config._param_dict", VERSIONS)
+    return read_ds_config(read)
+
+
+def is_hooked(engine: Any) -> bool:
+    """Whether a session sees the engine's steps."""
+    return hasattr(engine.__dict__.get("step"), _ORIGINAL)
 
 
 def regathers(engine: Any) -> bool:
@@ -89,7 +106,8 @@ def check_checkpointing_is_off() -> None:
     if checkpointing is not None and checkpointing.is_configured():
         raise ConflictError(
             "DeepSpeed's activation checkpointing is configured, and memplug recomputes the same layers",
-            "Leave out the call of `deepspeed.checkpointing.configure` and the model's use of `deepspeed.checkpointing.checkpoint`: memplug takes their place.",
+            "Leave out the call of `deepspeed.checkpointing.configure` and the model's use of "
+            "`deepspeed.checkpointing.checkpoint`: memplug takes their place.",
         )
 
 
@@ -97,10 +115,10 @@ def hook_engine(engine: Any, session: Session) -> None:
     """Let the engine mark steps, explain out-of-memory errors, and keep parameter gathering out of the regions."""
 
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        boundary = engine.is_gradient_accumulation_boundary()
+        steps = engine.global_steps  # of the optimizer, whoever tells where accumulation ends
         with session.explaining("step"):
             result = original(*args, **kwargs)
-        if boundary:
+        if engine.global_steps != steps:
             session.step()
         return result
 
@@ -109,6 +127,8 @@ def hook_engine(engine: Any, session: Session) -> None:
             return original(*args, **kwargs)
 
     _patch(engine, "step", step, session)
+    if hasattr(type(engine), "train_batch"):
+        _patch(engine, "train_batch", step, session)
     _patch(engine, "backward", backward, session)
     if regathers(engine):
         _hook_gathering(engine, session)
@@ -120,8 +140,8 @@ def hook_engine(engine: Any, session: Session) -> None:
 def _hook_gathering(engine: Any, session: Session) -> None:
     """ZeRO 3: keep gathering out of the regions, and what backward has gathered on the device.
 
-    The module whose backward asks for the first saved tensor of a region has its parameters gathered when the recompute pass runs that very module forward; releasing them after
-    its forward would leave its backward with empty ones.
+    The module whose backward asks for the first saved tensor of a region has its parameters gathered when the recompute
+    pass runs that very module forward; releasing them after its forward would leave its backward with empty ones.
     """
     offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)
     if offload is None:
@@ -164,5 +184,15 @@ def _patch(target: Any, name: str, wrapper: Callable[..., Any], session: Session
         return wrapper(original, *args, **kwargs)
 
     setattr(patched, _ORIGINAL, original)
+    before = target.__dict__.get(name)  # someone else's patch of the instance
     object.__setattr__(target, name, patched)
-    session.at_detach(lambda: target.__dict__.pop(name, None))
+
+    def undo() -> None:
+        if target.__dict__.get(name) is not patched:
+            return  # patched again since: what is there now goes through `patched`, which a detached session ignores
+        if before is None:
+            del target.__dict__[name]
+        else:
+            object.__setattr__(target, name, before)
+
+    session.at_detach(undo)

@@ -1,10 +1,12 @@
-"""Makes modules run as regions: finds them, and swaps their class for a subclass whose forward goes through the executor.
+"""Makes modules run as regions: swaps their class for a subclass whose forward goes through the executor.
 
-A class swap (as FSDP2's `fully_shard` does) rather than an instance's `forward`: copies and pickles of the module stay plain modules, `isinstance` holds, and putting the class back undoes it.
+A class swap (as FSDP2's `fully_shard` does) rather than an instance's `forward`: copies and pickles of the module stay
+plain modules, `isinstance` holds, and putting the class back undoes it.
 """
 
 from __future__ import annotations
 
+import copyreg
 import fnmatch
 import functools
 from collections.abc import Callable, Sequence
@@ -31,15 +33,20 @@ class _Bound:
 def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Modules whose qualified name matches a glob pattern, in the model's order.
 
+    A `*` stays within one part of a name: "model.layers.*" is every layer, and nothing inside of one.
+
     Raises:
         RegionError: a pattern matches no module, or a match lies inside another.
     """
-    names = [name for name, _ in model.named_modules() if name]
+    modules = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            near = sorted({name for name in names if name.count(".") == pattern.count(".")})[:3] or names[:3]
-            raise RegionError(f'the pattern "{pattern}" in "tokenwise.regions" matches no module of {type(model).__name__}; it has for example {near}')
-    found = [(name, module) for name, module in model.named_modules() if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+        if not any(_matches(name, pattern) for name in modules):
+            near = [name for name in modules if name.count(".") == pattern.count(".")] or list(modules)
+            raise RegionError(
+                f'the pattern "{pattern}" in "tokenwise.regions" matches no module of {type(model).__name__}; '
+                f"it has for example {near[:3]}"
+            )
+    found = [(name, module) for name, module in modules.items() if any(_matches(name, p) for p in patterns)]
     check_not_nested([name for name, _ in found])
     return found
 
@@ -54,17 +61,21 @@ def check_not_nested(names: Sequence[str]) -> None:
             raise RegionError(f"region {name} lies inside region {outer}")
 
 
-def make_region(module: nn.Module, region: Region, session: Session, prepare: Prepare | None = None) -> Callable[[], None]:
+def make_region(
+    module: nn.Module, region: Region, session: Session, prepare: Prepare | None = None
+) -> Callable[[], None]:
     """Let a module's forward run as a region; returns how to undo it.
 
     Args:
         prepare: called before a forward with gradients; returns the arguments to use.
 
     Raises:
-        ConflictError: the module is a region of another session already.
+        ConflictError: the module is a region of another session already, or its forward was replaced.
     """
     if _REGION in module.__dict__:
-        raise ConflictError(f"module {region.name} is attached to another memplug session", "Detach that session first.")
+        raise ConflictError(
+            f"module {region.name} is attached to another memplug session", "Detach that session first."
+        )
     if "forward" in module.__dict__:
         raise ConflictError(
             f"the forward of module {region.name} was replaced on the instance, so that memplug's would never run",
@@ -87,7 +98,7 @@ def session_of(model: nn.Module) -> Session | None:
     return next((module.__dict__[_REGION].session for module in model.modules() if _REGION in module.__dict__), None)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _region_class(original: type) -> type:
     """A subclass of `original` that calls itself the same and pickles as the original."""
 
@@ -102,14 +113,20 @@ def _region_class(original: type) -> type:
 
     def reduce(self: nn.Module, protocol: int) -> Any:
         state = {key: value for key, value in self.__dict__.items() if key != _REGION}
-        return _restore, (original, state)
+        # the state apart from the arguments, so that modules that refer to one another in a circle can be copied
+        return copyreg._reconstructor, (original, object, None), state
 
     functools.update_wrapper(forward, original.forward)
-    members = {"forward": forward, "__reduce_ex__": reduce, "__module__": original.__module__, "__doc__": original.__doc__}
-    return type(original)(original.__name__, (original,), {**members, "__qualname__": original.__qualname__})
+    members = {
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    return type(original)(original.__name__, (original,), members)
 
 
-def _restore(original: type, state: dict[str, Any]) -> nn.Module:
-    module = original.__new__(original)
-    module.__dict__.update(state)
-    return module
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))

@@ -2,55 +2,80 @@
 
 from __future__ import annotations
 
-import logging
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from memplug.errors import ConflictError
 
-log = logging.getLogger("memplug")
-
 LAYER_CLASS = "transformers.modeling_layers.GradientCheckpointingLayer"  # transformers >= 4.53
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost modules of the class that transformers gives every checkpointable layer, with their names; empty where transformers is not in use."""
-    module = sys.modules.get("transformers.modeling_layers")
-    layer_class = getattr(module, "GradientCheckpointingLayer", None)
-    if layer_class is None:
-        return []
-    found: list[tuple[str, nn.Module]] = []
-    for name, candidate in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-        if isinstance(candidate, layer_class) and not inside:
-            found.append((name, candidate))
-    return found
+    """The outermost modules of the class that transformers gives every checkpointable layer, with their names.
+
+    Empty where transformers is not in use.
+    """
+    layers = _checkpointable(model)
+    return [(name, layer) for name, layer in layers if not any(_inside(name, outer) for outer, _ in layers)]
 
 
-def check_checkpointing_is_off(name: str, layer: nn.Module) -> None:
-    """Raises `ConflictError` where the layer's own gradient checkpointing is on: it would recompute what memplug has swapped."""
-    if getattr(layer, "gradient_checkpointing", False):
-        raise ConflictError(
-            f"gradient checkpointing of {name} is on, and memplug recomputes the same layer",
-            "Call `model.gradient_checkpointing_disable()` (Trainer: gradient_checkpointing=False): memplug takes its place.",
-        )
+def layers_around(model: nn.Module, region: str) -> list[tuple[str, nn.Module]]:
+    """The checkpointable layers that share operators with a region: it is one, lies in one or contains some."""
+    return [
+        (name, layer)
+        for name, layer in _checkpointable(model)
+        if name == region or _inside(name, region) or _inside(region, name)
+    ]
 
 
-def prepare_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a decoder layer in training: without the empty key-value cache that models make by default, which a recompute pass would fill again.
+def check_checkpointing_is_off(layers: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raises `ConflictError` where a layer's own gradient checkpointing is on: it would recompute the same layer."""
+    for name, layer in layers:
+        if getattr(layer, "gradient_checkpointing", False):
+            raise ConflictError(
+                f"gradient checkpointing of {name or type(layer).__name__} is on, and memplug recomputes it too",
+                "Call `model.gradient_checkpointing_disable()` (Trainer: gradient_checkpointing=False): memplug takes "
+                "its place.",
+            )
+
+
+def arguments(
+    layers: Sequence[tuple[str, nn.Module]], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a region in training: without the key-value cache that models make by default.
+
+    A recompute pass would fill it again.
+
+    Args:
+        layers: `layers_around` the region.
 
     Raises:
-        ConflictError: the cache holds tokens already, or checkpointing was switched on since.
+        ConflictError: the cache holds tokens of this layer already, or checkpointing was switched on since attaching.
     """
-    check_checkpointing_is_off(type(layer).__name__, layer)
+    check_checkpointing_is_off(layers)
     cache = kwargs.get("past_key_values")
     if cache is None:
         return args, kwargs
-    if cache.get_seq_length():
+    index = next((part.layer_idx for part in module.modules() if hasattr(part, "layer_idx")), 0)
+    if cache.get_seq_length(index):
         raise ConflictError(
-            "a decoder layer trains with a key-value cache that already holds tokens; recomputation would append to it again",
-            "Train with `use_cache=False`, or leave these layers out of \"tokenwise.regions\".",
+            "a decoder layer trains with a key-value cache that already holds tokens; recomputation would append to "
+            "it again",
+            'Train with `use_cache=False`, or leave these layers out of "tokenwise.regions".',
         )
     return args, {**kwargs, "past_key_values": None}
+
+
+def _checkpointable(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    package, _, name = LAYER_CLASS.rpartition(".")
+    layer_class = getattr(sys.modules.get(package), name, None)
+    if layer_class is None:
+        return []
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, layer_class)]
+
+
+def _inside(name: str, outer: str) -> bool:
+    return name != outer and (not outer or name.startswith(f"{outer}."))

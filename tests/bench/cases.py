@@ -1,0 +1,45 @@
+"""What the modes of a benchmark are, what they all run, and how their gradients are compared. No torch: the parent process stays small.
+
+| mode | what it is |
+|---|---|
+| `keep_all` | autograd as it is: the ideal |
+| `full` | `torch.utils.checkpoint` around every layer |
+| `selective` | the same, attention outputs saved |
+| `save_on_cpu` | `torch.autograd.graph.save_on_cpu`, pinned on CUDA; on the CPU it moves nothing |
+| `deepspeed` | `deepspeed.checkpointing` around every layer, `cpu_checkpointing` on; on the CPU off, where DeepSpeed 0.19 empties what it has just saved |
+| `memplug`, `memplug:A` | this package; alpha is "auto", or the number A |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MODES = ("keep_all", "full", "selective", "save_on_cpu", "deepspeed", "memplug")
+ATTENTION = ("cudnn", "flash", "default")
+MODELS = ("tiny", "7b", "13b")
+
+
+def is_mode(name: str) -> bool:
+    """Whether `name` is in the table above."""
+    base, _, alpha = name.partition(":")
+    return name in MODES or (base == "memplug" and alpha.replace(".", "", 1).isdigit() and float(alpha) <= 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What every mode runs: one sequence of `tokens` through `layers` layers of `model` (a file of configs/models)."""
+
+    tokens: int
+    layers: int
+    model: str
+    device: str
+    attention: str
+    min_offload_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.tokens}x{self.layers} {self.device}"
+
+
+def gradient_error(measured: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
+    """How far two `Run.gradients` are apart, relative to the norm, at worst. A product with a random direction differs by about the norm of the difference."""
+    return max(abs(a - b) / expected[name][0] for name in expected for a, b in zip(measured[name], expected[name], strict=True))

@@ -1,0 +1,80 @@
+"""Peak memory of one training step, on CUDA and on the CPU.
+
+CUDA counts for itself: `max_memory_allocated` and `max_memory_reserved` since the last reset.
+
+On the CPU torch keeps no such count, but its allocator reports every block that it gives out and takes back to the profiler, with address and size:
+in forward and in backward, and the scratch memory inside operators as well. The largest running sum of those is the peak. Blocks from before the
+step (parameters, gradients, optimizer state) are not in it, nor is what libraries allocate past torch (scratch memory of matmul kernels). The
+profiler slows the step down, so that a step whose memory is measured is never timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+@dataclass(frozen=True)
+class Block:
+    """One report of the allocator. `nbytes` is negative where the block was freed; `operator` is the innermost one that was running, "" for none."""
+
+    address: int
+    nbytes: int
+    operator: str
+
+
+def cpu_blocks(step: Callable[[], object]) -> list[Block]:
+    """Run `step` once under the profiler; what the CPU allocator gave out and took back, in order."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        step()
+    events = []
+    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        if event.tag == torch._C._profiler._EventType.Allocation and event.extra_fields.device.type == "cpu":
+            events.append(event)
+    events.sort(key=lambda event: event.start_time_ns)
+    return [Block(e.extra_fields.ptr, e.extra_fields.alloc_size, e.parent.name if e.parent else "") for e in events]
+
+
+def live_at_peak(blocks: Iterable[Block], ignored: Collection[tuple[int, int]] = ()) -> list[Block]:
+    """The blocks that were alive when their sum was largest, the first such moment.
+
+    Args:
+        blocks: as `cpu_blocks` gives them. Frees of blocks that it did not see given out do not count.
+        ignored: (address, bytes) of blocks to leave out, such as host memory.
+    """
+    alive: dict[int, Block] = {}
+    total = peak = 0
+    snapshot: list[Block] = []
+    rising = False
+    for block in blocks:
+        if block.nbytes > 0:
+            if (block.address, block.nbytes) in ignored:
+                continue
+            alive[block.address] = block
+            total += block.nbytes
+            rising = True
+            continue
+        if rising and total > peak:
+            peak, snapshot = total, list(alive.values())
+        rising = False
+        freed = alive.pop(block.address, None)
+        total -= freed.nbytes if freed else 0
+    return list(alive.values()) if total > peak else snapshot
+
+
+def cpu_peak_bytes(step: Callable[[], object], slabs: Callable[[], Iterable[torch.Tensor]] = tuple) -> int:
+    """Peak bytes that one run of `step` has allocated through torch on the CPU at once.
+
+    Args:
+        step: what to run.
+        slabs: called after the step; tensors that stand for host memory, which do not count.
+    """
+    blocks = cpu_blocks(step)
+    ignored = {(slab.data_ptr(), slab.untyped_storage().nbytes()) for slab in slabs()}
+    return sum(block.nbytes for block in live_at_peak(blocks, ignored))

@@ -1,0 +1,158 @@
+"""A stack of Llama decoder layers, and one function per mode of tests/bench/cases.py that makes it train that way."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+import memplug
+from tests.bench.cases import Case
+
+SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "default": None}
+PROJECTIONS = 4  # of each gradient on random directions
+
+Layer = Callable[[torch.Tensor], torch.Tensor]
+Apply = Callable[[Layer, torch.Tensor], torch.Tensor]
+
+
+class Stack(nn.Module):
+    """Decoder layers without embedding and head. Parameters and input depend on the case alone: bf16 on CUDA, fp32 on the CPU."""
+
+    def __init__(self, case: Case):
+        super().__init__()
+        fields = yaml.safe_load((SHAPES / f"{case.model}.yaml").read_text())
+        config = LlamaConfig(**{**fields, "num_hidden_layers": case.layers}, attn_implementation="sdpa")
+        dtype = torch.bfloat16 if case.device.startswith("cuda") else torch.float32
+        torch.manual_seed(0)
+        with torch.device(case.device):
+            self.layers = nn.ModuleList([LlamaDecoderLayer(config, index).to(dtype) for index in range(case.layers)])
+            self.input = torch.randn(1, case.tokens, config.hidden_size, dtype=dtype).requires_grad_()
+            positions = LlamaRotaryEmbedding(config)(self.input, torch.arange(case.tokens)[None])
+        self.positions = tuple(positions)
+        self.train()
+
+    def forward(self, apply: Apply) -> torch.Tensor:
+        """Run every layer through `apply`. Its input is no leaf, as an embedding's output is none."""
+        hidden = self.input.clone()
+        for layer in self.layers:
+            hidden = apply(functools.partial(self._layer, layer), hidden)
+        return hidden
+
+    def _layer(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        out = layer(hidden, attention_mask=None, position_embeddings=self.positions)
+        return out[0] if isinstance(out, tuple) else out
+
+
+@dataclass
+class Run:
+    """A stack that is ready to train in one mode."""
+
+    stack: Stack
+    apply: Apply = lambda layer, hidden: layer(hidden)
+    around: Callable[[], Any] = contextlib.nullcontext  # forward and backward
+    session: Any = None
+    warm_up: int = 2
+    attention: Callable[[], Any] = field(default=contextlib.nullcontext)
+
+    def step(self) -> None:
+        """Forward and backward."""
+        with self.attention(), self.around():
+            self.stack(self.apply).backward(self.stack.input.detach())
+        if self.session is not None:
+            self.session.step()
+
+    def clear_gradients(self) -> None:
+        """Zero them in place: gradient buffers are there for the whole training, as in DeepSpeed and Megatron."""
+        for tensor in (*self.stack.parameters(), self.stack.input):
+            if tensor.grad is not None:
+                tensor.grad.zero_()
+
+    def slabs(self) -> list[torch.Tensor]:
+        """Host memory of this package."""
+        return self.session.executor.pool.slabs if self.session is not None else []
+
+    def gradients(self) -> dict[str, list[float]]:
+        """Of each parameter of the first layer: its gradient's norm, then its products with fixed random directions."""
+        found = {}
+        for name, parameter in self.stack.layers[0].named_parameters():
+            gradient = parameter.grad.float()
+            generator = torch.Generator(gradient.device).manual_seed(1)
+            directions = (torch.randn(gradient.shape, generator=generator, device=gradient.device) for _ in range(PROJECTIONS))
+            found[name] = [gradient.norm().item(), *((gradient * direction).sum().item() for direction in directions)]
+        return found
+
+
+@contextlib.contextmanager
+def prepared(mode: str, case: Case) -> Iterator[Run]:
+    """Make the stack of a case and let it train in `mode`; afterwards everything is undone."""
+    run = Run(Stack(case))
+    backend = BACKENDS[case.attention]
+    if case.device.startswith("cuda") and backend is not None:
+        run.attention = functools.partial(sdpa_kernel, backend)
+    base, _, alpha = mode.partition(":")
+    try:
+        _PREPARE[base](run, case, alpha)
+        yield run
+    finally:
+        if run.session is not None:
+            run.session.detach()
+
+
+def _full(run: Run, case: Case, alpha: str) -> None:
+    run.apply = functools.partial(checkpoint, use_reentrant=False)
+
+
+def _selective(run: Run, case: Case, alpha: str) -> None:
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        attention = func.name().startswith("aten::_scaled_dot_product")
+        return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    run.apply = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+
+def _save_on_cpu(run: Run, case: Case, alpha: str) -> None:
+    run.around = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=case.device.startswith("cuda"))
+
+
+def _deepspeed(run: Run, case: Case, alpha: str) -> None:
+    if not case.device.startswith("cuda"):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    if not torch.distributed.is_initialized():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled otherwise, for one rank
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        deepspeed.comm.init_distributed("gloo", auto_mpi_discovery=False, rank=0, world_size=1)
+    deepspeed.checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=case.device.startswith("cuda"))
+    run.apply = deepspeed.checkpointing.checkpoint
+
+
+def _memplug(run: Run, case: Case, alpha: str) -> None:
+    tokenwise = {"alpha": float(alpha) if alpha else "auto", "min_offload_bytes": case.min_offload_bytes}
+    run.session = memplug.attach(run.stack, {"enabled": True, "tokenwise": tokenwise})
+    run.warm_up = 4  # two of them are observed
+
+
+_PREPARE: dict[str, Callable[[Run, Case, str], None]] = {
+    "keep_all": lambda run, case, alpha: None,
+    "full": _full,
+    "selective": _selective,
+    "save_on_cpu": _save_on_cpu,
+    "deepspeed": _deepspeed,
+    "memplug": _memplug,
+}

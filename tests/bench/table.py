@@ -1,0 +1,65 @@
+"""What every benchmark gives: rows for a file, and one table for a person."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measured number.
+
+    Attributes:
+        bench: name of the benchmark, as in `python -m tests.bench.NAME`.
+        case: what was run, the same for all modes that are compared.
+        mode: how it was run.
+        metric: what was measured.
+        unit: of the value ("s", "bytes", "1" for ratios and counts, "text").
+        value: the median; a string where the unit is "text".
+        n: how many measurements stand behind it.
+    """
+
+    bench: str
+    case: str
+    mode: str
+    metric: str
+    unit: str
+    value: float | str
+    n: int
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows as a JSON list of objects."""
+    path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+
+
+def figures(value: float | None, digits: int = 4) -> str:
+    """A number at some significant digits, without an exponent and without cutting whole ones; "-" for None."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    text = f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def render(headers: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table that also lines up in a terminal.
+
+    Args:
+        headers: one per column.
+        lines: cells.
+        left: index of the column that is aligned to the left (names); all others are numbers.
+    """
+    widths = [max(len(line[i]) for line in [headers, *lines]) for i in range(len(headers))]
+
+    def cells(line: Sequence[str]) -> str:
+        padded = [cell.ljust(width) if i == left else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))]
+        return f"| {' | '.join(padded)} |"
+
+    rule = [f"{'-' * (width + 1)}:" if i != left else f":{'-' * (width + 1)}" for i, width in enumerate(widths)]
+    return "\n".join([cells(headers), f"|{'|'.join(rule)}|", *map(cells, lines)])

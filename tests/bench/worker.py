@@ -1,0 +1,157 @@
+"""One process per mode: its allocator, its pinned memory and its out-of-memory errors are its own.
+
+A worker reads a case as a line of JSON, measures it, gives all memory back, and answers with a line of JSON. So the processes are started once, and the
+modes of one case still run in turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from typing import Any
+
+from tests.bench.cases import Case
+
+OUT_OF_MEMORY = "out of memory"
+
+
+class Worker:
+    """The parent's end of a process that measures one mode. Started at the first case, and again after it died."""
+
+    def __init__(self, module: str, mode: str):
+        self.command = [sys.executable, "-m", module, "--child", mode]
+        self.process: subprocess.Popen[str] | None = None
+
+    def measure(self, case: Case, steps: int) -> dict[str, Any]:
+        """What `measure` gives, or `{"outcome": ...}` with "out of memory" or the error."""
+        process = self.start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps({**dataclasses.asdict(case), "steps": steps}) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if answer:
+            return json.loads(answer)
+        code = process.wait()
+        self.process = None
+        return {"outcome": OUT_OF_MEMORY if code == -9 else f"exited with {code}"}  # Linux kills what takes the last of the host's memory
+
+    def start(self) -> subprocess.Popen[str]:
+        """The process, running."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return self.process
+
+    def stop(self) -> None:
+        """End the process and wait for it."""
+        if self.process is not None:
+            self.process.stdin.close()
+            self.process.wait()
+            self.process = None
+
+
+def serve(mode: str) -> None:
+    """The child: answer cases until standard input ends, or until an error that may have left memory behind."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    logging.getLogger("memplug").setLevel(logging.ERROR)
+    importlib.import_module("tests.bench.modes")  # slow: all children do it at once, before the first case
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = _attempt(mode, request)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        if answer["outcome"] != "ok":
+            return
+
+
+def _attempt(mode: str, request: dict[str, Any]) -> dict[str, Any]:
+    steps = request.pop("steps")
+    try:
+        return measure(mode, Case(**request), steps)
+    except Exception as error:  # whatever it is, it is this mode's row
+        if isinstance(error, MemoryError) or "out of memory" in str(error).lower() or "can't allocate memory" in str(error):
+            return {"outcome": OUT_OF_MEMORY}
+        traceback.print_exc()
+        return {"outcome": f"{type(error).__name__}: {error}"}
+
+
+def measure(mode: str, case: Case, steps: int) -> dict[str, Any]:
+    """Time `steps` steps after warm-up; peak memory, host memory in the pinned pool, and gradients.
+
+    Returns:
+        outcome "ok", step_s, steps, peak_allocated_bytes, peak_reserved_bytes (None on the CPU), host_bytes (None where the mode has no pinned memory),
+        gradients.
+    """
+    import torch
+
+    from tests.bench import memory, modes
+
+    cuda = case.device.startswith("cuda")
+    with modes.prepared(mode, case) as run:
+        for _ in range(run.warm_up):
+            run.clear_gradients()
+            run.step()
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        times = [_timed(run, cuda) for _ in range(steps)]
+        run.clear_gradients()
+        if cuda:
+            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            run.step()
+        else:
+            peak, reserved = memory.cpu_peak_bytes(run.step, run.slabs), None
+        result = {
+            "outcome": "ok",
+            "step_s": statistics.median(times),
+            "steps": steps,
+            "peak_allocated_bytes": peak,
+            "peak_reserved_bytes": reserved,
+            "host_bytes": _host_bytes(run, mode, cuda),
+            "gradients": run.gradients(),
+        }
+    del run
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+    return result
+
+
+def _timed(run: Any, cuda: bool) -> float:
+    """Seconds of one step: between two events of the device, or on the host's clock."""
+    import torch
+
+    run.clear_gradients()
+    if not cuda:
+        start = time.perf_counter()
+        run.step()
+        return time.perf_counter() - start
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    run.step()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def _host_bytes(run: Any, mode: str, cuda: bool) -> int | None:
+    import torch
+
+    if run.session is not None:
+        return run.session.report()["host_pool_bytes"]
+    if cuda and mode == "save_on_cpu" and hasattr(torch.cuda, "host_memory_stats"):
+        return torch.cuda.host_memory_stats().get("allocated_bytes.peak")
+    return None

@@ -1,0 +1,115 @@
+"""Two real processes: the recipe's losses with memplug and without, ranks that differ, and a run that is killed.
+
+`python -m tests.bench.convergence` runs all launchers, stages, ways in and alphas over 50 steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts import block
+from tests.launching import ROOT, kill_tree, launch, started, wait_until
+
+pytestmark = pytest.mark.distributed
+
+TRAIN = ROOT / "examples/llama2/train.py"
+STEPS = 5
+Losses = dict[int, float]
+
+
+def read_losses(log: Path) -> Losses:
+    """Returns the loss of each step; the last line may have been cut off by a kill."""
+    text = log.read_text() if log.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return {line["step"]: line["loss"] for line in lines if "step" in line}
+
+
+def read_report(log: Path) -> dict[str, Any]:
+    """Returns memplug's part of the recipe's report."""
+    return json.loads(log.read_text().splitlines()[-1])["report"]["memplug"]
+
+
+@pytest.fixture(scope="session")
+def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Losses]:
+    """The losses of a ZeRO stage without memplug; each stage runs once."""
+    known: dict[int, Losses] = {}
+
+    def get(stage: int) -> Losses:
+        if stage not in known:
+            log = tmp_path_factory.mktemp("plain") / "log.jsonl"
+            launch([*recipe(stage, log), "--memplug", "none"])
+            known[stage] = read_losses(log)
+        return known[stage]
+
+    return get
+
+
+def recipe(stage: int, log: Path) -> list[Any]:
+    return [TRAIN, "--steps", STEPS, "--seq-len", "64", "--zero-stage", stage, "--loss-log", log]
+
+
+@pytest.mark.parametrize("alpha", ["1", "auto"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_losses_under_torchrun_are_those_without_memplug(
+    stage: int, alpha: str, tmp_path: Path, plain_losses: Callable[[int], Losses]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    launch([*recipe(stage, log), "--memplug", "install", "--alpha", alpha])
+    losses, expected = read_losses(log), plain_losses(stage)
+    assert len(losses) == STEPS
+    assert losses == (expected if alpha == "1" else pytest.approx(expected, rel=1e-4))
+    report = read_report(log)
+    assert report["stage"] == "stable" and report["steps"] == STEPS
+    assert report["offloaded_bytes"] > 0 and report["recomputed_in_full"] == 0
+
+
+def test_an_unchanged_script_under_the_deepspeed_launcher_has_the_losses_without_memplug(
+    tmp_path: Path, plain_losses: Callable[[int], Losses]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    arguments = ["memplug.run", *recipe(1, log), "--memplug", "none", "--alpha", "1"]
+    done = launch(arguments, launcher="deepspeed", module=True)
+    assert read_losses(log) == plain_losses(1)
+    assert done.stdout.count("memplug: stable: 4 regions, alpha 1") == 1, "rank 0 says once that memplug is at work"
+
+
+def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition_again(tmp_path: Path) -> None:
+    """Rank 1 has no room at all. Under ZeRO 3 a rank that left out a recompute pass would leave the other waiting."""
+    unequal = {"host_budget_gib": [1.0, 1e-6]}
+    cases = {
+        "plain": {"stage": 3, "memplug": None},
+        "0": {"stage": 3, "memplug": block(alpha=0), **unequal},
+        "1": {"stage": 3, "memplug": block(alpha=1), **unequal},
+        "auto": {"stage": 3, "memplug": block(), **unequal},
+    }
+    launch(["tests.training_worker", tmp_path, json.dumps(cases)], module=True, time_limit_s=100)
+    for rank in (0, 1):
+        results = json.loads((tmp_path / f"{rank}.json").read_text())
+        for name in cases:
+            assert results[name]["losses"] == results["plain"]["losses"], name
+            assert results[name]["gathered"] == [], name
+        refused = [results[name]["report"]["host_refusals"] > 0 for name in ("0", "1")]
+        assert refused == [rank == 1] * 2
+        assert results["auto"]["report"]["stage"] == "stable"
+        assert results["auto"]["report"]["predicted_host_bytes"] <= 1e-6 * 2**30, "the smallest budget counts for all"
+
+
+def test_a_run_with_memplug_that_is_killed_resumes_with_the_losses_it_would_have_had(tmp_path: Path) -> None:
+    """The killed run is its own reference: it trains past its checkpoint, and dies in the middle of a step."""
+    killed_log, resumed_log = tmp_path / "killed.jsonl", tmp_path / "resumed.jsonl"
+    common = [TRAIN, "--memplug", "install", "--alpha", "1", "--seq-len", "64"]
+    common += ["--save-dir", tmp_path / "saves", "--save-every", "6"]
+    with started([*common, "--steps", "1000", "--loss-log", killed_log]) as (process, read_output):
+        assert wait_until(lambda: max(read_losses(killed_log), default=0) >= 8, process), read_output()
+        kill_tree(process)
+    expected = read_losses(killed_log)
+    assert [path.name for path in (tmp_path / "saves").glob("step-*")] == ["step-00000006"]
+
+    launch([*common, "--steps", "8", "--loss-log", resumed_log, "--resume"])
+    assert read_losses(resumed_log) == {step: expected[step] for step in (7, 8)}
+    assert read_report(resumed_log)["offloaded_bytes"] > 0

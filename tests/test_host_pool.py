@@ -1,0 +1,130 @@
+"""The pinned pool gives exact sizes, never the same byte twice, never more than its budget, and everything merges
+again.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplug.execute import host_pool
+from memplug.execute.device import Device
+from memplug.execute.host_pool import ALIGNMENT_BYTES, HostPool, Slot
+
+SLAB_BYTES = 4096
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "SMALLEST_SLAB_BYTES", SLAB_BYTES)
+
+
+class Pins(Device):
+    """Notes what is registered with the driver, which may refuse."""
+
+    def __init__(self, accepts: bool = True):
+        self.accepts = accepts
+        self.pinned: list[int] = []
+
+    def pin(self, buffer: torch.Tensor) -> bool:
+        if self.accepts:
+            self.pinned.append(buffer.data_ptr())
+        return self.accepts
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        self.pinned.remove(buffer.data_ptr())
+
+
+@pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 4095, 4096, 4097, 100_000])
+def test_a_slot_has_the_bytes_asked_for(nbytes: int) -> None:
+    slot = HostPool(Device(), 1 << 20).take(nbytes)
+    assert slot.data.dtype == torch.uint8 and slot.data.shape == (nbytes,)
+    assert slot.data.data_ptr() % 4 == 0 and slot.offset % ALIGNMENT_BYTES == 0
+
+
+def test_memory_given_back_is_used_again_before_the_pool_grows() -> None:
+    pool = HostPool(Device(), 1 << 20)
+    slots = [pool.take(1024) for _ in range(4)]
+    capacity = pool.capacity_bytes
+    pool.give(slots[1])
+    pool.give(slots[2])
+    merged = pool.take(2048)
+    assert (merged.slab, merged.offset) == (slots[1].slab, slots[1].offset)
+    assert pool.capacity_bytes == capacity
+
+
+def test_an_exhausted_budget_gives_none_and_holds_what_was_given() -> None:
+    pool = HostPool(Device(), 3 * SLAB_BYTES)
+    taken = []
+    while (slot := pool.take(1000)) is not None:
+        taken.append(slot)
+    assert len(taken) == 3 * SLAB_BYTES // 1024
+    assert pool.capacity_bytes == pool.budget_bytes == pool.used_bytes
+    assert pool.take(1) is None
+    pool.give(taken[0])
+    assert pool.take(1) is not None
+
+
+def test_a_budget_of_nothing_gives_nothing() -> None:
+    pool = HostPool(Device(), 0)
+    assert pool.take(1) is None
+    pool.reserve(1000)
+    assert pool.capacity_bytes == 0
+
+
+def test_reserved_memory_is_there_before_the_first_use() -> None:
+    pool = HostPool(Device(), 1 << 20)
+    pool.reserve(50_000)
+    assert (capacity := pool.capacity_bytes) >= 50_000
+    for _ in range(50_000 // 1024):
+        pool.take(1024)
+    assert pool.capacity_bytes == capacity
+    pool.reserve(1 << 30)
+    assert pool.capacity_bytes <= 1 << 20
+
+
+def test_closing_unregisters_every_slab() -> None:
+    device = Pins()
+    pool = HostPool(device, 1 << 20)
+    for _ in range(20):
+        pool.take(3000)
+    assert len(device.pinned) == len(pool.slabs) > 1
+    pool.close()
+    assert not device.pinned and pool.capacity_bytes == 0
+
+
+def test_a_driver_that_refuses_is_said_once_and_memory_still_comes(caplog: pytest.LogCaptureFixture) -> None:
+    pool = HostPool(Pins(accepts=False), 1 << 20)
+    slots = [pool.take(3000) for _ in range(20)]
+    assert None not in slots and len(pool.slabs) > 1
+    assert sum("refused to register" in record.message for record in caplog.records) == 1
+    pool.close()
+
+
+ACTIONS = st.lists(st.one_of(st.integers(1, 6000), st.integers(-1000, -1)), max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ACTIONS, st.integers(0, 40_000))
+def test_slots_never_overlap_and_everything_merges_in_the_end(actions: list[int], budget_bytes: int) -> None:
+    pool = HostPool(Device(), budget_bytes)
+    alive: list[Slot] = []
+    for action in actions:  # positive: take so many bytes; negative: give one back
+        if action > 0:
+            slot = pool.take(action)
+            if slot is not None:
+                alive.append(slot)
+        elif alive:
+            pool.give(alive.pop(action % len(alive)))
+        ranges = sorted((slot.data.data_ptr(), slot.data.data_ptr() + slot.data.numel()) for slot in alive)
+        assert all(end <= begin for (_, end), (begin, _) in zip(ranges, ranges[1:], strict=False))
+        assert pool.capacity_bytes <= budget_bytes
+        assert pool.used_bytes == sum(slot.size for slot in alive) <= pool.peak_bytes <= pool.capacity_bytes
+    for slot in alive:
+        pool.give(slot)
+    assert pool.used_bytes == 0
+    for slab in list(pool.slabs):  # every slab is one hole again
+        assert (pool.take(slab.numel())) is not None
+    assert pool.used_bytes == pool.capacity_bytes

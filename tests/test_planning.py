@@ -1,0 +1,279 @@
+"""From observed steps to plans and back: what the planner is told, what regions get, and ranks that agree."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memplug import planning
+from memplug.execute.device import Device
+from memplug.execute.tokenwise import Executor, Region
+from memplug.plan import tokenwise as plan
+from tests.blocks import Block, Stack
+
+GIB = 1 << 30
+
+
+# -- observing ---------------------------------------------------------------------------------------------------------
+
+
+class Observed:
+    """One timed step of a stack, every layer a region at the safest setting."""
+
+    def __init__(self, model: nn.Module, forwards: int = 1, width: int = 16, backward: bool = True):
+        self.executor = Executor(Device(), GIB, min_offload_bytes=1)
+        self.observer = planning.Observer()
+        self.executor.on_frame = self.observer
+        self.executor.timing = True
+        self.regions = [Region(f"layers.{i}", type(layer).__name__, 0.0) for i, layer in enumerate(model.layers)]
+        for layer, region in zip(model.layers, self.regions, strict=True):
+            layer.forward = self._through(region, layer.forward)
+        self.model = model
+        losses = [model(torch.randn(2, 6, width)) for _ in range(forwards)]
+        if backward:
+            sum(losses).backward()
+        self.groups = planning.group_regions(self.regions, self.observer)
+
+    def _through(self, region: Region, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: self.executor.run(region, call, args, {})
+
+    def describe(self) -> list[plan.Region]:
+        return planning.describe(self.groups, self.observer, self.executor, Device().seconds_between)
+
+
+def budget(host: int = GIB, device: int = 0, d2h: float = 1e12, h2d: float = 1e12) -> plan.Budget:
+    return plan.Budget(d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d, host_bytes=host, device_bytes=device)
+
+
+def test_only_forwards_with_times_are_kept() -> None:
+    observed = Observed(Stack(2))
+    kept = dict(observed.observer.tapes)
+    observed.executor.timing = False
+    observed.model(torch.randn(2, 6, 16)).backward()
+    assert observed.observer.tapes == kept
+
+
+def test_equal_layers_are_one_region_with_as_many_instances_as_forwards_in_flight() -> None:
+    (one,) = Observed(Stack(4)).describe()
+    (two,) = Observed(Stack(4), forwards=2).describe()
+    assert (one.instances, two.instances) == (4, 8)
+
+
+def test_layers_that_run_other_operators_are_regions_of_their_own() -> None:
+    model = Stack(4)
+    model.layers[2] = Block(in_place=True)
+    model.layers[3] = Block(bias=False)
+    observed = Observed(model)
+    assert [len(members) for members in observed.groups.values()] == [2, 1, 1]
+    assert {region.key: region.instances for region in observed.describe()} == {
+        key: len(members) for key, members in observed.groups.items()
+    }
+
+
+def test_keys_are_the_same_in_another_process_with_other_shapes() -> None:
+    """Ranks with other sequence lengths share a plan: the key names operators, not shapes."""
+    keys = {
+        next(iter(Observed(Stack(2)).groups)),
+        next(iter(Observed(Stack(2, lambda: Block(width=32)), width=32).groups)),
+    }
+    assert len(keys) == 1
+    (key,) = keys
+    assert key.startswith("Block:") and len(key) == len("Block:") + 12
+
+
+def test_the_planner_is_told_bytes_times_and_what_may_be_swapped() -> None:
+    (region,) = Observed(Stack(3)).describe()
+    by_name: dict[str, list[plan.Operator]] = {}
+    for operator in region.operators:
+        by_name.setdefault(operator.name.split(".")[1], []).append(operator)
+    tokens, width = 2 * 6, 16
+    matmuls = [operator for operator in region.operators if operator.capture == "rows"]
+    assert sorted(o.output_bytes for o in matmuls) == sorted(4 * tokens * w for w in (48, 16, 32, 32, 16))
+    assert all("mm" in operator.name and operator.time_s > 0 for operator in matmuls)
+    attention = [operator for operator in region.operators if operator.always_swapped]
+    assert len(attention) == 1 and attention[0].capture == "whole"
+    views = [operator for name in ("view", "t", "transpose", "permute") for operator in by_name.get(name, [])]
+    assert views and all(operator.inputs == () and operator.capture == "never" for operator in views)
+    assert region.input_bytes == 4 * tokens * width
+    assert 0 < sum(operator.time_s for operator in region.operators) <= region.forward_s
+    assert region.backward_s > 0
+    plan.solve([region], budget())  # accepts it
+
+
+def test_a_forward_without_backward_is_described_all_the_same() -> None:
+    (region,) = Observed(Stack(3), backward=False).describe()
+    assert region.backward_s == pytest.approx(2 * region.forward_s, rel=2.0)
+    plan.solve([region], budget())
+
+
+def test_small_tensors_are_never_offered_to_the_planner() -> None:
+    observed = Observed(Stack(2))
+    observed.executor.min_offload_bytes = 4 * 12 * 32
+    (region,) = observed.describe()
+    assert {o.output_bytes for o in region.operators if o.capture != "never"} == {4 * 12 * 32, 4 * 12 * 48}
+
+
+# -- applying ----------------------------------------------------------------------------------------------------------
+
+
+def solution_for(region: plan.Region, groups: list[plan.Group]) -> plan.TokenwisePlan:
+    planned = plan.RegionPlan(groups=tuple(groups), forward_s=1.0, backward_s=1.0)
+    return plan.TokenwisePlan(
+        regions={region.key: planned},
+        alpha=None,
+        alpha_cut_by_host=False,
+        inputs_swapped=True,
+        forward_s=1.0,
+        backward_s=1.0,
+        step_s=2.0,
+        host_bytes=0,
+        device_bytes=0,
+        bound="none",
+    )
+
+
+def group(instances: int, fractions: dict[int, float], keep: tuple[int, ...] = ()) -> plan.Group:
+    return plan.Group(
+        instances=instances,
+        fractions=fractions,
+        keep=frozenset(keep),
+        runs=frozenset(),
+        swapped_bytes=0,
+        kept_bytes=0,
+        recompute_s=0.0,
+    )
+
+
+def test_regions_get_their_group_in_the_order_of_the_forward() -> None:
+    observed = Observed(Stack(4))
+    (region,) = observed.describe()
+    rows = [i for i, operator in enumerate(region.operators) if operator.capture == "rows"]
+    groups = [group(3, {rows[0]: 0.5}), group(1, {}, keep=(rows[1],))]
+    planning.apply(solution_for(region, groups), observed.groups, observed.observer)
+    tape = observed.observer.tapes["layers.0"]
+    first, second = tape.records[rows[0]].func, tape.records[rows[1]].func
+    for member in observed.regions[:3]:
+        assert member.plan == {rows[0]: (first, 0.5, False)}
+        assert member.decide(rows[0], first) == (0.5, False)
+        assert member.decide(rows[1], second) == (0.0, False)
+    assert observed.regions[3].decide(rows[1], second) == (1.0, True)
+    assert observed.regions[3].decide(rows[0], first) == (0.0, False)
+
+
+def test_forwards_in_flight_share_the_groups_by_layer() -> None:
+    observed = Observed(Stack(4), forwards=2)
+    (region,) = observed.describe()
+    rows = [i for i, operator in enumerate(region.operators) if operator.capture == "rows"]
+    planning.apply(solution_for(region, [group(4, {rows[0]: 1.0}), group(4, {})]), observed.groups, observed.observer)
+    assert [bool(member.plan) for member in observed.regions] == [True, True, False, False]
+
+
+def test_another_program_than_the_planned_one_gets_the_plans_share_of_rows() -> None:
+    observed = Observed(Stack(2))
+    (region,) = observed.describe()
+    sizes = {i: o.output_bytes for i, o in enumerate(region.operators) if o.capture == "rows"}
+    chosen = max(sizes, key=sizes.__getitem__)
+    planning.apply(solution_for(region, [group(2, {chosen: 0.5})]), observed.groups, observed.observer)
+    share = 0.5 * sizes[chosen] / sum(sizes.values())
+    member = observed.regions[0]
+    assert member.rows == pytest.approx(share)
+    assert member.decide(10_000, observed.observer.tapes["layers.0"].records[chosen].func) == (0.0, False)
+    addmm = torch.ops.aten.addmm.default
+    other = next(i for i, r in enumerate(observed.observer.tapes["layers.0"].records) if r.func is not addmm)
+    member.plan = {other: (observed.observer.tapes["layers.0"].records[other].func, 1.0, False)}
+    assert member.decide(other, addmm) == (member.rows, False)
+
+
+def test_regions_of_another_key_are_left_alone() -> None:
+    observed = Observed(Stack(2))
+    (region,) = observed.describe()
+    planning.apply(solution_for(region, [group(2, {})]), {"other": observed.regions}, observed.observer)
+    assert all(member.plan is None for member in observed.regions)
+
+
+# -- agreeing ----------------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Runs `planning.agree` for several ranks at once, with a gather that waits for all, as a collective does."""
+
+    def __init__(self, owns: list[tuple[list[plan.Region], plan.Budget]]):
+        self.calls = [0] * len(owns)
+        self.plans: list[plan.TokenwisePlan | None | BaseException] = [RuntimeError("never ended")] * len(owns)
+        self._barrier = threading.Barrier(len(owns), timeout=20)
+        self._slots: list[Any] = [None] * len(owns)
+        threads = [threading.Thread(target=self._run, args=(rank, own)) for rank, own in enumerate(owns)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _run(self, rank: int, own: tuple[list[plan.Region], plan.Budget]) -> None:
+        def gather(value: Any) -> list[Any]:
+            self.calls[rank] += 1
+            self._slots[rank] = value
+            self._barrier.wait()
+            values = list(self._slots)
+            self._barrier.wait()
+            return values
+
+        try:
+            self.plans[rank] = planning.agree(own, gather)
+        except BaseException as error:
+            self.plans[rank] = error
+            self._barrier.abort()
+
+
+def layer(key: str = "Block:a", instances: int = 4, time_s: float = 4.0) -> plan.Region:
+    matmul = plan.Operator(name="mm", time_s=time_s, inputs=(0,), outputs=(1,), output_bytes=1000, capture="rows")
+    return plan.Region(
+        key=key,
+        instances=instances,
+        operators=(matmul,),
+        saved=frozenset({1}),
+        given=frozenset({0}),
+        input_bytes=100,
+        forward_s=10.0,
+        backward_s=20.0,
+    )
+
+
+def test_equal_ranks_with_other_budgets_take_the_plan_of_the_smallest_of_each() -> None:
+    budgets = [budget(host=3000), budget(host=9000, d2h=5.0), budget(host=9000, h2d=50.0), budget(host=2000, device=7)]
+    ranks = Ranks([([layer()], one) for one in budgets])
+    expected = plan.solve([layer()], budget(host=2000, device=0, d2h=5.0, h2d=50.0))
+    assert ranks.plans == [expected] * 4
+    assert expected != plan.solve([layer()], budgets[0])
+
+
+def test_the_times_of_the_lowest_rank_count_for_all() -> None:
+    ranks = Ranks([([layer(time_s=1.0)], budget(d2h=50.0)), ([layer(time_s=40.0)], budget(d2h=50.0))])
+    assert ranks.plans[0] == ranks.plans[1] == plan.solve([layer(time_s=1.0)], budget(d2h=50.0))
+    assert ranks.plans[1] != plan.solve([layer(time_s=40.0)], budget(d2h=50.0))
+
+
+def test_ranks_with_other_regions_plan_for_themselves_with_as_many_collectives() -> None:
+    """Pipeline stages: ranks 0 and 2 hold one set of layers, 1 and 3 another."""
+    first, second = [layer("Block:a")], [layer("Block:b", instances=2), layer("Block:c")]
+    budgets = [budget(host=2500), budget(host=700), budget(host=9000), budget(host=8000)]
+    ranks = Ranks(list(zip([first, second, first, second], budgets, strict=True)))
+    assert ranks.plans[0] == ranks.plans[2] == plan.solve(first, budget(host=2500))
+    assert ranks.plans[1] == ranks.plans[3] == plan.solve(second, budget(host=700))
+    assert len(set(ranks.calls)) == 1
+
+
+def test_where_one_rank_has_nothing_to_plan_yet_none_plans() -> None:
+    ranks = Ranks([([layer()], budget()), ([], budget()), ([layer()], budget())])
+    assert ranks.plans == [None] * 3
+    assert len(set(ranks.calls)) == 1
+
+
+def test_one_process_alone_solves_with_its_own_budget() -> None:
+    assert planning.agree(([layer()], budget(host=2500)), lambda value: [value]) == plan.solve(
+        [layer()], budget(host=2500)
+    )
