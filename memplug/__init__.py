@@ -1,7 +1,8 @@
 """memplug: training memory as cheap as the hardware allows.
 
-Swap, recompute and keep activations, toggled by one block of a DeepSpeed JSON. The public API is `install`, `uninstall`,
-`attach`, `Session`, `MemplugConfig`, and the errors of `memplug.errors`; nothing heavy is imported before it is used.
+Swap, recompute and keep activations, toggled by one block of a DeepSpeed JSON. The public API is `install`,
+`uninstall`, `attach`, `Session`, `MemplugConfig`, and the errors of `memplug.errors`; nothing heavy is imported before
+it is used.
 """
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ class TokenwiseConfig(_Section):
     regions: Patterns = Field(
         default="auto",
         description=(
-            "What is recomputed as one unit. A non-empty list of glob patterns over names of modules, for example "
-            '["model.layers.*.self_attn", "model.layers.*.mlp"], or "auto": the halves of each decoder layer.'
+            "What is recomputed as one unit. A non-empty list of glob patterns over names of modules, in which * stays "
+            'within one part of a name, for example ["model.layers.*.self_attn", "model.layers.*.mlp"], or "auto": '
+            "every decoder layer of a Hugging Face model."
         ),
     )
     min_offload_bytes: Bytes = Field(

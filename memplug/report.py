@@ -24,6 +24,7 @@ def counters(executor: Executor) -> dict[str, int]:
         "host_refusals": transfer.refused,
         "fetched_bytes": transfer.fetched_bytes,
         "recomputed_in_full": executor.divergences,
+        "opaque_regions": executor.opaque_regions,
     }
 
 

@@ -64,7 +64,7 @@ class Frame:
         self.largest_saved_bytes = 0
         self.communicates = False  # a recompute pass launches collectives
         self.writes_input = False
-        self._counted: set[int] = set()
+        self._counted: set[int | None] = set()
         self.input_bytes = 0
         self.tape.opaque = region.opaque
         self.previous: weakref.ref[Frame] | None = executor.newest
@@ -115,23 +115,22 @@ class Frame:
             if part is not None and self.direct and can_view(part, tensor):
                 if isinstance(part, Swapped):
                     part.uses += 1
-                self._saves(tensor, captured=True)
+                self._saves(tensor, number, captured=True)
                 return View(self, part, tensor)
             given = number is None or number in self.tape.given
             if given and part is None and not (self.executor.regathers and _is_parameter(tensor)):
                 return Held(tensor)
             if number is not None:
                 self.tape.saved.add(number)
-            self._saves(tensor, captured=part is not None)
+            self._saves(tensor, number, captured=part is not None)
         holder = Holder(self, index, tensor)
         self.holders[index] = weakref.ref(holder)
         return holder
 
-    def _saves(self, tensor: torch.Tensor, captured: bool) -> None:
+    def _saves(self, tensor: torch.Tensor, number: int | None, captured: bool) -> None:
         """Count a saved storage once: what full recomputation would have on the device at once."""
-        address = storage_of(tensor)
-        if address not in self._counted:
-            self._counted.add(address)
+        if number is None or number not in self._counted:
+            self._counted.add(number)
             nbytes = tensor.untyped_storage().nbytes()
             self.saved_bytes += nbytes
             self.pending_bytes += 0 if captured else nbytes
@@ -303,7 +302,6 @@ class Frame:
 
     def _recompute(self) -> None:
         self._forget()
-        self.pending_bytes = 0
         begin = self.executor.device.stamp() if self.timed else None
         try:
             mode = RecomputeMode(self)
@@ -314,6 +312,7 @@ class Frame:
             self.executor.diverged(self.region, str(divergence))
             self._forget()
             self._run(contextlib.nullcontext(), _done)
+        self.pending_bytes = 0
         if self.timed:
             self.tape.recompute_span = (begin, self.executor.device.stamp())
 

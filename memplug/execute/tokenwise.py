@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memplug.execute import operators
@@ -31,6 +32,7 @@ from memplug.execute.transfer import Swapped, Transfer, swappable
 log = logging.getLogger("memplug")
 
 RESIDENT_REGIONS = 2  # rounding buffers
+TEMPORARIES = 3  # of backward at a time: the gradients of a gated MLP's product and of its two factors
 
 
 class Region:
@@ -49,6 +51,7 @@ class Region:
         communicates: its forward contains collectives that a recompute pass runs again, so that all ranks must
             recompute alike.
         opaque: its forward does work that no operator shows (see `Tape`).
+        seen: it has run forward.
         familiar: its last forward ran as many operators as the one before; only a forward of an unfamiliar region is
             watched for such work.
     """
@@ -63,10 +66,12 @@ class Region:
         self.communicates = False
         self.opaque = False
         self.familiar = False
+        self.seen = False
         self._operators = -1
 
     def ran(self, frame: Frame) -> None:
         """A forward is over."""
+        self.seen = True
         self.communicates = self.communicates or frame.communicates
         self.opaque = self.opaque or frame.tape.opaque
         self.familiar = self._operators == len(frame.tape.records)
@@ -122,6 +127,7 @@ class Executor:
         self.live: collections.Counter[str] = collections.Counter()  # frames by region name
         self.peak_live: collections.Counter[str] = collections.Counter()
         self.divergences = 0
+        self.opaque_regions = 0
         self.guard: Callable[[str, Region], Any] = lambda phase, region: (
             contextlib.nullcontext()
         )  # around forward and recompute
@@ -148,9 +154,14 @@ class Executor:
         return self.live.total()
 
     def direct(self, region: Region) -> bool:
-        """Whether backward may take captured tensors without a recompute pass: not where the pass itself contains
-        collectives, since ranks that swapped different rows must still recompute alike."""
-        return not (self.regathers or region.communicates)
+        """Whether backward may take captured tensors without a recompute pass.
+
+        Not where the pass itself contains collectives, since ranks that swapped different rows must still recompute
+        alike; whether it does, a region's first forward tells.
+        """
+        if self.regathers or region.communicates:
+            return False
+        return region.seen or not (dist.is_initialized() and dist.get_world_size() > 1)
 
     def worth_swapping(self, tensor: torch.Tensor) -> bool:
         """Large enough, on this device, and laid out so that rows travel as they lie."""
@@ -207,6 +218,8 @@ class Executor:
         self.peak_input_bytes = max(self.peak_input_bytes, self.input_bytes)
         self.largest_region_bytes = max(self.largest_region_bytes, frame.saved_bytes)
         self.largest_saved_bytes = max(self.largest_saved_bytes, frame.largest_saved_bytes)
+        if frame.tape.opaque and not frame.region.opaque:
+            self._warn_opaque(frame.region)
         frame.region.ran(frame)
         if self.on_frame is not None:
             self.on_frame(frame)
@@ -238,9 +251,9 @@ class Executor:
         """How many bytes of saved tensors may be on the device, so that the peak is that of full recomputation.
 
         Full recomputation holds one region's saved tensors at once, and every region's input. It has let some of the
-        former go by the time backward's own temporaries, the gradients of the largest two, are there.
+        former go by the time backward's own temporaries are there: three gradients as large as the largest of them.
         """
-        return self.largest_region_bytes + self.peak_input_bytes - 2 * self.largest_saved_bytes
+        return self.largest_region_bytes + self.peak_input_bytes - TEMPORARIES * self.largest_saved_bytes
 
     def held_bytes(self) -> int:
         """Bytes of saved tensors on the device: captured and not let go, fetched, recomputed, or with autograd."""
@@ -255,7 +268,7 @@ class Executor:
         self._lent.append((StorageWeakRef(storage), storage.nbytes()))
 
     def trim(self, frame: Frame) -> None:
-        """Let the oldest resident regions go where captured tensors exceed the limit, which is unknown until one region has run."""
+        """Let the oldest resident regions go where captured tensors exceed the limit, which one region's run tells."""
         if not self.largest_region_bytes:
             return
         while len(self._resident) > 1 and self.held_bytes() + frame.pending_bytes > self.limit_bytes:
@@ -272,6 +285,15 @@ class Executor:
     def close(self) -> None:
         """Wait for all copies and give back the host memory. Graphs still in flight can no longer run backward."""
         self.transfer.close()
+
+    def _warn_opaque(self, region: Region) -> None:
+        self.opaque_regions += 1
+        if self.opaque_regions == 1:
+            log.warning(
+                "memplug: region %s reads or writes memory past torch's operators (a kernel launched on addresses, "
+                "numpy, a tensor subclass): its recompute passes leave nothing out",
+                region.name,
+            )
 
     def _make_room(self) -> None:
         while len(self._resident) >= RESIDENT_REGIONS:
