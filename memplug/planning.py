@@ -145,7 +145,7 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes
 
 
 def _capture(record: Record, kind: Kind | None, output_bytes: int, min_offload_bytes: int) -> str:
-    if record.form is not Form.PURE or output_bytes < max(1, min_offload_bytes):
+    if record.form is not Form.PURE or not record.capturable or output_bytes < max(1, min_offload_bytes):
         return "never"
     return "rows" if kind is Kind.ROWS else "whole"
 

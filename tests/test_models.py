@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import memplug
 from tests.blocks import assert_clean, assert_same, gradients, tokenwise, twin
 
 transformers = pytest.importorskip("transformers")
@@ -84,11 +85,34 @@ def train_alike(model: Causal, alpha: float, batch: int = 1, steps: int = 2, **s
     assert executor.transfer.offloaded_total_bytes > 0
 
 
-@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.bfloat16), (3, torch.float32)], ids=["1-bfloat16", "3-float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_are_those_without_memplug(kind: str, alpha: float, batch: int, dtype: torch.dtype) -> None:
     train_alike(Causal(kind, dtype, attention="eager" if kind == "gemma2" else "sdpa"), alpha, batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_are_those_without_memplug_before_and_after_a_plan_is_made(
+    kind: str, batch: int, dtype: torch.dtype
+) -> None:
+    model = Causal(kind, dtype, attention="eager" if kind == "gemma2" else "sdpa")
+    reference = twin(model)
+    block = {"enabled": True, "tokenwise": {"alpha": "auto", "min_offload_bytes": 64}}
+    with memplug.attach(model, block) as session:
+        for step in range(4):
+            tokens = torch.randint(3, 64, (batch, 10), generator=torch.Generator().manual_seed(step))
+            losses = [network(tokens) for network in (model, reference)]
+            assert losses[0].item() == losses[1].item()
+            for loss in losses:
+                loss.backward()
+            assert_same(gradients(model), gradients(reference), exact=False)
+            session.step()
+        assert session.report()["stage"] == "stable"
+        assert session.executor.divergences == 0
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])

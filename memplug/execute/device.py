@@ -7,6 +7,7 @@ early as events allow.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 from typing import Any
@@ -112,7 +113,12 @@ class CudaDevice(Device):
 
     def pin(self, buffer: torch.Tensor) -> bool:
         code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
-        return int(code) == 0
+        if int(code) == 0:
+            return True
+        # CUDA keeps the refusal as its last error, and the next kernel launch, whosever it is, would raise it
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+        return False
 
     def unpin(self, buffer: torch.Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

@@ -52,7 +52,7 @@ class ForwardMode(TorchDispatchMode):
         if frame.timed:
             frame.tape.records[index].stamps = (begin, device.stamp())
         fraction, keep = frame.region.decide(index, func)
-        if fraction > 0 and (frame.tape.records[index].form is Form.PURE or operators.kind_of(func)):
+        if fraction > 0 and frame.tape.records[index].capturable:
             frame.capture(index, func, args, kwargs, out, fraction, keep)
         elif fraction == 0 and operators.kind_of(func) is operators.Kind.COLLECTIVE:
             frame.leave_out(index, args)

@@ -121,6 +121,20 @@ def has_dynamic_shape(func: Any) -> bool:
 
 
 @functools.cache
+def is_factory(func: Any) -> bool:
+    """Whether the operator makes a tensor out of nothing (`arange`, `zeros_like`, `new_empty`).
+
+    Never captured: it costs next to nothing, others may be about to fill it, and torch's Python bindings wrap such an
+    output anew when somebody else holds it, which would be one operator more than the recompute pass runs.
+    """
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    operator = func._schema.name.partition("::")[2]
+    reads = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
+    return not reads or operator.endswith("_like") or operator.startswith("new_")
+
+
+@functools.cache
 def leaves_memory_blank(func: Any) -> bool:
     """Whether the output is memory that somebody else has to fill (`empty`)."""
     return isinstance(func, torch._ops.OpOverload) and func._schema.name in _EMPTY

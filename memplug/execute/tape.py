@@ -64,7 +64,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 class Record:
     """One operator of the tape. `inputs` and `outputs` are storage numbers; `outputs` are those that it made."""
 
-    __slots__ = ("func", "form", "inputs", "outputs", "shapes", "root", "stamps")
+    __slots__ = ("func", "form", "inputs", "outputs", "shapes", "root", "capturable", "stamps")
 
     def __init__(
         self, func: Any, form: Form, inputs: tuple[int, ...], outputs: tuple[int, ...], shapes: list[Any], root: bool
@@ -75,6 +75,7 @@ class Record:
         self.outputs = outputs
         self.shapes = shapes  # per output (size, stride, dtype, device), or the value itself where it is no tensor
         self.root = root  # it counts as needed whether or not anything reads its outputs
+        self.capturable = (form is Form.PURE and not operators.is_factory(func)) or operators.kind_of(func) is not None
         self.stamps: Any = None  # device times before and after, where the profile asked for them
 
 
