@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from memplug.execute.device import Device
 from memplug.execute.tokenwise import Executor, Region
+
+ALPHAS = [0.4, 1.0]  # some of the rows of a matmul are swapped, and all of them
+alphas = pytest.mark.parametrize("alpha", ALPHAS)
+LAYERS = ["layers.*"]  # the regions of a `Stack`
 
 
 class Block(nn.Module):
@@ -86,6 +92,17 @@ def _through(executor: Executor, region: Region, call: Callable[..., Any]) -> Ca
     return lambda *args, **kwargs: executor.run(region, call, args, kwargs)
 
 
+def functional(
+    call: Callable[..., Any], alpha: float, device: Device | None = None, **settings: Any
+) -> tuple[Callable[..., Any], Any]:
+    """A region of one function, and its executor."""
+    model = nn.Module()
+    model.layers = [nn.Module()]
+    model.layers[0].forward = call
+    executor = tokenwise(model, alpha, device, **settings)
+    return model.layers[0].forward, executor
+
+
 def twin(model: nn.Module) -> nn.Module:
     """A copy with the same parameters, to be the reference."""
     return copy.deepcopy(model)
@@ -116,6 +133,17 @@ def assert_clean(executor: Executor) -> None:
     assert executor.live_frames == 0
     assert executor.pool.used_bytes == 0
     assert executor.transfer.fetched_bytes == 0 and executor.recomputed_bytes == 0 and executor.input_bytes == 0
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """What is freed inside is freed by reference counts alone."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def train_alike(
@@ -152,3 +180,11 @@ def train_alike(
         device.synchronize()
         assert not device.violations
     return executor
+
+
+def train_stacks(model: nn.Module, reference: nn.Module, seed: int, exact: bool = True) -> None:
+    """One step of both on the same data; raises AssertionError where gradients differ."""
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed))
+    model(x).backward()
+    reference(x).backward()
+    assert_same(gradients(model), gradients(reference), exact)

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 64
 BLOCK: dict[str, Any] = {"enabled": True, "tokenwise": {"min_offload_bytes": 1}}
+DISABLED: list[dict[str, Any]] = [{}, {"enabled": False}, {"enabled": True, "tokenwise": {"enabled": False}}]
 
 
 def tiny_llama(layers: int = 3, **fields: Any) -> LlamaForCausalLM:

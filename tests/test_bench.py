@@ -77,6 +77,12 @@ def test_extrapolation_follows_the_line_through_two_points():
     assert step_time.extrapolate((1, 10.0), (2, 12.0), 4) == pytest.approx(16.0)
 
 
+def _result(gradient: list[float], **numbers: float) -> dict:
+    """What a worker answers, with some numbers replaced."""
+    known = {"step_s": 1.0, "steps": 1, "peak_allocated_bytes": 1, "peak_reserved_bytes": None, "host_bytes": None}
+    return {"outcome": "ok", **known, "gradients": {"w": gradient}, **numbers}
+
+
 class _Scripted:
     """Stands for the process of one mode: runs out of memory above some layers."""
 
@@ -86,8 +92,8 @@ class _Scripted:
     def measure(self, case, steps):
         if case.layers > self.fits:
             return {"outcome": "out of memory"}
-        numbers = {"step_s": 0.5 + 0.25 * case.layers, "peak_allocated_bytes": 100 + 10 * case.layers, "peak_reserved_bytes": None}
-        return {"outcome": "ok", "steps": steps, "host_bytes": None, "gradients": {"w": [1.0]}, **numbers}
+        step_s, peak_bytes = 0.5 + 0.25 * case.layers, 100 + 10 * case.layers
+        return _result([1.0], step_s=step_s, steps=steps, peak_allocated_bytes=peak_bytes)
 
 
 def _case(*extra: str):
@@ -118,8 +124,7 @@ def test_gradients_that_differ_are_found_even_at_equal_norm():
 
 def test_gradients_that_differ_are_marked():
     case = _case()
-    same = {"outcome": "ok", "step_s": 1.0, "steps": 1, "peak_allocated_bytes": 1, "peak_reserved_bytes": None, "host_bytes": None}
-    results = {(case, "keep_all"): {**same, "gradients": {"w": [1.0, 0.0]}}, (case, "full"): {**same, "gradients": {"w": [1.0, 0.5]}}}
+    results = {(case, "keep_all"): _result([1.0, 0.0]), (case, "full"): _result([1.0, 0.5])}
     step_time.compare(results)
     assert results[case, "keep_all"]["gradients_ok"] and not results[case, "full"]["gradients_ok"]
     assert "DIFFERS" in step_time.table_of(results)
@@ -128,7 +133,8 @@ def test_gradients_that_differ_are_marked():
 def test_table_columns_line_up():
     lines = render(("tokens", "mode"), [("8,192", "full"), ("1", "memplug:0.5")]).splitlines()
     assert len({len(line) for line in lines}) == 1
-    assert [figures(value) for value in (None, 0.0, 0.00001234, 1.0, 123456.0)] == ["-", "0", "0.00001234", "1", "123456"]
+    shown = {None: "-", 0.0: "0", 0.00001234: "0.00001234", 1.0: "1", 123456.0: "123456"}
+    assert {value: figures(value) for value in shown} == shown
 
 
 def test_unknown_modes_are_refused():
@@ -138,8 +144,9 @@ def test_unknown_modes_are_refused():
 
 def test_step_time_compares_all_modes_in_one_run(tmp_path):
     output = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "tests.bench.step_time", "--device", "cpu", "--tokens", "64", "--layers", "2", "--steps", "1", "--rounds", "1"]
-    command += ["--min-offload-bytes", "4096", "--modes", *MODES, "--json", str(output)]
+    command = [sys.executable, "-m", "tests.bench.step_time", "--device", "cpu", "--modes", *MODES]
+    command += ["--tokens", "64", "--layers", "2", "--steps", "1", "--rounds", "1"]
+    command += ["--min-offload-bytes", "4096", "--json", str(output)]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr + done.stdout
     rows = json.loads(output.read_text())

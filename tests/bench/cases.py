@@ -1,4 +1,6 @@
-"""What the modes of a benchmark are, what they all run, and how their gradients are compared. No torch: the parent process stays small.
+"""What the modes of a benchmark are, what they all run, and how their gradients are compared.
+
+No torch here: the parent process stays small.
 
 | mode | what it is |
 |---|---|
@@ -6,8 +8,10 @@
 | `full` | `torch.utils.checkpoint` around every layer |
 | `selective` | the same, attention outputs saved |
 | `save_on_cpu` | `torch.autograd.graph.save_on_cpu`, pinned on CUDA; on the CPU it moves nothing |
-| `deepspeed` | `deepspeed.checkpointing` around every layer, `cpu_checkpointing` on; on the CPU off, where DeepSpeed 0.19 empties what it has just saved |
+| `deepspeed` | `deepspeed.checkpointing` around every layer, `cpu_checkpointing` on CUDA only |
 | `memplug`, `memplug:A` | this package; alpha is "auto", or the number A |
+
+On the CPU `cpu_checkpointing` is off, since there DeepSpeed 0.19 empties what it has just saved.
 """
 
 from __future__ import annotations
@@ -41,5 +45,12 @@ class Case:
 
 
 def gradient_error(measured: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
-    """How far two `Run.gradients` are apart, relative to the norm, at worst. A product with a random direction differs by about the norm of the difference."""
-    return max(abs(a - b) / expected[name][0] for name in expected for a, b in zip(measured[name], expected[name], strict=True))
+    """How far two `Run.gradients` are apart, relative to the norm, at worst.
+
+    A product with a random direction differs by about the norm of the difference.
+    """
+    return max(
+        abs(one - other) / right[0]
+        for name, right in expected.items()
+        for one, other in zip(measured[name], right, strict=True)
+    )

@@ -2,10 +2,11 @@
 
 CUDA counts for itself: `max_memory_allocated` and `max_memory_reserved` since the last reset.
 
-On the CPU torch keeps no such count, but its allocator reports every block that it gives out and takes back to the profiler, with address and size:
-in forward and in backward, and the scratch memory inside operators as well. The largest running sum of those is the peak. Blocks from before the
-step (parameters, gradients, optimizer state) are not in it, nor is what libraries allocate past torch (scratch memory of matmul kernels). The
-profiler slows the step down, so that a step whose memory is measured is never timed.
+On the CPU torch keeps no such count, but its allocator reports every block that it gives out and takes back to the
+profiler, with address and size: in forward and in backward, and the scratch memory inside operators as well. The
+largest running sum of those is the peak. Blocks from before the step (parameters, gradients, optimizer state) are not
+in it, nor is what libraries allocate past torch (scratch memory of matmul kernels). The profiler slows the step down,
+so that a step whose memory is measured is never timed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass(frozen=True)
 class Block:
-    """One report of the allocator. `nbytes` is negative where the block was freed; `operator` is the innermost one that was running, "" for none."""
+    """One report of the allocator.
+
+    Attributes:
+        address: where the block lies.
+        nbytes: its size; negative where the block was freed.
+        operator: the innermost one that was running, "" for none.
+    """
 
     address: int
     nbytes: int

@@ -30,7 +30,10 @@ Apply = Callable[[Layer, torch.Tensor], torch.Tensor]
 
 
 class Stack(nn.Module):
-    """Decoder layers without embedding and head. Parameters and input depend on the case alone: bf16 on CUDA, fp32 on the CPU."""
+    """Decoder layers without embedding and head.
+
+    Parameters and input depend on the case alone: bf16 on CUDA, fp32 on the CPU.
+    """
 
     def __init__(self, case: Case):
         super().__init__()
@@ -91,8 +94,10 @@ class Run:
         for name, parameter in self.stack.layers[0].named_parameters():
             gradient = parameter.grad.float()
             generator = torch.Generator(gradient.device).manual_seed(1)
-            directions = (torch.randn(gradient.shape, generator=generator, device=gradient.device) for _ in range(PROJECTIONS))
-            found[name] = [gradient.norm().item(), *((gradient * direction).sum().item() for direction in directions)]
+            found[name] = [gradient.norm().item()]
+            for _ in range(PROJECTIONS):
+                direction = torch.randn(gradient.shape, generator=generator, device=gradient.device)
+                found[name].append((gradient * direction).sum().item())
         return found
 
 
@@ -130,7 +135,8 @@ def _save_on_cpu(run: Run, case: Case, alpha: str) -> None:
 
 
 def _deepspeed(run: Run, case: Case, alpha: str) -> None:
-    if not case.device.startswith("cuda"):
+    cuda = case.device.startswith("cuda")
+    if not cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
@@ -138,7 +144,7 @@ def _deepspeed(run: Run, case: Case, alpha: str) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled otherwise, for one rank
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         deepspeed.comm.init_distributed("gloo", auto_mpi_discovery=False, rank=0, world_size=1)
-    deepspeed.checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=case.device.startswith("cuda"))
+    deepspeed.checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=cuda)
     run.apply = deepspeed.checkpointing.checkpoint
 
 

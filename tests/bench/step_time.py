@@ -1,14 +1,18 @@
 """Step time and peak memory of memplug beside what a user would pick today: `python -m tests.bench.step_time`.
 
-A step is forward and backward of one sequence through Llama decoder layers, without embedding, head and optimizer. Every mode (tests/bench/cases.py) has a process
-of its own; for each case the modes run in turn, `--rounds` times, and the table holds medians. Times are the device's own on CUDA. Peaks: tests/bench/memory.py; gradient buffers
-are there from the first step on. GB are 10^9 bytes. Exits with 1 where a mode failed or its gradients differ from `keep_all`'s.
+A step is forward and backward of one sequence through Llama decoder layers, without embedding, head and optimizer.
+Every mode (tests/bench/cases.py) has a process of its own; for each case the modes run in turn, `--rounds` times, and
+the table holds medians. Times are the device's own on CUDA. Peaks: tests/bench/memory.py; gradient buffers are there
+from the first step on. GB are 10^9 bytes. Exits with 1 where a mode failed or its gradients differ from `keep_all`'s.
 
-Targets on one H200 with `7b`: over `keep_all` at most 1.10 / 1.03 / 1.015 / 1.01 at 8,192 / 32,768 / 65,536 / 131,072 tokens, with a peak no higher than `full`'s.
+Targets on one H200 with `7b`: over `keep_all` at most 1.10 / 1.03 / 1.015 / 1.01 at 8,192 / 32,768 / 65,536 / 131,072
+tokens, with a peak no higher than `full`'s.
 
-Where `keep_all` does not fit, it is measured with a half and a quarter of the layers and extrapolated, which is linear in the layers; the table marks it with *. Gradients are then
-compared with `full`'s. The defaults take about 7 minutes on an H200 and 1 minute on two CPU cores; `save_on_cpu` and `deepspeed`, up to three times slower than the rest, run at 32,768 tokens only
-unless --modes names them.
+Where `keep_all` does not fit, it is measured with a half and a quarter of the layers and extrapolated, which is linear
+in the layers; the table marks it with *. Gradients are then compared with `full`'s.
+
+The defaults take about 7 minutes on an H200 and 1 minute on two CPU cores; `save_on_cpu` and `deepspeed`, up to three
+times slower than the rest, run at 32,768 tokens only unless --modes names them.
 """
 
 from __future__ import annotations
@@ -25,7 +29,11 @@ from tests.bench.cases import ATTENTION, MODELS, MODES, Case, gradient_error, is
 from tests.bench.table import Row, figures, render, write_rows
 
 BENCH = "step_time"
-HEADERS = ("tokens", "mode", "layers", "step s", "over keep_all", "over full", "peak GB", "reserved GB", "host GB", "gradients")
+HEADERS = (
+    *("tokens", "mode", "layers", "step s", "over keep_all", "over full"),
+    *("peak GB", "reserved GB", "host GB", "gradients"),
+)
+BYTES = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes")
 LAYERS = {8192: 16, 32768: 8, 65536: 8, 131072: 4}
 TARGETS = {8192: 1.10, 32768: 1.03, 65536: 1.015, 131072: 1.01}
 SLOW_MODES = ("save_on_cpu", "deepspeed")
@@ -44,7 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--attention", choices=ATTENTION, default="cudnn", help="back end of attention on cuda [cudnn]")
     add("--steps", type=int, help="timed steps a round [5; 3 beyond 32768 tokens]")
     add("--rounds", type=int, help="how often the modes take turns [cuda: 1; cpu: 2]")
-    add("--min-offload-bytes", type=int, help="of the memplug block [cuda: 1 MiB; cpu: 64 KiB, since tiny's tensors are small]")
+    add("--min-offload-bytes", type=int, help="of the memplug block [cuda: 1 MiB; cpu: 64 KiB, as tensors are small]")
     add("--device", help="cuda, cpu [cuda where there is one]")
     add("--json", type=Path, metavar="FILE", help="write the rows here")
     args = parser.parse_args(argv)
@@ -92,7 +100,8 @@ def measure(workers: dict[str, worker.Worker], case: Case, mode: str, steps: int
     fewer, more = case.layers // 4, case.layers // 2
     if result["outcome"] != worker.OUT_OF_MEMORY or mode != "keep_all" or not 0 < fewer < more:
         return result
-    points = {layers: workers[mode].measure(dataclasses.replace(case, layers=layers), steps) for layers in (fewer, more)}
+    smaller = [dataclasses.replace(case, layers=layers) for layers in (fewer, more)]
+    points = {one.layers: workers[mode].measure(one, steps) for one in smaller}
     if any(point["outcome"] != "ok" for point in points.values()):
         return result
     result = {**points[more], "extrapolated_from": more, "gradients": None}
@@ -126,8 +135,8 @@ def _median(results: list[dict[str, Any]]) -> dict[str, Any]:
     failed = next((result for result in results if result["outcome"] != "ok"), None)
     if failed is not None:
         return failed
-    numbers = ("step_s", "peak_allocated_bytes", "peak_reserved_bytes", "host_bytes")
-    medians = {key: statistics.median(r[key] for r in results) for key in numbers if results[0][key] is not None}
+    known = [key for key in ("step_s", *BYTES) if results[0][key] is not None]
+    medians = {key: statistics.median(result[key] for result in results) for key in known}
     return {**results[-1], **medians, "steps": sum(result["steps"] for result in results)}
 
 
@@ -165,7 +174,9 @@ def rows_of(results: Results) -> list[Row]:
     for (case, mode), result in results.items():
         n = result.get("steps", 0)
         rows.append(Row(BENCH, str(case), mode, "outcome", "text", result["outcome"], n))
-        rows += [Row(BENCH, str(case), mode, key, unit, float(result[key]), n) for key, unit in METRICS.items() if result.get(key) is not None]
+        for key, unit in METRICS.items():
+            if result.get(key) is not None:
+                rows.append(Row(BENCH, str(case), mode, key, unit, float(result[key]), n))
     return rows
 
 
@@ -177,7 +188,7 @@ def table_of(results: Results) -> str:
         if result["outcome"] != "ok":
             lines.append((*head, *["-"] * 6, result["outcome"]))
             continue
-        gigabytes = [None if result[key] is None else result[key] / 1e9 for key in ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes")]
+        gigabytes = [None if result[key] is None else result[key] / 1e9 for key in BYTES]
         ratios = [figures(result.get(key)) for key in ("over_keep_all", "over_full")]
         checked = {True: "ok", False: "DIFFERS", None: "-"}[result.get("gradients_ok")]
         lines.append((*head, figures(result["step_s"]), *ratios, *map(figures, gigabytes), checked))
@@ -185,7 +196,8 @@ def table_of(results: Results) -> str:
         if mode.startswith("memplug") and full["outcome"] == "ok":
             peak = result["peak_allocated_bytes"] / full["peak_allocated_bytes"]
             target = f", target {TARGETS[case.tokens]}" if case.tokens in TARGETS and case.model == "7b" else ""
-            notes.append(f"{case}: {mode}: {ratios[0]} over keep_all{target}; peak {peak:.3f} of full's, target at most 1")
+            over = f"{ratios[0]} over keep_all{target}"
+            notes.append(f"{case}: {mode}: {over}; peak {peak:.3f} of full's, target at most 1")
     return "\n".join([render(HEADERS, lines), "", *notes])
 
 

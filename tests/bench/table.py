@@ -58,7 +58,8 @@ def render(headers: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1
     widths = [max(len(line[i]) for line in [headers, *lines]) for i in range(len(headers))]
 
     def cells(line: Sequence[str]) -> str:
-        padded = [cell.ljust(width) if i == left else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))]
+        sized = enumerate(zip(line, widths, strict=True))
+        padded = [cell.ljust(width) if i == left else cell.rjust(width) for i, (cell, width) in sized]
         return f"| {' | '.join(padded)} |"
 
     rule = [f"{'-' * (width + 1)}:" if i != left else f":{'-' * (width + 1)}" for i, width in enumerate(widths)]

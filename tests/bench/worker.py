@@ -1,7 +1,7 @@
 """One process per mode: its allocator, its pinned memory and its out-of-memory errors are its own.
 
-A worker reads a case as a line of JSON, measures it, gives all memory back, and answers with a line of JSON. So the processes are started once, and the
-modes of one case still run in turn.
+A worker reads a case as a line of JSON, measures it, gives all memory back, and answers with a line of JSON. So the
+processes are started once, and the modes of one case still run in turn.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Worker:
             return json.loads(answer)
         code = process.wait()
         self.process = None
-        return {"outcome": OUT_OF_MEMORY if code == -9 else f"exited with {code}"}  # Linux kills what takes the last of the host's memory
+        killed = code == -9  # Linux does that to what takes the last of the host's memory
+        return {"outcome": OUT_OF_MEMORY if killed else f"exited with {code}"}
 
     def start(self) -> subprocess.Popen[str]:
         """The process, running."""
@@ -81,7 +82,8 @@ def _attempt(mode: str, request: dict[str, Any]) -> dict[str, Any]:
     try:
         return measure(mode, Case(**request), steps)
     except Exception as error:  # whatever it is, it is this mode's row
-        if isinstance(error, MemoryError) or "out of memory" in str(error).lower() or "can't allocate memory" in str(error):
+        text = str(error).lower()
+        if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
             return {"outcome": OUT_OF_MEMORY}
         traceback.print_exc()
         return {"outcome": f"{type(error).__name__}: {error}"}
@@ -91,8 +93,8 @@ def measure(mode: str, case: Case, steps: int) -> dict[str, Any]:
     """Time `steps` steps after warm-up; peak memory, host memory in the pinned pool, and gradients.
 
     Returns:
-        outcome "ok", step_s, steps, peak_allocated_bytes, peak_reserved_bytes (None on the CPU), host_bytes (None where the mode has no pinned memory),
-        gradients.
+        outcome "ok", step_s, steps, peak_allocated_bytes, peak_reserved_bytes (None on the CPU), host_bytes (None where
+        the mode has no pinned memory), gradients.
     """
     import torch
 
