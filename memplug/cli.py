@@ -99,10 +99,13 @@ def doctor(as_json: AsJson = False) -> None:
     with _progress("importing torch and measuring the device (a few seconds)"):
         facts["hardware"] = _hardware()
     facts["conflicts"] = _conflicts(os.environ)
+    facts["missing"] = [package for package in ("torch", "deepspeed") if facts["versions"][package] == "absent"]
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
-        return
-    _print_rows(_doctor_rows(facts))
+    else:
+        _print_rows(_doctor_rows(facts))
+    if facts["missing"] or facts["conflicts"]:
+        raise typer.Exit(1)
 
 
 def _in_words(config: "MemplugConfig") -> list[str]:
@@ -114,14 +117,14 @@ def _in_words(config: "MemplugConfig") -> list[str]:
         lines += [
             f"  rows swapped     {_alpha_in_words(tokenwise.alpha)}",
             "  regions          "
-            + ("the halves of each decoder layer" if tokenwise.regions == "auto" else ", ".join(tokenwise.regions)),
+            + ("every decoder layer" if tokenwise.regions == "auto" else ", ".join(tokenwise.regions)),
             f"  smallest swap    tensors of {tokenwise.min_offload_bytes:,} bytes",
         ]
     else:
         lines.append("  row-cached recompute is switched off (tokenwise.enabled): nothing is swapped or recomputed")
     lines += [
-        f"  device budget    {_budget_in_words(config.device_budget_gib, 'the device has free')}",
-        f"  host budget      {_budget_in_words(config.host_budget_gib, 'the host can spare')}",
+        f"  device budget    {_budget_in_words(config.device_budget_gib, '92 % of the device')}",
+        f"  host budget      {_budget_in_words(config.host_budget_gib, '80 % of the host, shared by its ranks')}",
         f"  metrics          {'to the monitor of DeepSpeed' if config.report.monitor else 'not sent to the monitor'}",
     ]
     return lines
@@ -138,7 +141,7 @@ def _alpha_in_words(alpha: float | str) -> str:
 
 
 def _budget_in_words(budget_gib: float | str, auto: str) -> str:
-    return f"what {auto} (auto)" if budget_gib == "auto" else f"{budget_gib:g} GiB a rank"
+    return f"{auto} (auto)" if budget_gib == "auto" else f"{budget_gib:g} GiB a rank"
 
 
 def _versions() -> dict[str, str]:
@@ -202,7 +205,15 @@ def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
         ("memlock limit", "none" if limit is None else f"{limit / 2**20:,.0f} MiB"),
     ]
     conflicts = [("conflict", f"{conflict['setting']}: {conflict['effect']}") for conflict in facts["conflicts"]]
-    return rows + (conflicts or [("conflicts", "none")])
+    return [*rows, *(conflicts or [("conflicts", "none")]), ("ready", _verdict(facts))]
+
+
+def _verdict(facts: dict) -> str:
+    if facts["missing"]:
+        return f"no: {' and '.join(facts['missing'])} not installed"
+    if facts["conflicts"]:
+        return "no: see the conflicts above"
+    return "yes" if facts["hardware"]["device"].startswith("cuda") else "yes, on the CPU: torch sees no CUDA device"
 
 
 def _gib(size_bytes: int) -> str:

@@ -98,15 +98,15 @@ class MemplugConfig(_Section):
     device_budget_gib: Budget = Field(
         default="auto",
         description=(
-            "Device memory that a rank's training step may use, all of it counted. A number of GiB (2**30 bytes) "
-            'above 0, or "auto": what the device has free.'
+            "Device memory of a rank, all of it counted, up to which a plan may keep outputs instead of swapping them. "
+            'A number of GiB (2**30 bytes) above 0, or "auto": 92 % of what other processes leave.'
         ),
     )
     host_budget_gib: Budget = Field(
         default="auto",
         description=(
             "Host memory that a rank may use for swapped activations. A number of GiB (2**30 bytes) above 0, or "
-            '"auto": a share of what the host has available.'
+            '"auto": 80 % of what the host has available, shared by the ranks of a machine.'
         ),
     )
     tokenwise: Annotated[TokenwiseConfig, _Allowed('an object such as {"alpha": "auto"}')] = Field(

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -32,9 +34,20 @@ def main(arguments: list[str] | None = None) -> None:
     if not script.is_file():
         raise ConfigError([f"there is no script {script}"], "Name the training script after `memplug.run`.")
     memplug.install()
+    logging.getLogger("memplug").addHandler(_Fallback())
+    logging.getLogger("memplug").setLevel(logging.INFO)
     sys.argv = [str(script), *arguments[:position], *arguments[position + 1 :]]
     sys.path[0] = str(script.resolve().parent)
     runpy.run_path(str(script), run_name="__main__")
+
+
+class _Fallback(logging.StreamHandler):
+    """Shows memplug's lines on stderr as long as the script has set up no logging of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """On the first rank only, as every line of memplug's."""
+        if not logging.getLogger().handlers and os.environ.get("RANK", "0") == "0":
+            super().emit(record)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from memplug import planning, report
 from memplug.config import MemplugConfig
 from memplug.execute.device import Device
+from memplug.execute.frame import Frame
 from memplug.execute.tokenwise import Executor, Region
 from memplug.plan import tokenwise as plan
 from memplug.profile.hardware import host_available_bytes, measure_links
@@ -32,6 +33,15 @@ log = logging.getLogger("memplug")
 HOST_SHARE = 0.8  # of the memory that is available now, shared by the processes of this machine
 DEVICE_SHARE = 0.92  # of the device's memory, that a plan may fill
 RECENT_STEPS = 50
+# processes of this machine, as torchrun, DeepSpeed's launcher, Open MPI, MVAPICH and Slurm tell them
+LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+)
+FORWARDS_WITHOUT_STEP = 100  # of each region, after which `step()` seems to have been forgotten
 
 
 class Stage(enum.Enum):
@@ -68,11 +78,12 @@ class Session:
         self._observer = planning.Observer()
         self._step_seconds: list[float] = []
         self._last_step: float | None = None
+        self._warned_idle = False
         self.stage = Stage.WARM_UP if config.tokenwise.alpha == "auto" else Stage.STABLE
         if self.stage is Stage.STABLE:
             self._log(f"{len(self.regions)} regions, alpha {config.tokenwise.alpha}")
         else:
-            self.executor.on_frame = self._observer
+            self.executor.on_frame = self._observe
             self._log(f"{len(self.regions)} regions, planned after two steps")
 
     # -- what users call -----------------------------------------------------------------------------------------------
@@ -156,12 +167,23 @@ class Session:
 
     # -- stages --------------------------------------------------------------------------------------------------------
 
+    def _observe(self, frame: Frame) -> None:
+        self._observer(frame)
+        if not self.steps and self.executor.frames == FORWARDS_WITHOUT_STEP * len(self.regions):
+            log.warning(
+                "memplug: %d forwards of each region and no end of a step: call session.step() after optimizer.step()",
+                FORWARDS_WITHOUT_STEP,
+            )
+
     def _plan(self) -> None:
         self.device.synchronize()
         groups = planning.group_regions(self.regions, self._observer)
         described = planning.describe(groups, self._observer, self.executor, self.device.seconds_between)
         self.solution = planning.agree((described, self._budget()), _gather)
         if self.solution is None:  # a rank ran no region in this step
+            if not groups and not self._warned_idle:
+                self._warned_idle = True
+                log.warning("memplug: no region ran in step %d, for example %s", self.steps, self.regions[0].name)
             return
         self.executor.timing = False
         self.executor.on_frame = None
@@ -186,8 +208,7 @@ class Session:
     def _host_budget_bytes(self) -> int:
         if self.config.host_budget_gib != "auto":
             return int(self.config.host_budget_gib * report.GIB)
-        # torchrun sets the one, DeepSpeed's launcher the other
-        processes = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+        processes = next((os.environ[name] for name in LOCAL_SIZES if os.environ.get(name, "").isdigit()), "1")
         return int(host_available_bytes() * HOST_SHARE / int(processes))
 
     def _device_room_bytes(self) -> int:
@@ -198,8 +219,9 @@ class Session:
         asked = self.config.device_budget_gib
         if self.device.kind != "cuda":
             return 0 if asked == "auto" else int(asked * report.GIB)
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        budget = total * DEVICE_SHARE if asked == "auto" else min(asked * report.GIB, total)
+        free, _ = torch.cuda.mem_get_info()
+        ours = free + torch.cuda.memory_reserved()  # what other processes hold is theirs
+        budget = ours * DEVICE_SHARE if asked == "auto" else min(asked * report.GIB, ours)
         return max(0, int(budget - torch.cuda.max_memory_reserved()))
 
     def _peak_bytes(self) -> int | None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from memplug.errors import InPlaceError
+from memplug.errors import ConflictError, InPlaceError
 from memplug.execute.device import Device, Wait
 from memplug.execute.host_pool import HostPool, Slot
 
@@ -96,6 +96,7 @@ class Transfer:
         self.offloads = 0
         self.offloaded_total_bytes = 0
         self.prefetched_total_bytes = 0
+        self.closed = False
         self.refused = 0  # times the pool had no room
         self._abandoned: collections.deque[Any] = collections.deque()
 
@@ -152,6 +153,11 @@ class Transfer:
         """
         if swapped.tensor is not None:
             return
+        if self.closed:
+            raise ConflictError(
+                "backward ran through a graph after its memplug session was detached, and its rows are gone",
+                "Run backward on the graphs in flight first, then detach.",
+            )
         self.drain()
         swapped.tensor = self.device.empty(swapped.size, swapped.stride, swapped.dtype)
         present = self.device.record(self.device.compute_stream())
@@ -192,11 +198,13 @@ class Transfer:
             del tensor
             self.resident_bytes -= resident_bytes
             self.fetched_bytes -= fetched_bytes
-            self.pool.give(slot)
+            if not self.closed:
+                self.pool.give(slot)
 
     def close(self) -> None:
         """Wait for every copy, and give the host memory back."""
         self.drain()
+        self.closed = True
         self.device.synchronize()
         self.pool.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from memplug.hooks import deepspeed as deepspeed_hooks
 from memplug.hooks import regions as region_hooks
 from memplug.hooks import transformers as transformers_hooks
 from memplug.session import Session, Stage, initial_regions
+
+log = logging.getLogger("memplug")
 
 OLDEST_TORCH = (2, 6)
 
@@ -82,6 +85,8 @@ def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | No
             )
         return existing
     if not parsed.enabled or not parsed.tokenwise.enabled:
+        if engine is not None and config is None and not deepspeed_hooks.has_block(engine):
+            log.warning('memplug: off: the engine\'s configuration has no "memplug" block; pass {"enabled": true}')
         return Disabled(parsed)
     _check_torch()
     return _attach(model, engine, parsed, device_of(_device_of(model, engine)))

@@ -34,7 +34,7 @@ _ORIGINAL = "__memplug_original__"
 def install(attach: Callable[..., Session]) -> None:
     """Patch `deepspeed.initialize` to attach to the engine it returns. A second call does nothing.
 
-    Where the block turns out to be absent or disabled, the patch is taken away again.
+    An engine without the block is left alone. Where a block says `"enabled": false`, the patch is taken away again.
 
     Raises:
         PatchError: this DeepSpeed has no `initialize`.
@@ -53,9 +53,11 @@ def install(attach: Callable[..., Session]) -> None:
         config = read_block(result[0])
         if config.enabled and config.tokenwise.enabled:
             attach(result[0], config)
-        else:
+        elif has_block(result[0]):
             uninstall()
-            log.info('memplug: off: the "memplug" block is absent or disabled')
+            log.info('memplug: off: the "memplug" block says so')
+        else:
+            log.info('memplug: off for this engine, whose configuration has no "memplug" block')
         return result
 
     setattr(initialize, _ORIGINAL, original)
@@ -82,12 +84,21 @@ def read_block(engine: Any) -> MemplugConfig:
     Raises:
         PatchError: the engine was given a path, and keeps what it read from there elsewhere than known.
     """
+    return read_ds_config(_configuration(engine))
+
+
+def has_block(engine: Any) -> bool:
+    """Whether an engine's own configuration has the block at all."""
+    return "memplug" in _configuration(engine)
+
+
+def _configuration(engine: Any) -> Mapping[str, Any]:
     if isinstance(engine.config, Mapping):
-        return read_ds_config(engine.config)
+        return engine.config
     read = getattr(getattr(engine, "_config", None), "_param_dict", None)
     if read is None:
         raise PatchError("engine._config._param_dict", VERSIONS)
-    return read_ds_config(read)
+    return read
 
 
 def is_hooked(engine: Any) -> bool:
@@ -147,6 +158,7 @@ def _hook_gathering(engine: Any, session: Session) -> None:
     if offload is None:
         raise PatchError("engine.optimizer.parameter_offload", VERSIONS)
     in_backward: set[int] = set()
+    session.on_step.append(lambda _: in_backward.clear())
     executor = session.executor
 
     def before_forward(original: Callable[..., Any], module: Any) -> Any:

@@ -48,6 +48,12 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
             )
     found = [(name, module) for name, module in modules.items() if any(_matches(name, p) for p in patterns)]
     check_not_nested([name for name, _ in found])
+    for name, module in found:
+        if type(module).forward is nn.Module.forward:
+            raise RegionError(
+                f"module {name}, a {type(module).__name__}, is never called itself",
+                f'Name what it contains, for example ["{name}.*"] in "tokenwise.regions".',
+            )
     return found
 
 
@@ -75,6 +81,11 @@ def make_region(
     if _REGION in module.__dict__:
         raise ConflictError(
             f"module {region.name} is attached to another memplug session", "Detach that session first."
+        )
+    if module.__dict__.get("_compiled_call_impl") is not None or hasattr(module, "_orig_mod"):
+        raise ConflictError(
+            f"module {region.name} is compiled, and memplug needs to see its operators",
+            "Attach to the model before it is compiled, and do not compile the regions themselves.",
         )
     if "forward" in module.__dict__:
         raise ConflictError(
@@ -118,7 +129,8 @@ def _region_class(original: type) -> type:
 
     functools.update_wrapper(forward, original.forward)
     members = {
-        "forward": forward,
+        # compiled code has no operators to see: `torch.compile` of the whole model goes around its regions
+        "forward": torch.compiler.disable(forward),
         "__reduce_ex__": reduce,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
