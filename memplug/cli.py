@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from memplug.config import MemplugConfig
 
 app = typer.Typer(
-    help="Training memory as cheap as the hardware allows: a plugin for DeepSpeed and Megatron-Core.",
+    help="Training memory as cheap as the hardware allows: a plugin for DeepSpeed.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -104,6 +104,19 @@ def render(report: dict[str, Any]) -> str:
         "peak memory": f"{memory} (of the rank with most)",
     }
     for name, value in (report.get("memplug") or {}).items():
-        rows[f"memplug {name}"] = str(value)
+        if value is not None:
+            rows[f"memplug {_in_words(name)}"] = _readable(name, value)
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows.items())
+
+
+def _in_words(name: str) -> str:
+    return name.removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+
+
+def _readable(name: str, value: object) -> str:
+    if name.endswith("_bytes"):
+        return f"{value / 2**30:,.3f} GiB"
+    if name.endswith("_s"):
+        return f"{value:.3f} s"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -241,7 +241,7 @@ class Frame:
                     part.uses += substituted
             used = substituted or any(getattr(part, "uses", 0) for part in capture.parts)
             if not used and operators.kind_of(self.tape.records[index].func) is not operators.Kind.CHOICE:
-                self.region.unneeded.add((index, self.tape.records[index].func))
+                self.region.unneeded[index] = self.tape.records[index].func
         self.swapped = [part for part in self.swapped if part.uses]
         for part in self.swapped:
             part.uses_left = part.uses

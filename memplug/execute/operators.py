@@ -146,6 +146,13 @@ def is_mutable(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
 
 
+@functools.cache
+def is_ordinary(func: Any) -> bool:
+    """Whether none of the above holds: the operator reads its inputs and makes its outputs, like most."""
+    special = (is_communication, is_random, has_effects, gives_python_value, leaves_memory_blank, is_mutable)
+    return not any(holds(func) for holds in special)
+
+
 def returns_list(func: Any) -> bool:
     """Whether the operator returns a list of tensors as one value."""
     return isinstance(func._schema.returns[0].type, torch.ListType)

@@ -112,6 +112,16 @@ class Tape:
             inputs += tuple(self._name(tensor) for tensor in tensors_in(kwargs.values()))
         outputs, shapes = self._outputs(inputs, out)
         form, root = Form.PURE if outputs else Form.VIEW, False
+        if not operators.is_ordinary(func) or _gives_subclass(out):
+            form, root = self._special(func, args, kwargs, out, outputs, form)
+        self.records.append(Record(func, form, inputs, outputs, shapes, root))
+        return len(self.records) - 1
+
+    def _special(
+        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, outputs: tuple[int, ...], form: Form
+    ) -> tuple[Form, bool]:
+        """Form and root of an operator that does more than read its inputs and make its outputs."""
+        root = False
         if operators.draws(func, args, kwargs):
             self.random = True
             # in-place draws (dropout masks) read nothing but the generator
@@ -132,8 +142,7 @@ class Tape:
             self.blank.difference_update(
                 self._name(tensor) for tensor in operators.written_arguments(func, args, kwargs)
             )
-        self.records.append(Record(func, form, inputs, outputs, shapes, root))
-        return len(self.records) - 1
+        return form, root
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """The number of a living tensor's storage; None when no operator touched it."""

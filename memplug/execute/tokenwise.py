@@ -47,7 +47,7 @@ class Region:
     Attributes:
         key: regions of one key ran the same operators and share a plan.
         plan: operator index -> (operator, fraction, keep on the device), from the planner; None before there is one.
-        unneeded: operators whose captured output no backward ever asked for: not captured again.
+        unneeded: operator index -> operator, where no backward ever asked for the captured output: not captured again.
         communicates: its forward contains collectives that a recompute pass runs again, so that all ranks must
             recompute alike.
         opaque: its forward does work that no operator shows (see `Tape`).
@@ -62,7 +62,7 @@ class Region:
         self.rows = rows
         self.attention = attention
         self.plan: Mapping[int, tuple[Any, float, bool]] | None = None
-        self.unneeded: set[tuple[int, Any]] = set()
+        self.unneeded: dict[int, Any] = {}
         self.communicates = False
         self.opaque = False
         self.familiar = False
@@ -80,7 +80,7 @@ class Region:
     def decide(self, index: int, func: Any) -> tuple[float, bool]:
         """Fraction of rows to swap of operator `index`, and whether to keep it on the device instead. The plan is
         advice: a forward that runs other operators than the planned one is captured by kind."""
-        if (index, func) in self.unneeded:
+        if self.unneeded.get(index) is func:
             return 0.0, False
         kind = operators.kind_of(func)
         if self.plan is not None and kind not in (Kind.CHOICE, Kind.COLLECTIVE):
