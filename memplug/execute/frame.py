@@ -26,7 +26,18 @@ from memplug.errors import RecomputeError
 from memplug.execute import operators
 from memplug.execute.ambient import Ambient
 from memplug.execute.modes import AddressMode, Diverged, ForwardMode, RecomputeMode
-from memplug.execute.saved import IN_PLACE, Capture, Held, Holder, Kept, View, can_view, check_version
+from memplug.execute.saved import (
+    Capture,
+    Held,
+    Holder,
+    Kept,
+    View,
+    can_view,
+    check_version,
+    is_parameter,
+    leaf_of,
+    unpack,
+)
 from memplug.execute.tape import Action, Tape, is_plain, storage_of
 from memplug.execute.transfer import Swapped, alias_of
 
@@ -45,17 +56,14 @@ class Frame:
         self.timed = executor.timing
         self.tape = Tape()
         self.captures: dict[int, Capture] = {}
-        self.launches: dict[
-            int, int
-        ] = {}  # operators that launch a collective -> where its result is waited for and captured
+        self.launches: dict[int, int] = {}  # where a collective is launched -> where its result is waited for, captured
         self.swapped: list[Swapped] = []  # in the order of their copies out
         self.todo: list[Swapped] = []  # away and needed in backward, the soonest last
         self.storages: dict[int, Swapped | Kept] = {}  # while the forward runs
         self.holders: list[weakref.ref[Holder] | None] = []
         self.own: set[int] = set()  # storages from outside whose former value is safe, while the forward runs
-        self.foreign: list[
-            tuple[torch.Tensor, torch.UntypedStorage]
-        ] = []  # buffers that the forward writes to, and their values before
+        # buffers that the forward writes to, and their values before
+        self.foreign: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
         self.actions: list[Action] = []
         self.recomputed: dict[int, tuple[torch.Tensor, int]] = {}
         self.outstanding_bytes = 0
@@ -118,7 +126,7 @@ class Frame:
                 self._saves(tensor, number, captured=True)
                 return View(self, part, tensor)
             given = number is None or number in self.tape.given
-            if given and part is None and not (self.executor.regathers and _is_parameter(tensor)):
+            if given and part is None and not (self.executor.regathers and is_parameter(tensor)):
                 return Held(tensor)
             if number is not None:
                 self.tape.saved.add(number)
@@ -356,8 +364,8 @@ class Frame:
     def _value(self, item: Any) -> Any:
         if isinstance(item, Swapped):
             tensor, _ = self.executor.transfer.acquire(item)
-            return _leaf(tensor, True, self.writes_input)
-        return _leaf(item.get(), item.requires_grad, item.written) if isinstance(item, Held) else item
+            return leaf_of(tensor, True, self.writes_input)
+        return leaf_of(item.get(), item.requires_grad, item.written) if isinstance(item, Held) else item
 
     @contextlib.contextmanager
     def _buffers_as_before(self) -> Iterator[None]:
@@ -392,48 +400,8 @@ class Frame:
         self.executor.gone(self)
 
 
-def unpack(packed: Any) -> torch.Tensor:
-    """Autograd's unpack hook: what `Frame.pack` returned, as a tensor again."""
-    if isinstance(packed, torch.Tensor):
-        return packed
-    if isinstance(packed, Held):
-        return packed.get()
-    frame = packed.frame
-    if frame.timed and frame.tape.backward_begin is None:
-        frame.tape.backward_begin = frame.executor.device.stamp()
-    frame.executor.pump(frame)
-    if isinstance(packed, Holder):
-        return frame.restore(packed)
-    part = packed.part
-    if isinstance(part, Kept):
-        return part.get().as_strided(packed.size, packed.stride, packed.offset)
-    if part.mutated:
-        raise RuntimeError(IN_PLACE)
-    tensor, _ = frame.executor.transfer.acquire(part)
-    view = tensor.as_strided(packed.size, packed.stride, packed.offset)
-    frame.consume(part)
-    if part.tensor is None:
-        frame.executor.lend(view)
-    return view
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
-
-
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _leaf(tensor: torch.Tensor, requires_grad: bool, written: bool) -> torch.Tensor:
-    """A region input for a recompute pass: a leaf of its graph, or a copy where the pass writes to it, which autograd
-    forbids for leaves.
-    """
-    leaf = tensor.detach().requires_grad_(requires_grad)
-    if not written:
-        return leaf
-    with torch.enable_grad():
-        return leaf.clone()
 
 
 def _done() -> None:

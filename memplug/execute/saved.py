@@ -128,3 +128,44 @@ def can_view(part: Swapped | Kept, tensor: torch.Tensor) -> bool:
     if isinstance(part, Swapped):
         return part.whole and not part.mutated and part.dtype == tensor.dtype
     return part.tensor.dtype == tensor.dtype
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """Autograd's unpack hook: what `Frame.pack` returned, as a tensor again."""
+    if isinstance(packed, torch.Tensor):
+        return packed
+    if isinstance(packed, Held):
+        return packed.get()
+    frame = packed.frame
+    if frame.timed and frame.tape.backward_begin is None:
+        frame.tape.backward_begin = frame.executor.device.stamp()
+    frame.executor.pump(frame)
+    if isinstance(packed, Holder):
+        return frame.restore(packed)
+    part = packed.part
+    if isinstance(part, Kept):
+        return part.get().as_strided(packed.size, packed.stride, packed.offset)
+    if part.mutated:
+        raise RuntimeError(IN_PLACE)
+    tensor, _ = frame.executor.transfer.acquire(part)
+    view = tensor.as_strided(packed.size, packed.stride, packed.offset)
+    frame.consume(part)
+    if part.tensor is None:
+        frame.executor.lend(view)
+    return view
+
+
+def leaf_of(tensor: torch.Tensor, requires_grad: bool, written: bool) -> torch.Tensor:
+    """A region input for a recompute pass: a leaf of its graph, or a copy where the pass writes to it, which autograd
+    forbids for leaves.
+    """
+    leaf = tensor.detach().requires_grad_(requires_grad)
+    if not written:
+        return leaf
+    with torch.enable_grad():
+        return leaf.clone()
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor is a parameter, or a view of one."""
+    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)

@@ -128,9 +128,8 @@ class Executor:
         self.peak_live: collections.Counter[str] = collections.Counter()
         self.divergences = 0
         self.opaque_regions = 0
-        self.guard: Callable[[str, Region], Any] = lambda phase, region: (
-            contextlib.nullcontext()
-        )  # around forward and recompute
+        # around a region's forward and recompute: (phase, region) -> context manager
+        self.guard: Callable[[str, Region], Any] = lambda phase, region: contextlib.nullcontext()
         self.on_frame: Callable[[Frame], None] | None = None  # the profile listens here
         self._resident: collections.deque[weakref.ref[Frame]] = collections.deque()
         self._warned = False
