@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from memplug.errors import RecomputeError
 from memplug.execute import operators
 from memplug.execute.ambient import Ambient
+from memplug.execute.buffers import Buffers
 from memplug.execute.modes import AddressMode, Diverged, ForwardMode, RecomputeMode
 from memplug.execute.saved import (
     Capture,
@@ -39,7 +40,7 @@ from memplug.execute.saved import (
     unpack,
 )
 from memplug.execute.tape import Action, Tape, is_plain, storage_of
-from memplug.execute.transfer import Swapped, alias_of
+from memplug.execute.transfer import Swapped
 
 if TYPE_CHECKING:
     from memplug.execute.tokenwise import Executor, Region
@@ -62,8 +63,7 @@ class Frame:
         self.storages: dict[int, Swapped | Kept] = {}  # while the forward runs
         self.holders: list[weakref.ref[Holder] | None] = []
         self.own: set[int] = set()  # storages from outside whose former value is safe, while the forward runs
-        # buffers that the forward writes to, and their values before
-        self.foreign: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
+        self.buffers = Buffers()
         self.actions: list[Action] = []
         self.recomputed: dict[int, tuple[torch.Tensor, int]] = {}
         self.outstanding_bytes = 0
@@ -232,7 +232,7 @@ class Frame:
                 self.own.add(address)
         if address not in self.own:
             self.own.add(address)
-            self.foreign.append((alias_of(tensor), tensor.untyped_storage().clone()))
+            self.buffers.note(tensor)
 
     def _close(self) -> None:
         """The forward is over: decide what a recompute pass does, and let go of what it does not need."""
@@ -341,7 +341,7 @@ class Frame:
         executor.recomputing += 1
         try:
             with (
-                self._buffers_as_before(),
+                self.buffers.as_before(),
                 self.ambient.during_recompute(self.tape.random),
                 torch.enable_grad(),
                 hooks,
@@ -366,19 +366,6 @@ class Frame:
             tensor, _ = self.executor.transfer.acquire(item)
             return leaf_of(tensor, True, self.writes_input)
         return leaf_of(item.get(), item.requires_grad, item.written) if isinstance(item, Held) else item
-
-    @contextlib.contextmanager
-    def _buffers_as_before(self) -> Iterator[None]:
-        """Memory from outside that the forward wrote to has its former value meanwhile, and no version of it counts."""
-        now = [(tensor, before, tensor.untyped_storage().clone()) for tensor, before in self.foreign]
-        with torch.autograd._unsafe_preserve_version_counter(tuple(tensor for tensor, _ in self.foreign)):
-            try:
-                for tensor, before, _ in now:
-                    tensor.untyped_storage().copy_(before)
-                yield
-            finally:
-                for tensor, _, after in now:
-                    tensor.untyped_storage().copy_(after)
 
     def _store(self, index: int, tensor: torch.Tensor) -> None:
         reference = self.holders[index]
