@@ -77,13 +77,12 @@ def tokenwise(
     alpha: float,
     device: Device | None = None,
     host_budget_bytes: int = 1 << 30,
-    attention: bool = True,
     **settings: Any,
 ) -> Executor:
     """Make every entry of `model.layers` a region of a new executor, without any hook of the package."""
     executor = Executor(device or Device(), host_budget_bytes, **{"min_offload_bytes": 1, **settings})
     for index, layer in enumerate(model.layers):
-        region = Region(f"layers.{index}", type(layer).__name__, alpha, attention)
+        region = Region(f"layers.{index}", type(layer).__name__, alpha)
         layer.forward = _through(executor, region, layer.forward)
     return executor
 

@@ -1,7 +1,6 @@
 """Measured rates and capacities: plausible, in bounds, and without traces in the run that asked for them."""
 
 import dataclasses
-import time
 
 import pytest
 import torch
@@ -68,12 +67,9 @@ def test_a_group_over_its_limit_leaves_nothing_rather_than_less(machine):
     assert host_available_bytes(machine.root) == 0
 
 
-def test_measuring_the_cpu_is_quick_plausible_frozen_and_leaves_the_random_state_alone():
+def test_measuring_the_cpu_is_plausible_frozen_and_leaves_the_random_state_alone():
     state = torch.get_rng_state()
-    start = time.perf_counter()
     hardware = measure("cpu")
-    # Twice the bound on an idle machine: tests share their cores.
-    assert time.perf_counter() - start < 4
     assert torch.equal(torch.get_rng_state(), state)
     # Between a very slow and an impossible machine: a unit that is wrong by 1e3 falls outside.
     assert 1e8 < hardware.d2h_bytes_per_s < 1e12

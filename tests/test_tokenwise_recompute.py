@@ -90,8 +90,10 @@ def test_attention_is_run_again_where_it_is_not_captured() -> None:
     torch.manual_seed(0)
     model = Stack(2)
     reference = twin(model)
-    executor = tokenwise(model, 0.0, attention=False)
+    executor = tokenwise(model, 0.0)
     x = torch.randn(2, 6, 16)
+    executor.on_frame = lambda frame: setattr(frame.region, "plan", {})  # a plan that captures nothing
+    model(x)
     loss = model(x)
     with Counter() as counter:
         loss.backward()

@@ -132,8 +132,6 @@ def can_view(part: Swapped | Kept, tensor: torch.Tensor) -> bool:
 
 def unpack(packed: Any) -> torch.Tensor:
     """Autograd's unpack hook: what `Frame.pack` returned, as a tensor again."""
-    if isinstance(packed, torch.Tensor):
-        return packed
     if isinstance(packed, Held):
         return packed.get()
     frame = packed.frame

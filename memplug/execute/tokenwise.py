@@ -42,7 +42,6 @@ class Region:
         name: the module's qualified name.
         kind: the name of its class.
         rows: fraction of the rows of every matmul's output to swap, [0, 1].
-        attention: whether attention outputs are swapped (whole) or recomputed.
 
     Attributes:
         key: regions of one key ran the same operators and share a plan.
@@ -56,11 +55,10 @@ class Region:
             watched for such work.
     """
 
-    def __init__(self, name: str, kind: str, rows: float, attention: bool = True):
+    def __init__(self, name: str, kind: str, rows: float):
         self.name = name
         self.kind = self.key = kind
         self.rows = rows
-        self.attention = attention
         self.plan: Mapping[int, tuple[Any, float, bool]] | None = None
         self.unneeded: dict[int, Any] = {}
         self.communicates = False
@@ -89,8 +87,6 @@ class Region:
                 return fraction, keep
         if kind is Kind.ROWS:
             return self.rows, False
-        if kind is Kind.ATTENTION:
-            return float(self.attention), False
         return float(kind is not None), False
 
 
