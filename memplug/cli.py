@@ -1,4 +1,4 @@
-"""The `memplug` command: what a configuration will do, and what this machine can do, before any training runs."""
+"""The `memplug` command: what a configuration will do, what this machine can do, and what a recorded trace shows."""
 
 import json
 import logging
@@ -14,6 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from memplug.config import MemplugConfig
+    from memplug.profile.trace import Trace
 
 app = typer.Typer(
     help="Training memory as cheap as the hardware allows: a plugin for DeepSpeed.",
@@ -94,8 +95,13 @@ def check(
 
 @app.command(epilog="Example: memplug doctor > doctor.txt, to paste into a bug report")
 def doctor(as_json: AsJson = False) -> None:
-    """Show what memplug finds on this machine: versions, compiler, device, measured rates, settings in the way."""
+    """Show what memplug finds on this machine: versions, compiler, device, measured rates, settings in the way.
+
+    Builds the native core where that was not done yet.
+    """
     facts = {"versions": _versions(), "compiler": _compiler()}
+    with _progress("building the native core, where that was not done yet (half a minute)"):
+        facts["native_core"] = _native_core()
     with _progress("importing torch and measuring the device (a few seconds)"):
         facts["hardware"] = _hardware()
     facts["conflicts"] = _conflicts(os.environ)
@@ -106,6 +112,76 @@ def doctor(as_json: AsJson = False) -> None:
         _print_rows(_doctor_rows(facts))
     if facts["missing"] or facts["conflicts"]:
         raise typer.Exit(1)
+
+
+@app.command(epilog="Example: memplug show trace.npz --html memory.html")
+def show(
+    trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="A recorded trace (.npz).")],
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the memory timeline as a page; needs plotly.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Write it as a picture; needs matplotlib.")
+    ] = None,
+    snapshot: Annotated[
+        Path | None, typer.Option("--snapshot", metavar="FILE", help="Write a file for pytorch.org/memory_viz.")
+    ] = None,
+    chrome: Annotated[
+        Path | None,
+        typer.Option("--chrome", metavar="FILE", help="Write a Chrome trace (JSON), for example for ui.perfetto.dev."),
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Only this step of the trace, from 0.", min=0)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a recorded trace: what ran, what memory it asked for, where that peaks; no GPU is used.
+
+    Prints a summary; pages, pictures and files for other viewers are written only where an option names them.
+    Exit code 0: all done; 1: the trace, or one of the files, is not usable.
+    """
+    from memplug.errors import TraceError
+    from memplug.profile.trace import cut
+    from memplug.profile.trace_file import load
+    from memplug.show.summary import rows, summary
+
+    try:
+        trace = load(trace_file)
+    except TraceError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    if step is not None:
+        if step >= len(trace.steps):
+            raise typer.BadParameter(f"the trace has {len(trace.steps)} steps", param_hint="--step")
+        trace = cut(trace, step)
+    facts = summary(trace)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        _print_rows(rows(facts))
+    if not _write_views(trace, html=html, png=png, snapshot=snapshot, chrome=chrome):
+        raise typer.Exit(1)
+
+
+def _write_views(trace: "Trace", **paths: Path | None) -> bool:
+    """Writes every view that has a path, and says on stderr which could not be; False: not all could."""
+    from memplug.errors import MemplugError
+    from memplug.show.chrome import write_chrome
+    from memplug.show.page import write_page
+    from memplug.show.picture import write_picture
+    from memplug.show.snapshot import write_snapshot
+
+    writers = {"html": write_page, "png": write_picture, "snapshot": write_snapshot, "chrome": write_chrome}
+    written = True
+    for view, path in paths.items():
+        if path is None:
+            continue
+        try:
+            with _progress(f"writing {path}"):
+                writers[view](trace, path)
+        except (MemplugError, OSError) as error:
+            problem = f"{path}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+            typer.echo(f"--{view} was not written: {problem}", err=True)
+            written = False
+    return written
 
 
 def _in_words(config: "MemplugConfig") -> list[str]:
@@ -171,6 +247,17 @@ def _compiler() -> str:
     return lines[0] if answer.returncode == 0 and lines else f"`{shlex.join(command)} --version` failed"
 
 
+def _native_core() -> dict[str, object]:
+    from memplug import native
+    from memplug.errors import NativeError
+
+    try:
+        native.load()
+    except NativeError as error:
+        return {"ready": False, "problem": error.problem, "advice": error.advice}
+    return {"ready": True, "folder": str(native.build_folder())}
+
+
 def _hardware() -> dict[str, object]:
     from dataclasses import asdict
 
@@ -193,7 +280,9 @@ def _conflicts(environment: Mapping[str, str]) -> list[dict[str, str]]:
 def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
     hardware = facts["hardware"]
     limit = hardware["memlock_limit_bytes"]
+    core = facts["native_core"]
     rows = [*facts["versions"].items(), ("C++ compiler", facts["compiler"])]
+    rows.append(("native core", f"built, in {core['folder']}" if core["ready"] else f"absent: {core['problem']}"))
     rows += [
         ("device", f"{hardware['device']}: {hardware['device_name']}"),
         ("device memory", f"{_gib(hardware['device_free_bytes'])} free of {_gib(hardware['device_total_bytes'])}"),
@@ -213,7 +302,9 @@ def _verdict(facts: dict) -> str:
         return f"no: {' and '.join(facts['missing'])} not installed"
     if facts["conflicts"]:
         return "no: see the conflicts above"
-    return "yes" if facts["hardware"]["device"].startswith("cuda") else "yes, on the CPU: torch sees no CUDA device"
+    verdict = "yes" if facts["hardware"]["device"].startswith("cuda") else "yes, on the CPU: torch sees no CUDA device"
+    core = facts["native_core"]
+    return verdict if core["ready"] else f"{verdict}; without the profiler. {core['advice']}"
 
 
 def _gib(size_bytes: int) -> str:

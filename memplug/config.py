@@ -42,8 +42,12 @@ Patterns = Annotated[
     _Allowed('"auto" or a non-empty list of non-empty module-name patterns'),
 ]
 Bytes = Annotated[
-    int, BeforeValidator(_integral), Field(strict=True, ge=0), _Allowed("a whole number of bytes, 0 or more")
+    int, Field(strict=True, ge=0), BeforeValidator(_integral), _Allowed("a whole number of bytes, 0 or more")
 ]
+Steps = Annotated[
+    int, Field(strict=True, ge=0), BeforeValidator(_integral), _Allowed("a whole number of steps, 0 or more")
+]
+Share = Annotated[float, Field(strict=True, ge=0, le=1), _Allowed("a number from 0 to 1")]
 
 
 class _Section(BaseModel):
@@ -76,6 +80,46 @@ class TokenwiseConfig(_Section):
     min_offload_bytes: Bytes = Field(
         default=1 << 20,
         description="Tensors below this many bytes are never swapped. A whole number, 0 or more, in bytes.",
+    )
+
+
+class ProfilerConfig(_Section):
+    """When to plan, and when to plan anew: what counts as another program (Chameleon, Algorithm 1)."""
+
+    enabled: Switch = Field(
+        default=True,
+        description=(
+            "true or false. Compares the operators of each training step with those of the last. With false only the "
+            "sizes of the regions' inputs are compared."
+        ),
+    )
+    warmup_steps: Steps = Field(
+        default=2,
+        description=(
+            "The program is planned for once this many steps were like the one before. A whole number of steps, 0 or "
+            "more."
+        ),
+    )
+    policy_steps: Steps = Field(
+        default=5,
+        description=(
+            "How many plans are tried, each for one step, before the fastest is kept; with 0 the one that should be "
+            "the fastest is taken. A whole number of steps, 0 or more."
+        ),
+    )
+    length_tolerance: Share = Field(
+        default=0.05,
+        description=(
+            "A step whose number of operators, or size of the regions' inputs, differs by more than this share is "
+            "another program. A number from 0 to 1, without unit."
+        ),
+    )
+    cosine_similarity: Share = Field(
+        default=0.95,
+        description=(
+            "A step is another program where the cosine similarity of its operators (counts of neighbouring pairs) "
+            "falls below this. A number from 0 to 1, without unit."
+        ),
     )
 
 
@@ -112,14 +156,19 @@ class MemplugConfig(_Section):
     tokenwise: Annotated[TokenwiseConfig, _Allowed('an object such as {"alpha": "auto"}')] = Field(
         default=TokenwiseConfig(), description="Row-cached recompute. An object."
     )
+    profiler: Annotated[ProfilerConfig, _Allowed('an object such as {"warmup_steps": 2}')] = Field(
+        default=ProfilerConfig(), description="When to plan, and when to plan anew. An object."
+    )
     report: Annotated[ReportConfig, _Allowed('an object such as {"monitor": true}')] = Field(
         default=ReportConfig(), description="Where memplug's counters go. An object."
     )
 
 
+_SECTIONS = {"report.": ReportConfig, "profiler.": ProfilerConfig, "tokenwise.": TokenwiseConfig, "": MemplugConfig}
+
 # Fields of the design that this version does not have yet. Switching one off is harmless and accepted, so that a
 # block written for a later version with the feature off still runs.
-_UNBUILT = ("plan_dir", "profiler", "swap", "arena", "report.timeline", "report.snapshot_on_oom")
+_UNBUILT = ("plan_dir", "swap", "arena", "report.timeline", "report.snapshot_on_oom")
 
 
 def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
@@ -260,9 +309,7 @@ def _suggestion(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
         return 'pass the block itself, without the "memplug" key around it'
     here = {_plain(name): ".".join(("memplug", *path, name)) for name in model.model_fields}
     anywhere = {
-        _plain(name): f"memplug.{section}{name}"
-        for section, part in (("report.", ReportConfig), ("tokenwise.", TokenwiseConfig), ("", MemplugConfig))
-        for name in part.model_fields
+        _plain(name): f"memplug.{section}{name}" for section, part in _SECTIONS.items() for name in part.model_fields
     }
     for candidates in (here, anywhere):
         close = get_close_matches(_plain(key), candidates, n=1, cutoff=0.7)

@@ -123,3 +123,24 @@ class InPlaceError(MemplugError):
     default_advice = (
         'Replace the in-place operation by its out-of-place form, or leave that region out of "tokenwise.regions".'
     )
+
+
+class TraceError(MemplugError):
+    """A trace cannot be read or written, or holds what no recording can: indices out of range, a double free."""
+
+    default_advice = "Record it again, or give the path of another trace that memplug has saved (.npz)."
+
+
+class NativeError(MemplugError):
+    """The native core cannot be built or loaded on this machine; memplug goes on without what needs it."""
+
+    default_advice = (
+        "Install a C++ compiler (g++ or clang++, C++17) and `pip install ninja`, then run `memplug doctor`, which builds "
+        "the core and shows what the compiler says."
+    )
+
+
+class RecorderError(MemplugError):
+    """The recorder is in use already, or cannot record what it is asked to on this device."""
+
+    default_advice = "There is one recorder in a process: detach the session that has it first."

@@ -2,35 +2,74 @@
 
 One step is observed at the safest setting (every matmul recomputed, attention swapped), with device times around every
 operator. Its tapes become the planner's regions; the planner's groups become each region's policy. All ranks end with
-the same plan.
+the same plans.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
+
+import torch
 
 from memplug.execute import operators
 from memplug.execute.frame import Frame
 from memplug.execute.operators import Kind
 from memplug.execute.tape import Form, Record, Tape
 from memplug.execute.tokenwise import Executor, Region
+from memplug.execute.transfer import Swapped
 from memplug.plan import tokenwise as plan
+from memplug.plan.tokenwise_model import measure
 
 Seconds = Callable[[Any, Any], float]
 
+LINK_FACTORS = tuple(1.25**power for power in (0, -1, 1, -2, 2, -3, 3, -4, 4, -5, 5))
+"""Of the link rates, for plans around the optimum: what a busy link gives is the largest error of the time model. At a
+lower rate a plan swaps less, at a higher one more."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan sets on one region; see `Region`."""
+
+    key: str
+    plan: Mapping[int, tuple[Any, float, bool]] | None
+    rows: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How to run one program: a plan, and what it sets on each region, by name."""
+
+    solution: plan.TokenwisePlan
+    settings: Mapping[str, Setting]
+    peak_bytes: int | None = None
+    """Predicted largest allocation total of the device."""
+
 
 class Observer:
-    """Keeps the last timed tape of every region; `Executor.on_frame` calls it."""
+    """Keeps the last timed tape of every region, and what a step's regions were given; `Executor.on_frame` calls it."""
 
     def __init__(self) -> None:
         self.tapes: dict[str, Tape] = {}
         self.input_bytes: dict[str, int] = {}
+        self._sizes: list[int] = []
+
+    def take_sizes(self) -> list[int]:
+        """Bytes of all tensors given to each region forward since the last call, in order, whatever became of them."""
+        sizes, self._sizes = self._sizes, []
+        return sizes
+
+    def clear(self) -> None:
+        """Let the tapes go."""
+        self.tapes, self.input_bytes = {}, {}
 
     def __call__(self, frame: Frame) -> None:
         """A frame's forward is over. One without times tells the planner nothing."""
+        self._sizes.append(sum(map(_given_bytes, frame.inputs)))
         if not frame.timed:
             return
         self.tapes[frame.region.name] = frame.tape
@@ -81,8 +120,18 @@ def describe(
     return described
 
 
-def apply(solution: plan.TokenwisePlan, groups: dict[str, list[Region]], observer: Observer) -> None:
-    """Hand every region its part of the plan, from the next forward on."""
+def policy_of(
+    solution: plan.TokenwisePlan,
+    groups: dict[str, list[Region]],
+    observer: Observer,
+    observed_peak_bytes: int | None = None,
+) -> Policy:
+    """Each observed region's part of a plan.
+
+    Args:
+        observed_peak_bytes: largest allocation total of the device at the safest setting, None where unknown.
+    """
+    settings = {}
     for key, members in groups.items():
         region_plan = solution.regions.get(key)
         if region_plan is None:
@@ -90,31 +139,47 @@ def apply(solution: plan.TokenwisePlan, groups: dict[str, list[Region]], observe
         instances = sum(group.instances for group in region_plan.groups)
         for ordinal, region in enumerate(members):
             group = region_plan.group(ordinal * instances // len(members))
-            records = observer.tapes[region.name].records
-            captured = {index: (records[index].func, fraction, False) for index, fraction in group.fractions.items()}
-            captured.update({index: (records[index].func, 1.0, True) for index in group.keep})
-            region.plan = captured
-            region.rows = _mean_fraction(records, group, observer.tapes[region.name])
+            tape = observer.tapes[region.name]
+            captured = {i: (tape.records[i].func, fraction, False) for i, fraction in group.fractions.items()}
+            captured.update({i: (tape.records[i].func, 1.0, True) for i in group.keep})
+            settings[region.name] = Setting(key, captured, _mean_fraction(tape.records, group, tape))
+    peak_bytes = None if observed_peak_bytes is None else observed_peak_bytes + solution.device_bytes
+    return Policy(solution=solution, settings=settings, peak_bytes=peak_bytes)
 
 
-def agree(own: tuple[list[plan.Region], plan.Budget], gather: Callable[[Any], list[Any]]) -> plan.TokenwisePlan | None:
-    """One plan per set of equal regions, on every rank.
+def put(policy: Policy | None, regions: Sequence[Region]) -> None:
+    """Run regions by a policy from the next forward on. Without one, and where it says nothing of a region, at the
+    safest setting: inputs and attention outputs swapped, every matmul recomputed.
+    """
+    for region in regions:
+        setting = policy.settings.get(region.name) if policy is not None else None
+        setting = setting or Setting(region.kind, None, 0.0)
+        region.key, region.plan, region.rows = setting.key, setting.plan, setting.rows
+        region.unneeded = {}  # learnt under what was captured before
 
-    Every rank solves with the smallest budgets of all ranks that share its set of regions, and takes the solution of
-    the lowest of them.
+
+def agree(
+    own: tuple[list[plan.Region], plan.Budget], gather: Callable[[Any], list[Any]], most: int = 1
+) -> list[plan.TokenwisePlan]:
+    """Plans to choose from, the one that should be the fastest first: as many on every rank, equal for equal regions.
+
+    Every rank solves with the smallest budgets of all ranks that share its set of regions, and takes the solutions of
+    the lowest of them. The others are solved as if the link were slower or faster, and told what they cost at its
+    measured rate. One that is on all ranks the same as an earlier one is left out.
 
     Args:
         own: this rank's regions and budget.
         gather: returns what every rank passed, in rank order (`all_gather_object`); called by all ranks alike.
+        most: how many, at least 1.
 
     Returns:
-        The plan; None, on every rank, where one has no regions to plan yet.
+        The plans; none, on every rank, where one has no regions to plan yet.
     """
     regions, budget = own
     mine = tuple(region.key for region in regions)
-    everyone: list[tuple[int, tuple[str, ...], plan.Budget]] = gather((mine, budget))
+    everyone: list[tuple[tuple[str, ...], plan.Budget]] = gather((mine, budget))
     if not all(keys for keys, _ in everyone):
-        return None
+        return []
     budgets = [other for keys, other in everyone if keys == mine]
     first = next(rank for rank, (keys, _) in enumerate(everyone) if keys == mine)
     smallest = plan.Budget(
@@ -123,8 +188,34 @@ def agree(own: tuple[list[plan.Region], plan.Budget], gather: Callable[[Any], li
         host_bytes=min(b.host_bytes for b in budgets),
         device_bytes=min(b.device_bytes for b in budgets),
     )
-    plans = gather(plan.solve(regions, smallest))
-    return plans[first]
+    by_rank = gather([_solve_around(regions, smallest, factor) for factor in LINK_FACTORS[:most]])
+    # the earliest of those that are equal on all ranks
+    distinct = {str([_choices(plans[i]) for plans in by_rank]): i for i in reversed(range(len(by_rank[0])))}
+    return [by_rank[first][i] for i in sorted(distinct.values())]
+
+
+def _solve_around(regions: list[plan.Region], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
+    """The plan for links of `factor` times the rate, and what it costs at their own rate."""
+    d2h, h2d = budget.d2h_bytes_per_s * factor, budget.h2d_bytes_per_s * factor
+    solved = plan.solve(regions, replace(budget, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d))
+    groups = [solved.regions[region.key].groups for region in regions]
+    return measure(regions, groups, budget, inputs_swapped=solved.inputs_swapped)
+
+
+def _choices(solution: plan.TokenwisePlan) -> Any:
+    """What a plan does, fractions to a hundredth: what differs by less takes the same time."""
+    return [
+        (group.instances, [(i, round(part, 2)) for i, part in sorted(group.fractions.items())], sorted(group.keep))
+        for _, region in sorted(solution.regions.items())
+        for group in region.groups
+    ]
+
+
+def _given_bytes(value: Any) -> int:
+    if isinstance(value, Swapped):
+        return value.nbytes
+    tensor = getattr(value, "tensor", None)
+    return tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
 
 
 def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes: int) -> plan.Operator:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memplug.execute.tokenwise import Executor
+from memplug.plan.tokenwise import TokenwisePlan
 
 GIB = 2**30
 
@@ -26,6 +27,16 @@ def counters(executor: Executor) -> dict[str, int]:
         "recomputed_in_full": executor.divergences,
         "opaque_regions": executor.opaque_regions,
     }
+
+
+def planned(solution: TokenwisePlan) -> str:
+    """A plan in one line."""
+    swapped = sum(region.swapped_bytes for region in solution.regions.values())
+    recompute_s = sum(region.recompute_s for region in solution.regions.values())
+    return (
+        f"planned: {swapped / GIB:.3f} GiB of outputs swapped and {solution.device_bytes / GIB:.3f} GiB kept a step, "
+        f"{recompute_s:.3f} s recomputed, {solution.host_bytes / GIB:.3f} GiB of host memory, bound by {solution.bound}"
+    )
 
 
 def monitor_events(report: dict[str, Any], samples: int) -> list[tuple[str, float, int]]:

@@ -1,57 +1,48 @@
-"""One attached model: its regions, its executor, and the stages that lead to a plan. The only place where stages meet.
+"""One attached model: its regions, its executor, what tells where a step ends, and what it reports of itself.
 
-    warm-up ──first step──► observe ──one timed step──► stable
-
-Until the plan is there, every region runs at the safest setting: inputs and attention outputs swapped, every matmul
-recomputed. With a number for alpha there is nothing to observe: the session is stable at once.
+Until there is a plan, every region runs at the safest setting: inputs and attention outputs swapped, every matmul
+recomputed. With a number for alpha there is nothing to plan: the session is stable at once, and watches nothing.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import enum
 import logging
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
-from memplug import planning, report
+from memplug import budgets, report
+from memplug.adjuster import Adjuster
 from memplug.config import MemplugConfig
 from memplug.execute.device import Device
 from memplug.execute.frame import Frame
 from memplug.execute.tokenwise import Executor, Region
 from memplug.plan import tokenwise as plan
-from memplug.profile.hardware import host_available_bytes, measure_links
+from memplug.profile.similarity import Program
+from memplug.stages import Stage
+
+__all__ = ["Recorder", "Session", "Stage", "initial_regions"]
 
 log = logging.getLogger("memplug")
 
-HOST_SHARE = 0.8  # of the memory that is available now, shared by the processes of this machine
-DEVICE_SHARE = 0.92  # of the device's memory, that a plan may fill
 RECENT_STEPS = 50
-# processes of this machine, as torchrun, DeepSpeed's launcher, Open MPI, MVAPICH and Slurm tell them
-LOCAL_SIZES = (
-    "LOCAL_WORLD_SIZE",
-    "LOCAL_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_NTASKS_PER_NODE",
-)
 FORWARDS_WITHOUT_STEP = 100  # of each region, after which `step()` seems to have been forgotten
 
 
-class Stage(enum.Enum):
-    """Where a session stands."""
+class Recorder(Protocol):
+    """Sees the operators of this process, but for memplug's own, such as those of recompute passes."""
 
-    OFF = "off"
-    WARM_UP = "warm-up"
-    OBSERVE = "observe"
-    STABLE = "stable"
-    DETACHED = "detached"
+    def take(self) -> np.ndarray:
+        """Numbers of the operators since the last call, in order, int32."""
+
+    def stop(self) -> None:
+        """See nothing any more."""
 
 
 class Session:
@@ -62,29 +53,33 @@ class Session:
         regions: the modules' regions, in forward order.
         device: where they run.
         regathers: forward gathers parameters (ZeRO 3).
+
+    Attributes:
+        step_peak: returns the largest allocation total of the device since it was called last, in bytes; None where
+            that is unknown.
     """
 
     def __init__(self, config: MemplugConfig, regions: Sequence[Region], device: Device, regathers: bool = False):
         self.config = config
         self.regions = list(regions)
         self.device = device
-        self.executor = Executor(device, self._host_budget_bytes(), config.tokenwise.min_offload_bytes, regathers)
+        host_bytes = budgets.host_budget_bytes(config)
+        self.executor = Executor(device, host_bytes, config.tokenwise.min_offload_bytes, regathers)
         self.executor.guard = self.explaining
         self.steps = 0
-        self.solution: plan.TokenwisePlan | None = None
-        self._predicted_peak_bytes: int | None = None
+        self.recorder: Recorder | None = None
+        self.step_peak: Callable[[], int | None] = lambda: None
         self.on_step: list[Callable[[Session], None]] = []
         self._undo: list[Callable[[], None]] = []
-        self._observer = planning.Observer()
-        self._step_seconds: list[float] = []
+        self._step_seconds: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
         self._last_step: float | None = None
-        self._warned_idle = False
-        self.stage = Stage.WARM_UP if config.tokenwise.alpha == "auto" else Stage.STABLE
-        if self.stage is Stage.STABLE:
-            self._log(f"{len(self.regions)} regions, alpha {config.tokenwise.alpha}")
-        else:
+        begin = Stage.WARM_UP if self._plans else Stage.STABLE
+        self._adjuster = Adjuster(config, self.regions, self.executor, begin, lambda: self.step_peak())
+        if self._plans:
             self.executor.on_frame = self._observe
-            self._log(f"{len(self.regions)} regions, planned after two steps")
+            self._adjuster.tell(f"{len(self.regions)} regions, planned for once the program repeats")
+        else:
+            self._adjuster.tell(f"{len(self.regions)} regions, alpha {config.tokenwise.alpha}")
 
     # -- what users call -----------------------------------------------------------------------------------------------
 
@@ -98,50 +93,55 @@ class Session:
         self.steps += 1
         self.executor.transfer.drain()
         self._time_step()
-        if self.stage is Stage.WARM_UP:
-            self.stage = Stage.OBSERVE
-            self.executor.timing = True
-            self._log("one step with device times around every operator")
-        elif self.stage is Stage.OBSERVE:
-            self._plan()
+        if self._plans:
+            program = Program(self._take_operators(), self._adjuster.observer.take_sizes())
+            self._adjuster.end_step(self.steps, program)
         for callback in self.on_step:
             callback(self)
+        self._take_operators()  # what ran here is no part of a step
+        self._adjuster.begin_step()
 
     def report(self) -> dict[str, Any]:
         """Counters and predictions: bytes, seconds and counts, by name.
 
         `step_s` is the median of the last steps, from one `step()` to the next; `predicted_*` come from the plan and
-        are None before there is one.
+        are None before there is one; `program` is the index of the current one among the `programs` remembered, and
+        `replans` counts how often a plan was made.
         """
-        solution = self.solution
+        solution, programs = self.solution, self._adjuster.programs
         return {
             "stage": self.stage.value,
             "steps": self.steps,
             "regions": len(self.regions),
             "alpha": self.config.tokenwise.alpha,
+            "program": programs.current.index if programs.current else None,
+            "programs": len(programs),
+            "replans": self._adjuster.replans,
             "swapped_fraction": self._swapped_fraction(),
             "step_s": statistics.median(self._step_seconds) if self._step_seconds else None,
             "predicted_regions_s": solution.step_s if solution else None,
             "predicted_host_bytes": solution.host_bytes if solution else None,
             "predicted_kept_bytes": solution.device_bytes if solution else None,
-            "predicted_peak_bytes": self._predicted_peak_bytes,
+            "predicted_peak_bytes": self._adjuster.policy.peak_bytes if solution else None,
             "bound": solution.bound if solution else None,
             **report.counters(self.executor),
         }
 
     def detach(self) -> None:
-        """Undo every patch and give all memory back; a second call does nothing.
+        """Undo every patch and give all memory back, on every rank; a second call does nothing.
 
         Run backward on graphs in flight first.
         """
         if self.stage is Stage.DETACHED:
             return
-        self.stage = Stage.DETACHED
+        self._adjuster.close()
         while self._undo:
             self._undo.pop()()
+        if self.recorder is not None:
+            self.recorder.stop()
         self.executor.on_frame = None
         self.executor.close()
-        self._log(f"after {self.steps} steps")
+        self._adjuster.tell(f"after {self.steps} steps")
 
     def __enter__(self) -> Session:
         return self
@@ -149,7 +149,32 @@ class Session:
     def __exit__(self, *exception: Any) -> None:
         self.detach()
 
+    @property
+    def stage(self) -> Stage:
+        """Where the session stands."""
+        return self._adjuster.stage
+
+    @property
+    def history(self) -> list[tuple[int, Stage, int, str]]:
+        """(step, stage, index of the program, why) of each change of stage or program, the last thousand of them."""
+        return list(self._adjuster.history)
+
+    @property
+    def solution(self) -> plan.TokenwisePlan | None:
+        """The plan in force; None without one, and while plans are tried."""
+        return self._adjuster.policy.solution if self._adjuster.policy else None
+
     # -- what hooks call -----------------------------------------------------------------------------------------------
+
+    @property
+    def wants_recorder(self) -> bool:
+        """Whether `watch` has a use for a recorder."""
+        return self.stage not in (Stage.OFF, Stage.DETACHED) and self._plans and self.config.profiler.enabled
+
+    def watch(self, recorder: Recorder) -> None:
+        """Compare the operators of steps too, from the next step on; stopped when the session detaches."""
+        assert self.wants_recorder and self.recorder is None, "ask `wants_recorder`, and watch once"
+        self.recorder = recorder
 
     def at_detach(self, undo: Callable[[], None]) -> None:
         """Register how to undo a patch; undone in reverse order."""
@@ -162,96 +187,37 @@ class Session:
             yield
         except torch.OutOfMemoryError as error:
             name = region.name if region else None
-            report.add_note(error, report.out_of_memory_note(phase, name, self.report(), self._peak_bytes()))
+            peak_bytes = budgets.peak_bytes(self.device)
+            report.add_note(error, report.out_of_memory_note(phase, name, self.report(), peak_bytes))
             raise
 
-    # -- stages --------------------------------------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _observe(self, frame: Frame) -> None:
-        self._observer(frame)
+        self._adjuster.observer(frame)
         if not self.steps and self.executor.frames == FORWARDS_WITHOUT_STEP * len(self.regions):
             log.warning(
                 "memplug: %d forwards of each region and no end of a step: call session.step() after optimizer.step()",
                 FORWARDS_WITHOUT_STEP,
             )
 
-    def _plan(self) -> None:
-        self.device.synchronize()
-        groups = planning.group_regions(self.regions, self._observer)
-        described = planning.describe(groups, self._observer, self.executor, self.device.seconds_between)
-        self.solution = planning.agree((described, self._budget()), _gather)
-        if self.solution is None:  # a rank ran no region in this step
-            if not groups and not self._warned_idle:
-                self._warned_idle = True
-                log.warning("memplug: no region ran in step %d, for example %s", self.steps, self.regions[0].name)
-            return
-        self.executor.timing = False
-        self.executor.on_frame = None
-        peak_bytes = self._peak_bytes()
-        if peak_bytes is not None:
-            self._predicted_peak_bytes = peak_bytes + self.solution.device_bytes
-        planning.apply(self.solution, groups, self._observer)
-        self.executor.pool.reserve(self.solution.host_bytes)
-        self._observer = planning.Observer()
-        self.stage = Stage.STABLE
-        self._log(self._summary())
+    @property
+    def _plans(self) -> bool:
+        return self.config.tokenwise.alpha == "auto"
 
-    def _budget(self) -> plan.Budget:
-        d2h, h2d = measure_links(torch.device(self.device.kind), size_bytes=64 << 20)
-        return plan.Budget(
-            d2h_bytes_per_s=d2h,
-            h2d_bytes_per_s=h2d,
-            host_bytes=self.executor.pool.budget_bytes,
-            device_bytes=self._device_room_bytes(),
-        )
-
-    def _host_budget_bytes(self) -> int:
-        if self.config.host_budget_gib != "auto":
-            return int(self.config.host_budget_gib * report.GIB)
-        processes = next((os.environ[name] for name in LOCAL_SIZES if os.environ.get(name, "").isdigit()), "1")
-        return int(host_available_bytes() * HOST_SHARE / int(processes))
-
-    def _device_room_bytes(self) -> int:
-        """What a plan may keep on the device: the budget less the peak of the step at the safest setting.
-
-        On the CPU "auto" keeps nothing: its memory is the host's.
-        """
-        asked = self.config.device_budget_gib
-        if self.device.kind != "cuda":
-            return 0 if asked == "auto" else int(asked * report.GIB)
-        free, _ = torch.cuda.mem_get_info()
-        ours = free + torch.cuda.memory_reserved()  # what other processes hold is theirs
-        budget = ours * DEVICE_SHARE if asked == "auto" else min(asked * report.GIB, ours)
-        return max(0, int(budget - torch.cuda.max_memory_reserved()))
-
-    def _peak_bytes(self) -> int | None:
-        """Largest allocation total of the device so far, None where the device does not count."""
-        return torch.cuda.max_memory_allocated() if self.device.kind == "cuda" else None
+    def _take_operators(self) -> Sequence[int] | np.ndarray:
+        return self.recorder.take() if self.recorder is not None else ()
 
     def _time_step(self) -> None:
         now = time.perf_counter()
         if self._last_step is not None:
-            self._step_seconds = [*self._step_seconds[-RECENT_STEPS + 1 :], now - self._last_step]
+            self._step_seconds.append(now - self._last_step)
         self._last_step = now
 
     def _swapped_fraction(self) -> float | None:
-        if self.config.tokenwise.alpha != "auto":
+        if not self._plans:
             return float(self.config.tokenwise.alpha)
         return statistics.fmean(region.rows for region in self.regions) if self.solution and self.regions else None
-
-    def _summary(self) -> str:
-        solution = self.solution
-        swapped = sum(region.swapped_bytes for region in solution.regions.values())
-        recompute_s = sum(region.recompute_s for region in solution.regions.values())
-        return (
-            f"planned: {swapped / report.GIB:.3f} GiB of outputs swapped and "
-            f"{solution.device_bytes / report.GIB:.3f} GiB kept a step, {recompute_s:.3f} s recomputed, "
-            f"{solution.host_bytes / report.GIB:.3f} GiB of host memory, bound by {solution.bound}"
-        )
-
-    def _log(self, text: str) -> None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            log.info("memplug: %s: %s", self.stage.value, text)
 
 
 def initial_regions(config: MemplugConfig, named_kinds: Sequence[tuple[str, str]]) -> list[Region]:
@@ -262,12 +228,3 @@ def initial_regions(config: MemplugConfig, named_kinds: Sequence[tuple[str, str]
     """
     alpha = config.tokenwise.alpha
     return [Region(name, kind, rows=0.0 if alpha == "auto" else float(alpha)) for name, kind in named_kinds]
-
-
-def _gather(value: Any) -> list[Any]:
-    """What every rank passed, in rank order."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

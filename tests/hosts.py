@@ -16,7 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 64
-BLOCK: dict[str, Any] = {"enabled": True, "tokenwise": {"min_offload_bytes": 1}}
+QUICK: dict[str, Any] = {"warmup_steps": 0, "policy_steps": 0}  # one step seen, one observed, the third on the plan
 DISABLED: list[dict[str, Any]] = [{}, {"enabled": False}, {"enabled": True, "tokenwise": {"enabled": False}}]
 
 
@@ -50,8 +50,8 @@ def train(model: nn.Module, seed: int = 0) -> torch.Tensor:
 
 
 def block(**tokenwise: Any) -> dict[str, Any]:
-    """An enabled "memplug" block that swaps even the smallest tensor."""
-    return {"enabled": True, "tokenwise": {"min_offload_bytes": 1, **tokenwise}}
+    """An enabled "memplug" block that swaps even the smallest tensor, and plans after two steps."""
+    return {"enabled": True, "profiler": QUICK, "tokenwise": {"min_offload_bytes": 1, **tokenwise}}
 
 
 def ds_config(stage: int = 0, memplug: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:

@@ -34,6 +34,16 @@ BLOCKS = st.fixed_dictionaries(
                 "min_offload_bytes": st.integers(min_value=0),
             },
         ),
+        "profiler": st.fixed_dictionaries(
+            {},
+            optional={
+                "enabled": st.booleans(),
+                "warmup_steps": st.integers(min_value=0),
+                "policy_steps": st.integers(min_value=0),
+                "length_tolerance": FRACTION,
+                "cosine_similarity": FRACTION,
+            },
+        ),
         "report": st.fixed_dictionaries({}, optional={"monitor": st.booleans()}),
     },
 )
@@ -57,8 +67,8 @@ def test_a_valid_block_survives_the_way_through_json_and_keeps_what_was_given(bl
     config = parse_block(block)
     assert parse_block(json.loads(json.dumps(config.model_dump()))) == config
     dumped = config.model_dump(mode="json")
-    for section, values in (("tokenwise", block.get("tokenwise", {})), ("report", block.get("report", {}))):
-        assert {**dumped[section], **values} == dumped[section]
+    for section in ("tokenwise", "profiler", "report"):
+        assert {**dumped[section], **block.get(section, {})} == dumped[section]
     flat = {key: value for key, value in block.items() if not isinstance(value, dict)}
     assert {**dumped, **flat} == dumped
 
@@ -84,6 +94,14 @@ def test_alpha_outside_0_to_1_is_refused_nan_and_infinity_too(alpha):
         ("tokenwise", None),
         ("report", []),
         ("report.monitor", 0),
+        ("profiler", 5),
+        ("profiler.enabled", "yes"),
+        *((f"profiler.{name}_steps", bad) for name in ("warmup", "policy") for bad in (-1, 0.5, True, "2", None)),
+        *(
+            (f"profiler.{name}", bad)
+            for name in ("length_tolerance", "cosine_similarity")
+            for bad in (-0.01, 1.01, True, "0.5", "auto", None, float("nan"))
+        ),
     ],
 )
 def test_a_wrong_value_is_one_problem_with_its_path_the_value_and_what_is_allowed(path, value):
@@ -100,6 +118,10 @@ def test_a_wrong_value_is_one_problem_with_its_path_the_value_and_what_is_allowe
         ("tokenwise.min_offload_bytes", 0, 0),
         ("tokenwise.min_offload_bytes", 5e8, 500_000_000),
         ("tokenwise.regions", ["model.layers.*"], ("model.layers.*",)),
+        ("profiler.warmup_steps", 2.0, 2),
+        ("profiler.policy_steps", 0, 0),
+        ("profiler.length_tolerance", 0, 0.0),
+        ("profiler.cosine_similarity", 1, 1.0),
     ],
 )
 def test_numbers_as_people_write_them_in_json_are_accepted(path, value, stored):
@@ -135,6 +157,9 @@ def test_all_problems_are_reported_at_once():
         ("report.moniter", "memplug.report.monitor"),
         ("token_wise", "memplug.tokenwise"),
         ("alpha", "memplug.tokenwise.alpha"),
+        ("profile", "memplug.profiler"),
+        ("profiler.warm_up_steps", "memplug.profiler.warmup_steps"),
+        ("policy_steps", "memplug.profiler.policy_steps"),
         ("tokenwise.host_budget", "memplug.host_budget_gib"),
     ],
 )
@@ -153,7 +178,7 @@ def test_a_whole_deepspeed_dict_in_place_of_the_block_says_so():
     assert "pass the block itself" in problems[0]
 
 
-UNBUILT = ["plan_dir", "profiler", "swap", "arena", "report.timeline", "report.snapshot_on_oom"]
+UNBUILT = ["plan_dir", "swap", "arena", "report.timeline", "report.snapshot_on_oom"]
 
 
 @pytest.mark.parametrize("path", UNBUILT)
@@ -280,8 +305,9 @@ def test_the_schema_knows_every_field_its_bounds_and_no_others():
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["properties"]["memplug"] == {"$ref": "#/$defs/MemplugConfig"}
     block, tokenwise = schema["$defs"]["MemplugConfig"], schema["$defs"]["TokenwiseConfig"]
-    assert set(MemplugConfig.model_fields) | {"plan_dir", "profiler", "swap", "arena"} == set(block["properties"])
+    assert set(MemplugConfig.model_fields) | {"plan_dir", "swap", "arena"} == set(block["properties"])
     assert block["additionalProperties"] is False and tokenwise["additionalProperties"] is False
+    assert schema["$defs"]["ProfilerConfig"]["properties"]["policy_steps"]["minimum"] == 0
     assert {"type": "number", "minimum": 0, "maximum": 1} in tokenwise["properties"]["alpha"]["anyOf"]
     assert block["properties"]["arena"]["anyOf"][0] == {"const": False}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import block
+from tests.hosts import QUICK, block
 from tests.launching import ROOT, kill_tree, launch, started, wait_until
 
 pytestmark = pytest.mark.distributed
@@ -50,7 +50,13 @@ def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Lo
 
 
 def recipe(stage: int, log: Path) -> list[Any]:
-    return [TRAIN, "--steps", STEPS, "--seq-len", "64", "--zero-stage", stage, "--loss-log", log]
+    """The recipe with a plan after two steps."""
+    config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
+    config["memplug"]["profiler"] = QUICK
+    quick = log.with_name("ds_quick.json")
+    quick.write_text(json.dumps(config))
+    where = ["--deepspeed_config", quick, "--zero-stage", stage, "--loss-log", log]
+    return [TRAIN, "--steps", STEPS, "--seq-len", "64", *where]
 
 
 @pytest.mark.parametrize("alpha", ["1", "auto"])
@@ -97,6 +103,58 @@ def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition
         assert refused == [rank == 1] * 2
         assert results["auto"]["report"]["stage"] == "stable"
         assert results["auto"]["report"]["predicted_host_bytes"] <= 1e-6 * 2**30, "the smallest budget counts for all"
+
+
+ADAPTING = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
+
+
+def adapt(folder: Path, **cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs cases on two ranks, each under ZeRO 1 and 3, with memplug and without; all losses agree, and so do the
+    ranks' stages and programs. Returns what the first rank knows of the cases with memplug.
+    """
+    every = {
+        f"{name} {stage} {way}": {"stage": stage, "memplug": ADAPTING if way == "on" else None, **case}
+        for name, case in cases.items()
+        for stage in (1, 3)
+        for way in ("off", "on")
+    }
+    launch(["tests.training_worker", folder, json.dumps(every)], module=True, time_limit_s=150)
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for name in every:
+        if name.endswith(" on"):
+            for results in ranks:
+                expected = results[name.replace(" on", " off")]["losses"]
+                assert results[name]["losses"] == pytest.approx(expected, rel=1e-4), name
+            assert ranks[0][name]["stages"] == ranks[1][name]["stages"], name
+            assert ranks[0][name]["history"] == ranks[1][name]["history"], name
+            tries = 2 if "by alpha" in every[name].get("ways", []) else 0
+            assert ranks[0][name]["stages"][: 3 + tries].count("gen-policy") == 1 + tries, name
+    return [ranks[0][name] for name in every if name.endswith(" on")]
+
+
+def test_a_change_that_one_rank_alone_sees_moves_all_ranks_at_the_same_step(tmp_path: Path) -> None:
+    """Rank 1 gets longer sequences for a while, or runs something else beside them; rank 0 goes on as before."""
+    steady, short, long = [12] * 20, [12] * 8, [20] * 7
+    found = adapt(
+        tmp_path,
+        lengths={"lengths": [steady, short + long + [12] * 5], "ways": ["by alpha"]},
+        operators={"lengths": [steady, steady], "operators": [[1] * 20, [1] * 8 + [2] * 7 + [1] * 5]},
+    )
+    for result in found:
+        changed = [(step, stage, program) for step, stage, program in result["history"] if step > 8]
+        assert changed[:2] == [(10, "warm-up", 1), (11, "gen-policy", 1)]
+        assert changed[-1] == (17, "stable", 0), "seen in step 16, read a step later"
+        assert result["stages"][8] == "stable" and result["stages"][-4:] == ["stable"] * 4
+        assert result["report"]["replans"] == 2 and result["report"]["programs"] == 2
+
+
+def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(tmp_path: Path) -> None:
+    """A validation by rank 1."""
+    operators = [1] * 8 + [2] + [1] * 4 + [2] + [1] * 4
+    case = {"lengths": [[12] * 18] * 2, "operators": [[1] * 18, operators]}
+    for result in adapt(tmp_path, default=case, own={**case, "ways": ["own group", "by alpha"]}):
+        assert set(result["stages"][8:]) == {"stable"}
+        assert result["report"]["replans"] == 1 and result["report"]["program"] == 0
 
 
 def test_a_run_with_memplug_that_is_killed_resumes_with_the_losses_it_would_have_had(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import memplug
 from tests.blocks import assert_clean, assert_same, gradients, tokenwise, twin
+from tests.hosts import QUICK
 
 transformers = pytest.importorskip("transformers")
 
@@ -101,7 +102,7 @@ def test_gradients_are_those_without_memplug_before_and_after_a_plan_is_made(
 ) -> None:
     model = Causal(kind, dtype, attention="eager" if kind == "gemma2" else "sdpa")
     reference = twin(model)
-    block = {"enabled": True, "tokenwise": {"alpha": "auto", "min_offload_bytes": 64}}
+    block = {"enabled": True, "profiler": QUICK, "tokenwise": {"alpha": "auto", "min_offload_bytes": 64}}
     with memplug.attach(model, block) as session:
         for step in range(4):
             tokens = torch.randint(3, 64, (batch, 10), generator=torch.Generator().manual_seed(step))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,11 @@ class Observed:
 
     def _through(self, region: Region, call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: self.executor.run(region, call, args, {})
+
+    def put(self, solution: plan.TokenwisePlan) -> planning.Policy:
+        policy = planning.policy_of(solution, self.groups, self.observer)
+        planning.put(policy, self.regions)
+        return policy
 
     def describe(self) -> list[plan.Region]:
         return planning.describe(self.groups, self.observer, self.executor, Device().seconds_between)
@@ -154,7 +160,7 @@ def test_regions_get_their_group_in_the_order_of_the_forward() -> None:
     (region,) = observed.describe()
     rows = [i for i, operator in enumerate(region.operators) if operator.capture == "rows"]
     groups = [group(3, {rows[0]: 0.5}), group(1, {}, keep=(rows[1],))]
-    planning.apply(solution_for(region, groups), observed.groups, observed.observer)
+    observed.put(solution_for(region, groups))
     tape = observed.observer.tapes["layers.0"]
     first, second = tape.records[rows[0]].func, tape.records[rows[1]].func
     for member in observed.regions[:3]:
@@ -169,7 +175,7 @@ def test_forwards_in_flight_share_the_groups_by_layer() -> None:
     observed = Observed(Stack(4), forwards=2)
     (region,) = observed.describe()
     rows = [i for i, operator in enumerate(region.operators) if operator.capture == "rows"]
-    planning.apply(solution_for(region, [group(4, {rows[0]: 1.0}), group(4, {})]), observed.groups, observed.observer)
+    observed.put(solution_for(region, [group(4, {rows[0]: 1.0}), group(4, {})]))
     assert [bool(member.plan) for member in observed.regions] == [True, True, False, False]
 
 
@@ -178,7 +184,7 @@ def test_another_program_than_the_planned_one_gets_the_plans_share_of_rows() -> 
     (region,) = observed.describe()
     sizes = {i: o.output_bytes for i, o in enumerate(region.operators) if o.capture == "rows"}
     chosen = max(sizes, key=sizes.__getitem__)
-    planning.apply(solution_for(region, [group(2, {chosen: 0.5})]), observed.groups, observed.observer)
+    observed.put(solution_for(region, [group(2, {chosen: 0.5})]))
     share = 0.5 * sizes[chosen] / sum(sizes.values())
     member = observed.regions[0]
     assert member.rows == pytest.approx(share)
@@ -189,11 +195,34 @@ def test_another_program_than_the_planned_one_gets_the_plans_share_of_rows() -> 
     assert member.decide(other, addmm) == (member.rows, False)
 
 
-def test_regions_of_another_key_are_left_alone() -> None:
+def test_regions_of_another_key_stay_at_the_safest_setting() -> None:
     observed = Observed(Stack(2))
     (region,) = observed.describe()
-    planning.apply(solution_for(region, [group(2, {})]), {"other": observed.regions}, observed.observer)
-    assert all(member.plan is None for member in observed.regions)
+    observed.groups = {"other": observed.regions}
+    observed.put(solution_for(region, [group(2, {})]))
+    assert all(member.plan is None and member.rows == 0.0 for member in observed.regions)
+
+
+def test_a_policy_can_be_taken_back_and_put_again() -> None:
+    observed = Observed(Stack(3))
+    (region,) = observed.describe()
+    rows = next(i for i, operator in enumerate(region.operators) if operator.capture == "rows")
+    policy = observed.put(solution_for(region, [group(1, {rows: 0.5}), group(2, {}, keep=(rows,))]))
+    run_by = [(member.key, dict(member.plan), member.rows) for member in observed.regions]
+    for member in observed.regions:
+        member.unneeded = {rows: "learnt under this policy"}
+    planning.put(None, observed.regions)
+    assert [(m.key, m.plan, m.rows, m.unneeded) for m in observed.regions] == [("Block", None, 0.0, {})] * 3
+    planning.put(policy, observed.regions)
+    assert [(member.key, dict(member.plan), member.rows) for member in observed.regions] == run_by
+
+
+def test_a_policy_predicts_the_peak_from_the_observed_one() -> None:
+    observed = Observed(Stack(2))
+    (region,) = observed.describe()
+    solution = replace(solution_for(region, [group(2, {})]), device_bytes=30)
+    assert planning.policy_of(solution, observed.groups, observed.observer, 100).peak_bytes == 130
+    assert planning.policy_of(solution, observed.groups, observed.observer, None).peak_bytes is None
 
 
 # -- agreeing ----------------------------------------------------------------------------------------------------------
@@ -202,9 +231,10 @@ def test_regions_of_another_key_are_left_alone() -> None:
 class Ranks:
     """Runs `planning.agree` for several ranks at once, with a gather that waits for all, as a collective does."""
 
-    def __init__(self, owns: list[tuple[list[plan.Region], plan.Budget]]):
+    def __init__(self, owns: list[tuple[list[plan.Region], plan.Budget]], most: int = 1):
         self.calls = [0] * len(owns)
-        self.plans: list[plan.TokenwisePlan | None | BaseException] = [RuntimeError("never ended")] * len(owns)
+        self.most = most
+        self.plans: list[list[plan.TokenwisePlan] | BaseException] = [RuntimeError("never ended")] * len(owns)
         self._barrier = threading.Barrier(len(owns), timeout=20)
         self._slots: list[Any] = [None] * len(owns)
         threads = [threading.Thread(target=self._run, args=(rank, own)) for rank, own in enumerate(owns)]
@@ -223,7 +253,7 @@ class Ranks:
             return values
 
         try:
-            self.plans[rank] = planning.agree(own, gather)
+            self.plans[rank] = planning.agree(own, gather, self.most)
         except BaseException as error:
             self.plans[rank] = error
             self._barrier.abort()
@@ -247,14 +277,14 @@ def test_equal_ranks_with_other_budgets_take_the_plan_of_the_smallest_of_each() 
     budgets = [budget(host=3000), budget(host=9000, d2h=5.0), budget(host=9000, h2d=50.0), budget(host=2000, device=7)]
     ranks = Ranks([([layer()], one) for one in budgets])
     expected = plan.solve([layer()], budget(host=2000, device=0, d2h=5.0, h2d=50.0))
-    assert ranks.plans == [expected] * 4
+    assert ranks.plans == [[expected]] * 4
     assert expected != plan.solve([layer()], budgets[0])
 
 
 def test_the_times_of_the_lowest_rank_count_for_all() -> None:
     ranks = Ranks([([layer(time_s=1.0)], budget(d2h=50.0)), ([layer(time_s=40.0)], budget(d2h=50.0))])
-    assert ranks.plans[0] == ranks.plans[1] == plan.solve([layer(time_s=1.0)], budget(d2h=50.0))
-    assert ranks.plans[1] != plan.solve([layer(time_s=40.0)], budget(d2h=50.0))
+    assert ranks.plans[0] == ranks.plans[1] == [plan.solve([layer(time_s=1.0)], budget(d2h=50.0))]
+    assert ranks.plans[1] != [plan.solve([layer(time_s=40.0)], budget(d2h=50.0))]
 
 
 def test_ranks_with_other_regions_plan_for_themselves_with_as_many_collectives() -> None:
@@ -262,18 +292,51 @@ def test_ranks_with_other_regions_plan_for_themselves_with_as_many_collectives()
     first, second = [layer("Block:a")], [layer("Block:b", instances=2), layer("Block:c")]
     budgets = [budget(host=2500), budget(host=700), budget(host=9000), budget(host=8000)]
     ranks = Ranks(list(zip([first, second, first, second], budgets, strict=True)))
-    assert ranks.plans[0] == ranks.plans[2] == plan.solve(first, budget(host=2500))
-    assert ranks.plans[1] == ranks.plans[3] == plan.solve(second, budget(host=700))
+    assert ranks.plans[0] == ranks.plans[2] == [plan.solve(first, budget(host=2500))]
+    assert ranks.plans[1] == ranks.plans[3] == [plan.solve(second, budget(host=700))]
     assert len(set(ranks.calls)) == 1
 
 
 def test_where_one_rank_has_nothing_to_plan_yet_none_plans() -> None:
     ranks = Ranks([([layer()], budget()), ([], budget()), ([layer()], budget())])
-    assert ranks.plans == [None] * 3
+    assert ranks.plans == [[]] * 3
     assert len(set(ranks.calls)) == 1
 
 
 def test_one_process_alone_solves_with_its_own_budget() -> None:
-    assert planning.agree(([layer()], budget(host=2500)), lambda value: [value]) == plan.solve(
-        [layer()], budget(host=2500)
-    )
+    plans = planning.agree(([layer()], budget(host=2500)), lambda value: [value])
+    assert plans == [plan.solve([layer()], budget(host=2500))]
+
+
+# -- plans to choose from ----------------------------------------------------------------------------------------------
+
+BY_LINK = budget(d2h=50.0, h2d=50.0)  # the link takes 8 s for all inputs, and 80 s for all that could be swapped
+NOT_BY_LINK = budget(host=2500)
+
+
+def swapped(one: plan.TokenwisePlan) -> int:
+    return sum(region.swapped_bytes for region in one.regions.values())
+
+
+def test_plans_around_the_optimum_swap_less_and_more_and_cost_what_the_measured_link_gives() -> None:
+    optimum, less, more, least, most = planning.agree(([layer()], BY_LINK), lambda value: [value], 5)
+    assert optimum == plan.solve([layer()], BY_LINK)
+    assert swapped(least) < swapped(less) < swapped(optimum) < swapped(more) < swapped(most)
+    assert min(one.step_s for one in (less, more, least, most)) >= optimum.step_s
+
+
+def test_a_plan_that_does_the_same_as_an_earlier_one_is_left_out() -> None:
+    assert len(planning.agree(([layer()], NOT_BY_LINK), lambda value: [value], 5)) == 1
+
+
+def test_no_more_plans_than_there_are_link_rates_to_try() -> None:
+    plans = planning.agree(([layer()], BY_LINK), lambda value: [value], 1000)
+    assert 5 < len(plans) <= len(planning.LINK_FACTORS)
+
+
+def test_ranks_with_other_regions_try_as_many_plans_though_some_of_them_are_the_same() -> None:
+    """The first rank's plan is one whatever the link gives; the second rank has several, and the first goes along."""
+    ranks = Ranks([([layer("Block:a")], NOT_BY_LINK), ([layer("Block:b")], BY_LINK)], most=3)
+    assert [len(plans) for plans in ranks.plans] == [3, 3]
+    assert len({swapped(one) for one in ranks.plans[0]}) == 1
+    assert len({swapped(one) for one in ranks.plans[1]}) == 3

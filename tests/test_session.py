@@ -12,10 +12,10 @@ from torch import nn
 import memplug
 from memplug.session import Stage
 from tests.blocks import LAYERS, Block, Stack, assert_same, gradients, train_stacks, twin
-from tests.hosts import block, ds_config, make_engine, tiny_llama, tokens, train, train_engine
+from tests.hosts import QUICK, block, ds_config, make_engine, tiny_llama, tokens, train, train_engine
 
 
-def test_auto_plans_after_two_steps_with_one_line_a_stage(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_plans_with_one_line_a_stage(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "memplug")
     model = tiny_llama()
     session = memplug.attach(model, block())
@@ -25,9 +25,9 @@ def test_auto_plans_after_two_steps_with_one_line_a_stage(caplog: pytest.LogCapt
         session.step()
         stages.append(session.stage)
     session.detach()
-    assert stages == [Stage.WARM_UP, Stage.OBSERVE, Stage.STABLE, Stage.STABLE, Stage.STABLE]
+    assert stages == [Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE, Stage.STABLE, Stage.STABLE]
     lines = [record.getMessage() for record in caplog.records if record.name == "memplug"]
-    assert [line.split(":")[1].strip() for line in lines] == ["warm-up", "observe", "stable", "detached"]
+    assert [line.split(":")[1].strip() for line in lines] == ["warm-up", "gen-policy", "stable", "detached"]
     assert "3 regions" in lines[0] and "planned" in lines[2]
 
 
@@ -35,8 +35,8 @@ def test_other_ranks_than_the_first_log_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "memplug")
-    monkeypatch.setattr("memplug.session.dist.is_initialized", lambda: True)
-    monkeypatch.setattr("memplug.session.dist.get_rank", lambda: 1)
+    monkeypatch.setattr("memplug.ranks.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("memplug.ranks.dist.get_rank", lambda: 1)
     memplug.attach(tiny_llama(), block()).detach()
     assert not caplog.records
 
@@ -61,11 +61,14 @@ def test_a_step_without_forwards_postpones_the_plan() -> None:
     with memplug.attach(model, block(regions=LAYERS)) as session:
         for _ in range(4):
             session.step()
-        assert session.stage is Stage.OBSERVE
-        train_stacks(model, reference, 0)
-        session.step()
-        assert session.stage is Stage.STABLE
-        train_stacks(model, reference, 1, exact=False)
+        assert session.stage is Stage.GEN_POLICY and session.report()["replans"] == 0
+        stages = []
+        for seed in range(3):
+            train_stacks(model, reference, seed)
+            session.step()
+            stages.append(session.stage)
+        assert stages == [Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE], "forwards are another program than none"
+        train_stacks(model, reference, 3, exact=False)
 
 
 class Drops(Stack):
@@ -83,7 +86,8 @@ class Drops(Stack):
 def test_a_region_that_did_not_run_in_the_observed_step_stays_at_the_safe_setting() -> None:
     model = Drops()
     reference = twin(model)
-    with memplug.attach(model, block(regions=LAYERS)) as session:
+    tolerant = {**block(regions=LAYERS), "profiler": {**QUICK, "length_tolerance": 1}}  # a layer less is no change
+    with memplug.attach(model, tolerant) as session:
         train_stacks(model, reference, 0)
         session.step()
         model.dropped = reference.dropped = frozenset({1})
@@ -148,7 +152,7 @@ def test_processes_of_a_machine_share_its_memory(
     """torchrun sets the one variable, DeepSpeed's launcher the other."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
-    monkeypatch.setattr("memplug.session.host_available_bytes", lambda: 80 << 30)
+    monkeypatch.setattr("memplug.budgets.host_available_bytes", lambda: 80 << 30)
     if variable:
         monkeypatch.setenv(variable, str(processes))
     with memplug.attach(tiny_llama(), block()) as session:
@@ -162,7 +166,7 @@ def test_gradient_accumulation_counts_optimizer_steps(cpu_engine: None) -> None:
     engine = make_engine({**config, "memplug": block()})
     session = memplug.attach(engine)
     losses = train_engine(engine, 1)
-    assert (session.steps, session.stage) == (1, Stage.OBSERVE)
+    assert (session.steps, session.stage) == (1, Stage.GEN_POLICY)
     losses += train_engine(engine, 3, first=3)
     assert (session.steps, session.stage) == (4, Stage.STABLE)
     assert losses == pytest.approx(expected, rel=1e-5)

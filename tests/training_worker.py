@@ -1,25 +1,50 @@
 """Trains a tiny Llama with DeepSpeed on this rank, once for every case, and writes what came of it to a file per rank.
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.training_worker FOLDER CASES`. `CASES` is a JSON object:
-name -> {"stage": ..., "memplug": the block or null, "host_budget_gib": one number a rank or absent}. `FOLDER/RANK.json`
-gets name -> {"losses", "gathered": parameters that are whole after training, "report"}.
+name -> {"stage": of ZeRO, "memplug": the block or null}, and where wanted a list with one entry a rank of:
+
+* "host_budget_gib": a number;
+* "lengths": the length of the sequence in each step; 12 in 5 steps where absent;
+* "operators": a number for each step: which operators a recorder is to have seen in it.
+
+"ways" may name "by alpha", where plans to try are to be different for certain, and "own group", where the ranks'
+default group is to look as if it could not reduce on the CPU.
+
+`FOLDER/RANK.json` gets name -> {"losses", "gathered": parameters that are whole after training, "report", "history",
+"stages": after each step}; the last three of memplug.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 STEPS = 5
 
 
 def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Runs a case in the ways that it names."""
+    from tests.stepping import solve_by_alpha
+
+    ways = {
+        "by alpha": mock.patch("memplug.planning._solve_around", solve_by_alpha),
+        "own group": mock.patch("memplug.ranks._uses_gloo", lambda group: False),
+    }
+    with contextlib.ExitStack() as stack:
+        for way in case.get("ways", []):
+            stack.enter_context(ways[way])
+        return run_engine(case, rank)
+
+
+def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
     """Trains with the case's stage and block; attaches as `memplug.install` does."""
     import memplug
-    from tests.hosts import ds_config, make_engine, train_engine
+    from tests.hosts import ds_config, make_engine
 
     block = case["memplug"]
     if "host_budget_gib" in case:
@@ -27,12 +52,39 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
     memplug.install()
     engine = make_engine(ds_config(case["stage"], block))
     memplug.uninstall()
-    losses = train_engine(engine, STEPS, first=rank * 1000)
+    session = memplug.attach(engine)
+    lengths = case["lengths"][rank] if "lengths" in case else [12] * STEPS
+    operators = case["operators"][rank] if "operators" in case else None
+    losses, stages = train(engine, session, lengths, operators, rank)
     return {
         "losses": losses,
         "gathered": [name for name, parameter in engine.module.named_parameters() if parameter.numel()],
-        "report": memplug.attach(engine).report(),
+        "report": session.report(),
+        "history": [(step, stage.value, index) for step, stage, index, _ in getattr(session, "history", [])],
+        "stages": stages,
     }
+
+
+def train(
+    engine: Any, session: Any, lengths: list[int], operators: list[int] | None, rank: int
+) -> tuple[list[float], list[str]]:
+    """Returns the loss of each step, and the stage after it."""
+    from tests.hosts import tokens
+    from tests.stepping import Played
+
+    recorder = Played()
+    if operators is not None and getattr(session, "wants_recorder", False):
+        session.watch(recorder)
+    losses, stages = [], []
+    for step, length in enumerate(lengths):
+        x = tokens(rank * 1000 + step, length=length)
+        loss = engine(input_ids=x, labels=x).loss
+        engine.backward(loss)
+        recorder.ran += [] if operators is None else [operators[step]] * 100
+        engine.step()
+        losses.append(loss.item())
+        stages.append(session.stage.value)
+    return losses, stages
 
 
 def main() -> None:

@@ -90,7 +90,8 @@ class Frame:
             out = self.call(*args, **kwargs)
         if self.timed:
             self.tape.span = (begin, self.executor.device.stamp())
-        self._close()
+        with self.executor.own:
+            self._close()
         return out
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ class Frame:
         """Autograd's pack hook during forward."""
         index = len(self.holders)
         self.holders.append(None)
-        with self.executor.paused():
+        with self.executor.own, self.executor.paused():
             if not is_plain(type(tensor)) or isinstance(tensor, torch.nn.Parameter) and not self.executor.regathers:
                 return Held(tensor)
             number = self.tape.number(tensor)

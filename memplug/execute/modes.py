@@ -35,7 +35,11 @@ class ForwardMode(TorchDispatchMode):
         return False  # the wrapper that keeps compilation out of the mode costs 5 % of a small region's forward
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame, kwargs = self.frame, kwargs or {}
+        with self.frame.executor.own:  # whoever watches has seen the operator before it came here
+            return self._run(func, types, args, kwargs or {})
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        frame = self.frame
         if frame.executor.pauses:
             return func(*args, **kwargs)
         if _foreign(types):

@@ -134,6 +134,11 @@ def unpack(packed: Any) -> torch.Tensor:
     """Autograd's unpack hook: what `Frame.pack` returned, as a tensor again."""
     if isinstance(packed, Held):
         return packed.get()
+    with packed.frame.executor.own:
+        return _restore(packed)
+
+
+def _restore(packed: View | Holder) -> torch.Tensor:
     frame = packed.frame
     if frame.timed and frame.tape.backward_begin is None:
         frame.tape.backward_begin = frame.executor.device.stamp()

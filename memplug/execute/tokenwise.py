@@ -127,6 +127,8 @@ class Executor:
         # around a region's forward and recompute: (phase, region) -> context manager
         self.guard: Callable[[str, Region], Any] = lambda phase, region: contextlib.nullcontext()
         self.on_frame: Callable[[Frame], None] | None = None  # the profile listens here
+        # `with executor.own:` around operators that are no part of the program, for whoever watches it
+        self.own: Any = contextlib.nullcontext()
         self._resident: collections.deque[weakref.ref[Frame]] = collections.deque()
         self._warned = False
 
@@ -135,8 +137,9 @@ class Executor:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         with self.guard("forward", region):
-            self._make_room()
-            frame = Frame(self, region, call, args, kwargs)
+            with self.own:
+                self._make_room()
+                frame = Frame(self, region, call, args, kwargs)
             self.newest = weakref.ref(frame)
             self._resident.append(self.newest)
             out = frame.forward(args, kwargs)

@@ -150,8 +150,9 @@ def _deepspeed(run: Run, case: Case, alpha: str) -> None:
 
 def _memplug(run: Run, case: Case, alpha: str) -> None:
     tokenwise = {"alpha": float(alpha) if alpha else "auto", "min_offload_bytes": case.min_offload_bytes}
-    run.session = memplug.attach(run.stack, {"enabled": True, "tokenwise": tokenwise})
-    run.warm_up = 4  # two of them are observed
+    profiler = {"warmup_steps": 0, "policy_steps": 5}
+    run.session = memplug.attach(run.stack, {"enabled": True, "profiler": profiler, "tokenwise": tokenwise})
+    run.warm_up = 8  # one is compared, one observed, up to five try plans
 
 
 _PREPARE: dict[str, Callable[[Run, Case, str], None]] = {

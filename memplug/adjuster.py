@@ -1,0 +1,241 @@
+"""Moves a session along its stages, by what every step ran on all ranks (Chameleon, section 4: stage adjusting).
+
+warm-up ──the same program, often enough──► gen-policy ──the best of some plans──► stable
+   ▲                                            │                                    │
+   └──────────── another program; one that has a policy already: straight to stable ─┘
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from memplug import planning, report
+from memplug.config import MemplugConfig
+from memplug.execute.tokenwise import Executor, Region
+from memplug.profile.similarity import Program, difference
+from memplug.programs import MOST_PROGRAMS, Programs, Remembered
+from memplug.ranks import Ranks
+from memplug.search import Search
+from memplug.stages import Event, Stage, after
+
+log = logging.getLogger("memplug")
+
+RESTLESS_CHANGES = 20  # in a row, after which no program seems to last long enough to be planned for
+LONGEST_HISTORY = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Ballot:
+    """A step that all ranks vote on, while the next one may run already."""
+
+    program: Program
+    agreed: Callable[[], int]
+
+
+class Adjuster:
+    """See the module's text. Only a session whose alpha is to be planned tells it of steps.
+
+    Args:
+        config: the block.
+        regions: all of the session's, at the safest setting.
+        executor: which runs them.
+        stage: to begin with.
+        step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
+
+    Attributes:
+        policy: that the regions run by; None at the safest setting, and while plans are tried.
+        history: (step, stage, index of the program, why) of each change, the latest at the end.
+        replans: how often a plan was made.
+    """
+
+    def __init__(
+        self,
+        config: MemplugConfig,
+        regions: Sequence[Region],
+        executor: Executor,
+        stage: Stage,
+        step_peak: Callable[[], int | None],
+    ):
+        self.config, self.regions, self.executor, self.stage = config, regions, executor, stage
+        self.observer = planning.Observer()
+        self.programs = Programs(config.profiler.length_tolerance, config.profiler.cosine_similarity)
+        self.policy: planning.Policy | None = None
+        self.history: collections.deque[tuple[int, Stage, int, str]] = collections.deque(maxlen=LONGEST_HISTORY)
+        self.replans = 0
+        self._step_peak = step_peak
+        self._ranks = Ranks()
+        self._search: Search | None = None
+        self._ballot: _Ballot | None = None
+        self._passing: tuple[Remembered, planning.Policy] | None = None
+        self._step = 0
+        self._similar_steps = 0  # Algorithm 1's StableStep
+        self._changes = 0  # since the last stable stage
+        self._warned = False
+
+    def end_step(self, step: int, program: Program) -> None:
+        """Step number `step`, from 1, is over on every rank; this is what it ran on this one.
+
+        In stable the vote on a step is read a step later, so that training never waits for it (with one process there
+        is nothing to wait for, and it is read as late). Where it tells of another program, the latest step is voted on
+        at once: a program that came and went in a single step is gone before anything was changed for it.
+        """
+        self._step = step
+        if self.stage is Stage.STABLE:
+            earlier, self._ballot = self._ballot, None
+            if earlier is None or self._follow(earlier) is Event.STEADY:
+                self._ballot = self._call(program)
+                return
+        self._follow(self._call(program))
+
+    def begin_step(self) -> None:
+        """All that is done between two steps is done."""
+        if self._search is not None:
+            self._search.begin_step()
+
+    def close(self) -> None:
+        """The session is detached."""
+        self.stage = Stage.DETACHED
+        if self._search is not None:
+            self._search.stop()
+        self._search = self._ballot = None
+
+    def tell(self, text: str, level: int = logging.INFO) -> None:
+        """One line, on rank 0."""
+        if self._ranks.first:
+            log.log(level, "memplug: %s: %s", self.stage.value, text)
+
+    # -- along the table -----------------------------------------------------------------------------------------------
+
+    def _call(self, program: Program) -> _Ballot:
+        return _Ballot(program, self._ranks.vote(self.programs.vote(program)))
+
+    def _follow(self, ballot: _Ballot) -> Event:
+        """Take one step's program, as agreed by all ranks, along the table."""
+        seen = self.programs.agreed(ballot.agreed())
+        if seen is None:
+            seen = self.programs.remember(ballot.program)
+        event = self._judge(seen)
+        before, self.stage = self.stage, after(self.stage, event)
+        passing, self._passing = self._passing, None
+        if event is Event.KNOWN:
+            self._resume(seen, before, passing)
+        elif event is Event.CHANGED:
+            self._start_over(seen, ballot.program, before)
+        elif before is Stage.WARM_UP:
+            self.programs.renew(ballot.program)
+            if event is Event.SETTLED:
+                self._start_search()
+        elif event is Event.SETTLED:
+            self._adopt()
+        return event
+
+    def _judge(self, seen: Remembered) -> Event:
+        current = self.programs.current
+        if current is None:
+            self.programs.enter(seen)
+        elif seen is not current:
+            return Event.KNOWN if seen.policy else Event.CHANGED
+        self._similar_steps += 1
+        if self.stage is Stage.GEN_POLICY:
+            return Event.SETTLED if self._search.end_step() else Event.STEADY
+        profiler = self.config.profiler
+        if self.stage is Stage.STABLE:  # a borrowed plan is for what is gone before one of its own could be made
+            stays = self._similar_steps > profiler.warmup_steps + profiler.policy_steps
+            return Event.CHANGED if seen.borrowed and stays else Event.STEADY
+        return Event.SETTLED if self._similar_steps > profiler.warmup_steps else Event.STEADY
+
+    def _start_search(self) -> None:
+        """To gen-policy: the next step is observed."""
+        current, tries = self.programs.current, self.config.profiler.policy_steps
+        self._search = Search(
+            self.regions, self.executor, self.observer, self.config, self._ranks.gather, self._step_peak
+        )
+        seen = f"{_named(current)} ran {self._similar_steps} times"
+        then = f", then up to {tries} plans are tried" if tries else ""
+        self._note(Stage.WARM_UP, f"{seen}: one step with device times around every operator{then}")
+        self._similar_steps = 0
+
+    def _adopt(self) -> None:
+        """To stable, on the best plan that was found."""
+        search, current = self._search, self.programs.current
+        current.policy, current.borrowed = search.policy, False
+        self.replans += 1
+        self._run(current, search.policy)
+        if not search.fits and self._ranks.first:
+            log.warning(
+                "memplug: every plan that was tried took more memory than it should have, and the one that keeps the "
+                'least on the device is used: set "device_budget_gib" or "host_budget_gib" to what there is'
+            )
+        self._note(Stage.GEN_POLICY, "; ".join(filter(None, [report.planned(search.policy.solution), search.outcome])))
+
+    def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, planning.Policy] | None) -> None:
+        """To stable, on the plan that the program has already."""
+        if passing is not None:
+            passed, policy = passing  # it came and went under this plan, and did no harm
+            passed.policy, passed.borrowed = policy, True
+        self._run(known, known.policy)
+        plan = "the plan that it came and went under" if known.borrowed else "its plan"
+        self._note(before, f"{_named(known)} again, under {plan}")
+
+    def _start_over(self, seen: Remembered, program: Program, before: Stage) -> None:
+        """To warm-up, at the safest setting: another program, or one that stays under a plan made for another."""
+        change = self._change(seen, program)
+        if before is Stage.STABLE:
+            self._passing = seen, self.policy
+        seen.policy, seen.borrowed = None, False
+        self._changes += 1
+        self._run(seen, None)
+        self.programs.renew(program)
+        self._note(before, f"{_named(seen)} has no plan of its own: {change}")
+        if self._changes == RESTLESS_CHANGES or self.programs.made > MOST_PROGRAMS:
+            self._warn_restless(change)
+
+    def _change(self, seen: Remembered, program: Program) -> str:
+        current = self.programs.current
+        if seen is current:
+            return "it stays"
+        if self.programs.vote(program) >> current.index & 1:
+            return "another rank's step differs from those before"
+        return difference(program, current.baseline)
+
+    def _run(self, program: Remembered, policy: planning.Policy | None) -> None:
+        """Make a program the current one, and run the regions by its policy."""
+        if self._search is not None:
+            self._search.stop()
+            self._search = None
+        if policy is None or policy is not self.policy:
+            planning.put(policy, self.regions)
+        self.policy = policy
+        self.programs.enter(program)
+        self._similar_steps = 0
+        self._changes = 0 if policy is not None else self._changes
+
+    # -- what it says --------------------------------------------------------------------------------------------------
+
+    def _note(self, before: Stage, reason: str) -> None:
+        """Keep a change, and say it: what a program does for the first time is news, unless there are ever more."""
+        current, passage = self.programs.current, (before, self.stage)
+        self.history.append((self._step, self.stage, current.index, reason))
+        flickers = before is self.stage is Stage.WARM_UP or self.programs.made > MOST_PROGRAMS
+        news = passage not in current.told and not flickers
+        current.told.add(passage)
+        self.tell(f"step {self._step}: {reason}", logging.INFO if news else logging.DEBUG)
+
+    def _warn_restless(self, change: str) -> None:
+        if self._warned or not self._ranks.first:
+            return
+        self._warned = True
+        log.warning(
+            "memplug: steps change too often to be planned for, the last time to %s. Until one repeats, layers are "
+            'recomputed: raise "profiler": {"length_tolerance"}, pad to fewer lengths, or give "tokenwise": {"alpha"} '
+            "a number",
+            change,
+        )
+
+
+def _named(program: Remembered) -> str:
+    operators = len(program.baseline.operators)
+    return f"program {program.index}" + (f" ({operators:,} operators)" if operators else "")

@@ -1,0 +1,68 @@
+"""What a plan may use: host memory, device memory, and the rates of the link between them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from memplug.config import MemplugConfig
+from memplug.execute.device import Device
+from memplug.plan import tokenwise as plan
+from memplug.profile.hardware import host_available_bytes, measure_links
+
+GIB = 2**30
+HOST_SHARE = 0.8  # of the memory that is available now, shared by the processes of this machine
+DEVICE_SHARE = 0.92  # of the device's memory, that a plan may fill
+LINK_PROBE_BYTES = 64 << 20
+# processes of this machine, as torchrun, DeepSpeed's launcher, Open MPI, MVAPICH and Slurm tell them
+LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+)
+
+
+def host_budget_bytes(config: MemplugConfig) -> int:
+    """Bound of the pinned pool."""
+    if config.host_budget_gib != "auto":
+        return int(config.host_budget_gib * GIB)
+    processes = next((os.environ[name] for name in LOCAL_SIZES if os.environ.get(name, "").isdigit()), "1")
+    return int(host_available_bytes() * HOST_SHARE / int(processes))
+
+
+def budget(config: MemplugConfig, device: Device, host_bytes: int, observed_peak_bytes: int | None) -> plan.Budget:
+    """What the planner may use; measures the link.
+
+    Args:
+        host_bytes: of the pool.
+        observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown.
+    """
+    d2h, h2d = measure_links(torch.device(device.kind), LINK_PROBE_BYTES)
+    room_bytes = device_room_bytes(config, device, observed_peak_bytes)
+    return plan.Budget(d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d, host_bytes=host_bytes, device_bytes=room_bytes)
+
+
+def device_room_bytes(config: MemplugConfig, device: Device, observed_peak_bytes: int | None) -> int:
+    """What a plan may keep on the device: the budget less what the step at the safest setting needs.
+
+    Where the peak of that very step is unknown, that of the whole run counts, which an earlier plan's kept outputs are
+    part of: a second plan then keeps less than it could. On the CPU "auto" keeps nothing: its memory is the host's.
+    """
+    asked = config.device_budget_gib
+    if device.kind != "cuda":
+        return 0 if asked == "auto" else int(asked * GIB)
+    free_bytes, _ = torch.cuda.mem_get_info()
+    ours_bytes = free_bytes + torch.cuda.memory_reserved()  # what other processes hold is theirs
+    budget_bytes = ours_bytes * DEVICE_SHARE if asked == "auto" else min(asked * GIB, ours_bytes)
+    reserved_bytes = torch.cuda.max_memory_reserved()
+    if observed_peak_bytes is not None:  # with the allocator's share of it that no tensor has
+        reserved_bytes *= observed_peak_bytes / max(torch.cuda.max_memory_allocated(), 1)
+    return max(0, int(budget_bytes - reserved_bytes))
+
+
+def peak_bytes(device: Device) -> int | None:
+    """Largest allocation total of the device so far, None where the device does not count."""
+    return torch.cuda.max_memory_allocated() if device.kind == "cuda" else None

@@ -1,0 +1,117 @@
+"""Tells a recorder where training is: which forward of which micro-batch, which layer, the optimizer.
+
+Put on while a step is recorded, and taken off after it: a step that nobody records pays nothing. A backward needs no
+hooks; the recorder knows the nodes of its graph by the forward that made them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import optimizer as optimizers
+
+from memplug.profile.recorder import Recorder
+from memplug.profile.trace import Layer
+
+
+class Places:
+    """The hooks of one model.
+
+    Args:
+        model: its root, whose forwards are the micro-batches.
+        layers: qualified names and modules that memory is accounted to; experts of mixtures inside of them are found
+            and become layers of their own, dynamic ones.
+        recorder: who is told.
+
+    Attributes:
+        layers: names, and whether they are dynamic; in the order of the recorder's indices.
+        inputs: shapes and dtypes of the tensors that the model's forwards were given, one text a forward.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[tuple[str, nn.Module]], recorder: Recorder):
+        self._model = model
+        self._recorder = recorder
+        self._modules = _with_experts(layers)
+        self.layers = tuple(Layer(name, dynamic) for name, _, dynamic in self._modules)
+        self.inputs: list[str] = []
+        self._micro_batch = 0
+        self._former: list[Any] = []  # of the forwards and layers that the training thread is inside of
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        """From the next forward on."""
+        self._micro_batch = 0
+        self.inputs.clear()
+        self._former.clear()
+        self._handles.append(self._model.register_forward_pre_hook(self._begin_forward, with_kwargs=True))
+        self._handles.append(self._model.register_forward_hook(self._leave, always_call=True))
+        for index, (_, module, _) in enumerate(self._modules):
+            self._handles.append(module.register_forward_pre_hook(self._entering(index)))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        self._handles.append(optimizers.register_optimizer_step_pre_hook(self._begin_optimizer))
+        self._handles.append(optimizers.register_optimizer_step_post_hook(self._leave))
+
+    def remove(self) -> None:
+        """Leaves nothing behind; a second call does nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    @property
+    def digest(self) -> str:
+        """Names and classes of the layers, 12 hexadecimal digits."""
+        text = ";".join(f"{name}:{type(module).__name__}" for name, module, _ in self._modules)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._former.append(self._recorder.enter_forward(self._micro_batch))
+            self._micro_batch += 1
+            self.inputs.append(_shapes((*args, *kwargs.values())))
+        else:  # a validation: no micro-batch
+            self._former.append(self._recorder.enter_layer(-1))
+
+    def _entering(self, index: int) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._former.append(self._recorder.enter_layer(index))
+
+        return enter
+
+    def _begin_optimizer(self, *_: Any) -> None:
+        self._former.append(self._recorder.enter_optimizer())
+
+    def _leave(self, *_: Any) -> None:
+        if self._former:
+            self._recorder.leave(self._former.pop())
+
+
+def _with_experts(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, bool]]:
+    found: list[tuple[str, nn.Module, bool]] = []
+    for name, layer in layers:
+        found.append((name, layer, _are_experts(layer)))
+        for inner, module in layer.named_modules():
+            if inner and _are_experts(module) and not any(_are_experts(p) for p in _parents(layer, inner)):
+                # a list of experts is never called itself, its members are
+                members = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]
+                found += [(".".join(filter(None, (name, inner, part))), member, True) for part, member in members]
+    return found
+
+
+def _parents(layer: nn.Module, name: str) -> list[nn.Module]:
+    parts = name.split(".")[:-1]
+    return [layer.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
+
+
+def _are_experts(module: nn.Module) -> bool:
+    """Experts of a mixture, whose memory depends on where the router sends the tokens; by the names that Hugging Face,
+    Megatron-Core and DeepSpeed give them.
+    """
+    return "Experts" in type(module).__name__ or type(module).__name__ in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
+
+
+def _shapes(values: Sequence[Any]) -> str:
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)

@@ -1,0 +1,142 @@
+"""The native core: C++ beside this file, built on first use against the installed torch, and kept.
+
+The build goes into torch's folder for extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`), into
+a folder of its own for each version of torch, of CUDA, of Python and of these sources. Ranks that start at once build
+it once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from memplug.errors import NativeError
+
+log = logging.getLogger("memplug")
+
+NAME = "memplug_native"
+FOLDER = Path(__file__).parent
+
+
+@functools.cache
+def load() -> ModuleType:
+    """The core's Python module; built first where that was not done yet (about 20 s).
+
+    Raises:
+        NativeError: it cannot be built here: no compiler, no ninja, no folder to write to.
+    """
+    folder = build_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder):
+            if not _done(folder).exists():
+                _build(folder)
+            return _import(folder)
+    except (OSError, RuntimeError, ImportError) as error:
+        raise NativeError(f"memplug's native core cannot be built in {folder}: {_last_lines(error)}") from error
+
+
+def is_built() -> bool:
+    """Whether `load` would find it built already."""
+    return _done(build_folder()).exists()
+
+
+def build_folder() -> Path:
+    """Where this torch's build belongs; named by all that it depends on."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    key = hashlib.sha256()
+    for part in (torch.__version__, str(torch.version.cuda), sysconfig.get_config_var("SOABI"), *map(str, _flags())):
+        key.update(str(part).encode())
+    for source in sorted((*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"))):
+        key.update(source.read_bytes())
+    return root / f"{NAME}_{key.hexdigest()[:16]}"
+
+
+def _build(folder: Path) -> None:
+    from torch.utils import cpp_extension
+
+    log.info("memplug: building the native core, once, in %s", folder)
+    (folder / "lock").unlink(missing_ok=True)  # of a build that was killed: torch would wait for it for ever
+    cuda = _cuda_headers()
+    with _ninja_on_path():
+        cpp_extension.load(
+            NAME,
+            sorted(map(str, FOLDER.glob("*.cpp"))),
+            extra_cflags=_flags(),
+            extra_include_paths=[str(cuda)] if cuda else None,
+            extra_ldflags=["-lc10_cuda"] if cuda else None,
+            build_directory=str(folder),
+            is_python_module=False,
+        )
+    _done(folder).touch()
+
+
+def _import(folder: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(NAME, folder / f"{NAME}.so")
+    assert spec is not None and spec.loader is not None, "the path ends in .so"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _flags() -> list[str]:
+    # NDEBUG is part of torch's ABI: at::RecordFunction has a member more without it
+    return ["-O2", "-DNDEBUG", *(["-DMEMPLUG_CUDA"] if _cuda_headers() else [])]
+
+
+@functools.cache
+def _cuda_headers() -> Path | None:
+    """The folder of CUDA's runtime headers, of a toolkit or of the packages that torch's wheels depend on; None: torch
+    is built without CUDA, or they are not installed.
+    """
+    if torch.version.cuda is None:
+        return None
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    packages = Path(torch.__file__).parents[1] / "nvidia"
+    folders = [Path(CUDA_HOME) / "include"] if CUDA_HOME else []
+    folders += [packages / "cuda_runtime" / "include", *sorted(packages.glob("cu*/include"))]
+    return next((folder for folder in folders if (folder / "cuda_runtime_api.h").exists()), None)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process of this machine at a time; the lock goes with the process, however that ends."""
+    with open(folder / "build.lock", "w") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: torch's own lock has to do
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """ninja is installed beside Python, which may have been started without its environment being activated."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
+def _done(folder: Path) -> Path:
+    return folder / "built"
+
+
+def _last_lines(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return " / ".join(lines[-3:]) or type(error).__name__

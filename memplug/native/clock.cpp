@@ -1,0 +1,200 @@
+#include "clock.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <vector>
+
+namespace memplug {
+namespace {
+
+// Nodes made from this sequence number on, by the same thread, belong to this place.
+struct Mark {
+  uint64_t sequence;
+  int32_t micro_batch;
+  int32_t layer;
+};
+
+struct Forwards {
+  std::mutex mutex;
+  std::map<uint64_t, std::vector<Mark>> of_thread; // by autograd's thread number, in the order of sequence numbers
+};
+
+Forwards& forwards() {
+  static auto* instance = new Forwards(); // never destroyed: threads may outlive static destruction
+  return *instance;
+}
+
+// What is known of the calling thread, in one block: each access to a thread's memory is a call.
+struct Thread {
+  uint64_t owned = 0; // the ownership that this thread took last
+  int32_t suspensions = 0;
+  uint64_t hidden_nodes = 0; // made while suspended
+  uint64_t suspended_at = 0;
+  int32_t number = 0;
+  Place explicit_place;
+  Place last_backward;
+  uint64_t last_node[2] = {0, 0}; // thread and sequence number of the node that `last_backward` was found for
+};
+
+thread_local Thread this_thread;
+std::atomic<uint64_t> ownership{0}; // counted, so that a thread that owned once does not own for ever
+std::atomic<int32_t> other_threads{0};
+
+bool in_backward() {
+  return torch::autograd::get_current_graph_task_id() != -1;
+}
+
+void mark(Place place) {
+  auto& known = forwards();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  auto& marks = known.of_thread[at::RecordFunction::currentThreadId()];
+  const uint64_t sequence = at::sequence_number::peek();
+  if (!marks.empty() && marks.back().sequence == sequence) {
+    marks.pop_back(); // no node was made there
+  }
+  marks.push_back({sequence, place.micro_batch, place.layer});
+}
+
+Place find(uint64_t thread, uint64_t sequence) {
+  auto& known = forwards();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  const auto found = known.of_thread.find(thread);
+  if (found == known.of_thread.end()) {
+    return {BACKWARD, -1, -1};
+  }
+  const auto& marks = found->second;
+  const auto after = std::upper_bound(
+      marks.begin(), marks.end(), sequence, [](uint64_t s, const Mark& m) { return s < m.sequence; });
+  if (after == marks.begin()) {
+    return {BACKWARD, -1, -1};
+  }
+  return {BACKWARD, (after - 1)->micro_batch, (after - 1)->layer};
+}
+
+// A node that accumulates a gradient has the largest sequence number, and runs right after the node that feeds it.
+Place place_of_backward(Thread& thread) {
+  const auto node = torch::autograd::get_current_node();
+  if (node && node->sequence_nr() != std::numeric_limits<uint64_t>::max()) {
+    const uint64_t key[2] = {node->thread_id(), node->sequence_nr()};
+    if (!std::equal(key, key + 2, thread.last_node)) {
+      std::copy(key, key + 2, thread.last_node);
+      thread.last_backward = find(key[0], key[1]);
+    }
+  }
+  thread.last_backward.pass = BACKWARD;
+  return thread.last_backward;
+}
+
+Place enter(Place next) {
+  Thread& thread = this_thread;
+  const Place former = thread.explicit_place;
+  thread.explicit_place = next;
+  mark(next);
+  return former;
+}
+
+bool trains(const Thread& thread) {
+  return thread.owned == ownership.load(std::memory_order_relaxed) || in_backward();
+}
+
+} // namespace
+
+void own_thread() {
+  this_thread.owned = ++ownership;
+  forget();
+}
+
+bool in_program() {
+  const Thread& thread = this_thread;
+  return thread.suspensions == 0 && trains(thread);
+}
+
+bool trains() {
+  return trains(this_thread);
+}
+
+int32_t thread_number() {
+  Thread& thread = this_thread;
+  if (trains(thread)) {
+    return 0;
+  }
+  if (thread.number == 0) {
+    thread.number = ++other_threads;
+  }
+  return thread.number;
+}
+
+Place here() {
+  Thread& thread = this_thread;
+  if (thread.explicit_place.pass != OTHER || thread.explicit_place.layer != -1) {
+    return thread.explicit_place;
+  }
+  return in_backward() ? place_of_backward(thread) : Place{};
+}
+
+Place enter_forward(int32_t micro_batch) {
+  return enter({FORWARD, micro_batch, -1});
+}
+
+Place enter_layer(int32_t layer) {
+  Place next = here();
+  next.layer = layer;
+  return enter(next);
+}
+
+Place enter_optimizer() {
+  return enter({OPTIMIZER, -1, -1});
+}
+
+void leave(Place former) {
+  Thread& thread = this_thread;
+  const int32_t micro_batch = thread.explicit_place.micro_batch;
+  thread.explicit_place = former;
+  // what follows a forward, such as the loss, belongs to its micro-batch until the next one begins
+  mark({former.pass, former.micro_batch == -1 ? micro_batch : former.micro_batch, former.layer});
+}
+
+void forget() {
+  Thread& thread = this_thread;
+  thread.explicit_place = {};
+  thread.last_backward = {};
+  thread.last_node[0] = thread.last_node[1] = 0;
+  auto& known = forwards();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  known.of_thread.clear();
+}
+
+void suspend() {
+  Thread& thread = this_thread;
+  if (thread.suspensions++ == 0) {
+    thread.suspended_at = at::sequence_number::peek();
+  }
+}
+
+void resume() {
+  Thread& thread = this_thread;
+  if (--thread.suspensions == 0) {
+    thread.hidden_nodes += at::sequence_number::peek() - thread.suspended_at;
+  }
+}
+
+uint64_t nodes() {
+  return at::sequence_number::peek() - this_thread.hidden_nodes;
+}
+
+void lock_places_for_fork() {
+  forwards().mutex.lock();
+}
+
+void unlock_places_after_fork() {
+  forwards().mutex.unlock();
+}
+
+} // namespace memplug

@@ -1,0 +1,54 @@
+// Which thread trains, which pass of which layer it is in, and how far the program has come.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace memplug {
+
+// As in memplug/profile/trace.py, class Pass.
+enum Pass : int32_t { OTHER = 0, FORWARD = 1, BACKWARD = 2, OPTIMIZER = 3 };
+
+struct Place {
+  int32_t pass = OTHER;
+  int32_t micro_batch = -1;
+  int32_t layer = -1;
+};
+
+// The calling thread is the one that trains from now on; what was known of earlier forwards is forgotten.
+void own_thread();
+
+// Whether the calling thread trains: the owner, or one of autograd's while it runs a backward.
+bool trains();
+
+// Whether what the calling thread runs now is part of the program: it trains, and is not suspended.
+bool in_program();
+
+// 0 for a thread that trains, else a running number that the thread keeps.
+int32_t thread_number();
+
+// Where the calling thread is. In a backward: the micro-batch and layer whose forward made the node that runs, by the
+// node's sequence number, so that no hook has to run in backward.
+Place here();
+
+// Enter a forward, a layer or the optimizer on the calling thread; returns where it was. `leave` goes back there.
+Place enter_forward(int32_t micro_batch);
+Place enter_layer(int32_t layer);
+Place enter_optimizer();
+void leave(Place former);
+
+// Between steps: the calling thread is nowhere, and forwards before it are forgotten.
+void forget();
+
+// Operators of the calling thread inside are memplug's own, and no part of the program.
+void suspend();
+void resume();
+
+// Autograd nodes that the program has made on the calling thread, ever: a summary of a step's forwards that costs
+// nothing to keep.
+uint64_t nodes();
+
+void lock_places_for_fork();
+void unlock_places_after_fork();
+
+} // namespace memplug

@@ -1,0 +1,156 @@
+#include "requests.h"
+
+#include <c10/util/flat_hash_map.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <utility>
+
+#include "clock.h"
+#include "sequence.h"
+
+namespace memplug {
+namespace {
+
+constexpr int64_t BEFORE = -1;
+
+struct Block {
+  int64_t request;
+  int64_t nbytes;
+  int64_t stream;
+};
+
+struct Log {
+  std::mutex mutex; // taken under the allocator's own lock: nothing here allocates on the device or needs Python
+  std::vector<RequestEvent> events;
+  ska::flat_hash_map<void*, Block> alive;
+  std::vector<const void*> streams;
+  int64_t requests = 0;
+  int64_t tracked_bytes = 0;
+  Usage usage{};
+};
+
+Log& log() {
+  static auto* instance = new Log(); // never destroyed: blocks may be freed after static destruction
+  return *instance;
+}
+
+std::atomic<bool> recording{false};
+std::atomic<int64_t> in_use{0}; // of the log's usage, for whoever does not hold its lock
+
+int64_t number_of(Log& l, const void* stream) {
+  const auto found = std::find(l.streams.begin(), l.streams.end(), stream);
+  if (found != l.streams.end()) {
+    return found - l.streams.begin();
+  }
+  l.streams.push_back(stream);
+  return static_cast<int64_t>(l.streams.size()) - 1;
+}
+
+void add(Log& l, int32_t kind, Block block, int64_t nbytes) {
+  const Place place = here();
+  l.events.push_back(
+      {kind, block.request, nbytes, block.stream, running_operator(), pack(place), place.layer, thread_number()});
+  l.usage.in_use_bytes += kind == 0 ? block.nbytes : -block.nbytes;
+  l.usage.peak_bytes = std::max(l.usage.peak_bytes, l.usage.in_use_bytes);
+  in_use.store(l.usage.in_use_bytes, std::memory_order_relaxed);
+}
+
+} // namespace
+
+void begin_requests(int64_t base_bytes) {
+  auto& l = log();
+  const std::lock_guard<std::mutex> lock(l.mutex);
+  for (auto& [pointer, block] : l.alive) {
+    block.request = BEFORE;
+  }
+  l.events.clear();
+  l.events.reserve(1 << 16);
+  l.streams.clear();
+  l.requests = 0;
+  l.usage = {base_bytes, base_bytes, base_bytes};
+  in_use = base_bytes;
+  recording = true;
+}
+
+void end_requests() {
+  recording = false;
+}
+
+bool recording_requests() {
+  return recording.load(std::memory_order_relaxed);
+}
+
+void note_malloc(void* pointer, size_t nbytes, const void* stream) {
+  auto& l = log();
+  const std::lock_guard<std::mutex> lock(l.mutex);
+  if (!recording_requests()) {
+    return;
+  }
+  const Block block{l.requests++, static_cast<int64_t>(nbytes), number_of(l, stream)};
+  l.alive[pointer] = block;
+  l.tracked_bytes += block.nbytes;
+  add(l, 0, block, block.nbytes);
+}
+
+void note_free(void* pointer, size_t nbytes) {
+  auto& l = log();
+  const std::lock_guard<std::mutex> lock(l.mutex);
+  Block block{BEFORE, static_cast<int64_t>(nbytes), 0};
+  const auto found = l.alive.find(pointer);
+  const bool known = found != l.alive.end();
+  if (known) {
+    block = found->second;
+    l.alive.erase(found);
+    l.tracked_bytes -= block.nbytes;
+  }
+  if (recording_requests() && (known || nbytes > 0)) {
+    add(l, 1, block, block.request == BEFORE ? block.nbytes : 0);
+  }
+}
+
+void forget_blocks() {
+  auto& l = log();
+  const std::lock_guard<std::mutex> lock(l.mutex);
+  l.alive.clear();
+  l.tracked_bytes = 0;
+}
+
+int64_t tracked_bytes() {
+  auto& l = log();
+  const std::lock_guard<std::mutex> lock(l.mutex);
+  return l.tracked_bytes;
+}
+
+Usage usage() {
+  auto& l = log();
+  const std::lock_guard<std::mutex> lock(l.mutex);
+  return l.usage;
+}
+
+int64_t in_use_bytes() {
+  return in_use.load(std::memory_order_relaxed);
+}
+
+void restart_peak() {
+  auto& l = log();
+  const std::lock_guard<std::mutex> lock(l.mutex);
+  l.usage.peak_bytes = l.usage.in_use_bytes;
+}
+
+std::vector<RequestEvent> take_requests() {
+  auto& l = log();
+  const std::lock_guard<std::mutex> lock(l.mutex);
+  return std::exchange(l.events, {});
+}
+
+void lock_requests_for_fork() {
+  log().mutex.lock();
+}
+
+void unlock_requests_after_fork() {
+  log().mutex.unlock();
+}
+
+} // namespace memplug

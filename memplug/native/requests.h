@@ -1,0 +1,63 @@
+// Every malloc and free of the training device while a recording runs, in program order.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace memplug {
+
+// Packed as REQUEST_EVENT in memplug/profile/trace.py; `phase` still in the form that `pack` gives.
+#pragma pack(push, 1)
+struct RequestEvent {
+  int32_t kind; // 0 malloc, 1 free
+  int64_t request; // running number; -1: allocated before the recording
+  int64_t nbytes; // as asked for; of a free: 0, or of a block from before the recording its size
+  int64_t stream;
+  int64_t operator_index;
+  int32_t phase;
+  int32_t layer;
+  int32_t thread;
+};
+#pragma pack(pop)
+
+struct Usage {
+  int64_t base_bytes; // in use when the recording began
+  int64_t in_use_bytes;
+  int64_t peak_bytes;
+};
+
+// Begin a recording. `base_bytes`: in use on the device now, as its allocator counts; what is recorded of earlier
+// recordings and still alive is part of it.
+void begin_requests(int64_t base_bytes);
+void end_requests();
+bool recording_requests();
+
+// What an allocator saw. `stream` is any name of it; streams are numbered in order of appearance.
+void note_malloc(void* pointer, size_t nbytes, const void* stream);
+// `nbytes`: size of the block where the allocator knows it; only used for blocks from before the recording.
+void note_free(void* pointer, size_t nbytes);
+
+// No frees will be seen any more: what is alive now is unknown from here on.
+void forget_blocks();
+
+// Bytes of blocks that were recorded, ever, and are still alive.
+int64_t tracked_bytes();
+Usage usage();
+int64_t in_use_bytes(); // without a lock
+void restart_peak();
+std::vector<RequestEvent> take_requests();
+
+// Around a fork: the child must not inherit a lock that another thread held.
+void lock_requests_for_fork();
+void unlock_requests_after_fork();
+
+// The allocators. Both delegate everything; a second `install` throws.
+void install_cpu();
+void uninstall_cpu();
+#ifdef MEMPLUG_CUDA
+void install_cuda(int device);
+void uninstall_cuda();
+#endif
+
+} // namespace memplug

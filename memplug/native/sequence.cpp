@@ -1,0 +1,336 @@
+#include "sequence.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+
+#include "requests.h"
+
+namespace memplug {
+namespace {
+
+constexpr int64_t CAPACITY = 1 << 22; // operators of one step; pages that no step reaches are never touched
+constexpr size_t NAMES = 1 << 13; // operators of different names; torch has some 3,000
+
+constexpr int32_t NOT_AN_OPERATOR = -1; // a label, such as those that autograd's engine puts around a node
+constexpr int32_t UNNAMED = 0; // there were more names than fit
+
+// Numbers by the address of an operator's name, which its schema owns: found without locks or allocation.
+class Names {
+ public:
+  int32_t number(const at::RecordFunction& function) {
+    const char* key = function.name();
+    for (size_t i = slot(key), tried = 0; tried < PROBES; i = (i + 1) % NAMES, ++tried) {
+      const char* found = table_[i].key.load(std::memory_order_acquire);
+      if (found == key) {
+        return table_[i].number;
+      }
+      if (found == nullptr) {
+        return insert(function, key);
+      }
+    }
+    return UNNAMED;
+  }
+
+  std::vector<std::string> all() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return of_number_;
+  }
+
+  std::mutex mutex;
+
+ private:
+  static constexpr size_t PROBES = 64;
+
+  struct Entry {
+    std::atomic<const char*> key{nullptr};
+    int32_t number = UNNAMED;
+  };
+
+  static size_t slot(const char* key) {
+    return reinterpret_cast<uintptr_t>(key) * 0x9E3779B97F4A7C15ull >> 51;
+  }
+
+  int32_t insert(const at::RecordFunction& function, const char* key) {
+    const auto name = function.operator_name();
+    if (!name) {
+      return NOT_AN_OPERATOR;
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    const std::string text = name->overload_name.empty() ? name->name : name->name + "." + name->overload_name;
+    const auto [found, fresh] = by_text_.emplace(text, static_cast<int32_t>(of_number_.size()));
+    if (fresh) {
+      of_number_.push_back(text);
+    }
+    for (size_t i = slot(key), tried = 0; tried < PROBES; i = (i + 1) % NAMES, ++tried) {
+      const char* taken = table_[i].key.load(std::memory_order_relaxed);
+      if (taken == nullptr) {
+        table_[i].number = found->second;
+        table_[i].key.store(key, std::memory_order_release);
+      }
+      if (taken == nullptr || taken == key) {
+        break;
+      }
+    }
+    return found->second;
+  }
+
+  std::array<Entry, NAMES> table_;
+  std::vector<std::string> of_number_{"?"};
+  ska::flat_hash_map<std::string, int32_t> by_text_;
+};
+
+Names& names() {
+  static auto* instance = new Names(); // never destroyed: autograd's threads outlive static destruction
+  return *instance;
+}
+
+// The sequence of one step, written without locks.
+struct Sequence {
+  std::unique_ptr<int32_t[]> numbers{new int32_t[CAPACITY]}; // not initialised
+  std::atomic<int64_t> count{0};
+};
+
+Sequence& sequence() {
+  static auto* instance = new Sequence();
+  return *instance;
+}
+
+// A recording. Everything under the mutex.
+struct Recording {
+  std::mutex mutex;
+  Records records;
+  c10::DeviceType device_type = c10::DeviceType::CPU;
+  std::chrono::steady_clock::time_point begin;
+  ska::flat_hash_map<const c10::StorageImpl*, int32_t> number_of;
+  // keep the addresses of storages that died from being used again; their memory is free all the same
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> seen;
+};
+
+Recording& recording() {
+  static auto* instance = new Recording();
+  return *instance;
+}
+
+std::atomic<int64_t> running{-1};
+std::atomic<int32_t> detail{SEQUENCE};
+at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE; // this and `claimed`: of the thread that holds Python's lock
+bool claimed = false;
+
+void use(Recording& r, int64_t index, const at::Tensor& tensor, bool output) {
+  if (!tensor.defined() || !tensor.has_storage() || tensor.device().type() != r.device_type) {
+    return;
+  }
+  const auto& storage = tensor.storage();
+  const auto [found, fresh] =
+      r.number_of.emplace(storage.unsafeGetStorageImpl(), static_cast<int32_t>(r.records.tensors.size()));
+  const int32_t number = found->second;
+  const auto nbytes = static_cast<int64_t>(storage.nbytes());
+  if (fresh) {
+    r.seen.emplace_back(storage.getWeakStorageImpl());
+    r.records.tensors.push_back({nbytes, static_cast<int32_t>(tensor.scalar_type())});
+  } else if (nbytes > r.records.tensors[number].nbytes) {
+    r.records.tensors[number].nbytes = nbytes; // it was empty, or grew
+  }
+  r.records.uses.push_back({static_cast<int32_t>(index), number, output});
+}
+
+void use(Recording& r, int64_t index, const c10::IValue& value, bool output) {
+  if (value.isTensor()) {
+    use(r, index, value.toTensor(), output);
+  } else if (value.isTensorList() || value.isOptionalTensorList() || value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      use(r, index, element, output);
+    }
+  }
+}
+
+// Indices of the operators that the calling thread is inside of, the innermost last; -1 for what is not recorded.
+thread_local std::vector<int64_t> inside;
+
+void add_to_sequence(int32_t number) {
+  auto& s = sequence();
+  const int64_t index = s.count.fetch_add(1, std::memory_order_relaxed);
+  if (index < CAPACITY) {
+    s.numbers[index] = number;
+  }
+}
+
+std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& function) {
+  if (in_program()) {
+    const int32_t number = names().number(function);
+    if (number != NOT_AN_OPERATOR) {
+      add_to_sequence(number);
+    }
+  }
+  return nullptr;
+}
+
+int64_t add_operator(Recording& r, int32_t number) {
+  const Place place = here();
+  const auto elapsed = std::chrono::steady_clock::now() - r.begin;
+  r.records.operators.push_back(
+      {number,
+       pack(place),
+       place.layer,
+       std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count(),
+       in_use_bytes()});
+  const auto index = static_cast<int64_t>(r.records.operators.size()) - 1;
+  running = index;
+  return index;
+}
+
+int64_t record(const at::RecordFunction& function) {
+  if (!trains()) {
+    return -1;
+  }
+  const int32_t number = names().number(function);
+  if (number == NOT_AN_OPERATOR) {
+    return -1;
+  }
+  if (in_program()) {
+    add_to_sequence(number);
+  }
+  auto& r = recording();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  const int64_t index = add_operator(r, number);
+  if (detail.load(std::memory_order_relaxed) == TENSORS) {
+    for (const c10::IValue& value : function.inputs()) {
+      use(r, index, value, false);
+    }
+  }
+  return index;
+}
+
+std::unique_ptr<at::ObserverContext> on_recorded_operator(const at::RecordFunction& function) {
+  const int64_t index = record(function);
+  if (detail.load(std::memory_order_relaxed) == TENSORS) {
+    inside.push_back(index);
+  }
+  return nullptr;
+}
+
+void on_recorded_end(const at::RecordFunction& function, at::ObserverContext*) {
+  if (inside.empty()) {
+    return;
+  }
+  const int64_t index = inside.back();
+  inside.pop_back();
+  if (index == -1) {
+    return;
+  }
+  auto& r = recording();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  for (const c10::IValue& value : function.outputs()) {
+    use(r, index, value, true);
+  }
+}
+
+void remove_callback() {
+  if (handle != at::INVALID_CALLBACK_HANDLE) {
+    at::removeCallback(handle);
+    handle = at::INVALID_CALLBACK_HANDLE;
+  }
+}
+
+void set_callback(Detail level) {
+  remove_callback();
+  at::RecordFunctionCallback callback(on_operator);
+  if (level >= OPERATORS) {
+    callback = at::RecordFunctionCallback(on_recorded_operator, level >= TENSORS ? on_recorded_end : nullptr);
+    callback.needsInputs(level >= TENSORS).needsOutputs(level >= TENSORS);
+  }
+  detail = level;
+  handle = at::addGlobalCallback(callback.scopes({at::RecordScope::FUNCTION}));
+}
+
+} // namespace
+
+void claim() {
+  if (claimed) {
+    throw std::runtime_error("the recorder of this process is taken");
+  }
+  claimed = true;
+  sequence().count = 0;
+  own_thread();
+}
+
+void release() {
+  remove_callback();
+  claimed = false;
+}
+
+void watch(bool on) {
+  if (on) {
+    set_callback(SEQUENCE);
+  } else {
+    remove_callback();
+  }
+}
+
+std::pair<std::vector<int32_t>, int64_t> take_sequence() {
+  auto& s = sequence();
+  const int64_t count = s.count.exchange(0);
+  const int64_t kept = std::min(count, CAPACITY);
+  return {std::vector<int32_t>(s.numbers.get(), s.numbers.get() + kept), count};
+}
+
+std::vector<std::string> operator_names() {
+  return names().all();
+}
+
+void begin_records(Detail level, int32_t device_type) {
+  auto& r = recording();
+  remove_callback();
+  {
+    const std::lock_guard<std::mutex> lock(r.mutex);
+    r.records = {};
+    r.records.operators.reserve(1 << 15);
+    r.device_type = static_cast<c10::DeviceType>(device_type);
+    r.begin = std::chrono::steady_clock::now();
+    running = -1;
+  }
+  inside.clear();
+  set_callback(level);
+}
+
+Records end_records() {
+  remove_callback();
+  auto& r = recording();
+  decltype(r.seen) seen;
+  Records records;
+  {
+    const std::lock_guard<std::mutex> lock(r.mutex);
+    records = std::exchange(r.records, {});
+    seen = std::exchange(r.seen, {});
+    r.number_of.clear();
+    running = -1;
+  }
+  return records; // `seen` is let go outside of the lock
+}
+
+int64_t running_operator() {
+  return running.load(std::memory_order_relaxed);
+}
+
+void lock_records_for_fork() {
+  names().mutex.lock();
+  recording().mutex.lock();
+}
+
+void unlock_records_after_fork() {
+  recording().mutex.unlock();
+  names().mutex.unlock();
+}
+
+} // namespace memplug

@@ -1,0 +1,138 @@
+"""Groups of operators that take about the same time, without timing a single one (Chameleon, 5.1).
+
+A model is layers that repeat, so its operators, divided evenly in execution order, give groups whose times vary little
+as long as a group is a layer or more. The time of a group then follows from the time of the step and its share of the
+operators (Eq. 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplug.errors import TraceError
+from memplug.profile.records import Pass
+from memplug.profile.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogicalLayer:
+    """Operators of one forward, backward or optimizer in a row.
+
+    Attributes:
+        first_operator: index into `Trace.operators`.
+        operators: how many of its phase it has, from that one on; at least 1.
+        kind: of its phase.
+        micro_batch: of its phase, see `Phase`.
+        seconds: estimated, by Eq. 1.
+    """
+
+    first_operator: int
+    operators: int
+    kind: Pass
+    micro_batch: int
+    seconds: float
+
+
+def logical_layers(trace: Trace, step: int, groups: int) -> tuple[LogicalLayer, ...]:
+    """Divides the forwards and the backwards of a step evenly into groups of operators.
+
+    Args:
+        trace: A trace with operators.
+        step: Index into `trace.steps`.
+        groups: Of each forward, and of each backward, of a micro-batch; one with fewer operators has a group for each.
+            The paper finds the estimates good up to the number of layers of the model. The optimizer is one group.
+
+    Returns:
+        In execution order. Operators of phases of kind `Pass.OTHER` are in none of them, but count in Eq. 1.
+
+    Raises:
+        IndexError: There is no such step.
+        TraceError: The step has operators, and its duration is unknown.
+        ValueError: `groups` is below 1.
+    """
+    inside = trace.step_operators(step)
+    phase = trace.operators["phase"][inside]
+    seconds = trace.steps[step][2]
+    if len(phase) and not seconds:
+        raise TraceError(f"the duration of step {step} of this trace is unknown", "Use a step that was recorded whole.")
+    layers = []
+    for index in np.unique(phase).tolist():
+        kind, micro_batch = trace.phases[index].kind, trace.phases[index].micro_batch
+        if kind == Pass.OTHER:
+            continue
+        members = np.flatnonzero(phase == index)
+        edges = group_edges(len(members), 1 if kind == Pass.OPTIMIZER else groups)
+        layers += [
+            LogicalLayer(
+                first_operator=inside.start + int(members[first]),
+                operators=int(size),
+                kind=kind,
+                micro_batch=micro_batch,
+                seconds=seconds / len(phase) * int(size),
+            )
+            for first, size in zip(edges[:-1], np.diff(edges), strict=True)
+        ]
+    return tuple(sorted(layers, key=lambda layer: layer.first_operator))
+
+
+def group_edges(operators: int, groups: int) -> np.ndarray:
+    """Divides operators evenly, sizes differ by 1 at most: group i is [edges[i], edges[i + 1]), none is empty.
+
+    Returns:
+        int64, one more than there are groups; with fewer operators than `groups` there is one group for each.
+
+    Raises:
+        ValueError: `groups` is below 1.
+    """
+    if groups < 1:
+        raise ValueError(f"groups must be at least 1, got {groups}")
+    groups = min(groups, operators)
+    return np.arange(groups + 1) * operators // max(groups, 1)
+
+
+def group_variation(operator_s: np.ndarray, groups: int) -> float:
+    """How far the times of groups spread: their coefficient of variation, the solid line of Fig. 4.
+
+    Args:
+        operator_s: Measured seconds of each operator of one forward or backward, in execution order; float[operators].
+        groups: As in `group_edges`.
+
+    Returns:
+        Standard deviation over mean of the groups' seconds.
+
+    Raises:
+        ValueError: `groups` is below 1, or the operators take no time at all.
+    """
+    times = _group_s(operator_s, groups)
+    return float(times.std() / times.mean())
+
+
+def estimate_error(operator_s: np.ndarray, groups: int, seconds_per_operator: float | None = None) -> float:
+    """How far Eq. 1 is from the measured times of groups: the mean relative error, the dashed line of Fig. 4.
+
+    Args:
+        operator_s: As in `group_variation`.
+        groups: As in `group_edges`.
+        seconds_per_operator: Of the whole step, T_iter / N_iter; without it that of these operators.
+
+    Returns:
+        Mean over the groups of |estimated - measured| / measured; infinite where a group took no time.
+
+    Raises:
+        ValueError: As in `group_variation`.
+    """
+    times = _group_s(operator_s, groups)
+    rate = times.sum() / len(operator_s) if seconds_per_operator is None else seconds_per_operator
+    estimates = rate * np.diff(group_edges(len(operator_s), groups))
+    with np.errstate(divide="ignore"):
+        return float(np.mean(np.abs(estimates - times) / times))
+
+
+def _group_s(operator_s: np.ndarray, groups: int) -> np.ndarray:
+    edges = group_edges(len(operator_s), groups)
+    total = np.sum(operator_s)
+    if not total > 0:
+        raise ValueError(f"the operators must take time, got {total} s in all")
+    return np.add.reduceat(operator_s, edges[:-1])

@@ -1,0 +1,229 @@
+"""Watches the operators of training, and records whole steps: the façade over the native core (Chameleon, section 4;
+STWeaver, section 4).
+
+Watching gives one integer an operator, at the price of a callback: enough to see that the program changed. Recording
+adds where each operator runs, the requests for memory and, in detail, the storages that operators use, and gives a
+`Trace`. There is one recorder in a process, since operators and allocators are the process's.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from memplug import native
+from memplug.errors import RecorderError
+from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Fingerprint, Layer, Pass, Phase, Trace
+
+Place = tuple[int, int, int]  # pass, micro-batch, layer
+
+_DTYPES = {  # torch's names of scalar types that differ from those of its dtypes in more than case
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "ComplexHalf": "complex32",
+}
+
+
+class Detail(enum.IntEnum):
+    """How much a recording notes; each includes the ones before."""
+
+    REQUESTS = 1  # operators with their places, and requests
+    TENSORS = 2  # besides: the storages that each operator reads and writes
+
+
+class Recorder:
+    """Watches from the moment it is made until `stop`, on the calling thread and autograd's.
+
+    Args:
+        device: whose memory is recorded, the CPU or a CUDA device.
+
+    Attributes:
+        recording: between `begin` and `end`.
+        suspended: `with recorder.suspended:` around operators that are memplug's own: part of traces, not of the
+            sequence.
+        enter_forward, enter_layer, enter_optimizer: say where the calling thread is: in a forward of a micro-batch (its
+            running number in the step), in a layer (its index in the layers of the trace), in the optimizer. Each
+            returns where it was, for `leave`. A backward needs none: the nodes of the graph tell.
+
+    Raises:
+        NativeError: the native core cannot be built here.
+        RecorderError: there is a recorder in this process already.
+    """
+
+    def __init__(self, device: torch.device | str):
+        self._native = native.load()
+        self.device = torch.device(device)
+        try:
+            self._native.claim()
+        except RuntimeError as error:
+            raise RecorderError(f"memplug cannot watch the operators of this session: {error}") from None
+        self._release = weakref.finalize(self, _release, self._native)
+        self.recording = False
+        self.suspended = self._native.Suspended()
+        self.enter_forward: Callable[[int], Place] = self._native.enter_forward
+        self.enter_layer: Callable[[int], Place] = self._native.enter_layer
+        self.enter_optimizer: Callable[[], Place] = self._native.enter_optimizer
+        self.leave: Callable[[Place], None] = self._native.leave
+        self._watching = True
+        self._nodes = self._native.nodes()
+        self._begins: list[tuple[int, int, float]] = []
+        self._native.watch(True)
+
+    def take(self) -> np.ndarray:
+        """Numbers of the program's operators since the last call, int32, in order; empty where they were not watched.
+
+        A step of more than 4 million operators is cut there.
+        """
+        buffer, _ = self._native.take_sequence()
+        return np.frombuffer(buffer, np.int32)
+
+    def take_nodes(self) -> int:
+        """How many autograd nodes the calling thread's program made since the last call; costs nothing to keep, watched
+        or not.
+        """
+        before, self._nodes = self._nodes, self._native.nodes()
+        return self._nodes - before
+
+    def watch(self, on: bool) -> None:
+        """Whether operators are watched from now on. Off, they cost nothing."""
+        if on != self._watching and not self.recording:
+            self._native.watch(on)
+        self._watching = on
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Operator names by number."""
+        return tuple(self._native.operator_names())
+
+    def stop(self) -> None:
+        """See nothing any more; leaves no callback and no allocator behind. A second call does nothing."""
+        if self.recording:
+            self._end_requests()
+            self.recording = False
+        self._release()
+
+    # -- recording -----------------------------------------------------------------------------------------------------
+
+    def begin(self, detail: Detail) -> None:
+        """Record from here, the beginning of a step, until `end`.
+
+        Raises:
+            RecorderError: the requests of this device cannot be seen.
+        """
+        assert not self.recording, "one recording at a time"
+        self._native.forget()
+        self._begin_requests()
+        self._native.begin_records(int(detail), 0 if self.device.type == "cpu" else 1)
+        self.recording = True
+        self._begins = []
+        self._begun = self._stepped = time.perf_counter()
+
+    def end(self, fingerprint: Fingerprint, layers: Sequence[Layer]) -> Trace:
+        """What was recorded, as one step.
+
+        Args:
+            fingerprint: what runs.
+            layers: those that `enter_layer` was given the indices of.
+        """
+        assert self.recording, "`begin` comes first"
+        duration_s = time.perf_counter() - self._begun
+        operators, uses, tensors = self._native.end_records()
+        base_bytes, _, peak_bytes = self._native.usage()
+        events = np.frombuffer(self._end_requests(), REQUEST_EVENT)
+        self.recording = False
+        self._native.watch(self._watching)
+        return _trace(
+            names=self.names,
+            scalar_types=self._native.scalar_types(),
+            operators=np.frombuffer(operators, OPERATOR),
+            uses=np.frombuffer(uses, USE),
+            tensors=np.frombuffer(tensors, TENSOR),
+            events=events,
+            fingerprint=fingerprint,
+            layers=tuple(layers),
+            steps=((0, 0, duration_s),),
+            base_bytes=base_bytes,
+            peak_bytes=peak_bytes,
+        )
+
+    def end_step(self) -> int:
+        """While recording: largest memory in use since the last call, bytes. Threads are nowhere again."""
+        assert self.recording, "`begin` comes first"
+        _, _, peak_bytes = self._native.usage()
+        self._native.restart_peak()
+        self._native.forget()
+        return peak_bytes
+
+    def _begin_requests(self) -> None:
+        if self.device.type == "cpu":
+            try:
+                self._native.install_cpu()
+            except RuntimeError as error:
+                raise RecorderError(f"requests for memory cannot be recorded: {error}") from None
+            self._native.begin_requests(self._native.tracked_bytes())
+        else:
+            if not hasattr(self._native, "install_cuda"):
+                raise RecorderError(
+                    "requests for CUDA memory cannot be recorded: CUDA's headers were not there when the native core was "
+                    "built",
+                    "Install the CUDA toolkit, or the package nvidia-cuda-runtime of torch's CUDA version.",
+                )
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            self._native.install_cuda(index)
+            self._native.begin_requests(torch.cuda.memory_stats(index).get("requested_bytes.all.current", 0))
+
+    def _end_requests(self) -> bytes:
+        self._native.end_requests()
+        if self.device.type == "cpu":
+            self._native.uninstall_cpu()
+        else:
+            self._native.uninstall_cuda()
+        return self._native.take_requests()
+
+
+def _release(core: object) -> None:
+    core.end_requests()
+    core.uninstall_cpu()
+    core.release()
+
+
+def _trace(
+    *,
+    names: tuple[str, ...],
+    scalar_types: list[str],
+    operators: np.ndarray,
+    uses: np.ndarray,
+    tensors: np.ndarray,
+    events: np.ndarray,
+    **rest: object,
+) -> Trace:
+    """A trace in its own numbering: of the names, dtypes and phases that occur."""
+    used, name = np.unique(operators["name"], return_inverse=True)
+    kinds, dtype = np.unique(tensors["dtype"], return_inverse=True)
+    packed, phase = np.unique(np.concatenate([operators["phase"], events["phase"]]), return_inverse=True)
+    operators, tensors, events = operators.copy(), tensors.copy(), events.copy()
+    operators["name"], tensors["dtype"] = name, dtype
+    operators["phase"], events["phase"] = phase[: len(operators)], phase[len(operators) :]
+    return Trace(
+        names=tuple(names[number] for number in used),
+        dtypes=tuple(_DTYPES.get(scalar_types[kind], scalar_types[kind].lower()) for kind in kinds),
+        phases=tuple(Phase(Pass(value % 4), int(value) // 4 - 1) for value in packed),
+        operators=operators,
+        uses=uses[np.argsort(uses["operator"], kind="stable")],  # an operator writes after those inside of it
+        tensors=tensors,
+        events=events,
+        **rest,
+    )

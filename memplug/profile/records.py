@@ -1,0 +1,190 @@
+"""Rows of a trace: what an operator, a storage, a use of it and a request for memory are, as numpy and as values.
+
+The arrays of these dtypes are the storage; `OpEvent` and `Request` are single rows of them, for people and tests.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+
+class Pass(enum.IntEnum):
+    """What a training step is doing."""
+
+    OTHER = 0  # between the others: data, logging, evaluation outside of any forward that is followed by a backward
+    FORWARD = 1
+    BACKWARD = 2
+    OPTIMIZER = 3
+    EITHER = 4  # a forward or a backward: the file does not say
+
+
+class Event(enum.IntEnum):
+    """What a request for memory asks."""
+
+    MALLOC = 0
+    FREE = 1
+
+
+OPERATOR = np.dtype(
+    [
+        ("name", "<i4"),  # into Trace.names
+        ("phase", "<i4"),  # into Trace.phases
+        ("layer", "<i4"),  # into Trace.layers, -1 outside of layers
+        ("time_ns", "<i8"),  # when the host dispatched it, from the beginning of the recording
+        ("in_use_bytes", "<i8"),  # device memory in use as it began
+    ]
+)
+USE = np.dtype([("operator", "<i4"), ("tensor", "<i4"), ("output", "?")])  # by operator, in program order
+TENSOR = np.dtype([("nbytes", "<i8"), ("dtype", "<i4")])  # a storage; dtype into Trace.dtypes
+REQUEST_EVENT = np.dtype(
+    [
+        ("kind", "<i4"),  # Event
+        ("request", "<i8"),  # running number of the malloc, from 0; -1: allocated before the recording
+        ("nbytes", "<i8"),  # as asked for, unrounded; on a free 0, or what a request of before gave back, if known
+        ("stream", "<i8"),  # running number of the stream in this trace; on the CPU 0
+        ("operator", "<i8"),  # that was running, or had run last; -1: none yet
+        ("phase", "<i4"),
+        ("layer", "<i4"),
+        ("thread", "<i4"),  # 0: the one that trains, and autograd's; others by running number
+    ]
+)
+REQUEST = np.dtype(  # a malloc and its free; still live when the recording ended: every free_ column is -1
+    [
+        ("number", "<i8"),  # its index
+        ("nbytes", "<i8"),
+        ("stream", "<i8"),  # of the malloc
+        ("malloc_event", "<i8"),  # into Trace.events
+        ("free_event", "<i8"),
+        ("malloc_operator", "<i8"),
+        ("free_operator", "<i8"),
+        ("malloc_phase", "<i4"),
+        ("free_phase", "<i4"),
+        ("malloc_layer", "<i4"),
+        ("free_layer", "<i4"),
+        ("malloc_thread", "<i4"),
+        ("free_thread", "<i4"),
+        ("dynamic", "?"),  # asked for in a dynamic layer
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One forward or backward of one micro-batch, the optimizer, or what lies between.
+
+    Attributes:
+        kind: see `Pass`.
+        micro_batch: running number in the step (1F1B: in the order of their forwards), -1 where there is none.
+    """
+
+    kind: Pass
+    micro_batch: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A module that memory is accounted to.
+
+    Attributes:
+        name: its qualified name.
+        dynamic: what it asks for depends on the data (experts of a mixture).
+    """
+
+    name: str
+    dynamic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """What was recorded. Two traces of equal fingerprints come from the same program on the same kind of machine.
+
+    Attributes:
+        model: class of the model.
+        parameters: elements of all parameters.
+        layers: names and classes of its layers, in a digest.
+        inputs: shape and dtype of the inputs of each forward, for example "int64[4, 512]".
+        rank, world_size: of the process.
+        device: its name.
+        versions: package and version, sorted.
+    """
+
+    model: str = ""
+    parameters: int = 0
+    layers: str = ""
+    inputs: tuple[str, ...] = ()
+    rank: int = 0
+    world_size: int = 1
+    device: str = ""
+    versions: tuple[tuple[str, str], ...] = ()
+
+    def digest(self) -> str:
+        """Twelve hexadecimal digits, the same in every process."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpEvent:
+    """One operator.
+
+    Attributes:
+        index: into `Trace.operators`.
+        layer: None outside of layers.
+        time_ns, in_use_bytes: see `OPERATOR`.
+        reads, writes: its storages, as indices into `Trace.tensors`, in the order of its arguments and results.
+    """
+
+    index: int
+    name: str
+    phase: Phase
+    layer: Layer | None
+    time_ns: int
+    in_use_bytes: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One request for memory: its malloc and, where the recording has it, its free.
+
+    Attributes:
+        number: running number of the malloc.
+        nbytes: as asked for, unrounded.
+        stream: running number of the stream that it was asked for on.
+        malloc_event, free_event: indices into `Trace.events`, half open: in use from the one up to the other.
+        malloc_operator, free_operator: see `REQUEST_EVENT`; -1 also where it was not freed.
+        malloc_layer, free_layer: None outside of layers, and where it was not freed.
+        dynamic: asked for in a dynamic layer.
+        free_event, free_thread: -1 where it was not freed.
+        free_phase: None where it was not freed.
+    """
+
+    number: int
+    nbytes: int
+    stream: int
+    malloc_event: int
+    free_event: int
+    malloc_operator: int
+    free_operator: int
+    malloc_phase: Phase
+    free_phase: Phase | None
+    malloc_layer: Layer | None
+    free_layer: Layer | None
+    malloc_thread: int
+    free_thread: int
+    dynamic: bool
+
+    @property
+    def still_live(self) -> bool:
+        """Not freed when the recording ended."""
+        return self.free_event < 0
+
+    @property
+    def freed_elsewhere(self) -> bool:
+        """Freed by another thread than the one that asked for it."""
+        return not self.still_live and self.free_thread != self.malloc_thread

@@ -1,0 +1,112 @@
+"""Is this step the same program as that one? (Chameleon, section 4, lightweight mode and Algorithm 1)
+
+Operators are numbers, one for each name. Chameleon takes the cosine of the two integer vectors, position by position.
+Here it is that of the counts of neighbouring pairs, by quarter of the step:
+
+* One inserted operator shifts all that follow, which position by position are then strangers though the program is the
+  same; and numbers of names have no size, so that any two long vectors of them point in nearly the same direction
+  whatever ran. Counts of pairs change by as much as the program does.
+* Pairs alone do not see where a block of operators went: two forwards before two backwards has the pairs of forward,
+  backward, forward, backward, and needs twice the memory. Hence the quarters. A pair belongs to the two nearest ones,
+  each by how near it is, so that what moves a little, because of an insertion before it, counts a little.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+QUARTERS = 4
+EDGE = -1  # before the first operator and after the last, so that a single operator is a pair of something too
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What one training step ran on one rank.
+
+    Attributes:
+        operators: their numbers in the order of the step, int32 of shape [operators]; empty where nobody records them.
+        sizes: bytes of the inputs of each region forward, in order, int64 of shape [forwards]: another sequence length
+            or batch runs the same operators, and is another program for a plan that counts bytes.
+    """
+
+    operators: np.ndarray
+    sizes: np.ndarray
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operators", np.asarray(self.operators, dtype="<i4"))
+        object.__setattr__(self, "sizes", np.asarray(self.sizes, dtype="<i8"))
+
+    def same(self, other: Program) -> bool:
+        """Whether both ran the same operators on the same sizes: microseconds, and the answer in almost every step."""
+        return np.array_equal(self.operators, other.operators) and np.array_equal(self.sizes, other.sizes)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Of the inputs of all region forwards."""
+        return int(self.sizes.sum())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Names the program; the same in every process that numbers operators alike."""
+        length = len(self.operators).to_bytes(8, "little")
+        return hashlib.sha256(length + self.operators.tobytes() + self.sizes.tobytes()).hexdigest()[:12]
+
+    @cached_property
+    def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct pairs of neighbours, sorted, and how often each occurs in which quarter, of shape [pairs, 4]."""
+        padded = np.concatenate(([EDGE], self.operators, [EDGE])).astype(np.int64)
+        pairs, which = np.unique((padded[:-1] << 32) + padded[1:], return_inverse=True)
+        centres = (np.arange(len(which)) + 0.5) / len(which) * QUARTERS - 0.5  # 0: the middle of the first quarter
+        at = np.clip(centres, 0, QUARTERS - 1)
+        before = np.minimum(at.astype(int), QUARTERS - 2)
+        cells, size = which * QUARTERS + before, len(pairs) * QUARTERS
+        counts = np.bincount(cells, before + 1 - at, size) + np.bincount(cells + 1, at - before, size)
+        return pairs, counts.reshape(-1, QUARTERS)
+
+
+def similar(a: Program, b: Program, length_tolerance: float, cosine_similarity: float) -> bool:
+    """Whether two steps ran the same program, so that the plan of one is good for the other.
+
+    The limits belong to what is similar: with 0 and 1 hardly anything but the same program is.
+
+    Args:
+        length_tolerance: largest share by which the number of operators, and the bytes of the regions' inputs, of the
+            longer program may exceed those of the shorter, [0, 1].
+        cosine_similarity: least `cosine`, [0, 1].
+    """
+    return a.same(b) or (
+        _near(len(a.operators), len(b.operators), length_tolerance)
+        and _near(a.total_bytes, b.total_bytes, length_tolerance)
+        and cosine(a, b) >= cosine_similarity
+    )
+
+
+def cosine(a: Program, b: Program) -> float:
+    """Cosine similarity of the counts of neighbouring operators, by quarter; in [0, 1], 1 for the same operators."""
+    (pairs_a, counts_a), (pairs_b, counts_b) = a._pairs, b._pairs
+    _, at_a, at_b = np.intersect1d(pairs_a, pairs_b, assume_unique=True, return_indices=True)
+    product = (counts_a[at_a] * counts_b[at_b]).sum()
+    return float(product / math.sqrt((counts_a * counts_a).sum() * (counts_b * counts_b).sum()))
+
+
+def difference(new: Program, old: Program) -> str:
+    """How a program differs from another, for people."""
+    change_bytes = _change(new.total_bytes, old.total_bytes)
+    inputs = f"{len(new.sizes):,} region inputs ({change_bytes} of bytes)"
+    if not (len(new.operators) or len(old.operators)):
+        return inputs
+    change = _change(len(new.operators), len(old.operators))
+    return f"{len(new.operators):,} operators ({change}), cosine similarity {cosine(new, old):.2f}, {inputs}"
+
+
+def _near(a: int, b: int, tolerance: float) -> bool:
+    return abs(a - b) <= tolerance * max(a, b)
+
+
+def _change(new: int, old: int) -> str:
+    return f"{(new - old) / old:+.0%}" if old else "none before"

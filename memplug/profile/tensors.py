@@ -1,0 +1,181 @@
+"""What a tensor looked like at each of its uses, so that the next iteration can recognise it (Chameleon, Detailed mode
+in section 4, and appendix A).
+
+Addresses change from one iteration to the next and tensors have no names. What stays is how often a tensor has been
+used, by which operators, its dtype and its size. All of these are integers, and compared as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplug.profile.trace import Pass, Trace
+
+TAGGED = 32
+"""So many of the most frequent operators have a bit in a tag."""
+REMEMBERED = 8
+"""So many of the last uses are in a stack, eight bits each."""
+
+FEATURES = np.dtype(
+    [
+        ("count", "<i4"),  # uses up to this one, itself included
+        ("tag", "<u4"),  # bit r: an operator of rank r < TAGGED has used it
+        ("stack", "<u8"),  # ranks of the operators of the last uses, the latest in the lowest 8 bits, at most 255
+        ("dtype", "<i4"),  # into Trace.dtypes
+        ("nbytes", "<i8"),
+    ]
+)
+LIFE = np.dtype(
+    [
+        ("nbytes", "<i8"),
+        ("dtype", "<i4"),  # into Trace.dtypes
+        ("first_operator", "<i4"),  # that used it; -1: none
+        ("last_operator", "<i4"),
+        ("uses", "<i4"),
+        ("use", "<i8"),  # into Trace.uses: the one that the next three are as of; -1: none
+        ("count", "<i4"),  # these three as in FEATURES
+        ("tag", "<u4"),
+        ("stack", "<u8"),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorLife:
+    """One tensor: a storage, from its first use to its last.
+
+    Attributes:
+        tensor: index into `Trace.tensors`.
+        nbytes: size of the storage.
+        dtype: for example "bfloat16".
+        first_operator, last_operator: that used it, both included; -1: none did.
+        uses: how often it was used.
+        use: index into `Trace.uses` of the last use in a forward, or of the last one if none is; -1: never used.
+        count, tag, stack: as of that use, see `FEATURES`.
+    """
+
+    tensor: int
+    nbytes: int
+    dtype: str
+    first_operator: int
+    last_operator: int
+    uses: int
+    use: int
+    count: int
+    tag: int
+    stack: int
+
+
+def ranking(trace: Trace) -> tuple[str, ...]:
+    """Names of the operators that ran, the most frequent first; those as frequent as each other by name."""
+    counts = np.bincount(trace.operators["name"], minlength=len(trace.names)).tolist()
+    ran = sorted((-count, name) for count, name in zip(counts, trace.names, strict=True) if count)
+    return tuple(name for _, name in ran)
+
+
+def features(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
+    """What every tensor looked like at each of its uses.
+
+    An operator that uses a tensor twice, for example as input and as output, counts twice. A stack begins as 0, and is
+    0 too after uses by the operator of rank 0 alone: the count tells the two apart.
+
+    Args:
+        trace: Any; without uses the result is empty.
+        ranks: Names of operators, the most frequent first; without it `ranking(trace)`. Features of two traces compare
+            only under the same ranks and equal `Trace.dtypes`. An operator that is not among them sets no bit in tags
+            and is 255 in stacks.
+
+    Returns:
+        Of dtype FEATURES, aligned with `trace.uses`.
+    """
+    # By tensor, and within a tensor in program order.
+    order = np.argsort(trace.uses["tensor"], kind="stable")
+    tensor = trace.uses["tensor"][order]
+    rank = _rank_of_uses(trace, ranking(trace) if ranks is None else ranks)[order]
+    past = np.arange(len(order)) - np.searchsorted(tensor, tensor)  # uses of the same tensor before this one
+    sorted_table = np.empty(len(order), FEATURES)
+    sorted_table["count"] = past + 1
+    sorted_table["tag"] = _tags(tensor, rank, past)
+    sorted_table["stack"] = _stacks(rank, past)
+    for column in ("dtype", "nbytes"):
+        sorted_table[column] = trace.tensors[column][tensor]
+    table = np.empty_like(sorted_table)
+    table[order] = sorted_table
+    return table
+
+
+def lives(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
+    """First and last use of every tensor, and what it looks like when a forward is done with it.
+
+    That is the place where a swap out begins (Chameleon, 5.3): the features are as of the last use in a phase of kind
+    `Pass.FORWARD`, or as of the last use where there is none. For one step of many, `cut` the trace first.
+
+    Args:
+        trace: Any.
+        ranks: As in `features`.
+
+    Returns:
+        Of dtype LIFE, aligned with `trace.tensors`; of a tensor without uses the operators and the use are -1, and
+        the features 0.
+    """
+    uses, tensors = trace.uses, trace.tensors
+    operator, place = uses["operator"], np.arange(len(uses))
+    kinds = np.array([phase.kind for phase in trace.phases], np.int64)
+    forward = kinds[trace.operators["phase"][operator]] == Pass.FORWARD
+    last, last_forward = np.full((2, len(tensors)), -1)
+    np.maximum.at(last, uses["tensor"], place)
+    np.maximum.at(last_forward, uses["tensor"][forward], place[forward])
+
+    table = np.zeros(len(tensors), LIFE)
+    table["nbytes"], table["dtype"] = tensors["nbytes"], tensors["dtype"]
+    table["first_operator"] = table["last_operator"] = -1
+    used, first = np.unique(uses["tensor"], return_index=True)
+    table["first_operator"][used] = operator[first]
+    table["last_operator"][used] = operator[last[used]]
+    table["uses"] = np.bincount(uses["tensor"], minlength=len(tensors))
+    table["use"] = np.where(last_forward >= 0, last_forward, last)
+    then = features(trace, ranks)[table["use"][used]]
+    for column in ("count", "tag", "stack"):
+        table[column][used] = then[column]
+    return table
+
+
+def iter_lives(trace: Trace, ranks: Sequence[str] | None = None) -> Iterator[TensorLife]:
+    """Every row of `lives`, of which it takes the arguments."""
+    for tensor, row in enumerate(lives(trace, ranks).tolist()):
+        values = dict(zip(LIFE.names, row, strict=True))
+        yield TensorLife(tensor=tensor, **{**values, "dtype": trace.dtypes[values["dtype"]]})
+
+
+def _rank_of_uses(trace: Trace, ranks: Sequence[str]) -> np.ndarray:
+    """int64, by use; names that have no rank come after all that have one."""
+    rank_of = {name: rank for rank, name in enumerate(ranks)}
+    none = max(len(ranks), 255)
+    of_name = np.array([rank_of.get(name, none) for name in trace.names], np.int64)
+    return of_name[trace.operators["name"][trace.uses["operator"]]]
+
+
+def _tags(tensor: np.ndarray, rank: np.ndarray, past: np.ndarray) -> np.ndarray:
+    """uint64; the uses are in the order of their tensors, and `past` counts from 0 for each."""
+    tagged = np.flatnonzero(rank < TAGGED)
+    _, first = np.unique(tensor[tagged].astype(np.int64) * TAGGED + rank[tagged], return_index=True)
+    added = np.zeros(len(rank), np.uint64)
+    added[tagged[first]] = np.uint64(1) << rank[tagged[first]].astype(np.uint64)
+    # No bit is added twice to a tensor, so that sums are disjunctions; what wraps around in the running sum over all
+    # tensors wraps back in the difference.
+    total = np.cumsum(added)
+    begin = np.arange(len(rank)) - past
+    return total - (total[begin] - added[begin])
+
+
+def _stacks(rank: np.ndarray, past: np.ndarray) -> np.ndarray:
+    """uint64; arguments as of `_tags`."""
+    index = np.minimum(rank, 255).astype(np.uint64)
+    stack = np.zeros(len(rank), np.uint64)
+    for back in range(REMEMBERED):
+        there = np.flatnonzero(past >= back)
+        stack[there] |= index[there - back] << np.uint64(8 * back)
+    return stack

@@ -1,0 +1,104 @@
+"""The programs that a run has shown so far, each with its policy: what a rank votes on, and what all ranks agree on.
+
+A vote is a bit mask of the remembered programs that a step is similar to. Every rank compares its own step with its own
+baselines; programs are remembered and forgotten at the same steps on all ranks, so that a bit means the same program
+everywhere, and the programs that all ranks see are the bitwise and of all votes. A rank that sees a change takes the
+others with it: no program is left that all of them see.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memplug.profile.similarity import Program, similar
+
+if TYPE_CHECKING:
+    from memplug.planning import Policy
+
+MOST_PROGRAMS = 32
+"""Remembered at a time, so that a vote is one number. More sequence lengths than that are not worth a plan each."""
+
+
+class Remembered:
+    """A program that was seen.
+
+    Attributes:
+        index: its bit in a vote.
+        baseline: a step of it on this rank, which others are compared with. While warming up it is the latest; from
+            planning on it stays, so that drift adds up to a change instead of creeping past every comparison.
+        policy: how to run it; None until it was planned for.
+        borrowed: the policy was made for another program, under which this one came and went in a single step.
+        told: what the log has said of it.
+    """
+
+    def __init__(self, index: int, baseline: Program):
+        self.index = index
+        self.baseline = baseline
+        self.policy: Policy | None = None
+        self.borrowed = False
+        self.told: set[object] = set()
+
+
+class Programs:
+    """All remembered programs, and the current one.
+
+    Args:
+        length_tolerance, cosine_similarity: see `similarity.similar`.
+    """
+
+    def __init__(self, length_tolerance: float, cosine_similarity: float):
+        self.current: Remembered | None = None
+        self.made = 0  # also those that are forgotten
+        self._limits = (length_tolerance, cosine_similarity)
+        self._all: list[Remembered] = []
+        self._by_age: list[Remembered] = []  # the least recently current first
+        self._voted: tuple[Program, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def vote(self, program: Program) -> int:
+        """Mask of the remembered programs that a step of this rank is similar to; bit = index.
+
+        A step that is exactly the last one has the last one's vote.
+        """
+        if self._voted is None or not program.same(self._voted[0]):
+            bits = (1 << one.index for one in self._all if similar(program, one.baseline, *self._limits))
+            self._voted = program, sum(bits)
+        return self._voted[1]
+
+    def agreed(self, mask: int) -> Remembered | None:
+        """The program of a step, by the votes of all ranks; None: one that is not remembered.
+
+        The current one if it can be, so that similar programs do not take turns; else one with a policy.
+        """
+        seen = [one for one in self._all if mask >> one.index & 1]
+        if self.current in seen:
+            return self.current
+        return min(seen, key=lambda one: (one.policy is None, one.index), default=None)
+
+    def remember(self, program: Program) -> Remembered:
+        """Add a program. Where there is no room, the least recently current one is forgotten, never the current."""
+        index = len(self._all)
+        if index == MOST_PROGRAMS:
+            forgotten = next(one for one in self._by_age if one is not self.current)
+            self._by_age.remove(forgotten)
+            index = forgotten.index
+        new = Remembered(index, program)
+        self._all[index : index + 1] = [new]
+        self._by_age.append(new)
+        self._voted = None
+        self.made += 1
+        return new
+
+    def enter(self, program: Remembered) -> None:
+        """It is the current one from now on."""
+        self.current = program
+        self._by_age.remove(program)
+        self._by_age.append(program)
+
+    def renew(self, baseline: Program) -> None:
+        """The latest step of the current program is what the next ones are compared with."""
+        if not baseline.same(self.current.baseline):
+            self.current.baseline = baseline
+            self._voted = None

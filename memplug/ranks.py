@@ -1,0 +1,59 @@
+"""What all ranks of a run tell one another: votes, which nobody waits for, and objects. On the CPU, over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Ranks:
+    """Every method but `first` is called by all ranks, in the same order."""
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, or the only process."""
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def vote(self, mask: int) -> Callable[[], int]:
+        """Start the bitwise and of a non-negative number over all ranks; returns what waits for the result."""
+        if self._alone:
+            return lambda: mask
+        votes = torch.tensor([mask], dtype=torch.int64, device="cpu")
+        work = dist.all_reduce(votes, dist.ReduceOp.BAND, self._made_group(), async_op=True)
+
+        def agreed() -> int:
+            work.wait()
+            return int(votes.item())
+
+        return agreed
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank passed, in rank order."""
+        if self._alone:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, self._made_group())
+        return values
+
+    @property
+    def _alone(self) -> bool:
+        return not dist.is_initialized() or dist.get_world_size() == 1
+
+    def _made_group(self) -> dist.ProcessGroup:
+        """All ranks on a backend that works on the CPU: NCCL would order a vote among the device's own work, and has
+        no bitwise and.
+        """
+        if self._group is None:
+            self._group = dist.group.WORLD if _uses_gloo(dist.group.WORLD) else dist.new_group(backend="gloo")
+        return self._group
+
+
+def _uses_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether a group has gloo for tensors on the CPU."""
+    return "cpu:gloo" in dist.get_backend_config(group).split(",")

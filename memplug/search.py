@@ -1,0 +1,150 @@
+"""GenPolicy: one observed step, then plans around the optimum, each tried for one step. The fastest that kept to its
+memory on every rank is the policy (Chameleon, section 4).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memplug import budgets, planning
+from memplug.config import MemplugConfig
+from memplug.execute.tokenwise import Executor, Region
+
+log = logging.getLogger("memplug")
+
+PEAK_SLACK = 0.02  # by which a step's peak may exceed the predicted one
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One step under one plan on one rank."""
+
+    seconds: float
+    fits: bool
+    """The host had room for all that was to be swapped, and the device's peak grew by no more than was to be kept."""
+    device_bytes: int
+    """What the plan keeps on the device."""
+
+
+def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
+    """The best plan, and whether it fits; the same on every rank.
+
+    The slowest rank's time counts, and every rank must have kept to its memory. Where no plan did, the one that keeps
+    the least on the device is the safest; between equals the earlier one, which is nearer to the predicted optimum.
+
+    Args:
+        trials: of each rank, in rank order, of each plan.
+    """
+    by_plan = list(zip(*trials, strict=True))
+    fitting = [i for i, ranks in enumerate(by_plan) if all(trial.fits for trial in ranks)]
+    if fitting:
+        return min(fitting, key=lambda i: max(trial.seconds for trial in by_plan[i])), True
+    return min(range(len(by_plan)), key=lambda i: max(trial.device_bytes for trial in by_plan[i])), False
+
+
+class Search:
+    """From the boundary at which GenPolicy begins to the policy.
+
+    Args:
+        regions: all of the session's, at the safest setting.
+        executor: which runs them; from now on with device times around every operator.
+        observer: listens to the executor.
+        config: budgets, and how many plans to try; with none, or only one, the optimum is taken as it is.
+        gather: what every rank passed, in rank order.
+        step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
+
+    Attributes:
+        policy: what was found, None so far.
+        outcome: how it did, for people.
+        fits: False: every plan that was tried needed more memory than it should have.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        executor: Executor,
+        observer: planning.Observer,
+        config: MemplugConfig,
+        gather: Callable[[Any], list[Any]],
+        step_peak: Callable[[], int | None],
+    ):
+        self.regions, self.executor, self.observer, self.config = regions, executor, observer, config
+        self.policy: planning.Policy | None = None
+        self.outcome = ""
+        self.fits = True
+        self._gather, self._step_peak = gather, step_peak
+        self._policies: list[planning.Policy] = []
+        self._trials: list[Trial] = []
+        self._refused = 0
+        self._begun = 0.0
+        self._warned = False
+        executor.timing = True
+        executor.peak_live.clear()  # forwards in flight of this program, not of another
+        step_peak()
+
+    def begin_step(self) -> None:
+        """The boundary is over: what the session does in it is no part of a step's time."""
+        self.executor.device.synchronize()
+        self._begun = time.perf_counter()
+
+    def end_step(self) -> bool:
+        """A step of the program is over. True: `policy` is known; else the regions run the next plan from now on."""
+        self.executor.device.synchronize()
+        seconds = time.perf_counter() - self._begun
+        peak_bytes = self._step_peak()
+        if self._policies:
+            self._note(seconds, peak_bytes)
+        elif not self._plan(peak_bytes):
+            return False
+        if len(self._policies) > max(1, len(self._trials)):
+            self._refused = self.executor.transfer.refused
+            planning.put(self._policies[len(self._trials)], self.regions)
+            return False
+        self._choose()
+        return True
+
+    def stop(self) -> None:
+        """Nothing is observed any more."""
+        self.executor.timing = False
+        self.observer.clear()
+
+    def _plan(self, peak_bytes: int | None) -> bool:
+        """The observed step is over: plans to try; none where a rank ran no region in it, and the next is observed."""
+        device = self.executor.device
+        groups = planning.group_regions(self.regions, self.observer)
+        described = planning.describe(groups, self.observer, self.executor, device.seconds_between)
+        own = described, budgets.budget(self.config, device, self.executor.pool.budget_bytes, peak_bytes)
+        solutions = planning.agree(own, self._gather, max(1, self.config.profiler.policy_steps))
+        if not groups and not self._warned:
+            self._warned = True
+            log.warning("memplug: no region ran in the step to plan from, for example %s", self.regions[0].name)
+        if solutions:
+            total_bytes = budgets.peak_bytes(device) if peak_bytes is None else peak_bytes
+            self._policies = [planning.policy_of(one, groups, self.observer, total_bytes) for one in solutions]
+            self.executor.pool.reserve(max(one.host_bytes for one in solutions))
+            self.stop()
+        return bool(solutions)
+
+    def _note(self, seconds: float, peak_bytes: int | None) -> None:
+        policy = self._policies[len(self._trials)]
+        fits = self.executor.transfer.refused == self._refused
+        if peak_bytes is not None and policy.peak_bytes is not None:
+            fits = fits and peak_bytes <= policy.peak_bytes * (1.0 + PEAK_SLACK)
+        self._trials.append(Trial(seconds, fits, policy.solution.device_bytes))
+
+    def _choose(self) -> None:
+        if not self._trials:
+            self.policy = self._policies[0]
+            return
+        trials = self._gather(self._trials)
+        chosen, self.fits = choose(trials)
+        self.policy = self._policies[chosen]
+        seconds = [max(trial.seconds for trial in ranks) for ranks in zip(*trials, strict=True)]
+        self.outcome = (
+            f"plan {chosen + 1} of {len(seconds)} tried took {seconds[chosen]:.3f} s a step, "
+            f"all of them {min(seconds):.3f} to {max(seconds):.3f} s"
+        )

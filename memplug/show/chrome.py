@@ -1,0 +1,119 @@
+"""A trace as Chrome trace events, for ui.perfetto.dev and chrome://tracing: operators in time, and memory in use.
+
+The format is Google's "Trace Event Format", whose times are microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memplug.errors import MemplugError
+from memplug.profile.trace import Trace
+from memplug.show.groups import phase_words
+from memplug.show.timeline import layer_runs, runs
+from memplug.show.words import heading
+
+_NOTE = (
+    "Times are when the host dispatched an operator, in microseconds from the beginning of the recording. A recording "
+    "has no ends: an operator lasts until the next begins, at most to the measured end of its step. The counter is the "
+    "largest memory in use during an operator."
+)
+
+
+def write_chrome(trace: Trace, path: str | Path) -> None:
+    """Writes the events as one JSON object, in the order of their tracks.
+
+    Raises:
+        MemplugError: The trace has no operators, and so no times.
+        OSError: The file cannot be written.
+    """
+    if not len(trace.operators):
+        raise MemplugError(
+            "a Chrome trace shows operators in time, and this trace has only requests for memory",
+            "Write a page or a snapshot of it, or record the step again with this version of memplug.",
+        )
+    other = {"title": heading(trace), "note": _NOTE, "fingerprint": trace.fingerprint.digest()}
+    with Path(path).open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(other) + ', "traceEvents": [\n')
+        for i, event in enumerate(chrome_events(trace)):
+            file.write((",\n" if i else "") + json.dumps(event, separators=(",", ":")))
+        file.write("\n]}\n")
+
+
+def chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
+    """Metadata ("M"), complete events ("X") of steps, phases, layers and operators, then the counter ("C")."""
+    # From 1: Perfetto takes process 0 and thread 0 for the kernel's idle task.
+    process = {"pid": trace.fingerprint.rank + 1}
+    name = {"name": f"memplug, rank {trace.fingerprint.rank}"}
+    yield {"ph": "M", **process, "tid": 1, "name": "process_name", "args": name}
+    begin_us, end_us = _times_us(trace)
+    for tid, (track, spans) in enumerate(_TRACKS.items(), start=1):
+        yield {"ph": "M", **process, "tid": tid, "name": "thread_name", "args": {"name": track}}
+        yield {"ph": "M", **process, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+        for text, first, last, args in spans(trace):
+            ts = begin_us[first]
+            duration = round(max(end_us[last] - ts, 0), 3)
+            yield {"ph": "X", **process, "tid": tid, "name": text, "ts": ts, "dur": duration, "args": args}
+    highest_bytes = _highest_bytes(trace)
+    for operator in np.flatnonzero(np.diff(highest_bytes, prepend=-1)).tolist():
+        args = {"bytes": int(highest_bytes[operator])}
+        yield {"ph": "C", **process, "name": "memory in use", "ts": begin_us[operator], "args": args}
+
+
+# A span: what it is called, its first operator, its last, and more about it.
+_Spans = Iterator[tuple[str, int, int, dict[str, Any]]]
+
+
+def _steps(trace: Trace) -> _Spans:
+    for step, (_, _, seconds) in enumerate(trace.steps):
+        inside = trace.step_operators(step)
+        if inside.stop > inside.start:
+            yield f"step {step}", inside.start, inside.stop - 1, {"measured_s": seconds}
+
+
+def _phases(trace: Trace) -> _Spans:
+    stretches = runs(trace.operators["phase"], len(trace.operators), len(trace.operators))
+    for start, end, phase in zip(*(column.tolist() for column in stretches), strict=True):
+        yield phase_words(trace.phases[phase]), start, end - 1, {}
+
+
+def _layers(trace: Trace) -> _Spans:
+    stretches = layer_runs(trace.operators, len(trace.operators), len(trace.operators))
+    for start, end, layer in zip(*(column.tolist() for column in stretches), strict=True):
+        if layer >= 0:
+            yield trace.layers[layer].name, start, end - 1, {"dynamic": trace.layers[layer].dynamic}
+
+
+def _operators(trace: Trace) -> _Spans:
+    for operator, (name, in_use) in enumerate(trace.operators[["name", "in_use_bytes"]].tolist()):
+        yield trace.names[name], operator, operator, {"operator": operator, "in_use_before_bytes": in_use}
+
+
+_TRACKS = {"steps": _steps, "phases": _phases, "layers": _layers, "operators": _operators}  # from the top
+
+
+def _times_us(trace: Trace) -> tuple[list[float], list[float]]:
+    """When each operator begins and ends: the next one begins, or its step is over."""
+    begin = np.maximum.accumulate(trace.operators["time_ns"]) / 1000
+    end = np.append(begin[1:], begin[-1])
+    for step, (first, _, seconds) in enumerate(trace.steps):
+        last = trace.step_operators(step).stop - 1
+        if seconds and last >= first:
+            over = begin[first] + seconds * 1e6
+            end[last] = over if last + 1 == len(end) else min(end[last], over)
+    return begin.tolist(), end.tolist()
+
+
+def _highest_bytes(trace: Trace) -> np.ndarray:
+    """int64[operators]: the largest memory in use during each, what was in use as it began included."""
+    count = len(trace.operators)
+    during = np.maximum.accumulate(np.clip(trace.events["operator"], 0, None))
+    levels = np.append(trace.base_bytes, trace.live_bytes)
+    highest = levels[np.searchsorted(during, np.arange(count), "left")]
+    np.maximum.at(highest, during, trace.live_bytes)
+    return highest

@@ -1,0 +1,193 @@
+"""A trace as a memory snapshot that pytorch.org/memory_viz and `torch/cuda/_memory_viz.py` open; needs no torch.
+
+A trace has sizes and no addresses, so each request is placed here: in the smallest gap that it fits into, one segment a
+stream, sizes rounded up to 512 bytes as on CUDA. Addresses never overlap in time, but they are not those of the
+recorded run: gaps between blocks in this file say nothing about it. Sizes, order, and what asked for each block are the
+recording's.
+"""
+
+from __future__ import annotations
+
+import bisect
+import pickle
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memplug.profile.trace import Event, Trace
+from memplug.show.groups import BEFORE, PASS_WORDS, phase_words
+
+_ROUNDING_BYTES = 512
+# Where drivers put device memory, apart enough for a segment each, and exact in the doubles of JavaScript.
+_FIRST_ADDRESS, _SEGMENT_STRIDE = 0x7000_0000_0000, 1 << 42
+# memory_viz (November 2026) stops with an error where allocations have categories and none of them is this.
+_NO_CATEGORY = "unknown"
+
+
+def write_snapshot(trace: Trace, path: str | Path) -> None:
+    """Writes `snapshot(trace)` as a pickle of protocol 4, the newest that memory_viz reads.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    Path(path).write_bytes(pickle.dumps(snapshot(trace), protocol=4))
+
+
+def snapshot(trace: Trace) -> dict[str, Any]:
+    """What `torch.cuda.memory._snapshot()` would return of this recording: dicts, lists, str and int only.
+
+    Each allocation has three frames, innermost first: operator, layer and phase, the line being their running number;
+    its category is the kind of its phase. What was in use before is one block in the first segment, and one more for
+    each of its frees whose size is known.
+    """
+    return _Writer(trace).snapshot()
+
+
+class _Writer:
+    """Goes through the events once, with the addresses in use."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.spaces = {
+            stream: _Space(_FIRST_ADDRESS + _SEGMENT_STRIDE * i)
+            for i, stream in enumerate(np.unique(trace.events["stream"]).tolist() or [0])
+        }
+        self.first_stream = min(self.spaces)
+        self.live: dict[int, dict[str, Any]] = {}  # by address
+        self.address_of: dict[int, int] = {}  # by request
+        self.earlier: dict[int, int] = {}  # by the event that frees it
+        # One dict for each place: pickle then stores it once.
+        self._frame = cache(lambda kind, number, name: {"filename": kind, "line": number, "name": name})
+
+    def snapshot(self) -> dict[str, Any]:
+        self._place_earlier()
+        events = [entry for event in range(len(self.trace.events)) for entry in self._entries(event)]
+        made = [
+            {"action": "segment_alloc", "addr": space.start, "size": space.size, "stream": stream, "frames": []}
+            for stream, space in self.spaces.items()
+            if space.size
+        ]
+        for entry in made:
+            entry["category"] = _NO_CATEGORY
+        segments = [self._segment(stream, space) for stream, space in self.spaces.items() if space.size]
+        return {"segments": segments, "device_traces": [[*made, *events]]}
+
+    def _place_earlier(self) -> None:
+        rows = self.trace.events
+        known = np.flatnonzero((rows["kind"] == Event.FREE) & (rows["request"] < 0) & (rows["nbytes"] > 0))
+        frames = [self._frame("phase", 0, BEFORE)]
+        for event, nbytes in zip(known.tolist(), rows["nbytes"][known].tolist(), strict=True):
+            self.earlier[event] = self._occupy(self.first_stream, nbytes, frames)
+        rest = self.trace.base_bytes - int(rows["nbytes"][known].sum())
+        if rest > 0:
+            self._occupy(self.first_stream, rest, frames)
+
+    def _entries(self, event: int) -> list[dict[str, Any]]:
+        kind, request, nbytes, stream, *_ = row = self.trace.events[event].item()
+        frames = self._frames(row)
+        entry = {"stream": stream, "frames": frames, "time_us": self._time_us(row)}
+        if kind == Event.MALLOC:
+            address = self.address_of[request] = self._occupy(stream, nbytes, frames)
+            category = PASS_WORDS[self.trace.phases[row[5]].kind]
+            return [{"action": "alloc", "addr": address, "size": nbytes, "category": category, **entry}]
+        address = self.earlier.get(event) if request < 0 else self.address_of.pop(request)
+        if address is None:
+            return []  # of unknown size
+        block = self.live.pop(address)
+        self.spaces[block["stream"]].release(address, block["size"])
+        freed = {"addr": address, "size": block["requested_size"], **entry, "stream": block["stream"]}
+        return [{"action": action, **freed} for action in ("free_requested", "free_completed")]
+
+    def _occupy(self, stream: int, nbytes: int, frames: list[dict[str, Any]]) -> int:
+        size = max(-(-nbytes // _ROUNDING_BYTES), 1) * _ROUNDING_BYTES
+        address = self.spaces[stream].place(size)
+        self.live[address] = {"size": size, "requested_size": nbytes, "stream": stream, "frames": frames}
+        return address
+
+    def _frames(self, row: tuple[int, ...]) -> list[dict[str, Any]]:
+        operator, phase, layer = row[4:7]
+        trace = self.trace
+        frames = [self._frame("phase", phase, phase_words(trace.phases[phase]))]
+        if layer >= 0:
+            frames.insert(0, self._frame("layer", layer, trace.layers[layer].name))
+        if operator >= 0:
+            frames.insert(0, self._frame("operator", operator, trace.names[trace.operators["name"][operator]]))
+        return frames
+
+    def _time_us(self, row: tuple[int, ...]) -> int:
+        return int(self.trace.operators["time_ns"][row[4]]) // 1000 if row[4] >= 0 else 0
+
+    def _segment(self, stream: int, space: _Space) -> dict[str, Any]:
+        blocks, at = [], space.start
+        mine = sorted((address, block) for address, block in self.live.items() if block["stream"] == stream)
+        for address, block in [*mine, (space.start + space.size, None)]:
+            if address > at:
+                gap = {"address": at, "size": address - at, "requested_size": 0, "state": "inactive", "frames": []}
+                blocks.append(gap)
+            if block is not None:
+                state = {"address": address, "state": "active_allocated", "frames": block["frames"]}
+                blocks.append({**state, "size": block["size"], "requested_size": block["requested_size"]})
+                at = address + block["size"]
+        in_use = sum(block["size"] for _, block in mine)
+        return {
+            "device": 0,
+            "address": space.start,
+            "total_size": space.size,
+            "allocated_size": in_use,
+            "active_size": in_use,
+            "requested_size": sum(block["requested_size"] for _, block in mine),
+            "stream": stream,
+            "segment_type": "large",
+            "segment_pool_id": [0, 0],
+            "is_expandable": False,
+            "frames": [],
+            "blocks": blocks,
+        }
+
+
+class _Space:
+    """A growing range of addresses, of which pieces are in use."""
+
+    def __init__(self, start: int) -> None:
+        self.start, self.size = start, 0
+        self._gaps: list[tuple[int, int]] = []  # (size, address), sorted
+        self._by_start: dict[int, int] = {}  # address: size
+        self._by_end: dict[int, int] = {}
+
+    def place(self, size: int) -> int:
+        """The address of the smallest gap that holds `size` bytes, or of new ones at the end."""
+        at = bisect.bisect_left(self._gaps, (size, 0))
+        if at < len(self._gaps):
+            gap_size, address = self._gaps[at]
+            self._close(address, gap_size)
+        else:
+            end = self.start + self.size
+            gap_size = self._by_end.get(end, 0)
+            address = end - gap_size
+            if gap_size:
+                self._close(address, gap_size)
+            self.size += size - gap_size
+            gap_size = size
+        if gap_size > size:
+            self._open(address + size, gap_size - size)
+        return address
+
+    def release(self, address: int, size: int) -> None:
+        """Gives back what `place` returned, joined with the gaps beside it."""
+        if before := self._by_end.get(address):
+            self._close(address - before, before)
+            address, size = address - before, size + before
+        if behind := self._by_start.get(address + size):
+            self._close(address + size, behind)
+            size += behind
+        self._open(address, size)
+
+    def _open(self, address: int, size: int) -> None:
+        bisect.insort(self._gaps, (size, address))
+        self._by_start[address] = self._by_end[address + size] = size
+
+    def _close(self, address: int, size: int) -> None:
+        del self._gaps[bisect.bisect_left(self._gaps, (size, address))]
+        del self._by_start[address], self._by_end[address + size]

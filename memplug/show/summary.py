@@ -1,0 +1,167 @@
+"""A trace in one object of plain values, and that object in words: what was recorded, and where its memory peaks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from memplug.profile.trace import Trace, earlier_frees, freed_elsewhere, still_live
+from memplug.show.groups import BEFORE, OUTSIDE, phase_words
+from memplug.show.words import Moment, moment, size
+
+_ROWS_AT_MOST = 8
+_OPERATORS_AT_MOST = 10
+
+
+def summary(trace: Trace) -> dict[str, Any]:
+    """What a trace says, for `memplug show --json`: stable keys, units in names, None where the trace does not know.
+
+    Bytes are as asked for, unrounded. `peak_bytes` is the largest memory in use, what was in use before the recording
+    included, as the recorded requests give it when replayed; `allocator_peak_bytes` is the allocator's own counter.
+    """
+    requests = trace.requests
+    event, peak_bytes = trace.replayed_peak()
+    live_at_end, elsewhere, dynamic = still_live(requests), freed_elsewhere(requests), requests["dynamic"]
+    requested_bytes, dynamic_bytes = (int(requests["nbytes"][rows].sum()) for rows in (slice(None), dynamic))
+    counts = np.bincount(trace.operators["name"], minlength=len(trace.names))
+    most = sorted(range(len(counts)), key=lambda name: (-counts[name], trace.names[name]))[:_OPERATORS_AT_MOST]
+    steps = range(len(trace.steps))
+    return {
+        "fingerprint": {"digest": trace.fingerprint.digest(), **asdict(trace.fingerprint)},
+        "steps": len(steps),
+        "step_s": [seconds or None for _, _, seconds in trace.steps],
+        "operators": len(trace.operators),
+        "operators_by_step": [_length(trace.step_operators(step)) for step in steps],
+        "requests": len(requests),
+        "requested_bytes": requested_bytes,
+        "largest_request_bytes": int(requests["nbytes"].max(initial=0)),
+        "streams": len(np.unique(requests["stream"])),
+        "base_bytes": trace.base_bytes,
+        "peak_bytes": peak_bytes,
+        "peak_at": asdict(moment(trace, event)),
+        "peak_bytes_by_phase": _held(trace, event, "phase"),
+        "peak_bytes_by_layer": _held(trace, event, "layer"),
+        "allocator_peak_bytes": trace.peak_bytes or None,
+        "replays_exactly": trace.replays_exactly(),
+        "live_at_end_requests": int(live_at_end.sum()),
+        "live_at_end_bytes": int(requests["nbytes"][live_at_end].sum()),
+        "freed_by_another_thread_requests": int(elsewhere.sum()),
+        "freed_by_another_thread_bytes": int(requests["nbytes"][elsewhere].sum()),
+        "earlier_requests_freed": len(earlier_frees(trace)),
+        "dynamic_requests": int(dynamic.sum()),
+        "dynamic_bytes": dynamic_bytes,
+        "dynamic_share": dynamic_bytes / requested_bytes if requested_bytes else 0.0,
+        "top_operators": [{"name": trace.names[name], "count": int(counts[name])} for name in most if counts[name]],
+    }
+
+
+def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `summary` returned, as (name, value) in words."""
+    return [
+        *_recorded_rows(facts["fingerprint"]),
+        ("steps", _steps_in_words(facts)),
+        ("operators", _operators_in_words(facts)),
+        (
+            "requests",
+            f"{facts['requests']:,} for {size(facts['requested_bytes'])} in all, "
+            f"the largest {size(facts['largest_request_bytes'])}, on {_count(facts['streams'], 'stream')}",
+        ),
+        (BEFORE, f"{size(facts['base_bytes'])} in use" if facts["base_bytes"] else "nothing in use, or unknown"),
+        ("peak", f"{size(facts['peak_bytes'])} in use ({facts['peak_bytes']:,} bytes)"),
+        ("  where", str(Moment(**facts["peak_at"]))),
+        ("  allocator's counter", _counter_in_words(facts)),
+        *_held_rows("  by phase", facts["peak_bytes_by_phase"], facts["peak_bytes"]),
+        *_held_rows("  by layer", facts["peak_bytes_by_layer"], facts["peak_bytes"]),
+        ("live at the end", _of_requests(facts, "live_at_end")),
+        ("freed by another thread", _of_requests(facts, "freed_by_another_thread")),
+        ("freed, from before", _count(facts["earlier_requests_freed"], "request")),
+        ("in dynamic layers", f"{_of_requests(facts, 'dynamic')}, {facts['dynamic_share']:.1%} of all bytes"),
+        *_top_rows(facts["top_operators"]),
+    ]
+
+
+def _held(trace: Trace, event: int, column: str) -> dict[str, int]:
+    """Bytes in use once `event` has happened, by the phase or layer that asked for them, the most first."""
+    requests = trace.requests
+    live = (requests["malloc_event"] <= event) & (still_live(requests) | (requests["free_event"] > event))
+    names = [phase_words(phase) for phase in trace.phases] if column == "phase" else [la.name for la in trace.layers]
+    held: Counter[str] = Counter()
+    for index in np.unique(requests[f"malloc_{column}"][live]):
+        rows_of_it = live & (requests[f"malloc_{column}"] == index)
+        held[names[index] if index >= 0 else OUTSIDE] += int(requests["nbytes"][rows_of_it].sum())
+    in_use = int(trace.live_bytes[event]) if event >= 0 else trace.base_bytes
+    # What is left of it: some of it may have been freed since, and a free does not always know its size.
+    held[BEFORE] += in_use - sum(held.values())
+    return {name: nbytes for name, nbytes in held.most_common() if nbytes}
+
+
+def _length(rows_of_step: slice) -> int:
+    return rows_of_step.stop - rows_of_step.start
+
+
+def _recorded_rows(fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
+    model = fingerprint["model"] or "unknown"
+    parameters = f", {fingerprint['parameters']:,} parameters" if fingerprint["parameters"] else ""
+    found = [
+        ("model", model + parameters),
+        ("inputs", ", ".join(dict.fromkeys(fingerprint["inputs"]))),
+        ("device", f"{fingerprint['device']}, rank {fingerprint['rank']} of {fingerprint['world_size']}"),
+        ("versions", ", ".join(f"{package} {version}" for package, version in fingerprint["versions"])),
+        ("fingerprint", fingerprint["digest"]),
+    ]
+    return [(name, value) for name, value in found if value and not value.startswith(", ")]
+
+
+def _steps_in_words(facts: dict[str, Any]) -> str:
+    seconds = [value for value in facts["step_s"] if value is not None]
+    times = ", ".join(f"{value:.3f} s" for value in seconds[:_ROWS_AT_MOST])
+    more = ", ..." if len(seconds) > _ROWS_AT_MOST else ""
+    return f"{facts['steps']}: {times}{more}" if seconds else f"{facts['steps']}, durations unknown"
+
+
+def _operators_in_words(facts: dict[str, Any]) -> str:
+    if not facts["operators"]:
+        return "none recorded: the clock is the requests themselves"
+    of_steps = ", ".join(f"{count:,}" for count in facts["operators_by_step"][:_ROWS_AT_MOST])
+    more = ", ..." if facts["steps"] > _ROWS_AT_MOST else ""
+    return f"{facts['operators']:,}, by step {of_steps}{more}" if of_steps else f"{facts['operators']:,}"
+
+
+def _counter_in_words(facts: dict[str, Any]) -> str:
+    counted, peak = facts["allocator_peak_bytes"], facts["peak_bytes"]
+    if counted is None:
+        return "unknown, not recorded"
+    if facts["replays_exactly"]:
+        return "the same, to the byte"
+    return f"{counted:,} bytes, {abs(counted - peak):,} {'more' if counted > peak else 'fewer'} than the requests give"
+
+
+def _held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[str, str]]:
+    shown = list(held.items())
+    if len(shown) > _ROWS_AT_MOST:
+        others = [nbytes for _, nbytes in shown[_ROWS_AT_MOST - 1 :]]
+        shown = shown[: _ROWS_AT_MOST - 1]
+        shown.append((f"{len(others)} others, at most {size(max(others))} each", sum(others)))
+    width = max((len(size(nbytes)) for _, nbytes in shown), default=0)
+    return [
+        (name if i == 0 else "", f"{size(nbytes):>{width}}  {nbytes / max(peak_bytes, 1):>4.0%}  {what}")
+        for i, (what, nbytes) in enumerate(shown)
+    ]
+
+
+def _of_requests(facts: dict[str, Any], name: str) -> str:
+    return f"{_count(facts[f'{name}_requests'], 'request')}, {size(facts[f'{name}_bytes'])}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _top_rows(top: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    width = max((len(f"{each['count']:,}") for each in top), default=0)
+    return [
+        ("most frequent" if i == 0 else "", f"{each['count']:>{width},}  {each['name']}") for i, each in enumerate(top)
+    ]

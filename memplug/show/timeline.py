@@ -1,0 +1,165 @@
+"""Numbers to draw: memory in use along a trace's clock, split by what asked for it, and what ran meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from memplug.profile.trace import Trace, earlier_frees, still_live
+from memplug.show.groups import Grouping, by_layer, by_phase
+
+
+class Runs(NamedTuple):
+    """Neighbouring half-open stretches [start, end) of the clock, with one value each.
+
+    Attributes:
+        start, end: int64.
+        value: int64, an index of a phase or of a layer (-1: outside).
+    """
+
+    start: np.ndarray
+    end: np.ndarray
+    value: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Timeline:
+    """Memory in use at sampled places of the clock.
+
+    Attributes:
+        clock: "operator", or "request event" for a trace without operators.
+        length: of the clock.
+        at: float64[samples], strictly rising from 0 to `length`; the events of one operator lie evenly between it and
+            the next.
+        event: int64[samples], the event that happened last; -1: none yet.
+        bytes_by_phase: int64[groups, samples], what the groups of `phases` hold from then on.
+        bytes_by_layer: int64[groups, samples], likewise; both add up to the memory in use.
+        phases, layers: the groups.
+        phase_runs, layer_runs: what ran.
+        step_starts: where on the clock each step begins.
+        peak: sample with the largest memory in use, the first of them.
+    """
+
+    clock: str
+    length: int
+    at: np.ndarray
+    event: np.ndarray
+    bytes_by_phase: np.ndarray
+    bytes_by_layer: np.ndarray
+    phases: Grouping
+    layers: Grouping
+    phase_runs: Runs
+    layer_runs: Runs
+    step_starts: tuple[int, ...]
+    peak: int
+
+    @property
+    def in_use_bytes(self) -> np.ndarray:
+        """int64[samples]."""
+        return self.bytes_by_phase.sum(axis=0)
+
+
+def timeline(trace: Trace, bins: int = 800) -> Timeline:
+    """Samples a trace so that no maximum is lost.
+
+    The clock is cut into `bins` equal parts, and of each the first, the smallest, the largest and the last memory in
+    use is kept (M4, Jugel et al., VLDB 2014): a line through these samples, drawn over at most `bins` pixels, is the
+    line through all of them. The peak is exact.
+
+    Args:
+        trace: recorded.
+        bins: at least 1.
+    """
+    clock, length, places = _clock(trace)
+    event = np.concatenate([[-1], _m4(trace.live_bytes, places, length, bins), [len(places) - 1]])
+    at = np.concatenate([[0.0], places[event[1:-1]], [length]])
+    phases, layers = by_phase(trace.phases), by_layer(trace.layers)
+    owner = owners(trace)
+    levels = [
+        _levels(trace, np.where(owner < 0, 0, groups.of[trace.events[column][owner]]), event, len(groups.groups))
+        for groups, column in ((phases, "phase"), (layers, "layer"))
+    ]
+    rows, first = (trace.operators, 0) if clock == "operator" else (trace.events, 1)
+    return Timeline(
+        clock=clock,
+        length=length,
+        at=at,
+        event=event,
+        bytes_by_phase=levels[0],
+        bytes_by_layer=levels[1],
+        phases=phases,
+        layers=layers,
+        phase_runs=runs(rows["phase"], length),
+        layer_runs=layer_runs(rows, length),
+        step_starts=tuple(int(step[first]) for step in trace.steps),
+        peak=int(np.argmax(levels[0].sum(axis=0))),
+    )
+
+
+def owners(trace: Trace) -> np.ndarray:
+    """The event that asked for what each event asks for or frees: int64[events]; -1: before the recording."""
+    owner = np.arange(len(trace.events))
+    freed = trace.requests[~still_live(trace.requests)]
+    owner[freed["free_event"]] = freed["malloc_event"]
+    owner[earlier_frees(trace)] = -1
+    return owner
+
+
+def runs(values: np.ndarray, length: int, at_most: int = 2000) -> Runs:
+    """Stretches of equal values; more than `at_most` are sampled at the middle of so many equal cells first."""
+    edges = _edges(values)
+    if len(edges) > at_most:
+        cells = np.linspace(0, length, at_most + 1)
+        values = values[((cells[:-1] + cells[1:]) / 2).astype(np.int64)]
+        edges = _edges(values)
+        bounds = np.append(cells[edges], length).astype(np.int64)
+    else:
+        bounds = np.append(edges, length)
+    return Runs(bounds[:-1], bounds[1:], values[edges].astype(np.int64))
+
+
+def layer_runs(rows: np.ndarray, length: int, at_most: int = 2000) -> Runs:
+    """As `runs`, of the layers in operators or events; where a phase ends, its layer's stretch ends too."""
+    layers = int(rows["layer"].max(initial=-1)) + 2
+    found = runs(rows["phase"].astype(np.int64) * layers + rows["layer"] + 1, length, at_most)
+    return found._replace(value=found.value % layers - 1)
+
+
+def _edges(values: np.ndarray) -> np.ndarray:
+    """Where each stretch of equal values begins."""
+    return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])) if len(values) else np.zeros(0, np.int64)
+
+
+def _clock(trace: Trace) -> tuple[str, int, np.ndarray]:
+    """Name and length of the clock, and where each event is on it: float64[events], strictly rising, above 0."""
+    count = len(trace.events)
+    if len(trace.operators):
+        # An event of another thread may have seen the operator before; the order of the events is what counts.
+        slot = np.maximum.accumulate(np.clip(trace.events["operator"], 0, None))
+    else:
+        slot = np.arange(count)
+    first, last = np.searchsorted(slot, slot, "left"), np.searchsorted(slot, slot, "right")
+    places = slot + (np.arange(count) - first + 1) / (last - first + 1)
+    return ("operator", len(trace.operators), places) if len(trace.operators) else ("request event", count, places)
+
+
+def _m4(in_use: np.ndarray, places: np.ndarray, length: int, bins: int) -> np.ndarray:
+    """Sorted indices: of each bin the first, the smallest, the first of the largest, and the last."""
+    kept = set()
+    bounds = np.searchsorted(places, np.linspace(0, length, bins + 1)[1:-1], "left")
+    for begin, end in zip([0, *bounds], [*bounds, len(in_use)], strict=True):
+        if begin < end:
+            part = in_use[begin:end]
+            kept |= {int(begin), int(begin + part.argmin()), int(begin + part.argmax()), int(end - 1)}
+    return np.array(sorted(kept), np.int64)
+
+
+def _levels(trace: Trace, group: np.ndarray, event: np.ndarray, groups: int) -> np.ndarray:
+    """int64[groups, samples]: what each group holds once the sampled events have happened; `group` is of each event."""
+    sample = np.searchsorted(event, np.arange(len(group)), "left")
+    changes = np.zeros((groups, len(event)), np.int64)
+    np.add.at(changes, (group, sample), np.diff(trace.live_bytes, prepend=trace.base_bytes))
+    changes[0, 0] += trace.base_bytes
+    return np.cumsum(changes, axis=1)

@@ -1,0 +1,89 @@
+"""Sizes and places in a trace, as a person reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplug.profile.trace import Trace
+from memplug.show.groups import BEFORE, phase_words
+from memplug.show.timeline import Timeline
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where in a trace something happens; None where the trace does not say, all None before its first event.
+
+    Attributes:
+        step: running number; None also where there is only one.
+        event: row of Trace.events.
+        operator: row of Trace.operators.
+        operator_name: for example "aten::mm".
+        phase: in words.
+        layer: its full name; None outside of layers.
+    """
+
+    step: int | None = None
+    event: int | None = None
+    operator: int | None = None
+    operator_name: str | None = None
+    phase: str | None = None
+    layer: str | None = None
+
+    def __str__(self) -> str:
+        """For example "step 1, backward of micro-batch 0, model.layers.31, aten::mm (operator 8,211)"."""
+        words = [f"step {self.step}"] if self.step is not None else []
+        words += [word for word in (self.phase, self.layer) if word]
+        if self.operator is not None:
+            words.append(f"{self.operator_name} (operator {self.operator:,})")
+        elif self.event is not None:
+            words.append(f"request event {self.event:,}")
+        return ", ".join(words) or BEFORE
+
+
+def moment(trace: Trace, event: int) -> Moment:
+    """What ran when an event happened; `event` -1: before the first."""
+    if event < 0:
+        return Moment()
+    row = trace.events[event]
+    operator = int(row["operator"])
+    begun = sum(first_event <= event for _, first_event, _ in trace.steps)
+    return Moment(
+        step=begun - 1 if begun and len(trace.steps) > 1 else None,
+        event=event,
+        operator=operator if operator >= 0 else None,
+        operator_name=trace.names[trace.operators["name"][operator]] if operator >= 0 else None,
+        phase=phase_words(trace.phases[row["phase"]]),
+        layer=trace.layers[row["layer"]].name if row["layer"] >= 0 else None,
+    )
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the binary unit that fits, for example "27.31 GiB"."""
+    unit, unit_bytes = axis_unit(abs(nbytes))
+    return f"{nbytes / unit_bytes:.2f} {unit}" if abs(nbytes) >= unit_bytes else f"{nbytes:,} bytes"
+
+
+def axis_unit(most_bytes: int) -> tuple[str, int]:
+    """The unit for an axis that reaches to `most_bytes`, and its bytes."""
+    return next((unit for unit in _UNITS if most_bytes >= unit[1]), _UNITS[-1])
+
+
+def heading(trace: Trace) -> str:
+    """What a picture shows, for example "Memory in use: Llama, 2 recorded steps, NVIDIA H200, rank 0 of 8"."""
+    fingerprint, count = trace.fingerprint, len(trace.steps)
+    steps = f"{count} recorded step{'' if count == 1 else 's'}" if count else ""
+    parts = [fingerprint.model, steps, fingerprint.device]
+    parts += [f"rank {fingerprint.rank} of {fingerprint.world_size}"] if fingerprint.world_size > 1 else []
+    return ": ".join(filter(None, ["Memory in use", ", ".join(filter(None, parts))]))
+
+
+def sampling(trace: Trace, line: Timeline) -> str:
+    """How many of the events a picture draws, and which."""
+    drawn, events = len(np.unique(line.event[line.event >= 0])), len(trace.events)
+    if drawn == events:
+        return f"all {events:,} requests and releases"
+    return f"{drawn:,} of {events:,} requests and releases: those where a stretch begins, peaks, is lowest and ends"

@@ -1,0 +1,47 @@
+"""The stages of a session as one table: WarmUp, GenPolicy, Stable (Chameleon, section 4, Algorithm 1)."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Stage(enum.Enum):
+    """Where a session stands."""
+
+    OFF = "off"
+    WARM_UP = "warm-up"
+    GEN_POLICY = "gen-policy"
+    STABLE = "stable"
+    DETACHED = "detached"
+
+
+class Event(enum.Enum):
+    """What the end of a step tells, once all ranks agree on the program that the step ran."""
+
+    STEADY = "the program of before, for too few steps yet"
+    SETTLED = "the program of before, for enough steps"
+    KNOWN = "another program, which has a policy"
+    CHANGED = "another program, which has none"
+
+
+TABLE = {
+    (Stage.WARM_UP, Event.STEADY): Stage.WARM_UP,
+    (Stage.WARM_UP, Event.SETTLED): Stage.GEN_POLICY,
+    (Stage.WARM_UP, Event.KNOWN): Stage.STABLE,
+    (Stage.WARM_UP, Event.CHANGED): Stage.WARM_UP,
+    (Stage.GEN_POLICY, Event.STEADY): Stage.GEN_POLICY,
+    (Stage.GEN_POLICY, Event.SETTLED): Stage.STABLE,
+    (Stage.GEN_POLICY, Event.KNOWN): Stage.STABLE,
+    (Stage.GEN_POLICY, Event.CHANGED): Stage.WARM_UP,
+    (Stage.STABLE, Event.STEADY): Stage.STABLE,
+    (Stage.STABLE, Event.SETTLED): Stage.STABLE,
+    (Stage.STABLE, Event.KNOWN): Stage.STABLE,
+    (Stage.STABLE, Event.CHANGED): Stage.WARM_UP,
+}
+
+
+def after(stage: Stage, event: Event) -> Stage:
+    """The stage that follows. A session that is off or detached has no steps, and no stage after it."""
+    following = TABLE.get((stage, event))
+    assert following is not None, f"a session that is {stage.value} has no steps: {event.value}"
+    return following

@@ -1,0 +1,55 @@
+"""What a plan may use of the device, by what torch's allocator says; on a machine without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from memplug import budgets
+from memplug.config import MemplugConfig
+from memplug.execute.device import Device
+
+GIB = 1 << 30
+CUDA = SimpleNamespace(kind="cuda")
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """80 GiB, of which other processes hold 10; the run reserved up to 40 for up to 32 of tensors, and holds 20 now."""
+    said = {"free": 50 * GIB, "reserved": 20 * GIB, "most_reserved": 40 * GIB, "most_allocated": 32 * GIB}
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (said["free"], 80 * GIB))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: said["reserved"])
+    monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda: said["most_reserved"])
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: said["most_allocated"])
+    return said
+
+
+def room_gib(peak_gib: float | None, budget_gib: float | str = "auto") -> float:
+    config = MemplugConfig(enabled=True, device_budget_gib=budget_gib)
+    peak_bytes = None if peak_gib is None else int(peak_gib * GIB)
+    return budgets.device_room_bytes(config, CUDA, peak_bytes) / GIB
+
+
+def test_what_other_processes_hold_and_a_margin_are_left_alone(allocator: dict[str, int]) -> None:
+    assert room_gib(None) == pytest.approx(0.92 * 70 - 40)
+
+
+def test_a_budget_counts_all_that_the_rank_holds_and_is_never_more_than_there_is(allocator: dict[str, int]) -> None:
+    assert room_gib(None, 60.0) == pytest.approx(20)
+    assert room_gib(None, 30.0) == 0
+    assert room_gib(None, 500.0) == pytest.approx(30)
+
+
+def test_the_peak_of_the_observed_step_counts_where_it_is_known_with_the_allocators_share(
+    allocator: dict[str, int],
+) -> None:
+    """What an earlier plan kept, or loading the model took, is no part of the step that is planned from."""
+    assert room_gib(32, 60.0) == pytest.approx(room_gib(None, 60.0)) == pytest.approx(20)
+    assert room_gib(16, 60.0) == pytest.approx(40)
+
+
+def test_on_the_cpu_nothing_is_kept_unless_it_is_asked_for() -> None:
+    assert budgets.device_room_bytes(MemplugConfig(enabled=True), Device(), None) == 0
+    assert budgets.device_room_bytes(MemplugConfig(enabled=True, device_budget_gib=2.0), Device(), None) == 2 * GIB
+    assert budgets.peak_bytes(Device()) is None

@@ -1,0 +1,140 @@
+"""Remembered programs: what a rank votes for, what all ranks take from the votes, and what is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import and_
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplug import programs as programs_module
+from memplug.profile.similarity import Program, similar
+from memplug.programs import MOST_PROGRAMS, Programs, Remembered
+
+PLANNED = SimpleNamespace(solution="a plan")
+
+
+def step(length: int) -> Program:
+    """Steps of other lengths are other programs."""
+    return Program([], [length])
+
+
+def remembered(lengths: Sequence[int]) -> Programs:
+    """Programs of these lengths, the last of them current."""
+    known = Programs(0.05, 0.95)
+    for length in lengths:
+        known.enter(known.remember(step(length)))
+    return known
+
+
+def find(known: Programs, length: int) -> Remembered | None:
+    return known.agreed(known.vote(step(length)))
+
+
+def test_a_step_is_voted_to_be_every_program_that_it_is_similar_to() -> None:
+    known = remembered([1000, 1040, 2000])
+    assert [known.vote(step(length)) for length in (1020, 1000, 1085, 2000, 3000)] == [0b011, 0b011, 0b010, 0b100, 0]
+
+
+def test_the_current_program_wins_then_one_with_a_policy_then_the_first() -> None:
+    known = remembered([1000, 1010, 1020, 1030])
+    both = known.vote(step(1015))
+    assert both == 0b1111
+    assert known.agreed(both) is known.current and known.current.index == 3
+    assert known.agreed(0b0111).index == 0
+    known.agreed(0b0100).policy = PLANNED
+    assert known.agreed(0b0111).index == 2
+    known.agreed(0b0010).policy = PLANNED
+    assert known.agreed(0b0111).index == 1
+    assert known.agreed(0b1111) is known.current, "though it has no policy"
+    assert known.agreed(0) is None
+
+
+def test_a_rank_that_sees_a_change_takes_the_others_with_it() -> None:
+    """Only the second rank's step changes, for a while; the first rank's is the same all the time."""
+    ranks = [remembered([1000]), remembered([1000])]
+
+    def boundary(*lengths: int) -> int:
+        mask = reduce(and_, (rank.vote(step(length)) for rank, length in zip(ranks, lengths, strict=True)))
+        seen = [rank.agreed(mask) for rank in ranks]
+        if seen[0] is None:
+            seen = [rank.remember(step(length)) for rank, length in zip(ranks, lengths, strict=True)]
+        for rank, entry in zip(ranks, seen, strict=True):
+            rank.enter(entry)
+        assert len({entry.index for entry in seen}) == 1
+        return seen[0].index
+
+    assert [boundary(1000, other) for other in (1000, 1500, 1500, 1000, 1500, 1000)] == [0, 1, 1, 0, 1, 0]
+    assert boundary(1500, 1000) == 2, "now only the first rank's changes: another program than before"
+    assert [len(rank) for rank in ranks] == [3, 3]
+
+
+def test_the_least_recently_current_program_is_forgotten_and_its_place_taken() -> None:
+    known = remembered([100 * 2**i for i in range(MOST_PROGRAMS)])
+    known.enter(find(known, 100))
+    new = known.remember(step(3))
+    assert new.index == 1 and len(known) == MOST_PROGRAMS and known.made == MOST_PROGRAMS + 1
+    assert find(known, 3) is new and find(known, 200) is None
+    assert find(known, 100) is known.current, "the oldest, but current"
+
+
+def test_the_current_program_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs_module, "MOST_PROGRAMS", 2)
+    known = remembered([100, 200])
+    known.enter(find(known, 200))
+    for length in (300, 400, 500):
+        known.remember(step(length))
+        assert find(known, 200) is known.current and len(known) == 2
+
+
+def test_while_it_is_renewed_a_program_may_creep_and_afterwards_drift_adds_up() -> None:
+    known = remembered([1000])
+    for length in (1040, 1080, 1120):
+        assert find(known, length) is known.current
+        known.renew(step(length))
+    assert find(known, 1160) is known.current
+    assert find(known, 1200) is None, "too far from the last renewal"
+    assert find(known, 1000) is None
+
+
+def test_the_vote_on_a_repeated_step_compares_nothing_until_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def count(*args: object) -> bool:
+        compared.append(args)
+        return similar(*args)
+
+    monkeypatch.setattr(programs_module, "similar", count)
+    known = remembered([100, 200, 300])
+    assert {known.vote(step(200)) for _ in range(100)} == {0b010} and len(compared) == 3
+    known.remember(step(204))
+    assert known.vote(step(200)) == 0b1010 and len(compared) == 7
+    assert known.vote(step(320)) == 0
+    known.renew(step(310))
+    assert known.vote(step(320)) == 0b0100
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.lists(st.sampled_from([100, 103, 200, 206, 400, 800, 1600]), min_size=3, max_size=3), min_size=1, max_size=60
+    )
+)
+def test_ranks_remember_forget_and_agree_alike_whatever_each_of_them_sees(boundaries: list[list[int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs_module, "MOST_PROGRAMS", 4)
+        ranks = [Programs(0.05, 0.95) for _ in range(3)]
+        for lengths in boundaries:
+            mask = reduce(and_, (rank.vote(step(length)) for rank, length in zip(ranks, lengths, strict=True)))
+            found = [rank.agreed(mask) for rank in ranks]
+            assert len({entry and entry.index for entry in found}) == 1
+            for rank, entry, length in zip(ranks, found, lengths, strict=True):
+                entry = entry or rank.remember(step(length))
+                assert similar(entry.baseline, step(length), 0.05, 0.95)
+                rank.enter(entry)
+            assert len({rank.current.index for rank in ranks}) == 1
+            assert len({len(rank) for rank in ranks}) == 1 and len(ranks[0]) <= 4

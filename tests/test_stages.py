@@ -1,0 +1,41 @@
+"""The table of stages: every pair of a stage and an event."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from memplug.stages import TABLE, Event, Stage, after
+
+ALGORITHM_1 = """
+    stage       steady      settled     known       changed
+    warm-up     warm-up     gen-policy  stable      warm-up
+    gen-policy  gen-policy  stable      stable      warm-up
+    stable      stable      stable      stable      warm-up
+"""
+HEAD, *ROWS = (line.split() for line in ALGORITHM_1.strip().splitlines())
+EXPECTED = {
+    (Stage(row[0]), Event[name.upper()]): Stage(cell)
+    for row in ROWS
+    for name, cell in zip(HEAD[1:], row[1:], strict=True)
+}
+
+
+@pytest.mark.parametrize(("stage", "event"), list(itertools.product(Stage, Event)))
+def test_each_event_leads_where_algorithm_1_says_and_nowhere_without_steps(stage: Stage, event: Event) -> None:
+    if stage in (Stage.OFF, Stage.DETACHED):
+        with pytest.raises(AssertionError, match=f"that is {stage.value} has no steps"):
+            after(stage, event)
+    else:
+        assert after(stage, event) is EXPECTED[stage, event]
+
+
+def test_the_table_says_nothing_else() -> None:
+    assert TABLE == EXPECTED
+
+
+def test_only_a_settled_program_is_planned_for() -> None:
+    assert [
+        pair for pair, following in TABLE.items() if following is Stage.GEN_POLICY and pair[0] is not following
+    ] == [(Stage.WARM_UP, Event.SETTLED)]
