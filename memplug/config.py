@@ -49,6 +49,11 @@ Steps = Annotated[
 ]
 Share = Annotated[float, Field(strict=True, ge=0, le=1), _Allowed("a number from 0 to 1")]
 
+Timeline = Annotated[
+    Annotated[bool, Field(strict=True)] | Annotated[str, Field(strict=True, pattern=r"\S")],
+    _Allowed("false, true, or the name of a folder"),
+]
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -130,6 +135,13 @@ class ReportConfig(_Section):
         default=True,
         description="true or false. Writes memplug's metrics to the monitor that DeepSpeed is configured with.",
     )
+    timeline: Timeline = Field(
+        default=False,
+        description=(
+            "false, or the folder that a trace of one step goes to after each plan, for `memplug show`: operators, "
+            'requests for memory, phases, layers. true stands for "memplug_timeline", in the working directory.'
+        ),
+    )
 
 
 class MemplugConfig(_Section):
@@ -168,7 +180,7 @@ _SECTIONS = {"report.": ReportConfig, "profiler.": ProfilerConfig, "tokenwise.":
 
 # Fields of the design that this version does not have yet. Switching one off is harmless and accepted, so that a
 # block written for a later version with the feature off still runs.
-_UNBUILT = ("plan_dir", "swap", "arena", "report.timeline", "report.snapshot_on_oom")
+_UNBUILT = ("plan_dir", "swap", "arena", "report.snapshot_on_oom")
 
 
 def parse_block(block: Mapping[str, Any]) -> MemplugConfig:

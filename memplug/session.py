@@ -12,37 +12,32 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from memplug import budgets, report
-from memplug.adjuster import Adjuster
+from memplug import report
 from memplug.config import MemplugConfig
+from memplug.errors import MemplugError, RecorderError
 from memplug.execute.device import Device
 from memplug.execute.frame import Frame
 from memplug.execute.tokenwise import Executor, Region
 from memplug.plan import tokenwise as plan
 from memplug.profile.similarity import Program
-from memplug.stages import Stage
-
-__all__ = ["Recorder", "Session", "Stage", "initial_regions"]
+from memplug.profile.trace import Trace
+from memplug.recording import Recording, of_rank
+from memplug.stages import budgets
+from memplug.stages.adjuster import Adjuster
+from memplug.stages.table import Stage
 
 log = logging.getLogger("memplug")
 
 RECENT_STEPS = 50
+TIMELINE_FOLDER = "memplug_timeline"
+WATCHED_STEPS = 8  # one in so many is watched while stable; of the others, autograd's node count and sizes are compared
 FORWARDS_WITHOUT_STEP = 100  # of each region, after which `step()` seems to have been forgotten
-
-
-class Recorder(Protocol):
-    """Sees the operators of this process, but for memplug's own, such as those of recompute passes."""
-
-    def take(self) -> np.ndarray:
-        """Numbers of the operators since the last call, in order, int32."""
-
-    def stop(self) -> None:
-        """See nothing any more."""
 
 
 class Session:
@@ -53,10 +48,6 @@ class Session:
         regions: the modules' regions, in forward order.
         device: where they run.
         regathers: forward gathers parameters (ZeRO 3).
-
-    Attributes:
-        step_peak: returns the largest allocation total of the device since it was called last, in bytes; None where
-            that is unknown.
     """
 
     def __init__(self, config: MemplugConfig, regions: Sequence[Region], device: Device, regathers: bool = False):
@@ -67,14 +58,15 @@ class Session:
         self.executor = Executor(device, host_bytes, config.tokenwise.min_offload_bytes, regathers)
         self.executor.guard = self.explaining
         self.steps = 0
-        self.recorder: Recorder | None = None
-        self.step_peak: Callable[[], int | None] = lambda: None
+        self._timelines = 0
+        self._recording: Recording | None = None
+        self._make_recording: Callable[[], Recording] | None = None
         self.on_step: list[Callable[[Session], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
         self._last_step: float | None = None
         begin = Stage.WARM_UP if self._plans else Stage.STABLE
-        self._adjuster = Adjuster(config, self.regions, self.executor, begin, lambda: self.step_peak())
+        self._adjuster = Adjuster(config, self.regions, self.executor, begin, self._step_peak)
         if self._plans:
             self.executor.on_frame = self._observe
             self._adjuster.tell(f"{len(self.regions)} regions, planned for once the program repeats")
@@ -93,13 +85,38 @@ class Session:
         self.steps += 1
         self.executor.transfer.drain()
         self._time_step()
+        operators, nodes = self._take()
+        if self._recording is not None:
+            self._recording.end_step()
         if self._plans:
-            program = Program(self._take_operators(), self._adjuster.observer.take_sizes())
+            program = Program(operators, self._adjuster.observer.take_sizes(), nodes)
             self._adjuster.end_step(self.steps, program)
         for callback in self.on_step:
             callback(self)
-        self._take_operators()  # what ran here is no part of a step
-        self._adjuster.begin_step()
+        self._begin_step()
+
+    def record(self, file: str | Path | None = None) -> None:
+        """Record the next whole step, from the end of this one on: `trace` has it then.
+
+        Args:
+            file: also save it there, for `memplug show`; with several ranks each has its own, as in
+                "trace.rank0.npz" for "trace.npz".
+
+        Raises:
+            NativeError: there is no compiler here.
+            RecorderError: another session of this process has the recorder, or this one is detached.
+        """
+        if self._recording is None:
+            if self._make_recording is None:
+                raise RecorderError("a session that is off or detached records nothing", "Attach first.")
+            self._start_recording(self._make_recording())
+            self._recording.recorder.watch(self._watches)
+        self._recording.want(None if file is None else of_rank(Path(file)))
+
+    @property
+    def trace(self) -> Trace | None:
+        """Of the last step that was recorded in detail, because of `record` or to plan from; None so far."""
+        return self._recording.trace if self._recording is not None else None
 
     def report(self) -> dict[str, Any]:
         """Counters and predictions: bytes, seconds and counts, by name.
@@ -137,8 +154,10 @@ class Session:
         self._adjuster.close()
         while self._undo:
             self._undo.pop()()
-        if self.recorder is not None:
-            self.recorder.stop()
+        if self._recording is not None:
+            self._recording.stop()
+        self._make_recording = None
+        self.executor.own = contextlib.nullcontext()
         self.executor.on_frame = None
         self.executor.close()
         self._adjuster.tell(f"after {self.steps} steps")
@@ -166,15 +185,37 @@ class Session:
 
     # -- what hooks call -----------------------------------------------------------------------------------------------
 
-    @property
-    def wants_recorder(self) -> bool:
-        """Whether `watch` has a use for a recorder."""
-        return self.stage not in (Stage.OFF, Stage.DETACHED) and self._plans and self.config.profiler.enabled
+    def watch(self, make: Callable[[], Recording]) -> None:
+        """Compare the operators of steps too, from the next step on, where there is a use for it.
 
-    def watch(self, recorder: Recorder) -> None:
-        """Compare the operators of steps too, from the next step on; stopped when the session detaches."""
-        assert self.wants_recorder and self.recorder is None, "ask `wants_recorder`, and watch once"
-        self.recorder = recorder
+        Without a compiler, or where another session has the recorder, one warning says what is missing.
+
+        Args:
+            make: gives the session's recording, and with it the recorder; called at once or when a step is to be
+                recorded.
+        """
+        self._make_recording = make
+        if not self._watches and not self.config.report.timeline:
+            return
+        try:
+            self._start_recording(make())
+        except MemplugError as error:
+            log.warning("memplug: goes on without the profiler, so only sizes tell of a changed program: %s", error)
+        else:
+            self._recording.recorder.watch(self._watches)
+
+    @contextlib.contextmanager
+    def in_optimizer(self) -> Iterator[None]:
+        """What runs inside belongs to the optimizer, in the eyes of whoever records it."""
+        recorder = self._recording.recorder if self._recording is not None else None
+        if recorder is None or not recorder.recording:
+            yield
+            return
+        former = recorder.enter_optimizer()
+        try:
+            yield
+        finally:
+            recorder.leave(former)
 
     def at_detach(self, undo: Callable[[], None]) -> None:
         """Register how to undo a patch; undone in reverse order."""
@@ -205,8 +246,43 @@ class Session:
     def _plans(self) -> bool:
         return self.config.tokenwise.alpha == "auto"
 
-    def _take_operators(self) -> Sequence[int] | np.ndarray:
-        return self.recorder.take() if self.recorder is not None else ()
+    @property
+    def _watches(self) -> bool:
+        return self._plans and self.config.profiler.enabled
+
+    def _start_recording(self, recording: Recording) -> None:
+        self._recording = recording
+        self.executor.own = recording.recorder.suspended
+
+    def _take(self) -> tuple[np.ndarray | None, int]:
+        """Operators and nodes of the step; whether the next one is watched too is settled by where the session stands
+        in it.
+        """
+        if self._recording is None:
+            return None, 0
+        recorder = self._recording.recorder
+        return recorder.take(), recorder.take_nodes()
+
+    def _begin_step(self) -> None:
+        """All that is done between two steps is done; what it ran is no part of a step."""
+        if self._recording is not None:
+            self._take()
+            stable = self.stage is Stage.STABLE
+            self._recording.recorder.watch(self._watches and not (stable and self.steps % WATCHED_STEPS))
+            self._want_timeline()
+            self._recording.begin_step(self._adjuster.detail)
+        self._adjuster.begin_step()
+
+    def _want_timeline(self) -> None:
+        """`report.timeline`: the step after each plan; where nothing is planned, the third one."""
+        plans = self._adjuster.replans if self._plans else int(self.steps >= 2)
+        folder = self.config.report.timeline
+        if folder and self.stage is Stage.STABLE and plans > self._timelines:
+            self._timelines = plans
+            self.record(Path(TIMELINE_FOLDER if folder is True else folder) / f"step{self.steps + 1:06}.npz")
+
+    def _step_peak(self) -> int | None:
+        return self._recording.peak_bytes if self._recording is not None else None
 
     def _time_step(self) -> None:
         now = time.perf_counter()

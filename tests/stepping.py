@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 import memplug
-from memplug import planning
 from memplug.plan import tokenwise as plan
+from memplug.profile.recorder import Detail
+from memplug.profile.trace import Fingerprint, Layer
 from memplug.session import Session
-from memplug.stages import Stage
+from memplug.stages import planning
+from memplug.stages.table import Stage
 from tests.blocks import LAYERS, Stack, assert_same, gradients, twin
 from tests.hosts import block
 
@@ -24,14 +27,47 @@ ALPHAS = dict(zip(planning.LINK_FACTORS, (0.5, 0.25, 1.0, 0.125, 0.75, 0.0), str
 class Played:
     """A recorder of operators that never ran."""
 
+    device = torch.device("cpu")
+    suspended = contextlib.nullcontext()
+    enter_forward = enter_layer = enter_optimizer = leave = staticmethod(lambda *place: None)
+
     def __init__(self) -> None:
+        self.recording = False
         self.ran: list[int] = []
+        self.nodes = 0
+        self.peaks: list[int | None] = []
+        self.watches: list[bool] = []
         self.stopped = False
 
-    def take(self) -> np.ndarray:
-        """What was put there since the last call."""
+    def take(self) -> np.ndarray | None:
+        """What was put there since the last call, watched or not; None where nothing was."""
         taken, self.ran = np.array(self.ran, dtype=np.int32), []
+        return taken if len(taken) else None
+
+    def take_nodes(self) -> int:
+        """What was put there since the last call."""
+        taken, self.nodes = self.nodes, 0
         return taken
+
+    def watch(self, on: bool) -> None:
+        """Noted."""
+        self.watches.append(on)
+
+    def begin(self, detail: Detail) -> None:
+        """Operators that never ran ask for no memory."""
+        self.recording = True
+
+    def end_step(self) -> int | None:
+        """The peak of a recorded step that a test gave it."""
+        return self.peaks.pop(0) if self.peaks else None
+
+    def drop(self) -> None:
+        """Nothing is lost."""
+        self.recording = False
+
+    def end(self, fingerprint: Fingerprint, layers: Sequence[Layer]) -> None:
+        """There is no trace."""
+        self.recording = False
 
     def stop(self) -> None:
         """Nothing to stop."""
@@ -42,16 +78,14 @@ class Led:
     """Trains a stack and its twin without memplug on the same data; every step's gradients must agree.
 
     Args:
-        profiler: fields of the block's section.
+        recorder: of the session.
     """
 
-    def __init__(self, session: Session, model: Stack):
+    def __init__(self, session: Session, model: Stack, recorder: Played):
         self.session, self.model, self.reference = session, model, twin(model)
-        self.recorder = Played()
+        self.recorder = recorder
         self.stages: list[Stage] = []
         self.plans: list[Any] = []  # that the regions ran by in each step
-        if session.wants_recorder:
-            session.watch(self.recorder)
 
     def step(self, length: int = 6, operators: Sequence[int] = (), times: int = 1, exact: bool = False) -> Stage:
         """Train steps on sequences of this length that run these operators; returns the stage after the last."""
@@ -82,8 +116,16 @@ def led(layers: int = 3, model: Stack | None = None, **profiler: Any) -> Iterato
     torch.manual_seed(0)
     model = Stack(layers) if model is None else model
     config = {**block(regions=LAYERS), "profiler": {"warmup_steps": 0, "policy_steps": 0, **profiler}}
-    with memplug.attach(model, config) as session:
-        yield Led(session, model)
+    recorder = Played()
+    with played(recorder), memplug.attach(model, config) as session:
+        yield Led(session, model, recorder)
+
+
+@contextlib.contextmanager
+def played(recorder: Played) -> Iterator[None]:
+    """Sessions that attach inside have this recorder."""
+    with mock.patch("memplug.hooks.attach.Recorder", return_value=recorder):
+        yield
 
 
 def settings(session: Session) -> list[Any]:

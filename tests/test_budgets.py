@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from memplug import budgets
 from memplug.config import MemplugConfig
 from memplug.execute.device import Device
+from memplug.stages import budgets
 
 GIB = 1 << 30
 CUDA = SimpleNamespace(kind="cuda")

@@ -137,7 +137,7 @@ def test_a_change_that_one_rank_alone_sees_moves_all_ranks_at_the_same_step(tmp_
     steady, short, long = [12] * 20, [12] * 8, [20] * 7
     found = adapt(
         tmp_path,
-        lengths={"lengths": [steady, short + long + [12] * 5], "ways": ["by alpha"]},
+        lengths={"lengths": [steady, short + long + [12] * 5], "operators": [[1] * 20] * 2, "ways": ["by alpha"]},
         operators={"lengths": [steady, steady], "operators": [[1] * 20, [1] * 8 + [2] * 7 + [1] * 5]},
     )
     for result in found:
@@ -146,6 +146,24 @@ def test_a_change_that_one_rank_alone_sees_moves_all_ranks_at_the_same_step(tmp_
         assert changed[-1] == (17, "stable", 0), "seen in step 16, read a step later"
         assert result["stages"][8] == "stable" and result["stages"][-4:] == ["stable"] * 4
         assert result["report"]["replans"] == 2 and result["report"]["programs"] == 2
+
+
+def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
+    """The first steps of ZeRO 3 differ, since it learns what to fetch; then the program repeats."""
+    profiler = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
+    cases = {
+        f"{stage} {way}": {"stage": stage, "lengths": [[12] * 12] * 2} for stage in (1, 3) for way in ("on", "off")
+    }
+    for name, case in cases.items():
+        case["memplug"] = profiler if name.endswith("on") else None
+    launch(["tests.training_worker", tmp_path, json.dumps(cases)], module=True, time_limit_s=100)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for stage in (1, 3):
+        for results in ranks:
+            assert results[f"{stage} on"]["losses"] == results[f"{stage} off"]["losses"]
+            assert results[f"{stage} on"]["stages"][-4:] == ["stable"] * 4
+        assert ranks[0][f"{stage} on"]["stages"] == ranks[1][f"{stage} on"]["stages"]
+    assert ranks[0]["3 on"]["report"]["programs"] > ranks[0]["1 on"]["report"]["programs"] == 1
 
 
 def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(tmp_path: Path) -> None:

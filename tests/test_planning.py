@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from memplug import planning
 from memplug.execute.device import Device
 from memplug.execute.tokenwise import Executor, Region
 from memplug.plan import tokenwise as plan
+from memplug.stages import planning
 from tests.blocks import Block, Stack
 
 GIB = 1 << 30

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplug import programs as programs_module
 from memplug.profile.similarity import Program, similar
-from memplug.programs import MOST_PROGRAMS, Programs, Remembered
+from memplug.stages import programs as programs_module
+from memplug.stages.programs import MOST_PROGRAMS, Programs, Remembered
 
 PLANNED = SimpleNamespace(solution="a plan")
 
 
 def step(length: int) -> Program:
     """Steps of other lengths are other programs."""
-    return Program([], [length])
+    return Program(None, [length])
 
 
 def remembered(lengths: Sequence[int]) -> Programs:

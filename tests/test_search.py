@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from memplug import planning
-from memplug.search import Trial, choose
 from memplug.session import Session
-from memplug.stages import Stage
+from memplug.stages import planning
+from memplug.stages.search import Trial, choose
+from memplug.stages.table import Stage
 from tests.stepping import Led, led, plans_by_alpha
 
 __all__ = ["plans_by_alpha"]
@@ -73,7 +73,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The only clock that a search knows."""
     made = Clock()
-    monkeypatch.setattr("memplug.search.time", made)
+    monkeypatch.setattr("memplug.stages.search.time", made)
     return made
 
 
@@ -125,9 +125,8 @@ def test_a_plan_that_the_host_had_no_room_for_does_not_stay(
 
 
 def peaks(run: Led, *by_step: int | None) -> None:
-    """The device's peak since it was asked last: asked once as gen-policy begins, then after every step."""
-    left = [0, *by_step]
-    run.session.step_peak = lambda: left.pop(0)
+    """Of the device, in the observed step and in each that tries a plan."""
+    run.recorder.peaks = list(by_step)
 
 
 @pytest.mark.parametrize(("third", "stays"), [(1019, 3), (1021, 1), (None, 3)])

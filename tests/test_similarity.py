@@ -141,6 +141,20 @@ def test_no_operators_and_some_are_not_the_same_program():
     assert not similar(program([1]), program([2]), *LIMITS)
 
 
+# -- steps whose operators nobody watched --------------------------------------------------------------------------------
+
+
+def test_a_step_that_was_not_watched_is_compared_by_nodes_and_sizes():
+    watched = Program([1, 2, 3], [100], 50)
+    assert similar(watched, Program(None, [100], 50), *LIMITS) and similar(watched, Program(None, [104], 51), *LIMITS)
+    assert not similar(watched, Program(None, [100], 60), *LIMITS)
+    assert not similar(watched, Program(None, [110], 50), *LIMITS)
+
+
+def test_other_nodes_are_another_program_whatever_the_operators():
+    assert not similar(Program([1, 2, 3], [100], 50), Program([1, 2, 3], [100], 100), *LIMITS)
+
+
 # -- what people and other processes see -------------------------------------------------------------------------------
 
 
@@ -155,5 +169,6 @@ def test_a_fingerprint_is_the_same_in_another_process_and_another_for_another_pr
 def test_the_difference_of_two_programs_is_told_in_words():
     text = difference(program([1] * 1240, [1000] * 64), program([1] * 1000, [1250] * 64))
     assert "1,240 operators (+24%)" in text and "64 region inputs (-20% of bytes)" in text and "similarity 1.00" in text
-    assert "operators" not in difference(program([], [3]), program([], [2]))
+    assert difference(program(None, [3]), program(None, [2])) == "1 region inputs (+50% of bytes)"
+    assert "4 nodes (+100%)" in difference(Program(None, [3], 4), Program([1], [3], 2))
     assert "none before" in difference(program([1], [3]), program([], []))

@@ -32,8 +32,8 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
     from tests.stepping import solve_by_alpha
 
     ways = {
-        "by alpha": mock.patch("memplug.planning._solve_around", solve_by_alpha),
-        "own group": mock.patch("memplug.ranks._uses_gloo", lambda group: False),
+        "by alpha": mock.patch("memplug.stages.planning._solve_around", solve_by_alpha),
+        "own group": mock.patch("memplug.stages.ranks._uses_gloo", lambda group: False),
     }
     with contextlib.ExitStack() as stack:
         for way in case.get("ways", []):
@@ -45,36 +45,37 @@ def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
     """Trains with the case's stage and block; attaches as `memplug.install` does."""
     import memplug
     from tests.hosts import ds_config, make_engine
+    from tests.stepping import Played, played
 
     block = case["memplug"]
     if "host_budget_gib" in case:
         block = {**block, "host_budget_gib": case["host_budget_gib"][rank]}
-    memplug.install()
-    engine = make_engine(ds_config(case["stage"], block))
-    memplug.uninstall()
+    recorder = Played()
+    operators = case["operators"][rank] if "operators" in case else None
+    with contextlib.nullcontext() if operators is None else played(recorder):
+        memplug.install()
+        engine = make_engine(ds_config(case["stage"], block))
+        memplug.uninstall()
     session = memplug.attach(engine)
     lengths = case["lengths"][rank] if "lengths" in case else [12] * STEPS
-    operators = case["operators"][rank] if "operators" in case else None
-    losses, stages = train(engine, session, lengths, operators, rank)
-    return {
+    losses, stages = train(engine, session, lengths, operators, recorder, rank)
+    result = {
         "losses": losses,
         "gathered": [name for name, parameter in engine.module.named_parameters() if parameter.numel()],
         "report": session.report(),
         "history": [(step, stage.value, index) for step, stage, index, _ in getattr(session, "history", [])],
         "stages": stages,
     }
+    session.detach()  # the next case's session has the recorder of this process
+    return result
 
 
 def train(
-    engine: Any, session: Any, lengths: list[int], operators: list[int] | None, rank: int
+    engine: Any, session: Any, lengths: list[int], operators: list[int] | None, recorder: Any, rank: int
 ) -> tuple[list[float], list[str]]:
     """Returns the loss of each step, and the stage after it."""
     from tests.hosts import tokens
-    from tests.stepping import Played
 
-    recorder = Played()
-    if operators is not None and getattr(session, "wants_recorder", False):
-        session.watch(recorder)
     losses, stages = [], []
     for step, length in enumerate(lengths):
         x = tokens(rank * 1000 + step, length=length)

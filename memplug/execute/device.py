@@ -34,6 +34,11 @@ class Device:
 
     kind = "cpu"
 
+    @property
+    def torch_device(self) -> torch.device:
+        """As torch names it."""
+        return torch.device(self.kind)
+
     def new_stream(self) -> Any:
         """A stream for copies."""
         return None
@@ -91,6 +96,10 @@ class CudaDevice(Device):
 
     def __init__(self, index: int):
         self.device = torch.device("cuda", index)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self.device
 
     def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)

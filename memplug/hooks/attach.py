@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from memplug.execute.device import Device, device_of
 from memplug.hooks import deepspeed as deepspeed_hooks
 from memplug.hooks import regions as region_hooks
 from memplug.hooks import transformers as transformers_hooks
+from memplug.hooks.places import Places
+from memplug.profile.recorder import Recorder
+from memplug.recording import Recording
 from memplug.session import Session, Stage, initial_regions
 
 log = logging.getLogger("memplug")
@@ -107,10 +111,16 @@ def _attach(model: nn.Module, engine: Any, config: MemplugConfig, device: Device
             session.at_detach(region_hooks.make_region(module, region, session, prepare))
         if engine is not None:
             deepspeed_hooks.hook_engine(engine, session)
+        session.watch(functools.partial(_make_recording, model, modules, device))
     except BaseException:
         session.detach()
         raise
     return session
+
+
+def _make_recording(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], device: Device) -> Recording:
+    recorder = Recorder(device.torch_device)
+    return Recording(recorder, Places(model, layers, recorder))
 
 
 def _find(model: nn.Module, config: MemplugConfig) -> list[tuple[str, nn.Module]]:

@@ -127,7 +127,7 @@ def hook_engine(engine: Any, session: Session) -> None:
 
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         steps = engine.global_steps  # of the optimizer, whoever tells where accumulation ends
-        with session.explaining("step"):
+        with session.explaining("step"), session.in_optimizer():
             result = original(*args, **kwargs)
         if engine.global_steps != steps:
             session.step()

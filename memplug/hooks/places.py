@@ -7,15 +7,20 @@ hooks; the recorder knows the nodes of its graph by the forward that made them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer as optimizers
 
 from memplug.profile.recorder import Recorder
-from memplug.profile.trace import Layer
+from memplug.profile.trace import Fingerprint, Layer
+
+PACKAGES = ("deepspeed", "megatron-core", "memplug", "torch", "transformers")  # whose versions a trace depends on
 
 
 class Places:
@@ -60,11 +65,22 @@ class Places:
         while self._handles:
             self._handles.pop().remove()
 
-    @property
-    def digest(self) -> str:
-        """Names and classes of the layers, 12 hexadecimal digits."""
-        text = ";".join(f"{name}:{type(module).__name__}" for name, module, _ in self._modules)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+    def fingerprint(self) -> Fingerprint:
+        """Of the model, of what its forwards were given since `install`, and of where this process runs."""
+        layers = ";".join(f"{name}:{type(module).__name__}" for name, module, _ in self._modules)
+        distributed = dist.is_initialized()
+        cuda = self._recorder.device.type == "cuda"
+        return Fingerprint(
+            model=type(self._model).__name__,
+            # ZeRO 3 leaves empty tensors, which say how many elements they had
+            parameters=sum(getattr(p, "ds_numel", p.numel()) for p in self._model.parameters()),
+            layers=hashlib.sha256(layers.encode()).hexdigest()[:12],
+            inputs=tuple(self.inputs),
+            rank=dist.get_rank() if distributed else 0,
+            world_size=dist.get_world_size() if distributed else 1,
+            device=torch.cuda.get_device_name(self._recorder.device) if cuda else f"cpu: {platform.machine()}",
+            versions=tuple(_versions()),
+        )
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -109,9 +125,21 @@ def _are_experts(module: nn.Module) -> bool:
     """Experts of a mixture, whose memory depends on where the router sends the tokens; by the names that Hugging Face,
     Megatron-Core and DeepSpeed give them.
     """
-    return "Experts" in type(module).__name__ or type(module).__name__ in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
+    return "Experts" in type(module).__name__ or type(module).__name__ in (
+        "SequentialMLP",
+        "GroupedMLP",
+        "TEGroupedMLP",
+    )
 
 
 def _shapes(values: Sequence[Any]) -> str:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        try:
+            yield package, metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue

@@ -77,7 +77,7 @@ def _build(folder: Path) -> None:
             NAME,
             sorted(map(str, FOLDER.glob("*.cpp"))),
             extra_cflags=_flags(),
-            extra_include_paths=[str(cuda)] if cuda else None,
+            extra_include_paths=list(map(str, cuda)),
             extra_ldflags=["-lc10_cuda"] if cuda else None,
             build_directory=str(folder),
             is_python_module=False,
@@ -99,18 +99,34 @@ def _flags() -> list[str]:
 
 
 @functools.cache
-def _cuda_headers() -> Path | None:
-    """The folder of CUDA's runtime headers, of a toolkit or of the packages that torch's wheels depend on; None: torch
-    is built without CUDA, or they are not installed.
+def _cuda_headers() -> tuple[Path, ...]:
+    """Folders that together hold the headers of CUDA's runtime: of a toolkit, of NVIDIA's packages, or of Triton's,
+    which torch's wheels depend on; empty: torch is built without CUDA, or they are not installed.
+
+    NVIDIA's runtime package alone is not enough: `crt` is in the compiler's (CUDA 12), or in one of its own (CUDA 13).
     """
     if torch.version.cuda is None:
-        return None
+        return ()
     from torch.utils.cpp_extension import CUDA_HOME
 
-    packages = Path(torch.__file__).parents[1] / "nvidia"
-    folders = [Path(CUDA_HOME) / "include"] if CUDA_HOME else []
-    folders += [packages / "cuda_runtime" / "include", *sorted(packages.glob("cu*/include"))]
-    return next((folder for folder in folders if (folder / "cuda_runtime_api.h").exists()), None)
+    major = torch.version.cuda.split(".")[0]
+    candidates = [(Path(CUDA_HOME) / "include",)] if CUDA_HOME else []
+    for packages in _package_folders("nvidia"):
+        candidates.append((packages / f"cu{major}" / "include",))
+        candidates.append((packages / "cuda_runtime" / "include", packages / "cuda_nvcc" / "include"))
+    candidates += [(triton / "backends" / "nvidia" / "include",) for triton in _package_folders("triton")]
+    return next(filter(_complete, candidates), ())
+
+
+def _complete(folders: tuple[Path, ...]) -> bool:
+    needed = ("cuda_runtime_api.h", "crt/host_config.h")
+    return all(any((folder / header).exists() for folder in folders) for header in needed)
+
+
+def _package_folders(name: str) -> list[Path]:
+    """Where an installed package lies, without importing it; a namespace such as nvidia's may lie in many places."""
+    spec = importlib.util.find_spec(name)
+    return [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
 
 
 @contextlib.contextmanager

@@ -125,9 +125,7 @@ def _fixed(
         [group_of(region, region.instances, dict.fromkeys(always, 1.0) | dict.fromkeys(some, float(alpha)), ())]
         for region, always, some in zip(regions, whole, rows, strict=True)
     ]
-    return measure(
-        regions, groups, budget, inputs_swapped=inputs_swapped, alpha=float(alpha), alpha_cut_by_host=cut
-    )
+    return measure(regions, groups, budget, inputs_swapped=inputs_swapped, alpha=float(alpha), alpha_cut_by_host=cut)
 
 
 def _capturable(operator: Operator) -> bool:

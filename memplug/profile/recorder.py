@@ -82,13 +82,13 @@ class Recorder:
         self._begins: list[tuple[int, int, float]] = []
         self._native.watch(True)
 
-    def take(self) -> np.ndarray:
-        """Numbers of the program's operators since the last call, int32, in order; empty where they were not watched.
+    def take(self) -> np.ndarray | None:
+        """Numbers of the program's operators since the last call, int32, in order; None where they are not watched.
 
         A step of more than 4 million operators is cut there.
         """
         buffer, _ = self._native.take_sequence()
-        return np.frombuffer(buffer, np.int32)
+        return np.frombuffer(buffer, np.int32) if self._watching or self.recording else None
 
     def take_nodes(self) -> int:
         """How many autograd nodes the calling thread's program made since the last call; costs nothing to keep, watched
@@ -159,6 +159,14 @@ class Recorder:
             peak_bytes=peak_bytes,
         )
 
+    def drop(self) -> None:
+        """End the recording without a trace."""
+        assert self.recording, "`begin` comes first"
+        self._native.end_records()
+        self._end_requests()
+        self.recording = False
+        self._native.watch(self._watching)
+
     def end_step(self) -> int:
         """While recording: largest memory in use since the last call, bytes. Threads are nowhere again."""
         assert self.recording, "`begin` comes first"
@@ -175,15 +183,33 @@ class Recorder:
                 raise RecorderError(f"requests for memory cannot be recorded: {error}") from None
             self._native.begin_requests(self._native.tracked_bytes())
         else:
-            if not hasattr(self._native, "install_cuda"):
-                raise RecorderError(
-                    "requests for CUDA memory cannot be recorded: CUDA's headers were not there when the native core was "
-                    "built",
-                    "Install the CUDA toolkit, or the package nvidia-cuda-runtime of torch's CUDA version.",
-                )
-            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            index = self._listen_to_cuda()
+            stats = torch.cuda.memory_stats(index)
+            # a block that another stream still reads counts as requested until that is done, but its free has been seen
+            pending = stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"]
+            self._native.begin_requests(max(0, stats["requested_bytes.all.current"] - pending))
+
+    def _listen_to_cuda(self) -> int:
+        """Index of the device, whose allocator says from now on what it does."""
+        if not hasattr(self._native, "install_cuda"):
+            raise RecorderError(
+                "requests for CUDA memory cannot be recorded: CUDA's headers were not there when the native core was "
+                "built",
+                _header_advice(torch.version.cuda),
+            )
+        torch.cuda.init()  # before it, the allocator has no devices, and would attach the listener to none of them
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        try:
             self._native.install_cuda(index)
-            self._native.begin_requests(torch.cuda.memory_stats(index).get("requested_bytes.all.current", 0))
+        except RuntimeError as error:
+            raise RecorderError(
+                f"requests for CUDA memory cannot be recorded: torch's allocator is {torch.cuda.get_allocator_backend()}"
+                f", which does not say what it does ({str(error).splitlines()[0]})",
+                'Use torch\'s own allocator: take "backend:cudaMallocAsync" out of PYTORCH_ALLOC_CONF and '
+                "PYTORCH_CUDA_ALLOC_CONF, and do not change the allocator "
+                "(torch.cuda.memory.change_current_allocator).",
+            ) from None
+        return index
 
     def _end_requests(self) -> bytes:
         self._native.end_requests()
@@ -192,6 +218,15 @@ class Recorder:
         else:
             self._native.uninstall_cuda()
         return self._native.take_requests()
+
+
+def _header_advice(cuda: str | None) -> str:
+    if cuda is None:
+        return "Install a build of torch with CUDA."
+    major = cuda.split(".")[0]
+    names = (f"runtime-cu{major}", f"nvcc-cu{major}") if int(major) < 13 else ("runtime", "crt")
+    packages = " ".join(f"nvidia-cuda-{name}~={cuda}.0" for name in names)
+    return f"Install the toolkit of CUDA {cuda}, or `pip install {packages}`."
 
 
 def _release(core: object) -> None:

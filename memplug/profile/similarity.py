@@ -29,21 +29,30 @@ class Program:
     """What one training step ran on one rank.
 
     Attributes:
-        operators: their numbers in the order of the step, int32 of shape [operators]; empty where nobody records them.
+        operators: their numbers in the order of the step, int32 of shape [operators]; None where they were not watched,
+            and two steps are then compared by what else is known of them.
         sizes: bytes of the inputs of each region forward, in order, int64 of shape [forwards]: another sequence length
             or batch runs the same operators, and is another program for a plan that counts bytes.
+        nodes: of the autograd graphs that the step's forwards made; 0 where nobody counts.
     """
 
-    operators: np.ndarray
+    operators: np.ndarray | None
     sizes: np.ndarray
+    nodes: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "operators", np.asarray(self.operators, dtype="<i4"))
+        if self.operators is not None:
+            object.__setattr__(self, "operators", np.asarray(self.operators, dtype="<i4"))
         object.__setattr__(self, "sizes", np.asarray(self.sizes, dtype="<i8"))
 
     def same(self, other: Program) -> bool:
-        """Whether both ran the same operators on the same sizes: microseconds, and the answer in almost every step."""
-        return np.array_equal(self.operators, other.operators) and np.array_equal(self.sizes, other.sizes)
+        """Whether both ran the same, as far as is known: microseconds, and the answer in almost every step."""
+        watched = self.operators is not None and other.operators is not None
+        return (
+            self.nodes == other.nodes
+            and np.array_equal(self.sizes, other.sizes)
+            and not (watched and not np.array_equal(self.operators, other.operators))
+        )
 
     @cached_property
     def total_bytes(self) -> int:
@@ -53,8 +62,9 @@ class Program:
     @cached_property
     def fingerprint(self) -> str:
         """Names the program; the same in every process that numbers operators alike."""
-        length = len(self.operators).to_bytes(8, "little")
-        return hashlib.sha256(length + self.operators.tobytes() + self.sizes.tobytes()).hexdigest()[:12]
+        operators = b"" if self.operators is None else self.operators.tobytes()
+        lengths = np.array([len(operators), self.nodes], "<i8").tobytes()
+        return hashlib.sha256(lengths + operators + self.sizes.tobytes()).hexdigest()[:12]
 
     @cached_property
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
@@ -75,15 +85,17 @@ def similar(a: Program, b: Program, length_tolerance: float, cosine_similarity: 
     The limits belong to what is similar: with 0 and 1 hardly anything but the same program is.
 
     Args:
-        length_tolerance: largest share by which the number of operators, and the bytes of the regions' inputs, of the
-            longer program may exceed those of the shorter, [0, 1].
+        length_tolerance: largest share by which the number of operators, of nodes, and the bytes of the regions' inputs
+            of the longer program may exceed those of the shorter, [0, 1].
         cosine_similarity: least `cosine`, [0, 1].
     """
-    return a.same(b) or (
-        _near(len(a.operators), len(b.operators), length_tolerance)
-        and _near(a.total_bytes, b.total_bytes, length_tolerance)
-        and cosine(a, b) >= cosine_similarity
-    )
+    if a.same(b):
+        return True
+    if not (_near(a.nodes, b.nodes, length_tolerance) and _near(a.total_bytes, b.total_bytes, length_tolerance)):
+        return False
+    if a.operators is None or b.operators is None:
+        return True
+    return _near(len(a.operators), len(b.operators), length_tolerance) and cosine(a, b) >= cosine_similarity
 
 
 def cosine(a: Program, b: Program) -> float:
@@ -98,8 +110,8 @@ def difference(new: Program, old: Program) -> str:
     """How a program differs from another, for people."""
     change_bytes = _change(new.total_bytes, old.total_bytes)
     inputs = f"{len(new.sizes):,} region inputs ({change_bytes} of bytes)"
-    if not (len(new.operators) or len(old.operators)):
-        return inputs
+    if new.operators is None or old.operators is None:
+        return f"{new.nodes:,} nodes ({_change(new.nodes, old.nodes)}), {inputs}" if new.nodes else inputs
     change = _change(len(new.operators), len(old.operators))
     return f"{len(new.operators):,} operators ({change}), cosine similarity {cosine(new, old):.2f}, {inputs}"
 

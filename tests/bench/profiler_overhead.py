@@ -35,6 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint
+
 WATCHED_STEPS = 8
 from tests.bench.table import Row, figures, render, write_rows
 

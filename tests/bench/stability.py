@@ -26,7 +26,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memplug
-from memplug.stages import Stage
+from memplug.stages.table import Stage
 from tests.bench.table import Row, figures, render, write_rows
 
 BENCH = "stability"

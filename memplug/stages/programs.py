@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from memplug.profile.similarity import Program, similar
 
 if TYPE_CHECKING:
-    from memplug.planning import Policy
+    from memplug.stages.planning import Policy
 
 MOST_PROGRAMS = 32
 """Remembered at a time, so that a vote is one number. More sequence lengths than that are not worth a plan each."""
@@ -49,6 +49,7 @@ class Programs:
     def __init__(self, length_tolerance: float, cosine_similarity: float):
         self.current: Remembered | None = None
         self.made = 0  # also those that are forgotten
+        self.indifferent = False  # every step counts as the current program
         self._limits = (length_tolerance, cosine_similarity)
         self._all: list[Remembered] = []
         self._by_age: list[Remembered] = []  # the least recently current first
@@ -62,6 +63,8 @@ class Programs:
 
         A step that is exactly the last one has the last one's vote.
         """
+        if self.indifferent:
+            return 1 << self.current.index
         if self._voted is None or not program.same(self._voted[0]):
             bits = (1 << one.index for one in self._all if similar(program, one.baseline, *self._limits))
             self._voted = program, sum(bits)

@@ -7,12 +7,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from memplug import budgets, planning
 from memplug.config import MemplugConfig
 from memplug.execute.tokenwise import Executor, Region
+from memplug.stages import budgets, planning
 
 log = logging.getLogger("memplug")
 
@@ -56,6 +56,7 @@ class Search:
         config: budgets, and how many plans to try; with none, or only one, the optimum is taken as it is.
         gather: what every rank passed, in rank order.
         step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
+        keeps: whether plans may keep outputs on the device.
 
     Attributes:
         policy: what was found, None so far.
@@ -71,7 +72,9 @@ class Search:
         config: MemplugConfig,
         gather: Callable[[Any], list[Any]],
         step_peak: Callable[[], int | None],
+        keeps: bool = True,
     ):
+        self.keeps = keeps
         self.regions, self.executor, self.observer, self.config = regions, executor, observer, config
         self.policy: planning.Policy | None = None
         self.outcome = ""
@@ -112,12 +115,18 @@ class Search:
         self.executor.timing = False
         self.observer.clear()
 
+    @property
+    def observed(self) -> bool:
+        """Whether there are plans already."""
+        return bool(self._policies)
+
     def _plan(self, peak_bytes: int | None) -> bool:
         """The observed step is over: plans to try; none where a rank ran no region in it, and the next is observed."""
         device = self.executor.device
         groups = planning.group_regions(self.regions, self.observer)
         described = planning.describe(groups, self.observer, self.executor, device.seconds_between)
-        own = described, budgets.budget(self.config, device, self.executor.pool.budget_bytes, peak_bytes)
+        budget = budgets.budget(self.config, device, self.executor.pool.budget_bytes, peak_bytes)
+        own = described, budget if self.keeps else replace(budget, device_bytes=0)
         solutions = planning.agree(own, self._gather, max(1, self.config.profiler.policy_steps))
         if not groups and not self._warned:
             self._warned = True

@@ -12,14 +12,16 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from memplug import planning, report
+from memplug import report
 from memplug.config import MemplugConfig
 from memplug.execute.tokenwise import Executor, Region
+from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program, difference
-from memplug.programs import MOST_PROGRAMS, Programs, Remembered
-from memplug.ranks import Ranks
-from memplug.search import Search
-from memplug.stages import Event, Stage, after
+from memplug.stages import planning
+from memplug.stages.programs import MOST_PROGRAMS, Programs, Remembered
+from memplug.stages.ranks import Ranks
+from memplug.stages.search import Search
+from memplug.stages.table import Event, Stage, after
 
 log = logging.getLogger("memplug")
 
@@ -73,7 +75,6 @@ class Adjuster:
         self._step = 0
         self._similar_steps = 0  # Algorithm 1's StableStep
         self._changes = 0  # since the last stable stage
-        self._warned = False
 
     def end_step(self, step: int, program: Program) -> None:
         """Step number `step`, from 1, is over on every rank; this is what it ran on this one.
@@ -94,6 +95,18 @@ class Adjuster:
         """All that is done between two steps is done."""
         if self._search is not None:
             self._search.begin_step()
+
+    @property
+    def detail(self) -> Detail | None:
+        """How the next step is to be recorded.
+
+        The step that plans are made from in full, and those that try them for their peaks; and the one before, so that
+        what is alive from step to step is known by then.
+        """
+        if self.stage is Stage.GEN_POLICY:
+            return Detail.REQUESTS if self._search.observed else Detail.TENSORS
+        nearly = self._similar_steps >= self.config.profiler.warmup_steps
+        return Detail.REQUESTS if self.stage is Stage.WARM_UP and nearly else None
 
     def close(self) -> None:
         """The session is detached."""
@@ -151,7 +164,13 @@ class Adjuster:
         """To gen-policy: the next step is observed."""
         current, tries = self.programs.current, self.config.profiler.policy_steps
         self._search = Search(
-            self.regions, self.executor, self.observer, self.config, self._ranks.gather, self._step_peak
+            self.regions,
+            self.executor,
+            self.observer,
+            self.config,
+            self._ranks.gather,
+            self._step_peak,
+            keeps=not self.programs.indifferent,  # the next step may be larger than the observed one
         )
         seen = f"{_named(current)} ran {self._similar_steps} times"
         then = f", then up to {tries} plans are tried" if tries else ""
@@ -190,8 +209,8 @@ class Adjuster:
         self._run(seen, None)
         self.programs.renew(program)
         self._note(before, f"{_named(seen)} has no plan of its own: {change}")
-        if self._changes == RESTLESS_CHANGES or self.programs.made > MOST_PROGRAMS:
-            self._warn_restless(change)
+        if self._changes == RESTLESS_CHANGES:
+            self._stop_comparing(change)
 
     def _change(self, seen: Remembered, program: Program) -> str:
         current = self.programs.current
@@ -224,18 +243,19 @@ class Adjuster:
         current.told.add(passage)
         self.tell(f"step {self._step}: {reason}", logging.INFO if news else logging.DEBUG)
 
-    def _warn_restless(self, change: str) -> None:
-        if self._warned or not self._ranks.first:
-            return
-        self._warned = True
-        log.warning(
-            "memplug: steps change too often to be planned for, the last time to %s. Until one repeats, layers are "
-            'recomputed: raise "profiler": {"length_tolerance"}, pad to fewer lengths, or give "tokenwise": {"alpha"} '
-            "a number",
-            change,
-        )
+    def _stop_comparing(self, change: str) -> None:
+        """Steps of ever other lengths, or a mixture whose experts loop: from here on every step counts as the same."""
+        self.programs.indifferent = True
+        if self._ranks.first:
+            log.warning(
+                "memplug: step %d: no program lasts long enough to be planned for, the last change was to %s. One plan "
+                "is made for all steps from now on, which keeps nothing on the device. To have plans for each: raise "
+                '"profiler": {"length_tolerance"}, or pad to fewer lengths',
+                self._step,
+                change,
+            )
 
 
 def _named(program: Remembered) -> str:
-    operators = len(program.baseline.operators)
-    return f"program {program.index}" + (f" ({operators:,} operators)" if operators else "")
+    operators = program.baseline.operators
+    return f"program {program.index}" + ("" if operators is None else f" ({len(operators):,} operators)")

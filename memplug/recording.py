@@ -1,0 +1,114 @@
+"""Which steps of a session are recorded, and what becomes of the traces."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+from memplug.errors import MemplugError, RecorderError
+from memplug.profile.recorder import Detail, Recorder
+from memplug.profile.trace import Fingerprint, Layer, Trace
+from memplug.profile.trace_file import save
+
+log = logging.getLogger("memplug")
+
+
+class Places(Protocol):
+    """Tells the recorder where training is; see `memplug.hooks.places`."""
+
+    layers: Sequence[Layer]
+
+    def install(self) -> None:
+        """From now on."""
+
+    def remove(self) -> None:
+        """No more."""
+
+    def fingerprint(self) -> Fingerprint:
+        """Of what ran since `install`."""
+
+
+class Recording:
+    """Begins and ends at the boundaries between steps; the session asks, and says where they are.
+
+    Args:
+        recorder: that sees everything.
+        places: of the model.
+
+    Attributes:
+        trace: of the last step that was recorded in detail; None so far.
+        peak_bytes: largest memory in use in the step that ended last; None where it was not recorded.
+    """
+
+    def __init__(self, recorder: Recorder, places: Places):
+        self.recorder = recorder
+        self.trace: Trace | None = None
+        self.peak_bytes: int | None = None
+        self._places = places
+        self._wanted: list[Path | None] = []
+        self._files: list[Path | None] = []
+        self._detail: Detail | None = None
+        self._able = True
+
+    def want(self, file: Path | None) -> None:
+        """Record the next whole step in detail, and save it there unless that is None."""
+        self._wanted.append(file)
+
+    def end_step(self) -> None:
+        """A step is over."""
+        detail, self._detail, self.peak_bytes = self._detail, None, None
+        if detail is None:
+            return
+        self.peak_bytes = self.recorder.end_step()
+        self._places.remove()
+        if detail is not Detail.TENSORS:
+            self.recorder.drop()
+            return
+        self.trace = self.recorder.end(self._places.fingerprint(), self._places.layers)
+        for file in filter(None, self._files):
+            self._save(file)
+
+    def begin_step(self, detail: Detail | None) -> None:
+        """A step begins.
+
+        Args:
+            detail: to record it in, None: not at all, unless somebody wants it.
+        """
+        self._files, self._wanted = self._wanted, []
+        detail = Detail.TENSORS if self._files else detail
+        if detail is None or not self._able:
+            return
+        try:
+            self.recorder.begin(detail)
+        except RecorderError as error:
+            self._able = False
+            log.warning("memplug: steps cannot be recorded: %s", error)
+            return
+        self._places.install()
+        self._detail = detail
+
+    def stop(self) -> None:
+        """The session is detached: nothing is left behind."""
+        self._places.remove()
+        self._detail = None
+        self.recorder.stop()
+
+    def _save(self, file: Path) -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save(self.trace, file)
+        except (OSError, MemplugError) as error:  # a full disk must not end the training
+            log.warning("memplug: the trace of this step was not saved in %s: %s", file, error)
+        else:
+            log.info("memplug: a trace of this step is in %s: see `memplug show`", file)
+
+
+def of_rank(file: Path) -> Path:
+    """The file of this rank where there are several: "trace.npz" becomes "trace.rank0.npz"."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return file
+    return file.with_name(f"{file.stem}.rank{dist.get_rank()}{file.suffix}")

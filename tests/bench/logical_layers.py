@@ -1,0 +1,273 @@
+"""How evenly groups of operators take time: `python -m tests.bench.logical_layers` (Chameleon, Fig. 4 and Eq. 1).
+
+Trains a Llama of 32 layers. One step is recorded by memplug's recorder; others are timed by `torch.profiler`, whose
+operators are matched to the recorded ones by their order: self time on the CPU, on CUDA the kernels that an operator
+launched itself. The operators of the forward, and of the backward, are then divided evenly into 1, 2, 4, ... groups:
+
+| column | what it is |
+|---|---|
+| CV | of the groups' times: standard deviation over mean |
+| inner | the same without the first and the last group, which hold the embedding and the head |
+| error | mean of abs(estimated - measured) / measured; estimated: the group's share of its own pass's operators |
+| Eq. 1 | the same; estimated: T_iter / N_iter * N_group, of a step that nothing watches and all of its operators |
+
+The line `layers` has the model's own decoder layers as groups, where the recorder saw them begin and end: what varies
+there is not how operators are divided, but the machine. The time of an operator is its median over steps. "-": too few
+groups, or one that launched no kernel, so that it has no relative error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from memplug.hooks.places import Places
+from memplug.profile.logical_layers import estimate_error, group_edges, group_variation
+from memplug.profile.recorder import Detail, Recorder
+from memplug.profile.trace import Fingerprint, Pass, Trace
+from tests.bench.table import Row, figures, render, write_rows
+
+BENCH = "logical_layers"
+PASSES = (Pass.FORWARD, Pass.BACKWARD)
+METRICS = {"cv": "CV", "inner_cv": "inner", "error": "error", "eq1_error": "Eq. 1"}
+LAYERS = "layers"
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The shape, the groups, and how long to measure."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--device", default="cuda" if cuda else "cpu", help="[cuda where there is one]")
+    add("--layers", type=int, default=32, help="[32]")
+    add("--hidden", type=int, default=4096 if cuda else 256, help="hidden size [4096; CPU: 256]")
+    add("--tokens", type=int, default=4096 if cuda else 256, help="of the one sequence [4096; CPU: 256]")
+    add("--optimizer", choices=("none", "adamw"), default="none", help="part of the step, and so of Eq. 1 [none]")
+    add("--groups", type=int, nargs="+", default=[2**i for i in range(10)], help="[1 2 4 ... 512]")
+    add("--repetitions", type=int, default=15, help="steps that are timed [15]")
+    add("--json", type=Path, metavar="FILE", help="write the rows here")
+    return parser.parse_args(argv)
+
+
+class Training:
+    """A Llama of Llama2-7B's proportions."""
+
+    def __init__(self, args: argparse.Namespace):
+        config = LlamaConfig(
+            hidden_size=args.hidden,
+            intermediate_size=args.hidden * 43 // 16,
+            num_hidden_layers=args.layers,
+            num_attention_heads=max(4, args.hidden // 128),
+            vocab_size=args.hidden * 125 // 16,
+            use_cache=False,
+            max_position_embeddings=args.tokens,
+        )
+        torch.manual_seed(0)
+        self.device = torch.device(args.device)
+        with self.device:
+            self.model = LlamaForCausalLM(config).to(torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+            self.tokens = torch.randint(0, config.vocab_size, (1, args.tokens))
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-5) if args.optimizer == "adamw" else None
+
+    def step(self) -> None:
+        """One forward and one backward, and the optimizer if there is one."""
+        self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
+        if self.optimizer:
+            self.optimizer.step()
+        self.model.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self) -> float:
+        """Of a step that nothing watches; on the CPU what the process used, which other programs do not change."""
+        clock = time.perf_counter if self.device.type == "cuda" else time.process_time
+        begin = clock()
+        self.step()
+        return clock() - begin
+
+    def record(self) -> Trace:
+        """The operators of a step, with their passes and layers."""
+        recorder = Recorder(self.device)
+        layers = [(f"model.layers.{i}", layer) for i, layer in enumerate(self.model.model.layers)]
+        places = Places(self.model, layers, recorder)
+        places.install()
+        try:
+            recorder.begin(Detail.REQUESTS)
+            self.step()
+            return recorder.end(Fingerprint(), places.layers)
+        finally:
+            places.remove()
+            recorder.stop()
+
+    def profile(self) -> list[tuple[str, float]]:
+        """Name and seconds of each operator of a step, in the order in which they began."""
+        cuda = self.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        with profile(activities=activities) as profiler:
+            self.step()
+        events = [event for event in profiler.events() if event.device_type == DeviceType.CPU]
+        events.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
+        return [
+            (event.name, (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6)
+            for event in events
+        ]
+
+
+def match(names: Sequence[str], profiled: Sequence[tuple[str, float]]) -> np.ndarray:
+    """Gives recorded operators the times of profiled ones, by their order.
+
+    Args:
+        names: of the recorded operators, without overloads.
+        profiled: name and seconds of the profiled ones, and of whatever else the profiler shows.
+
+    Returns:
+        float64[operators]; 0 for what the profiler never shows, and in a row of one name for as many as the profiler
+        shows too few: it merges an operator with one of the same name that is all it calls.
+
+    Raises:
+        ValueError: They are not the operators of the same program.
+    """
+    recorded, shown = set(names), {name for name, _ in profiled}
+    rows = groupby((index for index, name in enumerate(names) if name in shown), names.__getitem__)
+    profiled_rows = groupby((pair for pair in profiled if pair[0] in recorded), itemgetter(0))
+    times = np.zeros(len(names))
+    for (name, row), (profiled_name, profiled_row) in zip_longest(rows, profiled_rows, fillvalue=("the end", ())):
+        indices, seconds = list(row), [value for _, value in profiled_row]
+        if name != profiled_name or len(seconds) > len(indices):
+            raise ValueError(
+                f"at operator {indices[0] if indices else len(names)}, {len(indices)} of {name} were recorded, and "
+                f"{len(seconds)} of {profiled_name} profiled"
+            )
+        times[indices[: len(seconds)]] = seconds
+    return times
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A program and its times, medians over as many steps each.
+
+    Attributes:
+        trace: one recorded step.
+        operator_s: of each of the trace's operators; float64[operators].
+        step_s: of a step that nothing watches.
+    """
+
+    trace: Trace
+    operator_s: np.ndarray
+    step_s: float
+
+    @property
+    def kinds(self) -> np.ndarray:
+        """In which pass each operator runs; int64[operators]."""
+        return np.array([phase.kind for phase in self.trace.phases])[self.trace.operators["phase"]]
+
+
+def measure(training: Training, repetitions: int) -> Measured:
+    """Records one step, then times steps with the profiler and without in turn."""
+    for _ in range(2):
+        training.step()
+    trace = training.record()
+    names = [trace.names[number].partition(".")[0] for number in trace.operators["name"]]
+    match(names, training.profile())  # the first use of the profiler is slow
+    operator_s, step_s = [], []
+    for _ in range(repetitions):
+        operator_s.append(match(names, training.profile()))
+        step_s.append(training.seconds())
+    return Measured(trace, np.median(operator_s, axis=0), statistics.median(step_s))
+
+
+def figures_of(measured: Measured, kind: Pass, groups: int | str) -> dict[str, float]:
+    """Each of METRICS; not finite where there is none.
+
+    Args:
+        kind: the forward or the backward.
+        groups: how many, or LAYERS.
+    """
+    of_pass = measured.kinds == kind
+    operator_s, layer = measured.operator_s[of_pass], measured.trace.operators["layer"][of_pass]
+    per_operator = measured.step_s / len(of_pass)
+    if groups == LAYERS:
+        found = _of_layers(operator_s, layer, per_operator)
+    else:
+        found = _of_groups(operator_s, int(groups), per_operator)
+    return dict(zip(METRICS, found, strict=True))
+
+
+def _of_groups(operator_s: np.ndarray, groups: int, per_operator: float) -> tuple[float, ...]:
+    edges = group_edges(len(operator_s), groups)
+    inner = operator_s[edges[1] : edges[-2]]
+    return (
+        group_variation(operator_s, groups),
+        group_variation(inner, groups - 2) if groups > 2 else np.nan,
+        estimate_error(operator_s, groups),
+        estimate_error(operator_s, groups, per_operator),
+    )
+
+
+def _of_layers(operator_s: np.ndarray, layer: np.ndarray, per_operator: float) -> tuple[float, ...]:
+    inside = layer >= 0
+    times, sizes = np.bincount(layer[inside], operator_s[inside]), np.bincount(layer[inside])
+    inner = times[1:-1]
+    return (
+        float(times.std() / times.mean()),
+        float(inner.std() / inner.mean()) if len(inner) else np.nan,
+        *(float(np.mean(np.abs(rate * sizes - times) / times)) for rate in (operator_s.mean(), per_operator)),
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print."""
+    args = parse_args(argv)
+    torch.set_num_threads(1)
+    case = f"{args.layers} layers of {args.hidden}, {args.tokens} tokens, optimizer {args.optimizer}, {args.device}"
+    measured = measure(Training(args), args.repetitions)
+    rows, lines = [], []
+    for groups in [*args.groups, LAYERS]:
+        line = [str(groups)]
+        for kind in PASSES:
+            for metric, value in figures_of(measured, kind, groups).items():
+                line.append(figures(value, 3) if np.isfinite(value) else "-")
+                if np.isfinite(value):
+                    mode = f"{kind.name.lower()} {groups}"
+                    rows.append(Row(BENCH, case, mode, metric, "1", value, args.repetitions))
+        lines.append(line)
+    headers = ["groups", *(f"{kind.name.lower()} {title}" for kind in PASSES for title in METRICS.values())]
+    print(f"{case}\n\n{render(headers, lines, left=0)}\n")
+    for line in _summary(measured):
+        print(line)
+    if args.json:
+        write_rows(args.json, rows)
+
+
+def _summary(measured: Measured) -> list[str]:
+    """What Eq. 1 has to work with: where operators and seconds are."""
+    kinds, outside = measured.kinds, measured.trace.operators["layer"] < 0
+    lines = [f"a step takes {figures(measured.step_s)} s and has {len(kinds)} operators:"]
+    for kind in np.unique(kinds):
+        of_pass = kinds == kind
+        lines.append(
+            f"  {Pass(kind).name.lower()}: {of_pass.sum()} that take {_ms(measured.operator_s[of_pass])}, "
+            f"{(of_pass & outside).sum()} of them, {_ms(measured.operator_s[of_pass & outside])}, outside of layers"
+        )
+    return lines
+
+
+def _ms(operator_s: np.ndarray) -> str:
+    return f"{figures(1e3 * operator_s.sum(), 3)} ms"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What recording CUDA memory asks of an installation, checked without a GPU: headers, an allocator that can be heard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from memplug import native
+from memplug.errors import RecorderError
+from memplug.profile.recorder import Detail, Recorder
+
+
+class _Core:
+    """Stands for the native core built with CUDA; keeps the calls that matter, in order."""
+
+    def __init__(self, complaint: str | None = None):
+        self.calls: list[Any] = []
+        self._complaint = complaint
+
+    def install_cuda(self, index: int) -> None:
+        if self._complaint:
+            raise RuntimeError(self._complaint)
+        self.calls.append(("install_cuda", index))
+
+    def begin_requests(self, base_bytes: int) -> None:
+        self.calls.append(("begin_requests", base_bytes))
+
+    def begin_records(self, detail: int, device_type: int) -> None:
+        self.calls.append(("begin_records", detail, device_type))
+
+    def take_requests(self) -> bytes:
+        return b""
+
+    def nodes(self) -> int:
+        return 0
+
+    Suspended = SimpleNamespace
+    enter_forward = enter_layer = enter_optimizer = leave = None
+
+    def claim(self, *_: Any) -> None:
+        """And the rest, which do nothing."""
+
+    release = watch = forget = end_requests = uninstall_cpu = uninstall_cuda = claim
+
+
+@pytest.fixture
+def recorder_on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A recorder of the device "cuda:1" on a given core; torch answers as if there were one."""
+
+    def make(core: Any, backend: str = "native") -> Recorder:
+        stats = {"requested_bytes": 1000, "active_bytes": 2048, "allocated_bytes": 1536}
+        monkeypatch.setattr(native, "load", lambda: core)
+        monkeypatch.setattr(torch.cuda, "init", lambda: core.calls.append("init"))
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+        monkeypatch.setattr(
+            torch.cuda, "memory_stats", lambda index: {f"{name}.all.current": value for name, value in stats.items()}
+        )
+        return Recorder("cuda:1")
+
+    return make
+
+
+def test_cuda_is_initialised_before_the_listener_is_attached(recorder_on):
+    # Before it the allocator has no devices: a listener would be attached to none, without a word.
+    core = _Core()
+    recorder = recorder_on(core)
+    recorder.begin(Detail.TENSORS)
+    assert core.calls[:2] == ["init", ("install_cuda", 1)]
+    assert core.calls[-1] == ("begin_records", 2, 1)
+    recorder.stop()
+
+
+def test_memory_in_use_at_the_beginning_leaves_out_blocks_that_only_wait_for_another_stream(recorder_on):
+    # 2048 - 1536 bytes are of blocks whose free was asked for: it has been seen, and will not be seen again.
+    core = _Core()
+    recorder = recorder_on(core)
+    recorder.begin(Detail.REQUESTS)
+    assert ("begin_requests", 1000 - 512) in core.calls
+    recorder.stop()
+
+
+@pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])
+def test_an_allocator_that_cannot_be_heard_is_an_error_that_says_which_setting_to_change(recorder_on, backend):
+    # What torch says, which goes on with a stack.
+    core = _Core(
+        f"{backend} does not yet support attachAllocatorTraceTracker.\nException raised from here (most recent"
+    )
+    recorder = recorder_on(core, backend)
+    with pytest.raises(RecorderError) as caught:
+        recorder.begin(Detail.REQUESTS)
+    assert f"allocator is {backend}" in caught.value.problem and "\n" not in caught.value.problem
+    for remedy in (
+        "backend:cudaMallocAsync",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "change_current_allocator",
+    ):
+        assert remedy in caught.value.advice
+    assert not recorder.recording
+    assert core.calls == ["init"], "nothing was begun"
+    recorder.stop()
+
+
+@pytest.mark.parametrize(
+    "cuda, remedy",
+    [
+        ("12.4", "pip install nvidia-cuda-runtime-cu12~=12.4.0 nvidia-cuda-nvcc-cu12~=12.4.0"),
+        ("13.0", "pip install nvidia-cuda-runtime~=13.0.0 nvidia-cuda-crt~=13.0.0"),
+        (None, "a build of torch with CUDA"),
+    ],
+)
+def test_a_core_that_was_built_without_cudas_headers_names_the_packages_that_have_them(
+    recorder_on, monkeypatch, cuda, remedy
+):
+    class WithoutCuda(_Core):
+        install_cuda = property()  # not there
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    recorder = recorder_on(WithoutCuda())
+    with pytest.raises(RecorderError) as caught:
+        recorder.begin(Detail.REQUESTS)
+    assert remedy in caught.value.advice
+    recorder.stop()
+
+
+CU12 = ("nvidia/cuda_runtime/include/cuda_runtime_api.h", "nvidia/cuda_nvcc/include/crt/host_config.h")
+CU13 = ("nvidia/cu13/include/cuda_runtime_api.h", "nvidia/cu13/include/crt/host_config.h")
+TRITON = tuple(f"triton/backends/nvidia/include/{header}" for header in ("cuda_runtime_api.h", "crt/host_config.h"))
+TOOLKIT = ("include/cuda_runtime_api.h", "include/crt/host_config.h")
+
+
+@pytest.mark.parametrize(
+    "cuda, installed, found",
+    [
+        pytest.param("13.0", TOOLKIT + CU13 + TRITON, ("include",), id="the toolkit comes first"),
+        pytest.param("13.0", CU13 + TRITON, ("nvidia/cu13/include",), id="packages of CUDA 13"),
+        pytest.param(
+            "12.4",
+            CU12 + TRITON,
+            ("nvidia/cuda_runtime/include", "nvidia/cuda_nvcc/include"),
+            id="packages of CUDA 12, the compiler's too",
+        ),
+        # What `pip install torch` leaves: the runtime without `crt`, and Triton.
+        pytest.param("13.0", CU13[:1] + TRITON, ("triton/backends/nvidia/include",), id="torch's wheel of CUDA 13"),
+        pytest.param("12.4", CU12[:1] + TRITON, ("triton/backends/nvidia/include",), id="torch's wheel of CUDA 12"),
+        pytest.param("12.4", CU12[:1], (), id="half of them are not enough"),
+        pytest.param("12.4", CU13, (), id="of another CUDA"),
+        pytest.param(None, TOOLKIT + CU13 + TRITON, (), id="torch without CUDA"),
+    ],
+)
+def test_headers_are_found_where_toolkits_and_wheels_put_them(tmp_path, monkeypatch, cuda, installed, found):
+    for header in installed:
+        (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / header).touch()
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path) if TOOLKIT[0] in installed else None)
+    monkeypatch.setattr(native, "_package_folders", lambda name: [tmp_path / name])
+    native._cuda_headers.cache_clear()
+    try:
+        assert native._cuda_headers() == tuple(tmp_path / folder for folder in found)
+    finally:
+        native._cuda_headers.cache_clear()
+
+
+def test_a_package_is_found_without_importing_it(tmp_path, monkeypatch):
+    # Namespaces may lie in several places.
+    for place in ("a", "b"):
+        (tmp_path / place / "memplug_test_namespace").mkdir(parents=True)
+        monkeypatch.syspath_prepend(str(tmp_path / place))
+    assert set(native._package_folders("memplug_test_namespace")) == {
+        Path(tmp_path / place / "memplug_test_namespace") for place in ("a", "b")
+    }
+    assert native._package_folders("memplug_no_such_package") == []
