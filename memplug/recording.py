@@ -63,7 +63,7 @@ class Recording:
         detail, self._detail, self.peak_bytes = self._detail, None, None
         if detail is None:
             return
-        self.peak_bytes = self.recorder.end_step()
+        self.peak_bytes = self.recorder.peak_bytes
         self._places.remove()
         if detail is not Detail.TENSORS:
             self.recorder.drop()

@@ -104,11 +104,11 @@ class Session:
 
         Raises:
             NativeError: there is no compiler here.
-            RecorderError: another session of this process has the recorder, or this one is detached.
+            RecorderError: another session of this process has the recorder, or this one is off or detached.
         """
-        if self._recording is None:
+        if self._recording is None or self.stage is Stage.DETACHED:
             if self._make_recording is None:
-                raise RecorderError("a session that is off or detached records nothing", "Attach first.")
+                raise RecorderError("a session that is detached records nothing", "Attach again.")
             self._start_recording(self._make_recording())
             self._recording.recorder.watch(self._watches)
         self._recording.want(None if file is None else of_rank(Path(file)))

@@ -57,7 +57,8 @@ class Played:
         """Operators that never ran ask for no memory."""
         self.recording = True
 
-    def end_step(self) -> int | None:
+    @property
+    def peak_bytes(self) -> int | None:
         """The peak of a recorded step that a test gave it."""
         return self.peaks.pop(0) if self.peaks else None
 

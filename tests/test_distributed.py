@@ -152,10 +152,10 @@ def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
     """The first steps of ZeRO 3 differ, since it learns what to fetch; then the program repeats."""
     profiler = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
     cases = {
-        f"{stage} {way}": {"stage": stage, "lengths": [[12] * 12] * 2} for stage in (1, 3) for way in ("on", "off")
+        f"{stage} {way}": {"stage": stage, "lengths": [[12] * 12] * 2, "memplug": profiler if way == "on" else None}
+        for stage in (1, 3)
+        for way in ("on", "off")
     }
-    for name, case in cases.items():
-        case["memplug"] = profiler if name.endswith("on") else None
     launch(["tests.training_worker", tmp_path, json.dumps(cases)], module=True, time_limit_s=100)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for stage in (1, 3):

@@ -1,4 +1,4 @@
-"""What recording CUDA memory asks of an installation, checked without a GPU: headers, an allocator that can be heard."""
+"""What recording CUDA memory needs of an installation, checked without a GPU: headers, an allocator to listen to."""
 
 from __future__ import annotations
 

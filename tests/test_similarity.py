@@ -141,7 +141,7 @@ def test_no_operators_and_some_are_not_the_same_program():
     assert not similar(program([1]), program([2]), *LIMITS)
 
 
-# -- steps whose operators nobody watched --------------------------------------------------------------------------------
+# -- steps whose operators nobody watched ------------------------------------------------------------------------------
 
 
 def test_a_step_that_was_not_watched_is_compared_by_nodes_and_sizes():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memplug.config import MemplugConfig, load_config
-from memplug.errors import ConflictError, RegionError, UnsupportedVersionError
+from memplug.errors import ConflictError, RecorderError, RegionError, UnsupportedVersionError
 from memplug.execute.device import Device, device_of
 from memplug.hooks import deepspeed as deepspeed_hooks
 from memplug.hooks import regions as region_hooks
@@ -31,12 +31,18 @@ class Disabled(Session):
     """What `attach` returns where the block is absent or switched off: nothing is hooked, patched or allocated."""
 
     stage = Stage.OFF
+    history: list[Any] = []
+    solution = trace = None
 
     def __init__(self, config: MemplugConfig):
         self.config = config
 
     def step(self) -> None:
         """Nothing to do."""
+
+    def record(self, file: str | Path | None = None) -> None:
+        """Raises `RecorderError`: a session that is off records nothing."""
+        raise RecorderError("memplug is off, so no step is recorded", 'Set "memplug": {"enabled": true}.')
 
     def report(self) -> dict[str, Any]:
         """Says only that memplug is off."""

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer as optimizers
 
-from memplug.profile.recorder import Recorder
+from memplug.profile.recorder import Place, Recorder
 from memplug.profile.trace import Fingerprint, Layer
 
 PACKAGES = ("deepspeed", "megatron-core", "memplug", "torch", "transformers")  # whose versions a trace depends on
+
+_ROOT, _OPTIMIZER = -1, -2  # beside the indices of layers
 
 
 class Places:
@@ -44,21 +46,21 @@ class Places:
         self.layers = tuple(Layer(name, dynamic) for name, _, dynamic in self._modules)
         self.inputs: list[str] = []
         self._micro_batch = 0
-        self._former: list[Any] = []  # of the forwards and layers that the training thread is inside of
+        self._inside: list[tuple[int, Place]] = []  # what the training thread is in, and where it was before each
         self._handles: list[Any] = []
 
     def install(self) -> None:
         """From the next forward on."""
         self._micro_batch = 0
         self.inputs.clear()
-        self._former.clear()
+        self._inside.clear()
         self._handles.append(self._model.register_forward_pre_hook(self._begin_forward, with_kwargs=True))
-        self._handles.append(self._model.register_forward_hook(self._leave, always_call=True))
+        self._handles.append(self._model.register_forward_hook(self._leaving(_ROOT), always_call=True))
         for index, (_, module, _) in enumerate(self._modules):
             self._handles.append(module.register_forward_pre_hook(self._entering(index)))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            self._handles.append(module.register_forward_hook(self._leaving(index), always_call=True))
         self._handles.append(optimizers.register_optimizer_step_pre_hook(self._begin_optimizer))
-        self._handles.append(optimizers.register_optimizer_step_post_hook(self._leave))
+        self._handles.append(optimizers.register_optimizer_step_post_hook(self._leaving(_OPTIMIZER)))
 
     def remove(self) -> None:
         """Leaves nothing behind; a second call does nothing."""
@@ -83,32 +85,40 @@ class Places:
         )
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled():
-            self._former.append(self._recorder.enter_forward(self._micro_batch))
+        recomputes = torch._C._current_graph_task_id() != -1
+        if torch.is_grad_enabled() and not recomputes:
+            self._inside.append((_ROOT, self._recorder.enter_forward(self._micro_batch)))
             self._micro_batch += 1
             self.inputs.append(_shapes((*args, *kwargs.values())))
-        else:  # a validation: no micro-batch
-            self._former.append(self._recorder.enter_layer(-1))
+        else:  # a validation, or a checkpoint around the model: no micro-batch
+            self._inside.append((_ROOT, self._recorder.enter_layer(-1)))
 
     def _entering(self, index: int) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any) -> None:
-            self._former.append(self._recorder.enter_layer(index))
+            self._inside.append((index, self._recorder.enter_layer(index)))
 
         return enter
 
     def _begin_optimizer(self, *_: Any) -> None:
-        self._former.append(self._recorder.enter_optimizer())
+        self._inside.append((_OPTIMIZER, self._recorder.enter_optimizer()))
 
-    def _leave(self, *_: Any) -> None:
-        if self._former:
-            self._recorder.leave(self._former.pop())
+    def _leaving(self, key: int) -> Callable[..., None]:
+        def leave(*_: Any) -> None:
+            # an error may have come before the entry, or out of something that does not tell of its end
+            for at in reversed(range(len(self._inside))):
+                if self._inside[at][0] == key:
+                    self._recorder.leave(self._inside[at][1])
+                    del self._inside[at:]
+                    return
+
+        return leave
 
 
 def _with_experts(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, bool]]:
     found: list[tuple[str, nn.Module, bool]] = []
     for name, layer in layers:
         found.append((name, layer, _are_experts(layer)))
-        for inner, module in layer.named_modules():
+        for inner, module in layer.named_modules() if not _are_experts(layer) else ():
             if inner and _are_experts(module) and not any(_are_experts(p) for p in _parents(layer, inner)):
                 # a list of experts is never called itself, its members are
                 members = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]

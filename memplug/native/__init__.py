@@ -35,22 +35,29 @@ def load() -> ModuleType:
     """The core's Python module; built first where that was not done yet (about 20 s).
 
     Raises:
-        NativeError: it cannot be built here: no compiler, no ninja, no folder to write to.
+        NativeError: it cannot be built here: no compiler, no ninja, no folder to write to. Or it cannot be loaded.
     """
     folder = build_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
-            if not _done(folder).exists():
+            if not is_built():
                 _build(folder)
-            return _import(folder)
-    except (OSError, RuntimeError, ImportError) as error:
+    except (OSError, RuntimeError) as error:
         raise NativeError(f"memplug's native core cannot be built in {folder}: {_last_lines(error)}") from error
+    try:
+        return _import(folder)
+    except ImportError as error:
+        raise NativeError(
+            f"memplug's native core in {folder} cannot be loaded: {_last_lines(error)}",
+            "Delete that folder, so that it is built again.",
+        ) from error
 
 
 def is_built() -> bool:
     """Whether `load` would find it built already."""
-    return _done(build_folder()).exists()
+    folder = build_folder()
+    return _done(folder).exists() and _library(folder).exists()
 
 
 def build_folder() -> Path:
@@ -62,7 +69,7 @@ def build_folder() -> Path:
     for part in (torch.__version__, str(torch.version.cuda), sysconfig.get_config_var("SOABI"), *map(str, _flags())):
         key.update(str(part).encode())
     for source in sorted((*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"))):
-        key.update(source.read_bytes())
+        key.update(source.name.encode() + source.read_bytes())
     return root / f"{NAME}_{key.hexdigest()[:16]}"
 
 
@@ -86,7 +93,7 @@ def _build(folder: Path) -> None:
 
 
 def _import(folder: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(NAME, folder / f"{NAME}.so")
+    spec = importlib.util.spec_from_file_location(NAME, _library(folder))
     assert spec is not None and spec.loader is not None, "the path ends in .so"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -151,6 +158,10 @@ def _ninja_on_path() -> Iterator[None]:
 
 def _done(folder: Path) -> Path:
     return folder / "built"
+
+
+def _library(folder: Path) -> Path:
+    return folder / f"{NAME}.so"
 
 
 def _last_lines(error: BaseException) -> str:

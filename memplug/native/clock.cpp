@@ -2,6 +2,7 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -41,6 +42,8 @@ struct Thread {
   Place explicit_place;
   Place last_backward;
   uint64_t last_node[2] = {0, 0}; // thread and sequence number of the node that `last_backward` was found for
+  Place outside_of_backward; // what nodes belong to that are made outside of backwards,
+  bool made_in_backward = false; // and whether others were made since
 };
 
 thread_local Thread this_thread;
@@ -59,7 +62,20 @@ void mark(Place place) {
   if (!marks.empty() && marks.back().sequence == sequence) {
     marks.pop_back(); // no node was made there
   }
+  if (!marks.empty() && marks.back().micro_batch == place.micro_batch && marks.back().layer == place.layer) {
+    return;
+  }
   marks.push_back({sequence, place.micro_batch, place.layer});
+}
+
+// Nodes that the calling thread makes from now on belong to `place`; those made in a backward, until it is over.
+void mark(Thread& thread, Place place) {
+  if (in_backward()) {
+    thread.made_in_backward = true;
+  } else {
+    thread.outside_of_backward = place;
+  }
+  mark(place);
 }
 
 Place find(uint64_t thread, uint64_t sequence) {
@@ -89,6 +105,9 @@ Place place_of_backward(Thread& thread) {
     }
   }
   thread.last_backward.pass = BACKWARD;
+  if (c10::GradMode::is_enabled()) { // a recompute, or a backward that makes a graph
+    mark(thread, thread.last_backward);
+  }
   return thread.last_backward;
 }
 
@@ -96,7 +115,7 @@ Place enter(Place next) {
   Thread& thread = this_thread;
   const Place former = thread.explicit_place;
   thread.explicit_place = next;
-  mark(next);
+  mark(thread, next);
   return former;
 }
 
@@ -136,7 +155,14 @@ Place here() {
   if (thread.explicit_place.pass != OTHER || thread.explicit_place.layer != -1) {
     return thread.explicit_place;
   }
-  return in_backward() ? place_of_backward(thread) : Place{};
+  if (in_backward()) {
+    return place_of_backward(thread);
+  }
+  if (thread.made_in_backward) {
+    thread.made_in_backward = false;
+    mark(thread.outside_of_backward);
+  }
+  return {};
 }
 
 Place enter_forward(int32_t micro_batch) {
@@ -158,7 +184,7 @@ void leave(Place former) {
   const int32_t micro_batch = thread.explicit_place.micro_batch;
   thread.explicit_place = former;
   // what follows a forward, such as the loss, belongs to its micro-batch until the next one begins
-  mark({former.pass, former.micro_batch == -1 ? micro_batch : former.micro_batch, former.layer});
+  mark(thread, {former.pass, former.micro_batch == -1 ? micro_batch : former.micro_batch, former.layer});
 }
 
 void forget() {
@@ -166,6 +192,8 @@ void forget() {
   thread.explicit_place = {};
   thread.last_backward = {};
   thread.last_node[0] = thread.last_node[1] = 0;
+  thread.outside_of_backward = {};
+  thread.made_in_backward = false;
   auto& known = forwards();
   const std::lock_guard<std::mutex> lock(known.mutex);
   known.of_thread.clear();

@@ -82,7 +82,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const Usage u = usage();
     return py::make_tuple(u.base_bytes, u.in_use_bytes, u.peak_bytes);
   });
-  module.def("restart_peak", &restart_peak);
   module.def("install_cpu", &install_cpu);
   module.def("uninstall_cpu", &uninstall_cpu);
 #ifdef MEMPLUG_CUDA

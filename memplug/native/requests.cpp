@@ -69,6 +69,7 @@ void begin_requests(int64_t base_bytes) {
   l.events.reserve(1 << 16);
   l.streams.clear();
   l.requests = 0;
+  base_bytes = base_bytes < 0 ? l.tracked_bytes : base_bytes;
   l.usage = {base_bytes, base_bytes, base_bytes};
   in_use = base_bytes;
   recording = true;
@@ -131,12 +132,6 @@ Usage usage() {
 
 int64_t in_use_bytes() {
   return in_use.load(std::memory_order_relaxed);
-}
-
-void restart_peak() {
-  auto& l = log();
-  const std::lock_guard<std::mutex> lock(l.mutex);
-  l.usage.peak_bytes = l.usage.in_use_bytes;
 }
 
 std::vector<RequestEvent> take_requests() {

@@ -27,8 +27,8 @@ struct Usage {
   int64_t peak_bytes;
 };
 
-// Begin a recording. `base_bytes`: in use on the device now, as its allocator counts; what is recorded of earlier
-// recordings and still alive is part of it.
+// Begin a recording. `base_bytes`: in use on the device now, as its allocator counts, of which what was recorded earlier
+// and is still alive is part; -1: where nothing counts, that alone.
 void begin_requests(int64_t base_bytes);
 void end_requests();
 bool recording_requests();
@@ -45,7 +45,6 @@ void forget_blocks();
 int64_t tracked_bytes();
 Usage usage();
 int64_t in_use_bytes(); // without a lock
-void restart_peak();
 std::vector<RequestEvent> take_requests();
 
 // Around a fork: the child must not inherit a lock that another thread held.

@@ -109,6 +109,7 @@ Sequence& sequence() {
 // A recording. Everything under the mutex.
 struct Recording {
   std::mutex mutex;
+  int64_t number = 0; // of this recording in the process
   Records records;
   c10::DeviceType device_type = c10::DeviceType::CPU;
   std::chrono::steady_clock::time_point begin;
@@ -155,8 +156,12 @@ void use(Recording& r, int64_t index, const c10::IValue& value, bool output) {
   }
 }
 
-// Indices of the operators that the calling thread is inside of, the innermost last; -1 for what is not recorded.
-thread_local std::vector<int64_t> inside;
+// From an operator's beginning to its end, which may come after the recording's.
+struct Inside final : at::ObserverContext {
+  Inside(int64_t recording, int64_t index) : recording(recording), index(index) {}
+  int64_t recording;
+  int64_t index;
+};
 
 void add_to_sequence(int32_t number) {
   auto& s = sequence();
@@ -190,13 +195,13 @@ int64_t add_operator(Recording& r, int32_t number) {
   return index;
 }
 
-int64_t record(const at::RecordFunction& function) {
+std::unique_ptr<at::ObserverContext> on_recorded_operator(const at::RecordFunction& function) {
   if (!trains()) {
-    return -1;
+    return nullptr;
   }
   const int32_t number = names().number(function);
   if (number == NOT_AN_OPERATOR) {
-    return -1;
+    return nullptr;
   }
   if (in_program()) {
     add_to_sequence(number);
@@ -204,35 +209,24 @@ int64_t record(const at::RecordFunction& function) {
   auto& r = recording();
   const std::lock_guard<std::mutex> lock(r.mutex);
   const int64_t index = add_operator(r, number);
-  if (detail.load(std::memory_order_relaxed) == TENSORS) {
-    for (const c10::IValue& value : function.inputs()) {
-      use(r, index, value, false);
-    }
+  if (detail.load(std::memory_order_relaxed) != TENSORS) {
+    return nullptr;
   }
-  return index;
+  for (const c10::IValue& value : function.inputs()) {
+    use(r, index, value, false);
+  }
+  return std::make_unique<Inside>(r.number, index);
 }
 
-std::unique_ptr<at::ObserverContext> on_recorded_operator(const at::RecordFunction& function) {
-  const int64_t index = record(function);
-  if (detail.load(std::memory_order_relaxed) == TENSORS) {
-    inside.push_back(index);
-  }
-  return nullptr;
-}
-
-void on_recorded_end(const at::RecordFunction& function, at::ObserverContext*) {
-  if (inside.empty()) {
-    return;
-  }
-  const int64_t index = inside.back();
-  inside.pop_back();
-  if (index == -1) {
-    return;
-  }
+void on_recorded_end(const at::RecordFunction& function, at::ObserverContext* context) {
+  const auto* inside = static_cast<const Inside*>(context);
   auto& r = recording();
   const std::lock_guard<std::mutex> lock(r.mutex);
+  if (inside == nullptr || inside->recording != r.number) {
+    return;
+  }
   for (const c10::IValue& value : function.outputs()) {
-    use(r, index, value, true);
+    use(r, inside->index, value, true);
   }
 }
 
@@ -266,7 +260,7 @@ void claim() {
 }
 
 void release() {
-  remove_callback();
+  end_records();
   claimed = false;
 }
 
@@ -290,17 +284,14 @@ std::vector<std::string> operator_names() {
 }
 
 void begin_records(Detail level, int32_t device_type) {
-  auto& r = recording();
-  remove_callback();
+  end_records();
   {
+    auto& r = recording();
     const std::lock_guard<std::mutex> lock(r.mutex);
-    r.records = {};
     r.records.operators.reserve(1 << 15);
     r.device_type = static_cast<c10::DeviceType>(device_type);
     r.begin = std::chrono::steady_clock::now();
-    running = -1;
   }
-  inside.clear();
   set_callback(level);
 }
 
@@ -311,6 +302,7 @@ Records end_records() {
   Records records;
   {
     const std::lock_guard<std::mutex> lock(r.mutex);
+    ++r.number;
     records = std::exchange(r.records, {});
     seen = std::exchange(r.seen, {});
     r.number_of.clear();

@@ -70,7 +70,7 @@ class Recorder:
             self._native.claim()
         except RuntimeError as error:
             raise RecorderError(f"memplug cannot watch the operators of this session: {error}") from None
-        self._release = weakref.finalize(self, _release, self._native)
+        self._release = weakref.finalize(self, _release, self._native, self.device.type)
         self.recording = False
         self.suspended = self._native.Suspended()
         self.enter_forward: Callable[[int], Place] = self._native.enter_forward
@@ -79,7 +79,6 @@ class Recorder:
         self.leave: Callable[[Place], None] = self._native.leave
         self._watching = True
         self._nodes = self._native.nodes()
-        self._begins: list[tuple[int, int, float]] = []
         self._native.watch(True)
 
     def take(self) -> np.ndarray | None:
@@ -99,7 +98,7 @@ class Recorder:
 
     def watch(self, on: bool) -> None:
         """Whether operators are watched from now on. Off, they cost nothing."""
-        if on != self._watching and not self.recording:
+        if on != self._watching and not self.recording and self._release.alive:
             self._native.watch(on)
         self._watching = on
 
@@ -110,9 +109,7 @@ class Recorder:
 
     def stop(self) -> None:
         """See nothing any more; leaves no callback and no allocator behind. A second call does nothing."""
-        if self.recording:
-            self._end_requests()
-            self.recording = False
+        self.recording = False
         self._release()
 
     # -- recording -----------------------------------------------------------------------------------------------------
@@ -124,12 +121,12 @@ class Recorder:
             RecorderError: the requests of this device cannot be seen.
         """
         assert not self.recording, "one recording at a time"
+        assert self._release.alive, "it was stopped"
         self._native.forget()
         self._begin_requests()
         self._native.begin_records(int(detail), 0 if self.device.type == "cpu" else 1)
         self.recording = True
-        self._begins = []
-        self._begun = self._stepped = time.perf_counter()
+        self._begun = time.perf_counter()
 
     def end(self, fingerprint: Fingerprint, layers: Sequence[Layer]) -> Trace:
         """What was recorded, as one step.
@@ -140,6 +137,7 @@ class Recorder:
         """
         assert self.recording, "`begin` comes first"
         duration_s = time.perf_counter() - self._begun
+        self._native.end_requests()  # first: other threads may be asking for memory now
         operators, uses, tensors = self._native.end_records()
         base_bytes, _, peak_bytes = self._native.usage()
         events = np.frombuffer(self._end_requests(), REQUEST_EVENT)
@@ -167,12 +165,11 @@ class Recorder:
         self.recording = False
         self._native.watch(self._watching)
 
-    def end_step(self) -> int:
-        """While recording: largest memory in use since the last call, bytes. Threads are nowhere again."""
+    @property
+    def peak_bytes(self) -> int:
+        """Largest memory in use since the recording began; on the CPU, of what was allocated while one ran."""
         assert self.recording, "`begin` comes first"
         _, _, peak_bytes = self._native.usage()
-        self._native.restart_peak()
-        self._native.forget()
         return peak_bytes
 
     def _begin_requests(self) -> None:
@@ -181,7 +178,7 @@ class Recorder:
                 self._native.install_cpu()
             except RuntimeError as error:
                 raise RecorderError(f"requests for memory cannot be recorded: {error}") from None
-            self._native.begin_requests(self._native.tracked_bytes())
+            self._native.begin_requests(-1)
         else:
             index = self._listen_to_cuda()
             stats = torch.cuda.memory_stats(index)
@@ -202,9 +199,10 @@ class Recorder:
         try:
             self._native.install_cuda(index)
         except RuntimeError as error:
+            backend = torch.cuda.get_allocator_backend()
             raise RecorderError(
-                f"requests for CUDA memory cannot be recorded: torch's allocator is {torch.cuda.get_allocator_backend()}"
-                f", which does not say what it does ({str(error).splitlines()[0]})",
+                f"requests for CUDA memory cannot be recorded: torch's allocator is {backend}, which does not say what "
+                f"it does ({str(error).splitlines()[0]})",
                 'Use torch\'s own allocator: take "backend:cudaMallocAsync" out of PYTORCH_ALLOC_CONF and '
                 "PYTORCH_CUDA_ALLOC_CONF, and do not change the allocator "
                 "(torch.cuda.memory.change_current_allocator).",
@@ -212,12 +210,7 @@ class Recorder:
         return index
 
     def _end_requests(self) -> bytes:
-        self._native.end_requests()
-        if self.device.type == "cpu":
-            self._native.uninstall_cpu()
-        else:
-            self._native.uninstall_cuda()
-        return self._native.take_requests()
+        return _end_requests(self._native, self.device.type)
 
 
 def _header_advice(cuda: str | None) -> str:
@@ -229,10 +222,18 @@ def _header_advice(cuda: str | None) -> str:
     return f"Install the toolkit of CUDA {cuda}, or `pip install {packages}`."
 
 
-def _release(core: object) -> None:
-    core.end_requests()
-    core.uninstall_cpu()
+def _release(core: object, device_type: str) -> None:
+    _end_requests(core, device_type)
     core.release()
+
+
+def _end_requests(core: object, device_type: str) -> bytes:
+    core.end_requests()
+    if device_type == "cpu":
+        core.uninstall_cpu()
+    elif hasattr(core, "uninstall_cuda"):
+        core.uninstall_cuda()
+    return core.take_requests()
 
 
 def _trace(

@@ -35,8 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint
-
-WATCHED_STEPS = 8
+from memplug.session import WATCHED_STEPS
 from tests.bench.table import Row, figures, render, write_rows
 
 BENCH = "profiler_overhead"

@@ -1,0 +1,109 @@
+"""Host memory over a long run: `python -m tests.bench.leaks`.
+
+Trains a tiny model for 10,000 steps under a session that watches all the time, records a step in detail now and then,
+and changes its sequence length back and forth; and notes what the process holds. A leak is a line that goes up; memory
+that settles is the allocator's. Exits with 1 where the second half of the run grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import sys
+from pathlib import Path
+
+import torch
+
+import memplug
+from tests.bench.table import Row, render, write_rows
+from tests.blocks import LAYERS, Stack
+
+BENCH = "leaks"
+SAMPLES = 20
+STEPS_BETWEEN_RECORDINGS = 250
+STEPS_OF_A_LENGTH = 500
+ALLOWED_BYTES_A_STEP = 100
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """How long, and where to write."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10_000, help="[10000]")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the curve here; needs matplotlib")
+    return parser.parse_args(argv)
+
+
+def resident_bytes() -> int:
+    """Of this process, after a collection."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def run(steps: int) -> list[tuple[int, int]]:
+    """(step, resident bytes) at equal distances."""
+    torch.manual_seed(0)
+    model = Stack(3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    curve = []
+    block = {"enabled": True, "tokenwise": {"regions": LAYERS, "min_offload_bytes": 1}}
+    with memplug.attach(model, block) as session:
+        for step in range(1, steps + 1):
+            length = 12 if step // STEPS_OF_A_LENGTH % 2 else 8
+            model(torch.randn(2, length, 16)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % STEPS_BETWEEN_RECORDINGS == 0:
+                session.record()
+            session.step()
+            if step % (steps // SAMPLES) == 0:
+                curve.append((step, resident_bytes()))
+        assert session.trace is not None and session.report()["replans"] >= 1
+    return curve
+
+
+def growth_bytes_a_step(curve: list[tuple[int, int]]) -> float:
+    """Least squares over the second half."""
+    half = curve[len(curve) // 2 :]
+    steps, sizes = [step for step, _ in half], [nbytes for _, nbytes in half]
+    mean_step, mean_size = sum(steps) / len(half), sum(sizes) / len(half)
+    covariance = sum((step - mean_step) * (nbytes - mean_size) for step, nbytes in half)
+    return covariance / sum((step - mean_step) ** 2 for step in steps)
+
+
+def draw(curve: list[tuple[int, int]], file: Path) -> None:
+    """The curve as a picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot(
+        xlabel="step", ylabel="resident memory, MiB", title="memory of the process over a long run"
+    )
+    axes.plot([step for step, _ in curve], [nbytes / 2**20 for _, nbytes in curve], marker="o")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=150)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run and print; 1 where memory grew."""
+    args = parse_args(argv)
+    torch.set_num_threads(1)
+    logging.getLogger("memplug").setLevel(logging.ERROR)
+    curve = run(args.steps)
+    print(render(("step", "resident MiB"), [[str(step), f"{nbytes / 2**20:.2f}"] for step, nbytes in curve]))
+    growth = growth_bytes_a_step(curve)
+    print(f"\ngrowth over the second half: {growth:.1f} bytes a step")
+    case = f"{args.steps} steps"
+    rows = [Row(BENCH, f"step {step}", "memplug", "resident_bytes", "bytes", nbytes, 1) for step, nbytes in curve]
+    rows.append(Row(BENCH, case, "memplug", "growth_bytes_a_step", "bytes", growth, len(curve) // 2))
+    if args.json:
+        write_rows(args.json, rows)
+    if args.png:
+        draw(curve, args.png)
+    return int(growth > ALLOWED_BYTES_A_STEP)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
