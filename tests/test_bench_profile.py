@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from tests.bench import logical_layers
+from tests.bench import leaks, logical_layers, profiler_overhead, stability
+from tests.bench.stability import Log
+from tests.blocks import Stack
 
 
 def test_operators_take_the_times_of_the_profiled_ones_in_their_order():
@@ -58,3 +60,48 @@ def test_logical_layers_gives_a_row_for_each_pass_group_count_and_metric(tmp_pat
     printed = capsys.readouterr().out
     for text in ("| groups |", "| layers |", "forward CV", "backward Eq. 1", "optimizer: "):
         assert text in printed
+
+
+def test_the_overhead_of_every_mode_is_measured_beside_the_baseline(tmp_path, capsys):
+    output = tmp_path / "rows.json"
+    shape = ["--device", "cpu", "--layers", "1", "--hidden", "16", "--tokens", "4"]
+    profiler_overhead.main([*shape, "--rounds", "1", "--json", str(output)])
+    rows = json.loads(output.read_text())
+    ratios = {row["mode"]: row["value"] for row in rows if row["metric"] == "over_baseline"}
+    assert list(ratios) == list(profiler_overhead.MODES) and ratios["baseline"] == 1
+    assert all(row["value"] > 0 for row in rows)
+    assert "a quarter of the tokens" in capsys.readouterr().out
+
+
+def test_the_long_run_changes_programs_and_ends_with_a_plan_for_each_length(tmp_path, capsys):
+    output = tmp_path / "rows.json"
+    assert stability.main(["--steps", "150", "--tokens", "8", "--json", str(output)]) == 0
+    found = {row["metric"]: row["value"] for row in json.loads(output.read_text())}
+    assert found["plans"] == 2 and found["skipped_steps"] > 0 and found["largest_loss_difference"] < 1e-3
+    remembering, forgetting = (found[f"share_of_steps_with_a_plan_{way}"] for way in ("remembering", "forgetting"))
+    assert remembering > forgetting
+    assert "stages as expected" in capsys.readouterr().out
+
+
+def test_the_long_run_finds_what_is_wrong():
+    plain = Log(losses=[1.0, 2.0], skipped=1)
+    right = Log(losses=[1.0, 2.0], skipped=1, report={"replans": 2, "stage": "stable"})
+    assert stability.problems(plain, right) == []
+    wrong = Log(losses=[1.0, 2.1], skipped=0, report={"replans": 3, "stage": "warm-up"})
+    assert len(stability.problems(plain, wrong)) == 4
+
+
+def test_memory_over_a_long_run_is_a_curve_whose_growth_is_told(tmp_path):
+    output, picture = tmp_path / "rows.json", tmp_path / "curve.png"
+    leaks.main(["--steps", "300", "--json", str(output), "--png", str(picture)])
+    rows = json.loads(output.read_text())
+    assert sum(row["metric"] == "resident_bytes" for row in rows) == leaks.SAMPLES
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert leaks.growth_bytes_a_step([(step, 1000 + 7 * max(step, 50)) for step in range(100)]) == pytest.approx(7)
+
+
+def test_a_leak_would_be_seen(monkeypatch):
+    kept = []
+    forward = Stack.forward
+    monkeypatch.setattr(Stack, "forward", lambda *args: kept.append(b"\x01" * 65536) or forward(*args))
+    assert leaks.main(["--steps", "200"]) == 1

@@ -40,14 +40,14 @@ def test_a_step_is_voted_to_be_every_program_that_it_is_similar_to() -> None:
     assert [known.vote(step(length)) for length in (1020, 1000, 1085, 2000, 3000)] == [0b011, 0b011, 0b010, 0b100, 0]
 
 
-def test_the_current_program_wins_then_one_with_a_policy_then_the_first() -> None:
+def test_the_current_program_wins_then_one_with_a_policy_then_the_latest() -> None:
     known = remembered([1000, 1010, 1020, 1030])
     both = known.vote(step(1015))
     assert both == 0b1111
     assert known.agreed(both) is known.current and known.current.index == 3
-    assert known.agreed(0b0111).index == 0
-    known.agreed(0b0100).policy = PLANNED
     assert known.agreed(0b0111).index == 2
+    known.agreed(0b0001).policy = PLANNED
+    assert known.agreed(0b0111).index == 0
     known.agreed(0b0010).policy = PLANNED
     assert known.agreed(0b0111).index == 1
     assert known.agreed(0b1111) is known.current, "though it has no policy"
@@ -138,3 +138,14 @@ def test_ranks_remember_forget_and_agree_alike_whatever_each_of_them_sees(bounda
                 rank.enter(entry)
             assert len({rank.current.index for rank in ranks}) == 1
             assert len({len(rank) for rank in ranks}) == 1 and len(ranks[0]) <= 4
+
+
+def test_a_baseline_gets_its_operators_from_the_first_step_that_is_watched():
+    known = Programs(0.05, 0.95)
+    known.enter(known.remember(Program(None, [100], 7)))
+    other = Program([4, 5, 6], [100], 7)
+    assert known.vote(other) == 1, "nothing tells them apart yet"
+    known.renew(Program([1, 2, 3], [100], 7))
+    assert known.vote(Program([4, 5, 6], [100], 7)) == 0 and known.vote(Program(None, [100], 7)) == 1
+    known.renew(Program(None, [100], 7))
+    assert known.vote(other) == 0, "an unwatched step takes nothing away"

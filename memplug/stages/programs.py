@@ -65,7 +65,8 @@ class Programs:
         """
         if self.indifferent:
             return 1 << self.current.index
-        if self._voted is None or not program.same(self._voted[0]):
+        voted, watched = self._voted, program.operators is not None
+        if voted is None or watched is not (voted[0].operators is not None) or not program.same(voted[0]):
             bits = (1 << one.index for one in self._all if similar(program, one.baseline, *self._limits))
             self._voted = program, sum(bits)
         return self._voted[1]
@@ -73,12 +74,12 @@ class Programs:
     def agreed(self, mask: int) -> Remembered | None:
         """The program of a step, by the votes of all ranks; None: one that is not remembered.
 
-        The current one if it can be, so that similar programs do not take turns; else one with a policy.
+        The current one if it can be, so that similar programs do not take turns; else one with a policy, the latest.
         """
         seen = [one for one in self._all if mask >> one.index & 1]
         if self.current in seen:
             return self.current
-        return min(seen, key=lambda one: (one.policy is None, one.index), default=None)
+        return max(seen, key=lambda one: (one.policy is not None, self._by_age.index(one)), default=None)
 
     def remember(self, program: Program) -> Remembered:
         """Add a program. Where there is no room, the least recently current one is forgotten, never the current."""
@@ -102,6 +103,7 @@ class Programs:
 
     def renew(self, baseline: Program) -> None:
         """The latest step of the current program is what the next ones are compared with."""
-        if not baseline.same(self.current.baseline):
+        first_watched = baseline.operators is not None and self.current.baseline.operators is None
+        if first_watched or not baseline.same(self.current.baseline):
             self.current.baseline = baseline
             self._voted = None

@@ -1,0 +1,193 @@
+"""Where operators are, by another way than the recorder's: a model that says in its forwards, and by hooks on every
+node of its graph, which layer runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memplug.hooks.places import Places
+from memplug.profile.recorder import Detail, Recorder
+from memplug.profile.trace import Fingerprint, Pass, Trace
+
+Where = tuple[Pass, int, int]  # pass, micro-batch, layer
+
+
+class Truth:
+    """Counts the operators between two words of the model's.
+
+    Attributes:
+        running: the pass and micro-batch, as the test says.
+    """
+
+    def __init__(self, recorder: Recorder):
+        self._recorder = recorder
+        self._spans: list[tuple[Where | None, int]] = []
+        self._now: Where | None = None
+        self.running = (Pass.OTHER, -1)
+
+    def begin(self) -> None:
+        """With the recording."""
+        self._recorder.take()
+        self._spans.clear()
+        self._now = None
+
+    def at(self, layer: int | None) -> Where | None:
+        """What follows is of a layer of what runs, -1: outside of layers; None: unknown. Returns what it was before."""
+        return self._to(None if layer is None else (*self.running, layer))
+
+    def back(self, before: Where | None) -> None:
+        """To what `at` returned."""
+        self._to(before)
+
+    def operators(self) -> int:
+        """How many there were since the beginning."""
+        self._to(self._now)
+        return sum(count for _, count in self._spans)
+
+    def _to(self, where: Where | None) -> Where | None:
+        before, self._now = self._now, where
+        self._spans.append((before, len(self._recorder.take())))
+        return before
+
+    def watch_nodes(self, end: torch.Tensor, begins: list[torch.Tensor], layer: int) -> None:
+        """All nodes from a tensor back to others are of a layer; parameters' are, too."""
+        known, ahead = {x.grad_fn for x in begins}, [end.grad_fn]
+        while ahead:
+            node = ahead.pop()
+            if node is None or node in known or node.name() == "torch::autograd::AccumulateGrad":
+                continue
+            known.add(node)
+            node.register_prehook(lambda *_: self.at(layer) and None)
+            node.register_hook(lambda *_: self.at(None) and None)
+            ahead += [following for following, _ in node.next_functions]
+
+    def watch_parameters(self, module: nn.Module, layer: int) -> None:
+        """The nodes that accumulate their gradients."""
+        for parameter in module.parameters():
+            parameter.register_hook(lambda *_: self.at(layer) and None)
+            parameter.register_post_accumulate_grad_hook(lambda *_: self.at(None) and None)
+
+    def check(self, trace: Trace) -> dict[Where, int]:
+        """Every operator of the trace is where the model said; how many there were of each place.
+
+        Raises:
+            AssertionError: names the first that is not.
+        """
+        names = [trace.names[name] for name in trace.operators["name"]]
+        assert self.operators() == len(names)
+        counts: dict[Where, int] = {}
+        index = 0
+        for expected, count in self._spans:
+            for _ in range(count):
+                if expected is not None:
+                    assert where(trace, index) == expected, f"operator {index}, {names[index]}"
+                    counts[expected] = counts.get(expected, 0) + 1
+                index += 1
+        assert sum(counts.values()) > 0.8 * len(names), "too much is unknown to tell"
+        return counts
+
+
+def where(trace: Trace, index: int) -> Where:
+    """Of an operator."""
+    row = trace.operators[index]
+    phase = trace.phases[row["phase"]]
+    return phase.kind, phase.micro_batch, int(row["layer"])
+
+
+class Layer(nn.Module):
+    """Says what it does. `inside`: what it does is in a checkpoint; `fails`: raises in the middle."""
+
+    def __init__(self, truth: Truth, index: int, inside: bool | None):
+        super().__init__()
+        self.truth, self.index, self.inside, self.fails = truth, index, inside, False
+        self.linear = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4) if index % 2 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inside is None:
+            return self.body(x)
+        return checkpoint(self.body, x, use_reentrant=self.inside)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.truth.at(self.index)
+        try:
+            hidden = self.linear(x).relu()
+            if self.fails:
+                raise ValueError(self.index)
+            y = self.other(hidden) + x
+            self.truth.watch_nodes(y, [x], self.index)
+            return y
+        finally:
+            self.truth.back(before)
+
+
+class Network(nn.Module):
+    """A stack of such layers. `around`: each is in a checkpoint; both: reentrant or not, None: no checkpoint."""
+
+    def __init__(self, truth: Truth, layers: int = 3, around: bool | None = None, inside: bool | None = None):
+        super().__init__()
+        self.truth, self.around, self.catches = truth, around, False
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([Layer(truth, index, inside) for index in range(layers)])
+        truth.watch_parameters(self.first, -1)
+        for index, layer in enumerate(self.layers):
+            truth.watch_parameters(layer, index)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.truth.at(-1)
+        try:
+            x = self.first(x).sin()
+            self.truth.watch_nodes(x, [], -1)
+            for layer in self.layers:
+                try:
+                    x = layer(x) if self.around is None else checkpoint(layer, x, use_reentrant=self.around)
+                except ValueError:
+                    if not self.catches:
+                        raise
+            y = x.cos()
+            self.truth.watch_nodes(y, [x], -1)
+            return y
+        finally:
+            self.truth.back(before)
+
+
+class Told:
+    """A network whose steps are recorded with `Places`."""
+
+    def __init__(self, recorder: Recorder, **network: Any):
+        self.recorder, self.truth = recorder, Truth(recorder)
+        torch.manual_seed(0)
+        self.model = Network(self.truth, **network)
+        named = [(f"layers.{index}", layer) for index, layer in enumerate(self.model.layers)]
+        self.places = Places(self.model, named, recorder)
+
+    def begin(self) -> None:
+        self.places.install()
+        self.recorder.begin(Detail.REQUESTS)
+        self.truth.begin()
+
+    def end(self) -> Trace:
+        trace = self.recorder.end(Fingerprint(), self.places.layers)
+        self.places.remove()
+        return trace
+
+    def forward(self, micro_batch: int) -> torch.Tensor:
+        """The loss is outside of the model; it belongs to the micro-batch all the same."""
+        self.truth.running = (Pass.FORWARD, micro_batch)
+        y = self.model(torch.ones(2, 4))
+        self.truth.running = (Pass.OTHER, -1)
+        self.truth.at(-1)
+        loss = y.square().mean()
+        self.truth.watch_nodes(loss, [y], -1)
+        self.truth.at(None)
+        return loss
+
+    def backward(self, micro_batch: int, loss: torch.Tensor, **options: Any) -> None:
+        self.truth.running = (Pass.BACKWARD, micro_batch)
+        loss.backward(**options)
+        self.truth.running = (Pass.OTHER, -1)
