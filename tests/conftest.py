@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+import memplug
+from memplug.hooks import attach as attach_module
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# how fast examples are made says something of the machine, nothing of the code
+settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,10 +31,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def sessions_are_detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A session that a test leaves attached would keep the recorder of this process from those of later tests."""
+    made: list[weakref.ref[memplug.Session]] = []
+
+    def attach(*args: Any) -> memplug.Session:
+        session = original(*args)
+        made.append(weakref.ref(session))
+        return session
+
+    original = attach_module._attach
+    monkeypatch.setattr(attach_module, "_attach", attach)
+    yield
+    for reference in made:
+        session = reference()
+        if session is not None:
+            session.detach()
+
+
 @pytest.fixture
 def cpu_engine(tmp_path: Path) -> Iterator[None]:
     """DeepSpeed can make engines on the CPU; `memplug.install` is undone afterwards."""
-    import memplug
     from tests.hosts import process_group
 
     with process_group(tmp_path):

@@ -256,6 +256,7 @@ void claim() {
   }
   claimed = true;
   sequence().count = 0;
+  forget_blocks(); // of an earlier recorder
   own_thread();
 }
 

@@ -90,7 +90,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run and print; 1 where memory grew."""
     args = parse_args(argv)
     torch.set_num_threads(1)
-    logging.getLogger("memplug").setLevel(logging.ERROR)
     curve = run(args.steps)
     print(render(("step", "resident MiB"), [[str(step), f"{nbytes / 2**20:.2f}"] for step, nbytes in curve]))
     growth = growth_bytes_a_step(curve)
@@ -106,4 +105,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("memplug").setLevel(logging.ERROR)
     sys.exit(main())

@@ -187,7 +187,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run, compare, print; 1 where something is wrong."""
     args = parse_args(argv)
     torch.set_num_threads(1)
-    logging.getLogger("memplug").setLevel(logging.ERROR)
     plain, watched = run(args.steps, args.tokens, False), run(args.steps, args.tokens, True)
     print(render(HEADERS, [[str(s), stage.value, str(p), why] for s, stage, p, why in watched.history], left=3))
     case = f"{args.steps} steps of {MICRO_BATCHES} micro-batches"
@@ -218,4 +217,5 @@ def _flat(measured: dict[str, tuple[str, float]]) -> list[tuple[str, str, float]
 
 
 if __name__ == "__main__":
+    logging.getLogger("memplug").setLevel(logging.ERROR)
     sys.exit(main())
