@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import memplug
+from memplug import native
 from memplug.hooks import attach as attach_module
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +21,11 @@ torch.set_num_threads(1)
 # how fast examples are made says something of the machine, nothing of the code
 settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("patient")
+
+
+def pytest_sessionstart() -> None:
+    """Build the native core before the first test, so that no test waits for it, or is told of it."""
+    native.load()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
