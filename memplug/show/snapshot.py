@@ -21,7 +21,7 @@ from memplug.show.groups import BEFORE, PASS_WORDS, phase_words
 
 _ROUNDING_BYTES = 512
 # Where drivers put device memory, apart enough for a segment each, and exact in the doubles of JavaScript.
-_FIRST_ADDRESS, _SEGMENT_STRIDE = 0x7000_0000_0000, 1 << 42
+_FIRST_ADDRESS, _SEGMENT_STRIDE = 0x7000_0000_0000, 1 << 46
 # memory_viz (November 2026) stops with an error where allocations have categories and none of them is this.
 _NO_CATEGORY = "unknown"
 
