@@ -50,7 +50,9 @@ def test_the_current_program_wins_then_one_with_a_policy_then_the_latest() -> No
     assert known.agreed(0b0111).index == 0
     known.agreed(0b0010).policy = PLANNED
     assert known.agreed(0b0111).index == 1
-    assert known.agreed(0b1111) is known.current, "though it has no policy"
+    assert known.agreed(0b1111).index == 1, "the current one has no policy"
+    known.current.policy = PLANNED
+    assert known.agreed(0b1111) is known.current
     assert known.agreed(0) is None
 
 

@@ -310,3 +310,17 @@ def test_new_programs_without_end_between_known_ones_do_not_fill_the_log(caplog:
         levels = [record.levelno for record in caplog.records if record.name == "memplug"]
         assert levels.count(logging.WARNING) == 0
         assert len(run.session.history) > 110 and levels.count(logging.INFO) < 40
+
+
+def test_a_watched_step_that_differs_costs_nothing_though_the_next_one_is_not_watched() -> None:
+    """A skipped optimizer step: as many nodes and bytes as ever, so an unwatched step may be either program."""
+    with led(policy_steps=2) as run:
+        run.reach_stable(operators=ONE)
+        policy = settings(run.session)
+        for _ in range(2):
+            run.step(times=3)
+            run.step(operators=OTHER)
+            run.step(times=3)
+            run.step(operators=ONE)
+            assert run.plans[-8:] == [policy] * 8 and run.session.stage is STABLE
+        assert run.session.report()["programs"] == 2 and run.session.report()["replans"] == 1

@@ -74,12 +74,14 @@ class Programs:
     def agreed(self, mask: int) -> Remembered | None:
         """The program of a step, by the votes of all ranks; None: one that is not remembered.
 
-        The current one if it can be, so that similar programs do not take turns; else one with a policy, the latest.
+        The current one if it can be, so that similar programs do not take turns; but one that has a policy before one
+        that has none, since a step that nobody watched may be either. Else the latest.
         """
         seen = [one for one in self._all if mask >> one.index & 1]
+        seen = [one for one in seen if one.policy is not None] or seen
         if self.current in seen:
             return self.current
-        return max(seen, key=lambda one: (one.policy is not None, self._by_age.index(one)), default=None)
+        return max(seen, key=self._by_age.index, default=None)
 
     def remember(self, program: Program) -> Remembered:
         """Add a program. Where there is no room, the least recently current one is forgotten, never the current."""
