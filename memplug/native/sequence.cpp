@@ -110,6 +110,7 @@ Sequence& sequence() {
 struct Recording {
   std::mutex mutex;
   int64_t number = 0; // of this recording in the process
+  bool open = false; // a callback may still run after it was removed
   Records records;
   c10::DeviceType device_type = c10::DeviceType::CPU;
   std::chrono::steady_clock::time_point begin;
@@ -208,6 +209,9 @@ std::unique_ptr<at::ObserverContext> on_recorded_operator(const at::RecordFuncti
   }
   auto& r = recording();
   const std::lock_guard<std::mutex> lock(r.mutex);
+  if (!r.open) {
+    return nullptr;
+  }
   const int64_t index = add_operator(r, number);
   if (detail.load(std::memory_order_relaxed) != TENSORS) {
     return nullptr;
@@ -292,6 +296,7 @@ void begin_records(Detail level, int32_t device_type) {
     r.records.operators.reserve(1 << 15);
     r.device_type = static_cast<c10::DeviceType>(device_type);
     r.begin = std::chrono::steady_clock::now();
+    r.open = true;
   }
   set_callback(level);
 }
@@ -304,6 +309,7 @@ Records end_records() {
   {
     const std::lock_guard<std::mutex> lock(r.mutex);
     ++r.number;
+    r.open = false;
     records = std::exchange(r.records, {});
     seen = std::exchange(r.seen, {});
     r.number_of.clear();
