@@ -44,6 +44,8 @@ def test_processes_that_start_at_once_build_once_after_builds_that_failed_and_we
     failed = run_python(FAILS, env={"CXX": "/nonexistent/c++"})
     assert "built: False" in failed and "What to do: Install a C++ compiler" in failed and "/nonexistent" in failed
     (folder / "lock").touch()  # as torch leaves it where a build is killed; it would wait for it for ever
+    (folder / f"{native.NAME}.so").write_bytes(b"cut off")
+    assert not native.is_built()
     processes = [start_python(BUILDS) for _ in range(3)]
     try:
         outputs = [process.communicate(timeout=400)[0] for process in processes]

@@ -95,6 +95,24 @@ def test_a_backward_through_a_backward_is_where_its_forward_was(recorder: Record
         assert of_backward == {(Pass.BACKWARD, micro_batch, layer) for layer in range(-1, 3)}
 
 
+@checkpoints
+def test_a_loss_that_is_made_after_another_backward_is_of_the_latest_forward(
+    network: dict[str, bool], recorder: Recorder
+) -> None:
+    told = Told(recorder, **network)
+    told.begin()
+    first = told.forward(0)
+    told.truth.running = (Pass.FORWARD, 1)
+    second = told.model(torch.ones(2, 4))
+    told.backward(0, first)
+    told.truth.at(-1)
+    loss = second.exp().sum()
+    told.truth.watch_nodes(loss, [second], -1)
+    told.truth.at(None)
+    told.backward(1, loss)
+    assert told.truth.check(told.end())[Pass.BACKWARD, 1, -1] > 0
+
+
 def test_a_forward_without_gradients_is_no_micro_batch_and_has_its_layers(recorder: Recorder) -> None:
     told = Told(recorder)
     told.begin()
@@ -178,6 +196,8 @@ def test_an_interrupt_in_a_step_is_over_with_the_next_recording(recorder: Record
         told.forward(0)
     assert told.end().replays_exactly() is True
     hook.remove()
+    told.model.catches = True
+    told.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError))
     told.begin()
     told.truth._to((Pass.OTHER, -1, -1))
     torch.ones(2).exp()

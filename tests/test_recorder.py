@@ -132,6 +132,7 @@ def test_suspended_operators_are_not_in_the_sequence(recorder: Recorder) -> None
     assert sequence(recorder, step) == ["aten::exp", "aten::erf", "aten::neg"]
     whole = ["aten::exp", "aten::sin", "aten::cos", "aten::tan", "aten::erf", "aten::neg"]
     assert operator_names(record(recorder, step)) == whole
+    assert [recorder.names[number] for number in recorder.take()] == ["aten::exp", "aten::erf", "aten::neg"]
 
 
 def test_suspension_in_a_backward_hides_that_part_of_it(recorder: Recorder) -> None:

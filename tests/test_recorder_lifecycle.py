@@ -123,9 +123,19 @@ def test_a_recording_knows_its_peak_so_far_and_may_be_dropped(recorder: Recorder
         peaks.append(recorder.peak_bytes)
     recorder.drop()
     assert peaks == [400, 4000, 4000] and not recorder.recording
+    assert sequence(recorder, torch.ones(2).exp)[-1:] == ["aten::exp"], "it watches on"
     trace = record(recorder, lambda: torch.empty(500, dtype=torch.uint8), Detail.TENSORS)
     assert trace.requests["nbytes"].tolist() == trace.tensors["nbytes"].tolist() == [500]
     assert trace.peak_bytes == 500 and trace.replays_exactly() is True
+
+
+def test_an_allocator_that_is_delegated_to_already_is_not_recorded(recorder: Recorder) -> None:
+    native.load().install_cpu()
+    with pytest.raises(RecorderError, match="delegated to already"):
+        recorder.begin(Detail.REQUESTS)
+    assert not recorder.recording and sequence(recorder, torch.ones(2).exp)[-1:] == ["aten::exp"]
+    native.load().uninstall_cpu()
+    assert record(recorder, lambda: torch.empty(1)).replays_exactly() is True
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -204,6 +214,14 @@ def test_recordings_may_begin_and_end_inside_of_an_operator(recorder: Recorder) 
     inside_of_an_operator(lambda: (recorder.begin(Detail.TENSORS), recorder.end(Fingerprint(), ()), recorder.begin(1)))
     recorder.end(Fingerprint(), ())
     traces.append(record(recorder, kept.exp_, Detail.TENSORS))
+    recorder.begin(Detail.TENSORS)
+    inside_of_an_operator(lambda: (recorder.drop(), recorder.begin(Detail.TENSORS), kept.exp_()))
+    kept.exp_()
+    traces.append(recorder.end(Fingerprint(), ()))
+    assert operator_names(traces[-1]).count("aten::exp_") == 2
+    last = traces[-1].operator(len(traces[-1].operators) - 1)
+    assert (last.name, last.reads, last.writes) == ("aten::exp_", (0,), (0,))
+    assert traces[-1].tensors["nbytes"].tolist() == [8, 64, 64], "what it was in has no index here"
     for trace in traces:
         assert trace.replays_exactly() in (True, None)
-    assert traces[-1].tensors["nbytes"].tolist() == [8] and len(traces[-1].uses) == 2
+    assert traces[-2].tensors["nbytes"].tolist() == [8] and len(traces[-2].uses) == 2

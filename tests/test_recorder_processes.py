@@ -32,7 +32,9 @@ FORK = """
             step()
             kept.append(torch.ones(1000))
             assert core.take_sequence()[1] == 0 and core.tracked_bytes() == before
+            core.take_requests()
             kept.clear()
+            assert core.tracked_bytes() == before - 4000 and core.take_requests() == b"", "seen, and not recorded"
             second = Recorder("cpu")
             assert record(second, step, Detail.TENSORS).replays_exactly()
             os._exit(7)
