@@ -131,6 +131,12 @@ class TraceError(MemplugError):
     default_advice = "Record it again, or give the path of another trace that memplug has saved (.npz)."
 
 
+class LayoutError(MemplugError):
+    """Buffers that cannot be placed: no size, no lifetime; or a file of them, or of a plan, that cannot be read."""
+
+    default_advice = "Give each buffer a size above 0 and a lifetime that ends after it begins (half open)."
+
+
 class NativeError(MemplugError):
     """The native core cannot be built or loaded on this machine; memplug goes on without what needs it."""
 

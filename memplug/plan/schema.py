@@ -1,0 +1,85 @@
+"""A memory plan: the addresses of a training step's requests, what dynamic ones may reuse, and what to expect of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplug.plan.layout.problem import Problem, Solution, fragmentation
+
+FORMAT = 1
+"""Version of the files that `plan_file.save` writes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicSpace:
+    """What requests of one HomoLayer group may reuse of the arena (STWeaver, section 5.2, Eq. 2 to 5).
+
+    Attributes:
+        malloc_phase, malloc_layer, free_phase, free_layer: of the group's requests, into the problem's phases and
+            layers; -1: outside of layers, or (free_) not freed in the step.
+        lower, upper: on the problem's clock; the group's requests live inside of it.
+        spaces: (first byte, end) of what no planned buffer uses in that time; disjoint, rising, none empty.
+        requests: of the group, in the recorded step.
+        peak_bytes: the most that the group had in use at once, in the recorded step.
+    """
+
+    malloc_phase: int
+    malloc_layer: int
+    free_phase: int
+    free_layer: int
+    lower: int
+    upper: int
+    spaces: tuple[tuple[int, int], ...]
+    requests: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predictions:
+    """What the plan promises, in bytes.
+
+    Attributes:
+        arena_bytes: that are reserved: the height of the solution.
+        static_peak_bytes: the most that planned requests have in use at once: the problem's lower bound.
+        dynamic_peak_bytes: the most that dynamic requests had in use at once, in the recorded step.
+        fragmentation: 1 - static_peak_bytes / arena_bytes.
+    """
+
+    arena_bytes: int
+    static_peak_bytes: int
+    dynamic_peak_bytes: int
+    fragmentation: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MemoryPlan:
+    """Everything that the arena needs of one rank's step.
+
+    Attributes:
+        problem: the planned requests, with the fingerprint of what was recorded.
+        solution: their offsets.
+        dynamic: one for each group of requests whose sizes are known only at run time.
+        predictions: see there.
+    """
+
+    problem: Problem
+    solution: Solution
+    dynamic: tuple[DynamicSpace, ...]
+    predictions: Predictions
+
+
+def memory_plan(
+    problem: Problem, solution: Solution, dynamic: tuple[DynamicSpace, ...] = (), dynamic_peak_bytes: int = 0
+) -> MemoryPlan:
+    """A plan of these parts, with its predictions."""
+    return MemoryPlan(
+        problem=problem,
+        solution=solution,
+        dynamic=dynamic,
+        predictions=Predictions(
+            arena_bytes=solution.height,
+            static_peak_bytes=problem.lower_bound,
+            dynamic_peak_bytes=dynamic_peak_bytes,
+            fragmentation=fragmentation(problem.lower_bound, solution.height),
+        ),
+    )
