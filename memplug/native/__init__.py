@@ -2,7 +2,7 @@
 
 The build goes into torch's folder for extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`), into
 a folder of its own for each version of torch, of CUDA, of Python and of these sources. Ranks that start at once build
-it once.
+it once. `memplug.native.packing` is apart from it: plain C++, which knows no torch and imports none.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-
-import torch
 
 from memplug.errors import NativeError
 
@@ -62,6 +60,7 @@ def is_built() -> bool:
 
 def build_folder() -> Path:
     """Where this torch's build belongs; named by all that it depends on."""
+    import torch
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
@@ -112,9 +111,11 @@ def _cuda_headers() -> tuple[Path, ...]:
 
     NVIDIA's runtime package alone is not enough: `crt` is in the compiler's (CUDA 12), or in one of its own (CUDA 13).
     """
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+
     if torch.version.cuda is None:
         return ()
-    from torch.utils.cpp_extension import CUDA_HOME
 
     major = torch.version.cuda.split(".")[0]
     candidates = [(Path(CUDA_HOME) / "include",)] if CUDA_HOME else []

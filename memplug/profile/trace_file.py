@@ -12,7 +12,6 @@ import io
 import json
 import math
 import os
-import secrets
 import zipfile
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +20,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from memplug.errors import TraceError
+from memplug.files import opened, write_whole
 from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Event, Fingerprint, Layer, Pass, Phase, Trace
 
 FORMAT = 1
@@ -64,20 +64,7 @@ def save(trace: Trace, path: str | Path) -> None:
     meta = _Meta(format=FORMAT, **fields).model_dump_json().encode()
     arrays = {"meta": np.frombuffer(meta, np.uint8), **{name: getattr(trace, name) for name in _ARRAYS}}
     arrays["sha256"] = _digest(arrays)
-    # In the same folder, because a rename is atomic only within a file system.
-    partial = path.parent / f".{secrets.token_hex(8)}.partial"
-    try:
-        try:
-            with partial.open("xb") as file:
-                _write_npz(file, arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        advice = "Give the path of a file in a folder that exists, that you may write to and that has room."
-        raise TraceError(f"{path}: the trace cannot be written: {error}", advice) from error
+    write_whole(path, "trace", lambda file: _write_npz(file, arrays), TraceError)
 
 
 def load(path: str | Path) -> Trace:
@@ -96,7 +83,7 @@ def load(path: str | Path) -> Trace:
             newer memplug.
     """
     path = Path(path)
-    with _opened(path) as file:
+    with opened(path, "trace (.npz)", TraceError) as file:
         try:
             arrays = _read_npz(file)
             return _read(arrays) if "meta" in arrays else _read_legacy(arrays["events"])
@@ -105,17 +92,6 @@ def load(path: str | Path) -> Trace:
         except Exception as error:
             # Readers of zip, npy and JSON raise whatever they stumble over in bytes that are none: a dozen types.
             raise TraceError(f"{path}: damaged: {type(error).__name__}: {error}", _DAMAGED) from error
-
-
-def _opened(path: Path) -> BinaryIO:
-    advice = "Give the path of a trace (.npz) that you may read."
-    try:
-        # A device or a pipe might never end.
-        if path.exists() and not path.is_file():
-            raise TraceError(f"{path}: not a file", advice)
-        return path.open("rb")
-    except OSError as error:
-        raise TraceError(f"{path}: unreadable: {error.strerror or error}", advice) from error
 
 
 def _read(arrays: dict[str, np.ndarray]) -> Trace:

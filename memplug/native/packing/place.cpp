@@ -1,0 +1,100 @@
+// Places buffers one by one, in a given order, each where it fits among those placed before that live at the same time.
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace {
+
+struct Placed {
+  int64_t offset, end;
+  int32_t lower, upper;
+};
+
+// Placed buffers by offset, in blocks that are short enough to insert into.
+class Shelf {
+ public:
+  void insert(const Placed& placed) {
+    auto after = [](int64_t offset, const std::vector<Placed>& block) { return offset < block.front().offset; };
+    auto block = std::upper_bound(blocks_.begin(), blocks_.end(), placed.offset, after);
+    if (block != blocks_.begin()) --block;
+    if (block == blocks_.end()) block = blocks_.emplace(block);
+    auto later = [](int64_t offset, const Placed& other) { return offset < other.offset; };
+    block->insert(std::upper_bound(block->begin(), block->end(), placed.offset, later), placed);
+    if (block->size() > kBlock) {
+      std::vector<Placed> half(block->begin() + kBlock / 2, block->end());
+      block->resize(kBlock / 2);
+      blocks_.insert(block + 1, std::move(half));
+    }
+  }
+
+  // Calls visit(offset, end) for those in use in [lower, upper), by offset, until it returns false.
+  template <typename Visit>
+  void scan(int32_t lower, int32_t upper, Visit visit) const {
+    for (const auto& block : blocks_)
+      for (const Placed& placed : block)
+        if (placed.lower < upper && lower < placed.upper && !visit(placed.offset, placed.end)) return;
+  }
+
+ private:
+  static constexpr size_t kBlock = 512;
+  std::vector<std::vector<Placed>> blocks_;
+};
+
+// All placed buffers, and for each stretch of time those that live in it: what is short looks no further.
+class Shelves {
+ public:
+  Shelves(int32_t instants, int32_t stretches)
+      : width_((instants + stretches - 1) / stretches), of_stretch_(stretches > 1 ? stretches : 0) {}
+
+  void insert(const Placed& placed) {
+    all_.insert(placed);
+    if (of_stretch_.empty()) return;
+    for (int32_t at = placed.lower / width_; at <= (placed.upper - 1) / width_; ++at) of_stretch_[at].insert(placed);
+  }
+
+  template <typename Visit>
+  void scan(int32_t lower, int32_t upper, Visit visit) const {
+    const int32_t first = lower / width_;
+    const bool is_short = !of_stretch_.empty() && first == (upper - 1) / width_;
+    (is_short ? of_stretch_[first] : all_).scan(lower, upper, visit);
+  }
+
+ private:
+  int32_t width_;
+  Shelf all_;
+  std::vector<Shelf> of_stretch_;
+};
+
+int64_t aligned(int64_t offset, int64_t alignment) { return (offset + alignment - 1) / alignment * alignment; }
+
+}  // namespace
+
+// Offsets for `count` buffers, placed in the order of `order`: at the lowest offset that is free in [lower, upper), or
+// with `tightest` in the smallest gap. Instants are numbered from 0 up to `instants`. Returns the height; once it is
+// `limit` or more the rest is left unplaced.
+extern "C" int64_t memplug_place(int32_t count, int32_t instants, const int32_t* lower, const int32_t* upper,
+                                 const int64_t* size, const int64_t* alignment, const int32_t* order, int32_t tightest,
+                                 int64_t limit, int64_t* offsets) {
+  Shelves shelves(instants, std::clamp(count / 512, 1, 256));
+  int64_t height = 0;
+  for (int32_t turn = 0; turn < count; ++turn) {
+    const int32_t row = order[turn];
+    int64_t top = 0, found = -1, smallest = std::numeric_limits<int64_t>::max();
+    shelves.scan(lower[row], upper[row], [&](int64_t offset, int64_t end) {
+      const int64_t start = aligned(top, alignment[row]), gap = offset - start;
+      if (gap >= size[row] && gap < smallest) {
+        found = start;
+        smallest = gap;
+        if (!tightest || gap == size[row]) return false;
+      }
+      top = std::max(top, end);
+      return true;
+    });
+    offsets[row] = found >= 0 ? found : aligned(top, alignment[row]);
+    height = std::max(height, offsets[row] + size[row]);
+    if (height >= limit) return height;
+    shelves.insert({offsets[row], offsets[row] + size[row], lower[row], upper[row]});
+  }
+  return height;
+}

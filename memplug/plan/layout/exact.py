@@ -1,0 +1,150 @@
+"""A planner for small sets, some 100 to 1,000 buffers: anytime, and it knows how far from the optimum it is.
+
+From below: whether the buffers fit below a height is decided, beginning at the lower bound, by one of
+
+- "native": depth-first search with restarts, see `memplug/native/packing/decide.cpp`;
+- "cp-sat": OR-Tools' CP-SAT, two-dimensional no-overlap of fixed intervals in time and variable ones in space;
+- "milp": the mixed integer program of MEMO, section 4.2, with HiGHS (scipy): minimises instead of deciding, and is the
+  reference that the others are checked against. Of no use above some 50 buffers.
+
+A greedy placement is the bound from above. What lies between is bisected; heights that were shown to be impossible
+raise the bound from below. Sizes are divided by their common divisor, and heights are multiples of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from memplug.native import packing
+from memplug.plan.layout import exact_solvers, search
+from memplug.plan.layout.first_fit import is_native
+from memplug.plan.layout.intervals import sections
+from memplug.plan.layout.problem import Problem, Solution, solved
+
+log = logging.getLogger("memplug")
+
+Backend = Literal["native", "cp-sat", "milp"]
+LARGEST = 2_000
+"""Buffers; beyond, the search hardly ever ends, and its tables grow with the square."""
+
+
+class Decide(Protocol):
+    """Whether buffers fit below a height, in time: True with offsets, False: proven that not, None: out of time."""
+
+    def __call__(self, small: Small, height: int, seconds: float) -> tuple[bool | None, np.ndarray]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Small:
+    """A problem on sections of time, in units of the sizes' common divisor.
+
+    Attributes:
+        lower, upper: int32[n], see `intervals.sections`.
+        size, alignment: int64[n], units.
+        unit: bytes.
+    """
+
+    lower: np.ndarray
+    upper: np.ndarray
+    size: np.ndarray
+    alignment: np.ndarray
+    unit: int
+
+    @staticmethod
+    def of(problem: Problem) -> Small:
+        table = problem.buffers
+        lower, upper = sections(table)
+        aligned = table["alignment"][table["alignment"] > 1]
+        unit = int(np.gcd.reduce(np.concatenate([table["size"], aligned]), initial=0)) or 1
+        alignment = np.maximum(table["alignment"] // unit, 1)
+        return Small(lower, upper, table["size"] // unit, alignment, unit)
+
+
+def solve(
+    problem: Problem,
+    *,
+    deadline_s: float | None = None,
+    enough_bytes: int | None = None,
+    backend: Backend | None = None,
+) -> Solution:
+    """The lowest placement, or the best that was found in time; streams are ignored: see `streams`.
+
+    Args:
+        problem: some 100 to 1,000 buffers. Beyond `LARGEST` the search is left out, and the greedy placement returned.
+        deadline_s: when to end, on the clock of `time.monotonic`; by default after 10 s.
+        enough_bytes: a height to end at, such as a capacity; by default the lower bound.
+        backend: by default "native", or what is installed of the others.
+
+    Raises:
+        NativeError, ImportError: The backend that was asked for is not there.
+    """
+    began = time.monotonic()
+    deadline_s = began + 10 if deadline_s is None else deadline_s
+    enough = max(enough_bytes or 0, problem.lower_bound)
+    start = search.solve(problem, deadline_s=None, enough_bytes=enough)
+    if start.height <= enough or len(problem) > LARGEST:
+        return solved(problem, start.offsets, "exact", seconds=time.monotonic() - began)
+    backend = backend or _default_backend()
+    if backend == "milp":
+        offsets, proven = exact_solvers.minimise(Small.of(problem), start.offsets, deadline_s)
+    else:
+        decide = {"native": _decide_natively, "cp-sat": exact_solvers.decide}[backend]
+        # Who names a height wants that one, not the lowest; without one, the lower bound is most often possible.
+        share = 0.5 if enough_bytes is None else 0.95
+        offsets, proven = _close_gap(problem, start.offsets, enough, deadline_s, decide, share)
+    height = int((offsets + problem.buffers["size"]).max(initial=0))
+    return solved(
+        problem,
+        offsets,
+        "exact",
+        proven=proven,
+        seconds=time.monotonic() - began,
+        timed_out=not proven and height > enough,
+    )
+
+
+def _default_backend() -> Backend:
+    if is_native():
+        return "native"
+    return "cp-sat" if exact_solvers.has_cp_sat() else "milp"
+
+
+def _decide_natively(small: Small, height: int, seconds: float) -> tuple[bool | None, np.ndarray]:
+    threads = min(os.cpu_count() or 1, 4)
+    lifetimes = (small.lower, small.upper)
+    return packing.decide(lifetimes, small.size, small.alignment, height, seconds=seconds, threads=threads)
+
+
+def _close_gap(
+    problem: Problem, offsets: np.ndarray, enough: int, deadline_s: float, decide: Decide, share: float
+) -> tuple[np.ndarray, bool]:
+    """Better offsets if there are any, and whether they are proven to be the best."""
+    small = Small.of(problem)
+    # In units: below `impossible` + 1 nothing fits; at `best` something does; up to `hard` the time ran out.
+    impossible = -(-problem.lower_bound // small.unit) - 1
+    target = max(enough // small.unit, impossible + 1)
+    best = -(-int((offsets + problem.buffers["size"]).max()) // small.unit)
+    hard = impossible
+    height = target
+    while best > target and time.monotonic() < deadline_s:
+        seconds = max(0.01, (deadline_s - time.monotonic()) * share)
+        fits, found = decide(small, height, seconds)
+        if fits:
+            offsets = found * small.unit
+            best = int((found + small.size).max())
+        elif fits is None:
+            hard = max(hard, height)
+        else:
+            impossible = hard = height
+            target = max(target, height + 1)
+        height, share = (best + hard) // 2, 0.25
+        if best - hard <= 1:
+            # Nothing between: what is left of the time goes to the lowest height that is not ruled out.
+            height, share, hard = max(target, impossible + 1), 1.0, impossible
+    return offsets, best == impossible + 1

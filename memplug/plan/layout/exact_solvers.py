@@ -1,0 +1,112 @@
+"""Others' solvers for `exact`: CP-SAT decides whether a height is enough, HiGHS minimises it by MEMO's program."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+if TYPE_CHECKING:
+    from memplug.plan.layout.exact import Small
+
+
+def has_cp_sat() -> bool:
+    """Whether OR-Tools is installed."""
+    return importlib.util.find_spec("ortools") is not None
+
+
+def decide(small: Small, height: int, seconds: float) -> tuple[bool | None, np.ndarray]:
+    """See `exact.Decide`, by CP-SAT.
+
+    Raises:
+        ImportError: OR-Tools is not installed.
+    """
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    multiples, spaces, times = [], [], []
+    rows = (small.lower, small.upper, small.size, small.alignment)
+    for lower, upper, size, alignment in zip(*(column.tolist() for column in rows), strict=True):
+        if size > height:
+            return False, np.zeros(0, np.int64)
+        multiple = model.new_int_var(0, (height - size) // alignment, "")
+        multiples.append(multiple)
+        spaces.append(model.new_fixed_size_interval_var(multiple * alignment, size, ""))
+        times.append(model.new_fixed_size_interval_var(lower, upper - lower, ""))
+    model.add_no_overlap_2d(times, spaces)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 8
+    status = solver.solve(model)
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        found = np.array([solver.value(multiple) for multiple in multiples], np.int64)
+        return True, found * small.alignment
+    return (False if status == cp_model.INFEASIBLE else None), np.zeros(0, np.int64)
+
+
+def minimise(small: Small, offsets: np.ndarray, deadline_s: float) -> tuple[np.ndarray, bool]:
+    """The lowest placement by MEMO's mixed integer program (section 4.2), and whether it is proven to be.
+
+    min M; A_i + S_i <= M; for each pair that lives at the same time one of A_i + S_i <= A_j + z M_cap and
+    A_j + S_j <= A_i + (1 - z) M_cap, with z in {0, 1}.
+
+    Args:
+        small: the problem.
+        offsets: of a valid placement, bytes: its height is M_cap, and it is the result where none lower is found.
+        deadline_s: when to end, on the clock of `time.monotonic`.
+    """
+    count = len(small.size)
+    cap = float((offsets // small.unit + small.size).max())
+    meets = (small.lower[:, None] < small.upper) & (small.lower < small.upper[:, None])
+    first, second = np.nonzero(np.triu(meets, 1))
+    pairs = np.arange(len(first))
+    size = small.size.astype(np.float64)
+    multiple = small.alignment.astype(np.float64)  # the variable of an offset counts alignments
+    z, height = count + pairs, count + len(pairs)
+    upper_rows, lower_rows, top_rows = pairs, len(pairs) + pairs, 2 * len(pairs) + np.arange(count)
+    entries = (
+        (upper_rows, first, multiple[first]),
+        (upper_rows, second, -multiple[second]),
+        (upper_rows, z, np.full(len(pairs), -cap)),
+        (lower_rows, second, multiple[second]),
+        (lower_rows, first, -multiple[first]),
+        (lower_rows, z, np.full(len(pairs), cap)),
+        (top_rows, np.arange(count), multiple),
+        (top_rows, np.full(count, height), np.full(count, -1.0)),
+    )
+    rows, columns, values = (np.concatenate(part) for part in zip(*entries, strict=True))
+    shape = (2 * len(pairs) + count, height + 1)
+    limit = np.concatenate([-size[first], cap - size[second], -size])
+    bounds = Bounds(0, np.concatenate([np.floor((cap - size) / multiple), np.ones(len(pairs)), [cap]]))
+    objective = np.zeros(height + 1)
+    objective[height] = 1
+    result = milp(
+        objective,
+        integrality=np.concatenate([np.ones(height), [0]]),
+        bounds=bounds,
+        constraints=LinearConstraint(coo_array((values, (rows, columns)), shape).tocsr(), -np.inf, limit),
+        options={"time_limit": max(0.01, deadline_s - time.monotonic())},
+    )
+    if result.x is None:
+        return offsets, False
+    found = np.round(result.x[:count] * multiple).astype(np.int64) * small.unit
+    if _height(small, found) > _height(small, offsets) or not _is_valid(small, found):
+        return offsets, False
+    return found, result.status == 0
+
+
+def _height(small: Small, offsets: np.ndarray) -> int:
+    return int((offsets + small.size * small.unit).max())
+
+
+def _is_valid(small: Small, offsets: np.ndarray) -> bool:
+    """Big constants leave room for rounding: a placement that overlaps by it is none."""
+    ends = offsets + small.size * small.unit
+    meets = (small.lower[:, None] < small.upper) & (small.lower < small.upper[:, None])
+    overlaps = (offsets[:, None] < ends) & (offsets < ends[:, None])
+    np.fill_diagonal(overlaps, False)
+    return not (meets & overlaps).any()

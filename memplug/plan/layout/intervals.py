@@ -1,0 +1,69 @@
+"""Lifetimes on smaller clocks: numbered instants, sections of time in which nothing begins, and the load of each.
+
+What a planner needs of time is its order alone, so lifetimes are renumbered densely before any search.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def instants(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lower and upper of each buffer as dense numbers, in the same order: int32[n] each.
+
+    Args:
+        table: of dtype BUFFER.
+    """
+    times = np.unique(np.concatenate([table["lower"], table["upper"]]))
+    lower, upper = np.searchsorted(times, table["lower"]), np.searchsorted(times, table["upper"])
+    return lower.astype(np.int32), upper.astype(np.int32)
+
+
+def sections(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First and end of the sections that each buffer lives in: int32[n] each; buffers meet in them as they do in time.
+
+    A section is an instant whose live buffers are no part of those before or after it: the last one before a free that
+    a malloc has preceded. There are far fewer of them than instants.
+
+    Args:
+        table: of dtype BUFFER.
+    """
+    lower, upper = instants(table)
+    count = int(upper.max(initial=0))
+    begins, ends = np.zeros(count + 1, bool), np.zeros(count + 1, bool)
+    begins[lower] = ends[upper] = True
+    # Instants with a malloc since the last section, followed by a free: the first free after a malloc closes one.
+    last_malloc = np.maximum.accumulate(np.where(begins, np.arange(count + 1), -1))
+    closing = np.flatnonzero(ends)
+    of_closing = last_malloc[closing - 1]
+    first = np.concatenate([[True], of_closing[1:] != of_closing[:-1]]) if len(closing) else np.zeros(0, bool)
+    at = closing[first] - 1
+    return np.searchsorted(at, lower).astype(np.int32), np.searchsorted(at, upper).astype(np.int32)
+
+
+def load_bytes(lower: np.ndarray, upper: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Bytes in use in each section or instant: int64.
+
+    Args:
+        lower, upper: of each buffer, int32[n], numbered from 0.
+        size: int64[n], bytes.
+    """
+    changes = np.zeros(int(upper.max(initial=0)) + 1, np.int64)
+    np.add.at(changes, lower, size)
+    np.add.at(changes, upper, -size)
+    return changes.cumsum()[:-1]
+
+
+def largest_within(values: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
+    """The largest of values[lower:upper] for each buffer, with lower < upper: of the values' dtype."""
+    # A sparse table: maxima over every stretch whose length is a power of two, and two of them cover any stretch.
+    found = np.empty(len(lower), values.dtype)
+    power = np.frexp((upper - lower).astype(np.float64))[1] - 1
+    level = values
+    for exponent in range(int(power.max(initial=-1)) + 1):
+        of_level = np.flatnonzero(power == exponent)
+        ends = upper[of_level] - (1 << exponent)
+        found[of_level] = np.maximum(level[lower[of_level]], level[ends])
+        half = 1 << exponent
+        level = np.maximum(level[:-half], level[half:]) if len(level) > half else level
+    return found

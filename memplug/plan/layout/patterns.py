@@ -1,0 +1,180 @@
+"""Which stretches of a step do the same: layers, found by the requests themselves or by where these are accounted to.
+
+A stretch is a run of events of one phase and layer. Where a run does not repeat (a whole backward without layers, a
+CSV), it is searched for periods: stretches of equal length in which the same sizes are asked for and freed in the same
+order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_GRAM = 8
+"""Events that must agree before a distance between them is taken for a period."""
+
+_PERIODS = 24
+"""Most frequent distances that are tried, the shortest first."""
+
+_SHORTEST = 16
+"""Events of a period. What repeats sooner (the optimizer over its parameters, a norm inside of a layer) is no layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Events [begin, end) of the step, and what lives in them alone.
+
+    Attributes:
+        begin, end: on the clock of the events.
+        rows: buffers that are asked for and freed inside: int64, by malloc.
+        pattern: equal for stretches whose rows have the same sizes, alignments and relative lifetimes.
+    """
+
+    begin: int
+    end: int
+    rows: np.ndarray
+    pattern: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Events:
+    """Mallocs and frees in order; the index is their clock.
+
+    Attributes:
+        token: int64, equal for events of one kind, size and alignment.
+        place: int64, equal for events of one phase and layer.
+        lower, upper: of each buffer, in this clock: int64[n].
+    """
+
+    token: np.ndarray
+    place: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+
+
+def stretches(table: np.ndarray, *, by_place: bool = True) -> list[Stretch]:
+    """Stretches with a pattern that others have too, by begin; disjoint, and none is empty of rows.
+
+    Args:
+        table: of dtype BUFFER.
+        by_place: go by phases and layers where the table has them; else by periods alone, which may join what belongs
+            together, such as a layer's recompute and its backward.
+    """
+    events = _events(table, by_place)
+    borders = np.flatnonzero(np.diff(events.place, prepend=-1, append=-1))
+    found = _with_rows(table, events, borders[:-1], borders[1:])
+    repeated = _repeated(found)
+    kept, others = [], []
+    for stretch in found:
+        # Outside of layers, such as a backward that nobody accounted to layers, there may be layers in a run.
+        in_layer = by_place and table["lower_layer"][stretch.rows[0]] >= 0
+        (kept if in_layer and stretch.pattern in repeated else others).append(stretch)
+    for begin, end in _joined([(stretch.begin, stretch.end) for stretch in others]):
+        inside = _with_rows(table, events, *_periodic(events, begin, end))
+        kept += inside or [stretch for stretch in others if begin <= stretch.begin and stretch.end <= end]
+    repeated = _repeated(kept)
+    return sorted((each for each in kept if each.pattern in repeated), key=lambda stretch: stretch.begin)
+
+
+def _events(table: np.ndarray, by_place: bool) -> _Events:
+    count = len(table)
+    times = np.concatenate([table["lower"], table["upper"]])
+    # Frees before mallocs at the same instant: lifetimes are half open.
+    order = np.lexsort((np.repeat([1, 0], count), times))
+    kind = np.repeat([0, 1], count)[order]
+    size = np.unique(np.stack([table["size"], table["alignment"]]), axis=1, return_inverse=True)[1].reshape(-1)
+    phase = np.concatenate([table["lower_phase"], table["upper_phase"]])[order].astype(np.int64)
+    layer = np.concatenate([table["lower_layer"], table["upper_layer"]])[order].astype(np.int64)
+    position = np.empty(2 * count, np.int64)
+    position[order] = np.arange(2 * count)
+    return _Events(
+        token=2 * np.tile(size, 2)[order] + kind,
+        place=((phase + 1) * (layer.max(initial=-1) + 2) + layer + 1) * by_place,
+        lower=position[:count],
+        upper=position[count:],
+    )
+
+
+def _with_rows(table: np.ndarray, events: _Events, begins: np.ndarray, ends: np.ndarray) -> list[Stretch]:
+    """Stretches of those borders, disjoint and rising, that have rows of their own."""
+    if not len(begins):
+        return []
+    of_row = np.searchsorted(begins, events.lower, "right") - 1
+    inside = np.flatnonzero((of_row >= 0) & (events.upper < ends[of_row]) & ~table["outlives"])
+    inside = inside[np.lexsort((events.lower[inside], of_row[inside]))]
+    bounds = np.searchsorted(of_row[inside], np.arange(len(begins) + 1))
+    found = []
+    for at in np.flatnonzero(np.diff(bounds)):
+        rows, begin = inside[bounds[at] : bounds[at + 1]], int(begins[at])
+        relative = (events.lower[rows] - events.lower[rows[0]], events.upper[rows] - events.lower[rows[0]])
+        pattern = np.stack([*relative, table["size"][rows], table["alignment"][rows]]).tobytes()
+        found.append(Stretch(begin, int(ends[at]), rows, pattern))
+    return found
+
+
+def _repeated(found: list[Stretch]) -> set[bytes]:
+    seen, repeated = set(), set()
+    for stretch in found:
+        (repeated if stretch.pattern in seen else seen).add(stretch.pattern)
+    return repeated
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours made one."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in spans:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _periodic(events: _Events, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Borders of stretches in [begin, end) that repeat one after another: rising and disjoint."""
+    token = events.token[begin:end]
+    taken = np.zeros(len(token), bool)
+    starts: list[int] = []
+    ends: list[int] = []
+    for period in _likely_periods(token):
+        same = np.append(token[:-period] == token[period:], False) & ~taken[: len(token) - period + 1]
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]])))
+        for first, last in zip(edges[::2], edges[1::2], strict=True):
+            # From `first` on, each event is the one a period later: that many whole periods, and one more.
+            if last - first >= period and not taken[first : last + period].any():
+                cut = first + _quiet_cut(events, begin + int(first), period)
+                count = (last + period - cut) // period
+                if count >= 2:
+                    starts += [begin + int(cut) + turn * period for turn in range(count)]
+                    ends += [begin + int(cut) + (turn + 1) * period for turn in range(count)]
+                    taken[first : last + period] = True
+    order = np.argsort(starts)
+    return np.array(starts, np.int64)[order], np.array(ends, np.int64)[order]
+
+
+def _likely_periods(token: np.ndarray) -> list[int]:
+    """Distances at which the same events come again most often, the shortest first."""
+    if len(token) < 2 * _GRAM:
+        return []
+    # A running hash of _GRAM events; int64 wraps around.
+    powers = np.power(np.int64(1_000_003), np.arange(_GRAM), dtype=np.int64)
+    grams = sum(token[at : len(token) - _GRAM + 1 + at] * power for at, power in enumerate(powers))
+    order = np.argsort(grams, kind="stable")
+    follows = grams[order[1:]] == grams[order[:-1]]
+    distances, counts = np.unique(np.diff(order)[follows], return_counts=True)
+    # What comes again at a distance of d does so for at least d events, if d is a period.
+    likely = (counts + _GRAM >= distances) & (distances >= _SHORTEST)
+    distances, counts = distances[likely], counts[likely]
+    most = np.argsort(-counts * distances, kind="stable")[:_PERIODS]
+    return sorted(distances[most].tolist())
+
+
+def _quiet_cut(events: _Events, begin: int, period: int) -> int:
+    """Where in a period the fewest buffers are in use that live shorter than one, by events after `begin`."""
+    short = (events.upper - events.lower < period) & (events.upper > begin) & (events.lower < begin + 2 * period)
+    changes = np.zeros(2 * period + 1, np.int64)
+    np.add.at(changes, np.clip(events.lower[short] + 1 - begin, 0, 2 * period), 1)
+    np.add.at(changes, np.clip(events.upper[short] + 1 - begin, 0, 2 * period), -1)
+    crossing = changes.cumsum()[period : 2 * period]
+    return int(crossing.argmin())
