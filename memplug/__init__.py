@@ -1,8 +1,8 @@
 """memplug: training memory as cheap as the hardware allows.
 
 Swap, recompute and keep activations, toggled by one block of a DeepSpeed JSON. The public API is `install`,
-`uninstall`, `attach`, `Session`, `MemplugConfig`, and the errors of `memplug.errors`; nothing heavy is imported before
-it is used.
+`uninstall`, `attach`, `Session`, `MemplugConfig`, `load_plan`, and the errors of `memplug.errors`; nothing heavy is
+imported before it is used.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memplug.config import MemplugConfig
     from memplug.hooks.attach import attach
+    from memplug.plan.plan_file import load as load_plan
     from memplug.session import Session
 
-__all__ = ["MemplugConfig", "Session", "attach", "install", "uninstall"]
+__all__ = ["MemplugConfig", "Session", "attach", "install", "load_plan", "uninstall"]
 
 
 def install() -> None:
@@ -44,6 +45,10 @@ def __getattr__(name: str) -> Any:
         from memplug.session import Session
 
         return Session
+    if name == "load_plan":
+        from memplug.plan.plan_file import load
+
+        return load
     if name == "MemplugConfig":
         from memplug.config import MemplugConfig
 

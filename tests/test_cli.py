@@ -95,14 +95,20 @@ def test_check_schema_prints_the_schema_alone():
     assert json.loads(run(app, ["check", "--schema"]).stdout) == json_schema()
 
 
-@pytest.mark.parametrize("command", ["check", "doctor", "show"])
+@pytest.mark.parametrize("command", ["check", "doctor", "show", "plan", "diff"])
 def test_help_of_every_command_has_an_example(command):
     result = run(app, [command, "--help"])
     assert result.exit_code == 0 and f"Example: memplug {command}" in result.stdout
 
 
 def test_every_command_is_covered_by_the_help_test():
-    assert {command.callback.__name__ for command in app.registered_commands} == {"check", "doctor", "show"}
+    assert {command.callback.__name__ for command in app.registered_commands} == {
+        "check",
+        "doctor",
+        "show",
+        "plan",
+        "diff",
+    }
 
 
 def test_check_loads_neither_torch_nor_deepspeed(write):

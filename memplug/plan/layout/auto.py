@@ -19,6 +19,7 @@ from memplug.plan.layout.streams import on_one_stream
 
 log = logging.getLogger("memplug")
 
+PLANNERS = ("auto", "exact", "bilevel", "spatiotemporal", "search")
 Planner = Literal["auto", "exact", "bilevel", "spatiotemporal", "search"]
 TIME_LIMIT_S = 10.0
 ENOUGH = 1e-4

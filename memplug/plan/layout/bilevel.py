@@ -2,7 +2,7 @@
 
 First level: what a layer's forward or backward asks for and frees itself is placed by `exact`, once for each pattern
 (see `patterns`). Second level: each occurrence becomes a pseudo-request as high as its pattern, from the first malloc
-to the last free; those and all that outlives a layer (MEMO's skeletal activations) are placed together. Every layer of one
+to the last free; those and what outlives a layer (MEMO's skeletal activations) are placed together. Every layer of a
 pattern has the same addresses inside its block, in every iteration.
 
 Departures: MEMO has a mixed integer program for both levels, which does not end on either; here `exact` and `search`

@@ -1,0 +1,87 @@
+"""`memplug check`: what a configuration will do."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memplug.cli.output import AsJson, collected_warnings, echo_warnings
+
+if TYPE_CHECKING:
+    from memplug.config import MemplugConfig
+
+
+def check(
+    ds_json: Annotated[
+        Path | None, typer.Argument(metavar="DS_JSON", help='DeepSpeed JSON with a "memplug" block.')
+    ] = None,
+    as_json: AsJson = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema for editors instead; needs no DS_JSON.")
+    ] = False,
+) -> None:
+    """Check the "memplug" block of a DeepSpeed JSON and say what memplug will do; no GPU is used.
+
+    All problems are listed at once. Exit code 0: usable; 1: not usable.
+    """
+    from memplug.config import json_schema, load_config
+    from memplug.errors import ConfigError
+
+    if schema:
+        typer.echo(json.dumps(json_schema(), indent=2))
+        return
+    if ds_json is None:
+        raise typer.BadParameter("give a DeepSpeed JSON, or --schema", param_hint="DS_JSON")
+    with collected_warnings() as warnings:
+        try:
+            config = load_config(ds_json)
+        except ConfigError as error:
+            if as_json:
+                failed = {"ok": False, "problems": error.problems, "advice": error.advice, "warnings": warnings}
+                typer.echo(json.dumps(failed, indent=2))
+            else:
+                typer.echo(str(error), err=True)
+                echo_warnings(warnings)
+            raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps({"ok": True, "config": config.model_dump(), "warnings": warnings}, indent=2))
+        return
+    typer.echo("\n".join(_in_words(config)))
+    echo_warnings(warnings)
+
+
+def _in_words(config: "MemplugConfig") -> list[str]:
+    if not config.enabled:
+        return ['memplug is off: the run is left untouched. Set "memplug": {"enabled": true} to switch it on.']
+    lines = ["memplug is on."]
+    tokenwise = config.tokenwise
+    if tokenwise.enabled:
+        lines += [
+            f"  rows swapped     {_alpha_in_words(tokenwise.alpha)}",
+            "  regions          "
+            + ("every decoder layer" if tokenwise.regions == "auto" else ", ".join(tokenwise.regions)),
+            f"  smallest swap    tensors of {tokenwise.min_offload_bytes:,} bytes",
+        ]
+    else:
+        lines.append("  row-cached recompute is switched off (tokenwise.enabled): nothing is swapped or recomputed")
+    lines += [
+        f"  device budget    {_budget_in_words(config.device_budget_gib, '92 % of the device')}",
+        f"  host budget      {_budget_in_words(config.host_budget_gib, '80 % of the host, shared by its ranks')}",
+        f"  metrics          {'to the monitor of DeepSpeed' if config.report.monitor else 'not sent to the monitor'}",
+    ]
+    return lines
+
+
+def _alpha_in_words(alpha: float | str) -> str:
+    if alpha == "auto":
+        return "chosen per tensor from measured rates and the budgets (alpha auto)"
+    if alpha == 0:
+        return "none: all of each captured tensor is recomputed (alpha 0)"
+    if alpha == 1:
+        return "all of each captured tensor, nothing expensive is recomputed (alpha 1)"
+    return f"the first {alpha:.4g} of each captured tensor's rows, the rest recomputed (alpha {alpha:.4g})"
+
+
+def _budget_in_words(budget_gib: float | str, auto: str) -> str:
+    return f"{auto} (auto)" if budget_gib == "auto" else f"{budget_gib:g} GiB a rank"

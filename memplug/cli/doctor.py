@@ -1,0 +1,144 @@
+"""`memplug doctor`: what this machine can do."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+
+import typer
+
+from memplug.cli.output import AsJson, print_rows, progress
+
+_PACKAGES = ("torch", "deepspeed", "transformers", "megatron-core", "transformer-engine", "flash-attn")
+
+# Settings of others that take away what memplug builds on: variable, pattern in its value, what it does.
+_CONFLICTS = (
+    *(
+        (variable, pattern, effect)
+        for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        for pattern, effect in (
+            (
+                r"\bbackend\s*:\s*cudaMallocAsync\b",
+                "replaces torch's caching allocator, whose statistics memplug reports and budgets by: remove it",
+            ),
+            (
+                r"\bpinned_use_cuda_host_register\s*:\s*True\b",
+                "torch pins host memory of its own this way: leave room for it with host_budget_gib, or remove it",
+            ),
+        )
+    ),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", r"\S", "every free waits for the device, so no copy overlaps compute: unset it"),
+    ("CUDA_LAUNCH_BLOCKING", r"^\s*[1-9]", "every launch waits for the device, so no copy overlaps compute: unset it"),
+)
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Show what memplug finds on this machine: versions, compiler, device, measured rates, settings in the way.
+
+    Builds the native core where that was not done yet.
+    """
+    facts = {"versions": _versions(), "compiler": _compiler()}
+    with progress("building the native core, where that was not done yet (half a minute)"):
+        facts["native_core"] = _native_core()
+    with progress("importing torch and measuring the device (a few seconds)"):
+        facts["hardware"] = _hardware()
+    facts["conflicts"] = _conflicts(os.environ)
+    facts["missing"] = [package for package in ("torch", "deepspeed") if facts["versions"][package] == "absent"]
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        print_rows(_doctor_rows(facts))
+    if facts["missing"] or facts["conflicts"]:
+        raise typer.Exit(1)
+
+
+def _versions() -> dict[str, str]:
+    # Read from the installed metadata: importing some of these takes seconds, prints, or fails without a GPU.
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": sys.version.split()[0]}
+    for package in ("memplug", *_PACKAGES):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def _compiler() -> str:
+    import shlex
+    import shutil
+    import subprocess
+
+    # What torch.utils.cpp_extension would call.
+    command = shlex.split(os.environ.get("CXX", "c++"))
+    if not command or shutil.which(command[0]) is None:
+        return "absent"
+    answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30)
+    lines = answer.stdout.splitlines()
+    return lines[0] if answer.returncode == 0 and lines else f"`{shlex.join(command)} --version` failed"
+
+
+def _native_core() -> dict[str, object]:
+    from memplug import native
+    from memplug.errors import NativeError
+
+    try:
+        native.load()
+    except NativeError as error:
+        return {"ready": False, "problem": error.problem, "advice": error.advice}
+    return {"ready": True, "folder": str(native.build_folder())}
+
+
+def _hardware() -> dict[str, object]:
+    from dataclasses import asdict
+
+    import torch
+
+    from memplug.profile.hardware import measure
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return {"device": str(device), **asdict(measure(device))}
+
+
+def _conflicts(environment: Mapping[str, str]) -> list[dict[str, str]]:
+    return [
+        {"setting": f"{variable}={environment[variable]}", "effect": effect}
+        for variable, pattern, effect in _CONFLICTS
+        if re.search(pattern, environment.get(variable, ""))
+    ]
+
+
+def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
+    hardware = facts["hardware"]
+    limit = hardware["memlock_limit_bytes"]
+    core = facts["native_core"]
+    rows = [*facts["versions"].items(), ("C++ compiler", facts["compiler"])]
+    rows.append(("native core", f"built, in {core['folder']}" if core["ready"] else f"absent: {core['problem']}"))
+    rows += [
+        ("device", f"{hardware['device']}: {hardware['device_name']}"),
+        ("device memory", f"{_gib(hardware['device_free_bytes'])} free of {_gib(hardware['device_total_bytes'])}"),
+        ("host memory", f"{_gib(hardware['host_available_bytes'])} available"),
+        ("device to host", f"{hardware['d2h_bytes_per_s'] / 1e9:.1f} GB/s, both directions running"),
+        ("host to device", f"{hardware['h2d_bytes_per_s'] / 1e9:.1f} GB/s, both directions running"),
+        ("pinned allocation", f"{hardware['pinned_alloc_bytes_per_s'] / 1e9:.2f} GB/s"),
+        ("matmul", f"{hardware['matmul_flops_per_s'] / 1e12:.2f} TFLOP/s"),
+        ("memlock limit", "none" if limit is None else f"{limit / 2**20:,.0f} MiB"),
+    ]
+    conflicts = [("conflict", f"{conflict['setting']}: {conflict['effect']}") for conflict in facts["conflicts"]]
+    return [*rows, *(conflicts or [("conflicts", "none")]), ("ready", _verdict(facts))]
+
+
+def _verdict(facts: dict) -> str:
+    if facts["missing"]:
+        return f"no: {' and '.join(facts['missing'])} not installed"
+    if facts["conflicts"]:
+        return "no: see the conflicts above"
+    verdict = "yes" if facts["hardware"]["device"].startswith("cuda") else "yes, on the CPU: torch sees no CUDA device"
+    core = facts["native_core"]
+    return verdict if core["ready"] else f"{verdict}; without the profiler. {core['advice']}"
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"

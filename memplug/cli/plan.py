@@ -1,0 +1,176 @@
+"""`memplug plan`: addresses for every request of a recorded step, or of a CSV."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memplug.cli.output import AsJson, collected_warnings, echo_warnings, print_rows, time_bar
+
+if TYPE_CHECKING:
+    from memplug.plan.layout.auto import Planner
+    from memplug.plan.layout.problem import Problem
+    from memplug.plan.schema import MemoryPlan
+
+_SECONDS, _SECONDS_WITH_CAPACITY = 10.0, 50.0
+_LIVE_AT_MOST = 10
+
+
+def plan(
+    source: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="A recorded trace (.npz), or a CSV: id,lower,upper,size.")
+    ],
+    planner: Annotated[
+        str, typer.Option("--planner", help="auto, exact, bilevel, spatiotemporal or search; auto keeps the best.")
+    ] = "auto",
+    time_limit_s: Annotated[
+        float | None,
+        typer.Option("--time-limit", metavar="SECONDS", help="By default 10; with --capacity 50.", min=0.0),
+    ] = None,
+    capacity_bytes: Annotated[
+        int | None, typer.Option("--capacity", metavar="BYTES", help="End as soon as the plan fits into these.", min=1)
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The plan (.json), or the rows with an offset (.csv)."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", help="Of the trace, from 0; by default its last.", min=0)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan one training step: an address for every request, in an arena as low as can be; no GPU is used.
+
+    Exit code 0: planned, and it fits where --capacity asks; 1: it does not fit, or a file is not usable.
+    """
+    from memplug.errors import MemplugError
+    from memplug.plan.layout.auto import PLANNERS
+
+    if planner not in PLANNERS:
+        raise typer.BadParameter(f"{planner!r} is none of {', '.join(PLANNERS)}", param_hint="--planner")
+    if time_limit_s is None:
+        time_limit_s = _SECONDS if capacity_bytes is None else _SECONDS_WITH_CAPACITY
+    with collected_warnings() as warnings:
+        try:
+            made = _planned(source, step, planner, time_limit_s, capacity_bytes)
+            if output is not None:
+                _write(made, output)
+        except MemplugError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
+    facts = _facts(made, capacity_bytes)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        print_rows(_rows(made, facts))
+    echo_warnings(warnings)
+    if facts["fits"] is False:
+        _echo_why(made.problem, facts, capacity_bytes)
+        raise typer.Exit(1)
+
+
+def _planned(
+    source: Path, step: int | None, planner: "Planner", time_limit_s: float, capacity_bytes: int | None
+) -> "MemoryPlan":
+    from memplug.plan.layout import auto, dynamic
+    from memplug.plan.layout.from_trace import last_step, problem_of
+    from memplug.plan.layout.problem_file import read_csv
+    from memplug.plan.schema import memory_plan
+    from memplug.profile.trace_file import load
+
+    if source.suffix.lower() == ".csv":
+        recorded, problem = None, read_csv(source)
+    else:
+        recorded = last_step(load(source), step)
+        problem = problem_of(recorded)
+    with time_bar(f"planning {len(problem):,} requests", time_limit_s) as tell:
+        solution = auto.plan(problem, planner, time_limit_s=time_limit_s, capacity_bytes=capacity_bytes, progress=tell)
+        if recorded is None:
+            return memory_plan(problem, solution)
+        tell("dynamic spaces")
+        spaces = dynamic.dynamic_spaces(recorded, problem, solution)
+        return memory_plan(problem, solution, spaces, dynamic.dynamic_peak_bytes(recorded))
+
+
+def _write(made: "MemoryPlan", output: Path) -> None:
+    from memplug.plan import plan_file
+    from memplug.plan.layout.problem_file import write_csv
+
+    if output.suffix.lower() == ".csv":
+        write_csv(made.problem, made.solution, output)
+    else:
+        plan_file.save(made, output)
+
+
+def _facts(made: "MemoryPlan", capacity_bytes: int | None) -> dict[str, Any]:
+    solution, predictions = made.solution, made.predictions
+    return {
+        "requests": len(made.problem),
+        "lower_bound_bytes": predictions.static_peak_bytes,
+        "height_bytes": solution.height,
+        "fragmentation": predictions.fragmentation,
+        "seconds": solution.seconds,
+        "planner": solution.planner,
+        "optimal": solution.optimal,
+        "fits": None if capacity_bytes is None else solution.height <= capacity_bytes,
+        "timed_out": solution.timed_out,
+        "dynamic_groups": len(made.dynamic),
+        "dynamic_requests": sum(group.requests for group in made.dynamic),
+        "dynamic_peak_bytes": predictions.dynamic_peak_bytes,
+    }
+
+
+def _rows(made: "MemoryPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
+    from memplug.show.words import size
+
+    rows = [
+        ("requests", f"{facts['requests']:,}"),
+        ("lower bound", f"{size(facts['lower_bound_bytes'])} ({facts['lower_bound_bytes']:,} bytes)"),
+        ("height", f"{size(facts['height_bytes'])} ({facts['height_bytes']:,} bytes)"),
+        ("fragmentation", f"{facts['fragmentation']:.4%}"),
+        ("planner", f"{facts['planner']}, {_ending(facts)}"),
+        ("seconds", f"{facts['seconds']:.2f}"),
+    ]
+    if made.dynamic:
+        groups = f"{facts['dynamic_requests']:,} requests in {len(made.dynamic):,} groups"
+        rows.append(
+            ("dynamic", f"{groups}, at most {size(facts['dynamic_peak_bytes'])} in use, not part of the height")
+        )
+    if facts["fits"] is not None:
+        rows.append(("fits", "yes" if facts["fits"] else "no"))
+    return rows
+
+
+def _ending(facts: dict[str, Any]) -> str:
+    if facts["optimal"]:
+        return "nothing lower is possible"
+    return "the best when the time ran out" if facts["timed_out"] else "not proven to be the lowest"
+
+
+def _echo_why(problem: "Problem", facts: dict[str, Any], capacity_bytes: int | None) -> None:
+    """Why it does not fit: a lower plan was not found, or there is none, and then what is in use at the peak."""
+    from memplug.show.words import size
+
+    assert capacity_bytes is not None, "without one, everything fits"
+    if facts["lower_bound_bytes"] <= capacity_bytes:
+        over = size(facts["height_bytes"] - capacity_bytes)
+        typer.echo(
+            f"The lowest plan that was found is {over} above the capacity. What to do: more --time-limit.", err=True
+        )
+        return
+    rows = problem.live_at_peak()
+    nbytes = problem.buffers["size"][rows]
+    typer.echo(
+        f"No plan fits: {len(rows):,} requests of {size(facts['lower_bound_bytes'])} are in use at once, "
+        f"{size(facts['lower_bound_bytes'] - capacity_bytes)} more than the capacity. The largest of them:",
+        err=True,
+    )
+    for row in rows[:_LIVE_AT_MOST].tolist():
+        buffer = problem.buffer(row)
+        layer = f", {problem.layers[buffer.lower_layer].name}" if buffer.lower_layer >= 0 else ""
+        lifetime = f"in use from {buffer.lower} up to {buffer.upper}"
+        typer.echo(f"  request {problem.ids[row]}: {size(buffer.size)}, {lifetime}{layer}", err=True)
+    if len(rows) > _LIVE_AT_MOST:
+        rest = f"{len(rows) - _LIVE_AT_MOST:,} more, of {size(int(nbytes[_LIVE_AT_MOST:].sum()))}"
+        typer.echo(f"  and {rest}\nWhat to do: swap or recompute some of them, or give more capacity.", err=True)
