@@ -122,6 +122,7 @@ def _facts(made: "MemoryPlan", capacity_bytes: int | None) -> dict[str, Any]:
 
 
 def _rows(made: "MemoryPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
+    from memplug.show.layout_summary import ending
     from memplug.show.words import size
 
     rows = [
@@ -129,7 +130,7 @@ def _rows(made: "MemoryPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("lower bound", f"{size(facts['lower_bound_bytes'])} ({facts['lower_bound_bytes']:,} bytes)"),
         ("height", f"{size(facts['height_bytes'])} ({facts['height_bytes']:,} bytes)"),
         ("fragmentation", f"{facts['fragmentation']:.4%}"),
-        ("planner", f"{facts['planner']}, {_ending(facts)}"),
+        ("planner", f"{facts['planner']}, {ending(facts)}"),
         ("seconds", f"{facts['seconds']:.2f}"),
     ]
     if made.dynamic:
@@ -140,12 +141,6 @@ def _rows(made: "MemoryPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
     if facts["fits"] is not None:
         rows.append(("fits", "yes" if facts["fits"] else "no"))
     return rows
-
-
-def _ending(facts: dict[str, Any]) -> str:
-    if facts["optimal"]:
-        return "nothing lower is possible"
-    return "the best when the time ran out" if facts["timed_out"] else "not proven to be the lowest"
 
 
 def _echo_why(problem: "Problem", facts: dict[str, Any], capacity_bytes: int | None) -> None:

@@ -1,6 +1,7 @@
 """`memplug show`: what a recorded trace, or a plan, says."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,19 +10,22 @@ import typer
 from memplug.cli.output import AsJson, print_rows, progress
 
 if TYPE_CHECKING:
-    from memplug.profile.trace import Trace
+    from collections.abc import Callable
 
 
 def show(
-    trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="A recorded trace (.npz).")],
+    source: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A recorded trace (.npz), or a plan of `memplug plan -o`.")
+    ],
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the memory timeline as a page; needs plotly.")
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write the timeline, or the plan's map, as a page; needs plotly."),
     ] = None,
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="Write it as a picture; needs matplotlib.")
     ] = None,
     snapshot: Annotated[
-        Path | None, typer.Option("--snapshot", metavar="FILE", help="Write a file for pytorch.org/memory_viz.")
+        Path | None, typer.Option("--snapshot", metavar="FILE", help="Write a trace for pytorch.org/memory_viz.")
     ] = None,
     chrome: Annotated[
         Path | None,
@@ -30,50 +34,77 @@ def show(
     step: Annotated[int | None, typer.Option("--step", help="Only this step of the trace, from 0.", min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a recorded trace: what ran, what memory it asked for, where that peaks; no GPU is used.
+    """Show a recorded trace, what ran and where memory peaks; or a plan, which address is used when. No GPU is used.
 
     Prints a summary; pages, pictures and files for other viewers are written only where an option names them.
-    Exit code 0: all done; 1: the trace, or one of the files, is not usable.
+    Exit code 0: all done; 1: the file, or one to be written, is not usable.
     """
-    from memplug.errors import TraceError
-    from memplug.profile.trace import cut
-    from memplug.profile.trace_file import load
-    from memplug.show.summary import rows, summary
+    from memplug.errors import MemplugError
+    from memplug.plan.plan_file import is_plan
 
+    paths = {"html": html, "png": png, "snapshot": snapshot, "chrome": chrome}
     try:
-        trace = load(trace_file)
-    except TraceError as error:
+        if is_plan(source):
+            for option, value in (("--snapshot", snapshot), ("--chrome", chrome), ("--step", step)):
+                if value is not None:
+                    raise typer.BadParameter("a plan has none; it is for traces", param_hint=option)
+            facts, rows, writers = _plan(source)
+        else:
+            facts, rows, writers = _trace(source, step)
+    except MemplugError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        print_rows(rows)
+    if not _write_views(writers, paths):
+        raise typer.Exit(1)
+
+
+def _trace(source: Path, step: int | None) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
+    """What a trace says, as plain values and in words, and what writes its views."""
+    from memplug.profile.trace import cut
+    from memplug.profile.trace_file import load
+    from memplug.show.chrome import write_chrome
+    from memplug.show.page import write_page
+    from memplug.show.picture import write_picture
+    from memplug.show.snapshot import write_snapshot
+    from memplug.show.summary import rows, summary
+
+    trace = load(source)
     if step is not None:
         if step >= len(trace.steps):
             raise typer.BadParameter(f"the trace has {len(trace.steps)} steps", param_hint="--step")
         trace = cut(trace, step)
     facts = summary(trace)
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-    else:
-        print_rows(rows(facts))
-    if not _write_views(trace, html=html, png=png, snapshot=snapshot, chrome=chrome):
-        raise typer.Exit(1)
+    views = {"html": write_page, "png": write_picture, "snapshot": write_snapshot, "chrome": write_chrome}
+    return facts, rows(facts), {name: partial(write, trace) for name, write in views.items()}
 
 
-def _write_views(trace: "Trace", **paths: Path | None) -> bool:
+def _plan(source: Path) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
+    """As `_trace`, of a plan."""
+    from memplug.plan.plan_file import load
+    from memplug.show.layout_page import write_layout_page
+    from memplug.show.layout_picture import write_layout_picture
+    from memplug.show.layout_summary import rows, summary
+
+    plan = load(source)
+    facts = summary(plan)
+    return facts, rows(facts), {"html": partial(write_layout_page, plan), "png": partial(write_layout_picture, plan)}
+
+
+def _write_views(writers: "dict[str, Callable[[Path], None]]", paths: dict[str, Path | None]) -> bool:
     """Writes every view that has a path, and says on stderr which could not be; False: not all could."""
     from memplug.errors import MemplugError
-    from memplug.show.chrome import write_chrome
-    from memplug.show.page import write_page
-    from memplug.show.picture import write_picture
-    from memplug.show.snapshot import write_snapshot
 
-    writers = {"html": write_page, "png": write_picture, "snapshot": write_snapshot, "chrome": write_chrome}
     written = True
     for view, path in paths.items():
         if path is None:
             continue
         try:
             with progress(f"writing {path}"):
-                writers[view](trace, path)
+                writers[view](path)
         except (MemplugError, OSError) as error:
             problem = f"{path}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
             typer.echo(f"--{view} was not written: {problem}", err=True)

@@ -96,14 +96,14 @@ def _total(trace: Trace, line: Timeline, unit: str, unit_bytes: int) -> dict[str
 def _add_strips(figure: go.Figure, trace: Trace, line: Timeline) -> None:
     words, letters = ([name(phase) for phase in trace.phases] for name in (phase_words, phase_letters))
     colours = [line.phases.groups[group].colour for group in line.phases.of]
-    figure.add_trace(_strip(line.phase_runs, words, letters, colours), row=2, col=1)
+    figure.add_trace(strip(line.phase_runs, words, letters, colours), row=2, col=1)
     names = short_names(trace.layers)
     full_names = [layer.name + (" (dynamic)" if layer.dynamic else "") for layer in trace.layers]
-    figure.add_trace(_strip(line.layer_runs, full_names, names, layer_colours(len(names))), row=3, col=1)
+    figure.add_trace(strip(line.layer_runs, full_names, names, layer_colours(len(names))), row=3, col=1)
 
 
-def _strip(runs: Runs, words: list[str], labels: list[str], colours: list[str]) -> go.Bar:
-    """What ran, as a row of coloured stretches; a label that does not fit is left out."""
+def strip(runs: Runs, words: list[str], labels: list[str], colours: list[str]) -> go.Bar:
+    """What ran, as a row of coloured stretches; a label that does not fit is left out. Words are escaped here."""
     import plotly.graph_objects as go
 
     inside = np.flatnonzero(runs.value >= 0)

@@ -63,10 +63,12 @@ def _draw(figure: Figure, trace: Trace, line: Timeline) -> None:
         _mark_peak(axes, trace, line)
     colours = [line.phases.groups[group].colour for group in line.phases.of]
     words, letters = ([name(phase) for phase in trace.phases] for name in (phase_words, phase_letters))
-    _strip(phases, line, line.phase_runs, colours, (words, letters))
+    strip(phases, line.length, line.phase_runs, colours, (words, letters))
     phases.set_ylabel("phase", rotation=0, ha="right", va="center", color=INK)
     names = short_names(trace.layers)
-    _strip(layers, line, line.layer_runs, layer_colours(len(names)), ([layer_words(name) for name in names], names))
+    strip(
+        layers, line.length, line.layer_runs, layer_colours(len(names)), ([layer_words(name) for name in names], names)
+    )
     layers.set_ylabel("layer", rotation=0, ha="right", va="center", color=INK)
     layers.set_xlabel(f"{line.clock}, running number", color=INK)
     layers.xaxis.get_major_locator().set_params(integer=True)
@@ -95,7 +97,7 @@ def _stack(axes: Axes, line: Timeline, levels_bytes: np.ndarray, groups: tuple[G
     for start in line.step_starts[1:]:
         axes.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     # What never reaches a pixel has no colour to look up.
-    _legend(axes, [groups[i] for i in shown if levels_bytes[i].max() > line.in_use_bytes.max() / 500])
+    legend(axes, [groups[i] for i in shown if levels_bytes[i].max() > line.in_use_bytes.max() / 500])
 
 
 def _band(axes: Axes, at: np.ndarray, bottom: np.ndarray, top: np.ndarray, colour: str) -> None:
@@ -112,14 +114,15 @@ def _steps(at: np.ndarray, level: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(at, 2)[1:], np.repeat(level, 2)[:-1]
 
 
-def _legend(axes: Axes, groups: list[Group]) -> None:
+def legend(axes: Axes, groups: list[Group]) -> None:
+    """Names the colours, from the top of the stack down, beside the axes."""
     from matplotlib.patches import Patch
 
     # In the order of the stack, beside the data.
     patches = [Patch(facecolor=group.colour) for group in reversed(groups)]
     labels = [group.label for group in reversed(groups)]
-    legend = axes.legend(patches, labels, loc="upper left", bbox_to_anchor=(1.005, 1.0), frameon=False, fontsize=9.5)
-    for text in legend.get_texts():
+    box = axes.legend(patches, labels, loc="upper left", bbox_to_anchor=(1.005, 1.0), frameon=False, fontsize=9.5)
+    for text in box.get_texts():
         text.set_parse_math(False)
 
 
@@ -142,7 +145,7 @@ def _mark_peak(axes: Axes, trace: Trace, line: Timeline) -> None:
     )
 
 
-def _strip(axes: Axes, line: Timeline, runs: Runs, colours: list[str], labels: tuple[list[str], list[str]]) -> None:
+def strip(axes: Axes, length: int, runs: Runs, colours: list[str], labels: tuple[list[str], list[str]]) -> None:
     """What ran, as a row of coloured stretches; each has its long label, its short one, or none, as there is room."""
     inside = runs.value >= 0
     axes.broken_barh(
@@ -153,7 +156,7 @@ def _strip(axes: Axes, line: Timeline, runs: Runs, colours: list[str], labels: t
         edgecolor="white",
     )
     for start, end, value in zip(runs.start[inside], runs.end[inside], runs.value[inside], strict=True):
-        share = (end - start) / line.length
+        share = (end - start) / length
         label = next((names[value] for names in labels if share > 0.0075 * len(names[value])), "")
         if label:
             ink = "white" if is_dark(colours[value]) else INK

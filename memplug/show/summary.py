@@ -61,23 +61,23 @@ def summary(trace: Trace) -> dict[str, Any]:
 def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What `summary` returned, as (name, value) in words."""
     return [
-        *_recorded_rows(facts["fingerprint"]),
+        *recorded_rows(facts["fingerprint"]),
         ("steps", _steps_in_words(facts)),
         ("operators", _operators_in_words(facts)),
         (
             "requests",
             f"{facts['requests']:,} for {size(facts['requested_bytes'])} in all, "
-            f"the largest {size(facts['largest_request_bytes'])}, on {_count(facts['streams'], 'stream')}",
+            f"the largest {size(facts['largest_request_bytes'])}, on {count(facts['streams'], 'stream')}",
         ),
         (BEFORE, f"{size(facts['base_bytes'])} in use" if facts["base_bytes"] else "nothing in use, or unknown"),
         ("peak", f"{size(facts['peak_bytes'])} in use ({facts['peak_bytes']:,} bytes)"),
         ("  where", str(Moment(**facts["peak_at"]))),
         ("  allocator's counter", _counter_in_words(facts)),
-        *_held_rows("  by phase", facts["peak_bytes_by_phase"], facts["peak_bytes"]),
-        *_held_rows("  by layer", facts["peak_bytes_by_layer"], facts["peak_bytes"]),
+        *held_rows("  by phase", facts["peak_bytes_by_phase"], facts["peak_bytes"]),
+        *held_rows("  by layer", facts["peak_bytes_by_layer"], facts["peak_bytes"]),
         ("live at the end", _of_requests(facts, "live_at_end")),
         ("freed by another thread", _of_requests(facts, "freed_by_another_thread")),
-        ("freed, from before", _count(facts["earlier_requests_freed"], "request")),
+        ("freed, from before", count(facts["earlier_requests_freed"], "request")),
         ("in dynamic layers", f"{_of_requests(facts, 'dynamic')}, {facts['dynamic_share']:.1%} of all bytes"),
         *_top_rows(facts["top_operators"]),
     ]
@@ -102,7 +102,8 @@ def _length(rows_of_step: slice) -> int:
     return rows_of_step.stop - rows_of_step.start
 
 
-def _recorded_rows(fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
+def recorded_rows(fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was recorded, as (name, value); from the fields of a fingerprint and its digest."""
     model = fingerprint["model"] or "unknown"
     parameters = f", {fingerprint['parameters']:,} parameters" if fingerprint["parameters"] else ""
     found = [
@@ -139,7 +140,8 @@ def _counter_in_words(facts: dict[str, Any]) -> str:
     return f"{counted:,} bytes, {abs(counted - peak):,} {'more' if counted > peak else 'fewer'} than the requests give"
 
 
-def _held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[str, str]]:
+def held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[str, str]]:
+    """Shares of the peak, the largest first, under one name; many small ones in one line."""
     shown = list(held.items())
     if len(shown) > _ROWS_AT_MOST:
         others = [nbytes for _, nbytes in shown[_ROWS_AT_MOST - 1 :]]
@@ -153,10 +155,11 @@ def _held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[s
 
 
 def _of_requests(facts: dict[str, Any], name: str) -> str:
-    return f"{_count(facts[f'{name}_requests'], 'request')}, {size(facts[f'{name}_bytes'])}"
+    return f"{count(facts[f'{name}_requests'], 'request')}, {size(facts[f'{name}_bytes'])}"
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """For example "1 request", "2,048 requests"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

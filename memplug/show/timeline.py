@@ -73,7 +73,7 @@ def timeline(trace: Trace, bins: int = 800) -> Timeline:
         bins: at least 1.
     """
     clock, length, places = _clock(trace)
-    event = np.concatenate([[-1], _m4(trace.live_bytes, places, length, bins), [len(places) - 1]])
+    event = np.concatenate([[-1], m4(trace.live_bytes, places, length, bins), [len(places) - 1]])
     at = np.concatenate([[0.0], places[event[1:-1]], [length]])
     phases, layers = by_phase(trace.phases), by_layer(trace.layers)
     owner = owners(trace)
@@ -145,7 +145,7 @@ def _clock(trace: Trace) -> tuple[str, int, np.ndarray]:
     return ("operator", len(trace.operators), places) if len(trace.operators) else ("request event", count, places)
 
 
-def _m4(in_use: np.ndarray, places: np.ndarray, length: int, bins: int) -> np.ndarray:
+def m4(in_use: np.ndarray, places: np.ndarray, length: int, bins: int) -> np.ndarray:
     """Sorted indices: of each bin the first, the smallest, the first of the largest, and the last."""
     kept = set()
     bounds = np.searchsorted(places, np.linspace(0, length, bins + 1)[1:-1], "left")

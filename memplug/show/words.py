@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memplug.plan.layout.problem import fragmentation
+from memplug.plan.schema import MemoryPlan
 from memplug.profile.trace import Trace
 from memplug.show.groups import BEFORE, phase_words
 from memplug.show.timeline import Timeline
@@ -87,3 +89,11 @@ def sampling(trace: Trace, line: Timeline) -> str:
     if drawn == events:
         return f"all {events:,} requests and releases"
     return f"{drawn:,} of {events:,} requests and releases: those where a stretch begins, peaks, is lowest and ends"
+
+
+def plan_heading(plan: MemoryPlan) -> str:
+    """What a map shows, for example "Plan of Llama: 9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search"."""
+    solution, model = plan.solution, plan.problem.fingerprint.model
+    share = 100 * fragmentation(plan.problem.lower_bound, solution.height)
+    words = f"{len(plan.problem):,} requests in {size(solution.height)}, fragmentation {share:.2f} %"
+    return f"Plan{f' of {model}' if model else ''}: {words}, by {solution.planner}"

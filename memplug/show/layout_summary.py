@@ -1,0 +1,87 @@
+"""A memory plan in one object of plain values, and that object in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from memplug.plan.layout.problem import fragmentation
+from memplug.plan.schema import MemoryPlan
+from memplug.show.groups import OUTSIDE, phase_words
+from memplug.show.summary import count, held_rows, recorded_rows
+from memplug.show.words import size
+
+
+def summary(plan: MemoryPlan) -> dict[str, Any]:
+    """What a plan says, for `memplug show --json`: stable keys, units in names."""
+    problem, solution = plan.problem, plan.solution
+    table = problem.buffers
+    reusable = [sum(end - start for start, end in group.spaces) for group in plan.dynamic]
+    return {
+        "fingerprint": {"digest": problem.fingerprint.digest(), **asdict(problem.fingerprint)},
+        "requests": len(problem),
+        "height_bytes": solution.height,
+        "lower_bound_bytes": problem.lower_bound,
+        "fragmentation": fragmentation(problem.lower_bound, solution.height),
+        "planner": solution.planner,
+        "optimal": solution.optimal,
+        "timed_out": solution.timed_out,
+        "seconds": solution.seconds,
+        "largest_request_bytes": int(table["size"].max(initial=0)),
+        "streams": len(np.unique(table["stream"])),
+        "peak_bytes_by_phase": _held(plan, "phase"),
+        "peak_bytes_by_layer": _held(plan, "layer"),
+        "outliving_requests": int(table["outlives"].sum()),
+        "outliving_bytes": int(table["size"][table["outlives"]].sum()),
+        "dynamic_groups": len(plan.dynamic),
+        "dynamic_requests": sum(group.requests for group in plan.dynamic),
+        "dynamic_peak_bytes": plan.predictions.dynamic_peak_bytes,
+        "reusable_least_bytes": min(reusable, default=0),
+        "reusable_most_bytes": max(reusable, default=0),
+    }
+
+
+def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `summary` returned, as (name, value) in words."""
+    found = [
+        *recorded_rows(facts["fingerprint"]),
+        ("requests", f"{facts['requests']:,}, the largest {size(facts['largest_request_bytes'])}"),
+        ("arena", f"{size(facts['height_bytes'])} ({facts['height_bytes']:,} bytes)"),
+        ("lower bound", f"{size(facts['lower_bound_bytes'])} ({facts['lower_bound_bytes']:,} bytes)"),
+        ("fragmentation", f"{facts['fragmentation']:.4%}"),
+        ("planner", f"{facts['planner']}, {ending(facts)}, in {facts['seconds']:.2f} s"),
+        *held_rows("in use at the peak", facts["peak_bytes_by_phase"], facts["lower_bound_bytes"]),
+        *held_rows("  by layer", facts["peak_bytes_by_layer"], facts["lower_bound_bytes"]),
+        ("streams", str(facts["streams"])),
+        ("outlive the step", f"{count(facts['outliving_requests'], 'request')}, {size(facts['outliving_bytes'])}"),
+    ]
+    if facts["dynamic_groups"]:
+        room = f"{size(facts['reusable_least_bytes'])} to {size(facts['reusable_most_bytes'])} of the arena"
+        groups = f"{count(facts['dynamic_requests'], 'request')} in {count(facts['dynamic_groups'], 'group')}"
+        most = f"at most {size(facts['dynamic_peak_bytes'])} in use"
+        found.append(("dynamic", f"{groups}, {most}; each group may reuse {room}"))
+    return found
+
+
+def ending(facts: dict[str, Any]) -> str:
+    """How good the plan is, from the keys `optimal` and `timed_out`."""
+    if facts["optimal"]:
+        return "nothing lower is possible"
+    return "the best when the time ran out" if facts["timed_out"] else "not proven to be the lowest"
+
+
+def _held(plan: MemoryPlan, column: str) -> dict[str, int]:
+    """Bytes in use at the peak, by the phase or layer that asked for them, the most first; empty: unknown."""
+    problem = plan.problem
+    names = [phase_words(phase) for phase in problem.phases] if column == "phase" else [x.name for x in problem.layers]
+    if not names:
+        return {}
+    live = problem.buffers[problem.live_at_peak()]
+    held: Counter[str] = Counter()
+    for index in np.unique(live[f"lower_{column}"]):
+        nbytes = live["size"][live[f"lower_{column}"] == index].sum()
+        held[names[index] if index >= 0 else OUTSIDE] += int(nbytes)
+    return dict(held.most_common())
