@@ -7,9 +7,10 @@ step (the experts' requests) is left out, for the baseline too.
 
 What was tried and dropped: OR-Tools' CP-SAT as the search behind `exact` (3 to 28 s on MiniMalloc's A, C and E at their
 capacity, where the own one took 0.05 to 3 s; it stays as a backend); MEMO's mixed integer program (does not end at 80
-buffers; it stays as the reference); lowering everything in the end, for `bilevel` (changed nothing; for `spatiotemporal`
-it is most of its quality, 1.17 without it on llama7b_ckpt); breaking ties of size by lifetime (1.033 instead of 1.008 on
-idealloc's pangu, 18,692 buffers; both orders are tried now); boosting a priority instead of moving to the front.
+buffers; it stays as the reference); lowering everything in the end, for `bilevel` (changed nothing; for
+`spatiotemporal` it is most of its quality: 1.17 without it on llama7b_ckpt); breaking ties of size by lifetime alone
+(1.033 instead of 1.008 on idealloc's pangu, 18,692 buffers; both orders are tried now); boosting the priority of what
+ends too high instead of moving it to the front.
 """
 
 from __future__ import annotations

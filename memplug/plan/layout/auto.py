@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -49,16 +49,73 @@ def plan(
         LayoutError: The judge accepts none of what was found: a mistake in memplug.
     """
     began = time.monotonic()
-    deadline_s = began + time_limit_s
     blocks = on_one_stream(problem, lambda part: search.solve(part, improve=False).offsets)
     plain = blocks.problem
     enough = capacity_bytes if capacity_bytes is not None and capacity_bytes >= plain.lower_bound else None
+    attempt = _Attempt(problem, blocks, began, began + time_limit_s, enough)
     if planner == "auto":
-        found = _all(plain, deadline_s, enough, progress)
+        _try_all(attempt, progress)
     else:
         progress(planner)
-        found = [_run(planner, plain, deadline_s, enough)]
-    return _judged(problem, blocks, found, time.monotonic() - began)
+        attempt.offer(_run(planner, plain, attempt.deadline_s, enough))
+    if attempt.best is None:
+        raise LayoutError(
+            "the judge accepts no plan of this problem",
+            "Please report it, with the trace or the file that it comes from.",
+        )
+    return replace(attempt.best, seconds=time.monotonic() - began)
+
+
+@dataclass
+class _Attempt:
+    """The lowest solution so far that the judge has accepted.
+
+    Attributes:
+        problem: with all its streams.
+        blocks: the same on one stream: what planners see.
+        began_s, deadline_s: on the clock of `time.monotonic`.
+        enough: the height to end at, if one was named.
+    """
+
+    problem: Problem
+    blocks: Blocks
+    began_s: float
+    deadline_s: float
+    enough: int | None
+    best: Solution | None = None
+    plain_offsets: np.ndarray | None = None
+
+    @property
+    def goal(self) -> int:
+        bound = self.blocks.problem.lower_bound
+        return int(bound * (1 + ENOUGH)) if self.enough is None else self.enough
+
+    @property
+    def done(self) -> bool:
+        low_enough = self.best is not None and self.best.height <= self.goal
+        return low_enough or (self.best is not None and time.monotonic() >= self.deadline_s)
+
+    def until(self, share: float) -> float:
+        """A deadline after that share of the time."""
+        return self.began_s + share * (self.deadline_s - self.began_s)
+
+    def offer(self, found: Solution) -> None:
+        """Takes what a planner found, if it is lower and the judge accepts it."""
+        if self.best is not None and (found.height, not found.optimal) >= (self.best.height, not self.best.optimal):
+            return
+        solution = solved(
+            self.problem,
+            self.blocks.expand(found.offsets),
+            found.planner,
+            # The lowest with the blocks that side streams became; without them there may be lower ones.
+            proven=found.optimal and len(self.blocks.problem) == len(self.problem),
+            timed_out=found.timed_out,
+        )
+        findings = replay.judge(self.problem, solution)
+        if findings:
+            log.warning("memplug: the judge refuses what %s found: %s", found.planner, findings[0].message)
+            return
+        self.best, self.plain_offsets = solution, found.offsets
 
 
 def _run(planner: Planner, problem: Problem, deadline_s: float, enough: int | None) -> Solution:
@@ -68,53 +125,30 @@ def _run(planner: Planner, problem: Problem, deadline_s: float, enough: int | No
     return solve(problem, deadline_s=deadline_s, enough_bytes=enough)
 
 
-def _all(problem: Problem, deadline_s: float, enough: int | None, progress: Progress) -> list[Solution]:
-    """What was found, the quickest planner first."""
-    goal = int(problem.lower_bound * (1 + ENOUGH)) if enough is None else enough
-    began = time.monotonic()
-
-    def until(share: float) -> float:
-        return began + share * (deadline_s - began)
-
+def _try_all(attempt: _Attempt, progress: Progress) -> None:
+    """The quickest first, until one is low enough."""
+    plain, goal = attempt.blocks.problem, attempt.goal
     progress("search: fixed orders")
-    found = [search.solve(problem, deadline_s=until(0.5), enough_bytes=goal, improve=False)]
-
-    def done() -> bool:
-        return min(each.height for each in found) <= goal or time.monotonic() >= deadline_s
-
-    if not done():
-        progress("spatiotemporal")
-        found.append(spatiotemporal.solve(problem, deadline_s=until(0.7)))
-    if not done():
-        progress("bilevel")
-        found.append(bilevel.solve(problem, deadline_s=until(0.2), enough_bytes=goal))
-    if not done() and len(problem) <= exact.LARGEST:
+    attempt.offer(search.solve(plain, deadline_s=attempt.until(0.5), enough_bytes=goal, improve=False))
+    if not attempt.done and len(plain) <= exact.PROMISING:
         progress("exact")
-        found.append(exact.solve(problem, deadline_s=until(0.85 if enough is None else 1), enough_bytes=enough))
-    if not done():
+        share = 0.7 if attempt.enough is None else 0.9
+        attempt.offer(exact.solve(plain, deadline_s=attempt.until(share), enough_bytes=attempt.enough))
+    if not attempt.done:
+        progress("spatiotemporal")
+        attempt.offer(spatiotemporal.solve(plain, deadline_s=attempt.until(0.7)))
+    if not attempt.done:
+        progress("bilevel")
+        now = time.monotonic()
+        share_s = now + 0.2 * (attempt.deadline_s - now)
+        attempt.offer(bilevel.solve(plain, deadline_s=share_s, enough_bytes=goal))
+    if not attempt.done and exact.PROMISING < len(plain) <= exact.LARGEST:
+        progress("exact")
+        share = 0.8 if attempt.enough is None else 1.0
+        attempt.offer(exact.solve(plain, deadline_s=attempt.until(share), enough_bytes=attempt.enough))
+    if not attempt.done:
         progress("search: random orders")
-        best = min(found, key=lambda each: each.height).offsets
-        found.append(search.solve(problem, deadline_s=deadline_s, enough_bytes=goal, start=best))
-    timed_out = time.monotonic() >= deadline_s
-    return [replace(each, timed_out=timed_out and not each.optimal) for each in found]
-
-
-def _judged(problem: Problem, blocks: Blocks, found: list[Solution], seconds: float) -> Solution:
-    """The lowest that the judge accepts; of equal ones that which was found first."""
-    for each in sorted(found, key=lambda solution: (solution.height, not solution.optimal)):
-        proven = each.optimal and len(blocks.problem) == len(problem)
-        solution = solved(
-            problem,
-            np.ascontiguousarray(blocks.expand(each.offsets)),
-            each.planner,
-            proven=proven,
-            seconds=seconds,
-            timed_out=each.timed_out,
-        )
-        findings = replay.judge(problem, solution)
-        if not findings:
-            return solution
-        log.warning("memplug: the judge refuses what %s found: %s", each.planner, findings[0].message)
-    raise LayoutError(
-        "the judge accepts no plan of this problem", "Please report it, with the trace or the file that it comes from."
-    )
+        start = attempt.plain_offsets
+        attempt.offer(search.solve(plain, deadline_s=attempt.deadline_s, enough_bytes=goal, start=start))
+    if attempt.best is not None and not attempt.best.optimal and time.monotonic() >= attempt.deadline_s:
+        attempt.best = replace(attempt.best, timed_out=True)

@@ -22,7 +22,6 @@ from memplug.plan.layout.patterns import Stretch, stretches
 from memplug.plan.layout.problem import Problem, Solution, solved
 
 _SECONDS_OF_PATTERN = 2.0
-_SMALL_ENOUGH = 500  # buffers of the second level that `exact` has a chance with
 _SHARE_OF_PATTERNS, _SHARE_OF_PLACES = 0.3, 0.6
 
 
@@ -50,7 +49,7 @@ def _by_two_levels(problem: Problem, found: list[Stretch], deadline_s: float, en
     now = time.monotonic()
     inner = _place_patterns(problem, found, now + (deadline_s - now) * _SHARE_OF_PATTERNS)
     blocks = Blocks.of(problem, [Block(stretch.rows, inner[stretch.pattern]) for stretch in found])
-    planner = exact if len(blocks.problem) <= _SMALL_ENOUGH else search
+    planner = exact if len(blocks.problem) <= exact.PROMISING else search
     outer = planner.solve(blocks.problem, deadline_s=deadline_s, enough_bytes=enough_bytes)
     return solved(problem, blocks.expand(outer.offsets), "bilevel", timed_out=outer.timed_out)
 

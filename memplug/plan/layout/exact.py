@@ -32,6 +32,8 @@ log = logging.getLogger("memplug")
 Backend = Literal["native", "cp-sat", "milp"]
 LARGEST = 2_000
 """Buffers; beyond, the search hardly ever ends, and its tables grow with the square."""
+PROMISING = 500
+"""Buffers; up to here it is the planner to begin with."""
 
 
 class Decide(Protocol):
