@@ -130,14 +130,12 @@ def _by_size(sizes: np.ndarray) -> tuple[tuple[Group, ...], np.ndarray]:
 
 def _runs(problem: Problem, what: str, begin: int, end: int) -> Runs:
     """What ran, as mallocs and frees tell; from one of them up to the next nothing else is known."""
-    table = problem.buffers
-    if not len(table) or (table[f"lower_{what}"] < 0).all():
+    # What outlives the step was given the whole of it: where it is asked for and freed says nothing.
+    table = problem.buffers[~problem.buffers["outlives"]]
+    if (table[f"lower_{what}"] < 0).all():
         return Runs(*np.zeros((3, 0), np.int64))
     values = np.concatenate([table[f"lower_{what}"], table[f"upper_{what}"]]).astype(np.int64)
     times = np.concatenate([table["lower"], table["upper"]])
-    # What outlives the step was given the whole of it: where it is asked for and freed says nothing.
-    known = np.concatenate([~table["outlives"], ~table["outlives"]])
-    times, values = times[known], values[known]
     order = np.argsort(times, kind="stable")
     places = np.searchsorted(times[order], np.arange(begin, end), "right") - 1
     return runs(values[order][np.maximum(places, 0)], end - begin)
