@@ -10,7 +10,7 @@ import typer
 
 from memplug.cli.output import AsJson, print_rows, progress
 
-_PACKAGES = ("torch", "deepspeed", "transformers", "megatron-core", "transformer-engine", "flash-attn")
+_PACKAGES = ("torch", "deepspeed", "transformers", "megatron-core", "transformer-engine", "flash-attn", "ortools")
 
 # Settings of others that take away what memplug builds on: variable, pattern in its value, what it does.
 _CONFLICTS = (
@@ -36,11 +36,12 @@ _CONFLICTS = (
 def doctor(as_json: AsJson = False) -> None:
     """Show what memplug finds on this machine: versions, compiler, device, measured rates, settings in the way.
 
-    Builds the native core where that was not done yet.
+    Builds the native core and the address search of `memplug plan` where that was not done yet.
     """
     facts = {"versions": _versions(), "compiler": _compiler()}
     with progress("building the native core, where that was not done yet (half a minute)"):
         facts["native_core"] = _native_core()
+        facts["address_search"] = _address_search()
     with progress("importing torch and measuring the device (a few seconds)"):
         facts["hardware"] = _hardware()
     facts["conflicts"] = _conflicts(os.environ)
@@ -91,6 +92,17 @@ def _native_core() -> dict[str, object]:
     return {"ready": True, "folder": str(native.build_folder())}
 
 
+def _address_search() -> dict[str, object]:
+    from memplug.errors import NativeError
+    from memplug.native import packing
+
+    try:
+        packing.load()
+    except NativeError as error:
+        return {"ready": False, "problem": error.problem, "advice": error.advice}
+    return {"ready": True}
+
+
 def _hardware() -> dict[str, object]:
     from dataclasses import asdict
 
@@ -116,6 +128,8 @@ def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
     core = facts["native_core"]
     rows = [*facts["versions"].items(), ("C++ compiler", facts["compiler"])]
     rows.append(("native core", f"built, in {core['folder']}" if core["ready"] else f"absent: {core['problem']}"))
+    search = facts["address_search"]
+    rows.append(("address search", "built" if search["ready"] else f"absent, slower in Python: {search['problem']}"))
     rows += [
         ("device", f"{hardware['device']}: {hardware['device_name']}"),
         ("device memory", f"{_gib(hardware['device_free_bytes'])} free of {_gib(hardware['device_total_bytes'])}"),

@@ -5,6 +5,8 @@
 // inference and dynamic decomposition of M. Moffitt, "MiniMalloc", ASPLOS 2023). What is added here: a buffer that has
 // lost its support must come to rest on one that is still to be placed, which bounds its offset by a shortest path; and
 // restarts (Luby's sequence) with orders that are drawn at random and led by where earlier searches failed.
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -13,7 +15,6 @@
 #include <limits>
 #include <numeric>
 #include <random>
-#include <thread>
 #include <vector>
 
 namespace {
@@ -21,6 +22,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max() / 4;
 constexpr int64_t kFirstNodes = 500;
+constexpr size_t kStack = size_t{1} << 20, kStackOfBuffer = size_t{1} << 14;
 
 enum Verdict : int32_t { kUnknown = -1, kNo = 0, kYes = 1 };
 
@@ -268,6 +270,31 @@ void describe(Instance& instance) {
   }
 }
 
+// Calls work(0) up to work(threads - 1), each on a thread with room for a search as deep as there are buffers.
+template <typename Work>
+void run_deep(int32_t threads, size_t stack, Work& work) {
+  struct Task {
+    Work* work;
+    uint64_t seed;
+  };
+  std::vector<Task> tasks;
+  for (int32_t seed = 0; seed < threads; ++seed) tasks.push_back({&work, static_cast<uint64_t>(seed)});
+  auto start = [](void* task) -> void* {
+    (*static_cast<Task*>(task)->work)(static_cast<Task*>(task)->seed);
+    return nullptr;
+  };
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setstacksize(&attributes, stack);
+  std::vector<pthread_t> started;
+  for (Task& task : tasks) {
+    pthread_t thread;
+    if (pthread_create(&thread, &attributes, start, &task) == 0) started.push_back(thread);
+  }
+  pthread_attr_destroy(&attributes);
+  for (pthread_t thread : started) pthread_join(thread, nullptr);
+}
+
 }  // namespace
 
 // Searches for offsets with which `count` buffers fit below `height`, for at most `seconds`, by `threads` threads.
@@ -288,9 +315,6 @@ extern "C" int32_t memplug_decide(int32_t count, int32_t sections, const int32_t
     if (mine != kUnknown && verdict.compare_exchange_strong(unknown, mine)) std::copy(found.begin(), found.end(), offsets);
     if (mine != kUnknown) over = true;
   };
-  std::vector<std::thread> others;
-  for (int32_t seed = 1; seed < threads; ++seed) others.emplace_back(work, seed);
-  work(0);
-  for (std::thread& other : others) other.join();
+  run_deep(threads, kStack + kStackOfBuffer * count, work);
   return verdict;
 }

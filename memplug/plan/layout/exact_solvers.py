@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from memplug.plan.layout.exact import Small
 
 
+_PAIRS_AT_MOST = 20_000
+"""Binary variables of the mixed integer program; with more, HiGHS does not even look at its time limit in time."""
+
+
 def has_cp_sat() -> bool:
     """Whether OR-Tools is installed."""
     return importlib.util.find_spec("ortools") is not None
@@ -56,13 +60,16 @@ def minimise(small: Small, offsets: np.ndarray, deadline_s: float) -> tuple[np.n
 
     Args:
         small: the problem.
-        offsets: of a valid placement, bytes: its height is M_cap, and it is the result where none lower is found.
+        offsets: of a valid placement, bytes: its height is M_cap, and it is the result where none lower is found, or
+            where the program would have too many variables.
         deadline_s: when to end, on the clock of `time.monotonic`.
     """
     count = len(small.size)
     cap = float((offsets // small.unit + small.size).max())
     meets = (small.lower[:, None] < small.upper) & (small.lower < small.upper[:, None])
     first, second = np.nonzero(np.triu(meets, 1))
+    if len(first) > _PAIRS_AT_MOST:
+        return offsets, False
     pairs = np.arange(len(first))
     size = small.size.astype(np.float64)
     multiple = small.alignment.astype(np.float64)  # the variable of an offset counts alignments
