@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memplug.errors import MemplugError
 from memplug.plan.schema import MemoryPlan
 from memplug.show.groups import GRID, INK, PEAK, Group, by_phase, layer_colours, phase_letters, phase_words, short_names
 from memplug.show.layout_map import LayoutMap, largest, layout_map, raster
-from memplug.show.page import strip
+from memplug.show.page import require_plotly, strip
 from memplug.show.timeline import Runs
 from memplug.show.words import axis_unit, plan_heading, size
 
@@ -66,12 +65,9 @@ def write_layout_page(plan: MemoryPlan, path: str | Path) -> None:
         MemplugError: plotly is not installed.
         OSError: The file cannot be written.
     """
-    try:
-        from plotly.subplots import make_subplots
-    except ImportError:
-        raise MemplugError(
-            "a page needs plotly, which is not installed", "Run `pip install 'memplug[pictures]'`."
-        ) from None
+    require_plotly()
+    from plotly.subplots import make_subplots
+
     drawn = layout_map(plan)
     unit, unit_bytes = axis_unit(plan.solution.height)
     figure = make_subplots(

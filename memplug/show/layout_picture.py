@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memplug.errors import MemplugError
 from memplug.plan.schema import MemoryPlan
-from memplug.show.groups import GRID, INK, PEAK, Group, layer_colours, layer_words, phase_letters, phase_words
-from memplug.show.groups import short_names as names_of
+from memplug.show.groups import (
+    GRID,
+    INK,
+    PEAK,
+    by_phase,
+    layer_colours,
+    layer_words,
+    phase_letters,
+    phase_words,
+    short_names,
+)
 from memplug.show.layout_map import LayoutMap, largest, layout_map, raster
-from memplug.show.picture import legend, strip
+from memplug.show.picture import legend, new_figure, strip
 from memplug.show.timeline import Runs
 from memplug.show.words import axis_unit, plan_heading, size
 
@@ -20,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDTH_IN, _HEIGHT_IN, _DOTS_PER_IN = 15.0, 9.5, 110
 _PIXELS = (800, 1300)  # of the map: about as many as it has in the picture
 _HATCHED = 12  # groups of dynamic requests; more would hide everything
 _OUTLINED = 2_000  # rectangles
@@ -34,15 +41,7 @@ def write_layout_picture(plan: MemoryPlan, path: str | Path) -> None:
         MemplugError: matplotlib is not installed.
         OSError: The file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MemplugError(
-            "a picture needs matplotlib, which is not installed", "Run `pip install 'memplug[pictures]'`."
-        ) from None
-    figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), dpi=_DOTS_PER_IN, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure()
     _draw(figure, plan, layout_map(plan))
     figure.savefig(path, format="png")
 
@@ -142,20 +141,14 @@ def _what_ran(axes: Axes, plan: MemoryPlan, drawn: LayoutMap, name: str, runs: R
     problem = plan.problem
     moved = Runs(runs.start + drawn.begin, runs.end + drawn.begin, runs.value)
     if name == "phase":
-        groups, _ = drawn.views["phase"]
-        colours = [_colour_of_phase(groups, plan, index) for index in range(len(problem.phases))]
+        grouping = by_phase(problem.phases)
+        colours = [grouping.groups[group].colour for group in grouping.of]
         labels = ([phase_words(phase) for phase in problem.phases], [phase_letters(phase) for phase in problem.phases])
     else:
-        short = names_of(problem.layers)
+        short = short_names(problem.layers)
         colours, labels = layer_colours(len(short)), ([layer_words(each) for each in short], short)
     strip(axes, drawn.end - drawn.begin, moved, colours, labels)
     axes.set_ylabel(name, rotation=0, ha="right", va="center", color=INK)
-
-
-def _colour_of_phase(groups: tuple[Group, ...], plan: MemoryPlan, index: int) -> str:
-    from memplug.show.groups import by_phase
-
-    return groups[by_phase(plan.problem.phases).of[index]].colour
 
 
 def _rgb(colour: str) -> tuple[int, int, int]:

@@ -36,13 +36,10 @@ def write_page(trace: Trace, path: str | Path) -> None:
         MemplugError: plotly is not installed.
         OSError: The file cannot be written.
     """
-    try:
-        import plotly.graph_objects as go
-        from plotly.subplots import make_subplots
-    except ImportError:
-        raise MemplugError(
-            "a page needs plotly, which is not installed", "Run `pip install 'memplug[pictures]'`."
-        ) from None
+    require_plotly()
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
     line = timeline(trace)
     figure = make_subplots(rows=3, shared_xaxes=True, row_heights=[0.9, 0.05, 0.05], vertical_spacing=0.015)
     unit, unit_bytes = axis_unit(int(line.in_use_bytes.max()))
@@ -59,6 +56,16 @@ def write_page(trace: Trace, path: str | Path) -> None:
     )
     title = f"<head><title>{html.escape(heading(trace))}</title>"
     Path(path).write_text(page.replace("<head>", title, 1), encoding="utf-8")
+
+
+def require_plotly() -> None:
+    """Raises a MemplugError where plotly is not installed."""
+    try:
+        import plotly.graph_objects  # noqa: F401
+    except ImportError:
+        raise MemplugError(
+            "a page needs plotly, which is not installed", "Run `pip install 'memplug[pictures]'`."
+        ) from None
 
 
 def _bands(line: Timeline, levels: np.ndarray, groups: tuple[Group, ...], unit: str, visible: bool) -> list[dict]:

@@ -39,6 +39,18 @@ def write_picture(trace: Trace, path: str | Path) -> None:
         MemplugError: matplotlib is not installed.
         OSError: The file cannot be written.
     """
+    figure = new_figure()
+    # More stretches than the axes have pixels.
+    _draw(figure, trace, timeline(trace, bins=1600))
+    figure.savefig(path, format="png")
+
+
+def new_figure() -> Figure:
+    """An empty one of 1650 by 1045 pixels; nothing of matplotlib's global state is used, and no display.
+
+    Raises:
+        MemplugError: matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -46,12 +58,10 @@ def write_picture(trace: Trace, path: str | Path) -> None:
         raise MemplugError(
             "a picture needs matplotlib, which is not installed", "Run `pip install 'memplug[pictures]'`."
         ) from None
-    # The objects, not pyplot: nothing of matplotlib's global state is used, and no display.
+    # The objects, not pyplot.
     figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), dpi=_DOTS_PER_IN, layout="constrained")
     FigureCanvasAgg(figure)
-    # More stretches than the axes have pixels.
-    _draw(figure, trace, timeline(trace, bins=1600))
-    figure.savefig(path, format="png")
+    return figure
 
 
 def _draw(figure: Figure, trace: Trace, line: Timeline) -> None:
