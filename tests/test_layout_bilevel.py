@@ -117,3 +117,5 @@ def test_places_are_used_where_they_are_known():
     table["lower_layer"] = table["upper_layer"] = np.repeat([0, 1], 4)
     found = stretches(table)
     assert [len(stretch.rows) for stretch in found] == [3, 3] and found[0].pattern == found[1].pattern
+    table["alignment"][4:] = 4
+    assert stretches(table) == [], "other alignments, another pattern"

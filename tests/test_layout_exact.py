@@ -57,6 +57,7 @@ def test_an_instance_of_minimalloc_fits_its_capacity(name):
     problem = read_csv(DATA / "dsa" / f"minimalloc_{name}.1048576.csv")
     solution = solve(problem, seconds=60, enough_bytes=1048576)
     assert solution.height <= 1048576 and judge(problem, solution) == () and not solution.timed_out
+    assert solution.optimal is (solution.height == problem.lower_bound), "that it fits proves nothing else"
 
 
 def test_resnet50_reaches_its_lower_bound():

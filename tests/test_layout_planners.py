@@ -117,6 +117,12 @@ def test_without_orderings_a_side_stream_has_bytes_of_its_own_which_its_requests
     assert solution.offsets[0] == solution.offsets[1]
 
 
+def test_on_several_streams_only_the_lower_bound_is_a_proof():
+    solution = auto.plan(problem_of((0, 2, 8), (4, 6, 3, 1)))
+    assert solution.height == 11 and not solution.optimal
+    assert auto.plan(problem_of((0, 6, 8), (4, 6, 3, 1))).optimal
+
+
 def test_where_streams_wait_for_each_other_their_requests_share_bytes():
     rows = ((0, 2, 8), (2, 5, 8, 1), (6, 9, 8))
     assert auto.plan(problem_of(*rows)).height == 16
@@ -126,6 +132,15 @@ def test_where_streams_wait_for_each_other_their_requests_share_bytes():
     before = ((0, 2, 8), (3, 5, 8, 1), (6, 9, 8))
     assert auto.plan(problem_of(*before, orderings=[(3, 0, 1), (5, 1, 0)])).height == 8
     assert judge(problem_of(*rows, orderings=waits), auto.plan(problem_of(*rows, orderings=waits))) == ()
+
+
+def test_of_two_waits_at_one_instant_the_second_does_not_let_the_first_go_on():
+    rows = ((0, 9, 50), (0, 2, 8, 1), (4, 6, 8, 2))
+    for orderings, shared in ((((3, 1, 0), (3, 0, 2)), True), (((3, 0, 2), (3, 1, 0)), False)):
+        problem = problem_of(*rows, orderings=orderings)
+        solution = auto.plan(problem)
+        assert judge(problem, solution) == () and is_valid(problem, solution)
+        assert shared or solution.offsets[1] != solution.offsets[2]
 
 
 @given(problem=problems(most=12, streams=4))
@@ -158,3 +173,8 @@ def test_buffers_meet_in_sections_as_they_do_in_time_and_the_load_is_the_same(pr
     assert load.max() == problem.lower_bound and len(load) >= len(load_bytes(lower, upper, table["size"]))
     largest = largest_within(load, first, last)
     assert largest.tolist() == [load[begin:end].max() for begin, end in zip(first, last, strict=True)]
+
+
+def test_a_section_is_an_instant_with_more_in_use_than_those_beside_it():
+    lower, upper = sections(problem_of((0, 5, 1), (1, 3, 1), (2, 4, 1), (4, 9, 1), (5, 6, 1)).buffers)
+    assert (lower.tolist(), upper.tolist()) == ([0, 0, 0, 1, 2], [2, 1, 1, 3, 3])

@@ -71,6 +71,9 @@ def test_what_is_smaller_than_a_pixel_has_one_and_does_not_cover_what_lives_long
     drawn = layout_map(plan)
     pixels = raster(drawn, np.array([1, 2, 3]), plan.solution.height, (10, 10))
     assert (pixels[:9] == 1).all() and set(np.unique(pixels[9])) <= {1, 2, 3} and 3 not in pixels[:9]
+    brief = memory_plan(problem := problem_of((0, 1000, 500), (400, 401, 500)), stacked(problem))
+    pixels = raster(layout_map(brief), np.array([1, 2]), 1000, (10, 10))
+    assert (pixels[:5] == 1).all() and (pixels[5:, 4] == 2).all() and (pixels[5:] > 0).sum() == 5
     assert raster(drawn, np.array([1, 2, 3]), 2000, (2000, 1000))[1000, 500] == 2
 
 

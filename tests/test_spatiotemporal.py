@@ -86,7 +86,13 @@ def test_a_smaller_request_goes_into_a_free_interval_of_a_larger_one_and_another
     assert solution.height == problem.lower_bound == 11 and is_valid(problem, solution)
 
 
-@given(problems(most=14))
+def test_what_is_left_above_a_request_ends_where_it_begins(monkeypatch):
+    monkeypatch.setattr(spatiotemporal, "is_native", lambda: False)
+    problem = problem_of((0, 1, 10), (9, 10, 10), (4, 6, 6), (2, 3, 5), (2, 3, 4), (2, 3, 4))
+    assert is_valid(problem, spatiotemporal.solve(problem))
+
+
+@given(problems(most=40, fewest=15, latest=30, largest=9))
 def test_without_a_last_pass_it_is_valid_too_and_the_pass_makes_it_no_higher(problem):
     native = spatiotemporal.solve(problem)
     before = spatiotemporal.is_native

@@ -101,7 +101,7 @@ def _with_rows(table: np.ndarray, events: _Events, begins: np.ndarray, ends: np.
     if not len(begins):
         return []
     of_row = np.searchsorted(begins, events.lower, "right") - 1
-    inside = np.flatnonzero((of_row >= 0) & (events.upper < ends[of_row]) & ~table["outlives"])
+    inside = np.flatnonzero((of_row >= 0) & (events.upper < ends[of_row]))
     inside = inside[np.lexsort((events.lower[inside], of_row[inside]))]
     bounds = np.searchsorted(of_row[inside], np.arange(len(begins) + 1))
     found = []
