@@ -77,6 +77,6 @@ def is_native() -> bool:
     try:
         packing.load()
     except NativeError as error:
-        log.warning("memplug: %s Planning goes on in Python, slower and without the search for a proof.", error.problem)
+        log.warning("memplug: %s. Planning goes on in Python, slower and without the search for a proof", error.problem)
         return False
     return True
