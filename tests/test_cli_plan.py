@@ -14,6 +14,7 @@ from memplug.cli import app
 from memplug.plan.plan_file import load
 from memplug.plan.replay import judge_plan
 from memplug.profile.trace_file import save
+from tests.schedules import Schedule, record
 from tests.show_traces import training_trace
 from tests.traces import DATA
 
@@ -109,6 +110,16 @@ def test_a_step_may_be_chosen_and_must_be_there(tmp_path):
     assert answer(tmp_path / "trace.npz", "--step", 1)["requests"] > 0
     result = run("plan", tmp_path / "trace.npz", "--step", 3)
     assert result.exit_code == 1 and "3" in result.stderr
+
+
+def test_dynamic_requests_are_no_part_of_the_plan_and_what_the_arena_has_for_them_is_said(tmp_path):
+    step = record(Schedule(source="mixtral_ckpt", layers=2, micro_batches=4, dynamic=True, recompute=True))
+    save(step, tmp_path / "trace.npz")
+    facts = answer(tmp_path / "trace.npz")
+    dynamic = int((step.requests["dynamic"]).sum())
+    assert facts["dynamic_requests"] == dynamic == len(step.requests) - facts["requests"]
+    assert 0 < facts["dynamic_served_requests"] < dynamic and facts["dynamic_served_bytes"] > 0
+    assert "would have found room" in run("plan", tmp_path / "trace.npz").stdout
 
 
 def test_an_output_that_cannot_be_written_fails(tmp_path):

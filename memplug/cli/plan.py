@@ -53,13 +53,13 @@ def plan(
         time_limit_s = _SECONDS if capacity_bytes is None else _SECONDS_WITH_CAPACITY
     with collected_warnings() as warnings:
         try:
-            made = _planned(source, step, planner, time_limit_s, capacity_bytes)
+            made, served = _planned(source, step, planner, time_limit_s, capacity_bytes)
             if output is not None:
                 _write(made, output)
         except MemplugError as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(1) from None
-    facts = _facts(made, capacity_bytes)
+    facts = _facts(made, served, capacity_bytes)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
@@ -72,7 +72,8 @@ def plan(
 
 def _planned(
     source: Path, step: int | None, planner: "Planner", time_limit_s: float, capacity_bytes: int | None
-) -> "MemoryPlan":
+) -> "tuple[MemoryPlan, tuple[int, int]]":
+    """The plan; and how many dynamic requests, and bytes of them, would have found room in it."""
     from memplug.plan.layout import auto, dynamic
     from memplug.plan.layout.from_trace import last_step, problem_of
     from memplug.plan.layout.problem_file import read_csv
@@ -87,10 +88,11 @@ def _planned(
     with time_bar(f"planning {len(problem):,} requests", time_limit_s) as tell:
         solution = auto.plan(problem, planner, time_limit_s=time_limit_s, capacity_bytes=capacity_bytes, progress=tell)
         if recorded is None:
-            return memory_plan(problem, solution)
+            return memory_plan(problem, solution), (0, 0)
         tell("dynamic spaces")
         spaces = dynamic.dynamic_spaces(recorded, problem, solution)
-        return memory_plan(problem, solution, spaces, dynamic.dynamic_peak_bytes(recorded))
+        made = memory_plan(problem, solution, spaces, dynamic.dynamic_peak_bytes(recorded))
+        return made, dynamic.served(recorded, spaces)
 
 
 def _write(made: "MemoryPlan", output: Path) -> None:
@@ -103,7 +105,7 @@ def _write(made: "MemoryPlan", output: Path) -> None:
         plan_file.save(made, output)
 
 
-def _facts(made: "MemoryPlan", capacity_bytes: int | None) -> dict[str, Any]:
+def _facts(made: "MemoryPlan", served: tuple[int, int], capacity_bytes: int | None) -> dict[str, Any]:
     solution, predictions = made.solution, made.predictions
     return {
         "requests": len(made.problem),
@@ -118,6 +120,8 @@ def _facts(made: "MemoryPlan", capacity_bytes: int | None) -> dict[str, Any]:
         "dynamic_groups": len(made.dynamic),
         "dynamic_requests": sum(group.requests for group in made.dynamic),
         "dynamic_peak_bytes": predictions.dynamic_peak_bytes,
+        "dynamic_served_requests": served[0],
+        "dynamic_served_bytes": served[1],
     }
 
 
