@@ -139,9 +139,9 @@ def _rows(made: "MemoryPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if made.dynamic:
         groups = f"{facts['dynamic_requests']:,} requests in {len(made.dynamic):,} groups"
-        rows.append(
-            ("dynamic", f"{groups}, at most {size(facts['dynamic_peak_bytes'])} in use, not part of the height")
-        )
+        share = facts["dynamic_served_requests"] / facts["dynamic_requests"]
+        most = f"at most {size(facts['dynamic_peak_bytes'])} in use, no part of the height"
+        rows.append(("dynamic", f"{groups}, {most}; {share:.0%} would have found room in the arena"))
     if facts["fits"] is not None:
         rows.append(("fits", "yes" if facts["fits"] else "no"))
     return rows
