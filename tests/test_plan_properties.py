@@ -12,6 +12,9 @@ from memplug.plan.tokenwise import TokenwisePlan, solve
 from tests.plans import GAP, budget, operator, region
 
 
+MIB = 2**20  # as large as what is swapped: a plan counts whole bytes
+
+
 @st.composite
 def layers(draw, key="layer", most=6):
     """A random region; storage 0 is its input, storage 1 + i the output of operator i."""
@@ -25,7 +28,7 @@ def layers(draw, key="layer", most=6):
                 reads,
                 (index + 1,),
                 time_s=float(draw(st.integers(0, 10))),
-                size=draw(st.integers(1, 100)),
+                size=MIB * draw(st.integers(1, 100)),
                 capture=capture,
                 always_runs=capture == "never" and draw(st.booleans()),
                 always_swapped=capture == "whole" and draw(st.booleans()),
@@ -38,7 +41,7 @@ def layers(draw, key="layer", most=6):
         instances=draw(st.integers(1, 4)),
         forward_s=forward_s,
         backward_s=2.0 * forward_s,
-        input_bytes=draw(st.integers(0, 50)),
+        input_bytes=MIB * draw(st.integers(0, 50)),
         key=key,
     )
 
@@ -46,10 +49,10 @@ def layers(draw, key="layer", most=6):
 problems = st.one_of(st.tuples(layers()), st.tuples(layers("first", 4), layers("second", 4)))
 budgets = st.builds(
     budget,
-    d2h=st.integers(1, 60).map(float),
-    h2d=st.integers(1, 60).map(float),
-    host=st.integers(0, 1500),
-    device=st.one_of(st.just(0), st.integers(0, 400)),
+    d2h=st.integers(1, 60).map(lambda rate: float(MIB * rate)),
+    h2d=st.integers(1, 60).map(lambda rate: float(MIB * rate)),
+    host=st.integers(0, 1500).map(MIB.__mul__),
+    device=st.one_of(st.just(0), st.integers(0, 400).map(MIB.__mul__)),
 )
 alphas = st.one_of(st.just("auto"), st.floats(0.0, 1.0))
 
