@@ -1,186 +1,19 @@
-"""The "memplug" block of a DeepSpeed JSON: fields, units and bounds, read with all errors reported at once."""
+"""Reads the "memplug" block of a DeepSpeed JSON, with all errors reported at once."""
 
 import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
+from memplug.block import SECTIONS, UNBUILT, Allowed, MemplugConfig
 from memplug.errors import ConfigError
 
 _log = logging.getLogger("memplug")
-
-
-@dataclass(frozen=True)
-class _Allowed:
-    """What a field accepts, in words: the error's counterpart of the bounds beside it."""
-
-    text: str
-
-
-def _integral(value: object) -> object:
-    # DeepSpeed files write sizes as 5e8, which JSON reads as a float.
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Switch = Annotated[bool, Field(strict=True), _Allowed("true or false")]
-Budget = Annotated[
-    Literal["auto"] | Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)],
-    _Allowed('"auto" or a number of GiB above 0'),
-]
-Fraction = Annotated[
-    Literal["auto"] | Annotated[float, Field(strict=True, ge=0, le=1)],
-    _Allowed('"auto" or a number from 0 to 1'),
-]
-Patterns = Annotated[
-    Literal["auto"] | Annotated[tuple[Annotated[str, Field(strict=True, pattern=r"\S")], ...], Field(min_length=1)],
-    _Allowed('"auto" or a non-empty list of non-empty module-name patterns'),
-]
-Bytes = Annotated[
-    int, Field(strict=True, ge=0), BeforeValidator(_integral), _Allowed("a whole number of bytes, 0 or more")
-]
-Steps = Annotated[
-    int, Field(strict=True, ge=0), BeforeValidator(_integral), _Allowed("a whole number of steps, 0 or more")
-]
-Share = Annotated[float, Field(strict=True, ge=0, le=1), _Allowed("a number from 0 to 1")]
-
-Timeline = Annotated[
-    Annotated[bool, Field(strict=True)] | Annotated[str, Field(strict=True, pattern=r"\S")],
-    _Allowed("false, true, or the name of a folder"),
-]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TokenwiseConfig(_Section):
-    """Row-cached recompute: which rows of which tensors are swapped to host memory, which are recomputed."""
-
-    enabled: Switch = Field(
-        default=True,
-        description="true or false. Switches row-cached recompute on within an enabled memplug.",
-    )
-    alpha: Fraction = Field(
-        default="auto",
-        description=(
-            "Fraction of the rows (tokens) of each captured tensor that is swapped to host memory; the rest is "
-            'recomputed. A number from 0 (recompute all) to 1 (swap all), without unit, or "auto": chosen per tensor '
-            "from measured link and compute rates and the budgets."
-        ),
-    )
-    regions: Patterns = Field(
-        default="auto",
-        description=(
-            "What is recomputed as one unit. A non-empty list of glob patterns over names of modules, in which * stays "
-            'within one part of a name, for example ["model.layers.*.self_attn", "model.layers.*.mlp"], or "auto": '
-            "every decoder layer of a Hugging Face model."
-        ),
-    )
-    min_offload_bytes: Bytes = Field(
-        default=1 << 20,
-        description="Tensors below this many bytes are never swapped. A whole number, 0 or more, in bytes.",
-    )
-
-
-class ProfilerConfig(_Section):
-    """When to plan, and when to plan anew: what counts as another program (Chameleon, Algorithm 1)."""
-
-    enabled: Switch = Field(
-        default=True,
-        description=(
-            "true or false. Compares the operators of each training step with those of the last. With false only the "
-            "sizes of the regions' inputs are compared."
-        ),
-    )
-    warmup_steps: Steps = Field(
-        default=2,
-        description=(
-            "The program is planned for once this many steps were like the one before. A whole number of steps, 0 or "
-            "more."
-        ),
-    )
-    policy_steps: Steps = Field(
-        default=5,
-        description=(
-            "How many plans are tried, each for one step, before the fastest is kept; with 0 the one that should be "
-            "the fastest is taken. A whole number of steps, 0 or more."
-        ),
-    )
-    length_tolerance: Share = Field(
-        default=0.05,
-        description=(
-            "A step whose number of operators, or size of the regions' inputs, differs by more than this share is "
-            "another program. A number from 0 to 1, without unit."
-        ),
-    )
-    cosine_similarity: Share = Field(
-        default=0.95,
-        description=(
-            "A step is another program where the cosine similarity of its operators (counts of neighbouring pairs) "
-            "falls below this. A number from 0 to 1, without unit."
-        ),
-    )
-
-
-class ReportConfig(_Section):
-    """Where memplug's counters go."""
-
-    monitor: Switch = Field(
-        default=True,
-        description="true or false. Writes memplug's metrics to the monitor that DeepSpeed is configured with.",
-    )
-    timeline: Timeline = Field(
-        default=False,
-        description=(
-            "false, or the folder that a trace of one step goes to after each plan, for `memplug show`: operators, "
-            'requests for memory, phases, layers. true stands for "memplug_timeline", in the working directory.'
-        ),
-    )
-
-
-class MemplugConfig(_Section):
-    """The "memplug" block. Frozen; every field has a default, and `{"enabled": true}` is the useful block."""
-
-    enabled: Switch = Field(
-        default=False,
-        description="true or false. Without it, or with false, memplug leaves the training run untouched.",
-    )
-    device_budget_gib: Budget = Field(
-        default="auto",
-        description=(
-            "Device memory of a rank, all of it counted, up to which a plan may keep outputs instead of swapping them. "
-            'A number of GiB (2**30 bytes) above 0, or "auto": 92 % of what other processes leave.'
-        ),
-    )
-    host_budget_gib: Budget = Field(
-        default="auto",
-        description=(
-            "Host memory that a rank may use for swapped activations. A number of GiB (2**30 bytes) above 0, or "
-            '"auto": 80 % of what the host has available, shared by the ranks of a machine.'
-        ),
-    )
-    tokenwise: Annotated[TokenwiseConfig, _Allowed('an object such as {"alpha": "auto"}')] = Field(
-        default=TokenwiseConfig(), description="Row-cached recompute. An object."
-    )
-    profiler: Annotated[ProfilerConfig, _Allowed('an object such as {"warmup_steps": 2}')] = Field(
-        default=ProfilerConfig(), description="When to plan, and when to plan anew. An object."
-    )
-    report: Annotated[ReportConfig, _Allowed('an object such as {"monitor": true}')] = Field(
-        default=ReportConfig(), description="Where memplug's counters go. An object."
-    )
-
-
-_SECTIONS = {"report.": ReportConfig, "profiler.": ProfilerConfig, "tokenwise.": TokenwiseConfig, "": MemplugConfig}
-
-# Fields of the design that this version does not have yet. Switching one off is harmless and accepted, so that a
-# block written for a later version with the feature off still runs.
-_UNBUILT = ("plan_dir", "swap", "arena", "report.snapshot_on_oom")
 
 
 def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
@@ -257,7 +90,7 @@ def json_schema() -> dict[str, Any]:
     block = MemplugConfig.model_json_schema()
     definitions = {**block.pop("$defs"), "MemplugConfig": block}
     sections = {"": block, "report": definitions["ReportConfig"]}
-    for dotted in _UNBUILT:
+    for dotted in UNBUILT:
         section, _, name = dotted.rpartition(".")
         sections[section]["properties"][name] = {
             "description": "Not built in this version: may only be switched off.",
@@ -286,7 +119,7 @@ def _known_part(
             section = model.model_fields[key].annotation
             nested = isinstance(value, Mapping) and isinstance(section, type) and issubclass(section, BaseModel)
             known[key] = _known_part(value, section, (*path, key), problems) if nested else value
-        elif dotted in _UNBUILT:
+        elif dotted in UNBUILT:
             off = value is False or (isinstance(value, Mapping) and value.get("enabled") is False)
             if not off:
                 problems.append(f"memplug.{dotted}: `{key}` is not built in {_this_version()}: remove it")
@@ -311,7 +144,7 @@ def _field_problems(error: ValidationError, known: dict[str, Any]) -> list[str]:
             model, value = field.annotation, value[step]
             path.append(str(step))
         assert field is not None, "only known fields reach the model"
-        allowed = next(mark.text for mark in field.metadata if isinstance(mark, _Allowed))
+        allowed = next(mark.text for mark in field.metadata if isinstance(mark, Allowed))
         problems[f"{'.'.join(path)}: got {_shown(value)}; allowed: {allowed}"] = None
     return list(problems)
 
@@ -321,7 +154,7 @@ def _suggestion(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
         return 'pass the block itself, without the "memplug" key around it'
     here = {_plain(name): ".".join(("memplug", *path, name)) for name in model.model_fields}
     anywhere = {
-        _plain(name): f"memplug.{section}{name}" for section, part in _SECTIONS.items() for name in part.model_fields
+        _plain(name): f"memplug.{section}{name}" for section, part in SECTIONS.items() for name in part.model_fields
     }
     for candidates in (here, anywhere):
         close = get_close_matches(_plain(key), candidates, n=1, cutoff=0.7)

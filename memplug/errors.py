@@ -150,3 +150,9 @@ class RecorderError(MemplugError):
     """The recorder is in use already, or cannot record what it is asked to on this device."""
 
     default_advice = "There is one recorder in a process: detach the session that has it first."
+
+
+class ArenaError(MemplugError):
+    """The planned arena cannot serve here, or somebody wrote to memory of it that was not theirs."""
+
+    default_advice = 'Set "arena": {"enabled": false}, which leaves all memory to torch\'s own allocator.'

@@ -41,18 +41,22 @@ class Recording:
 
     Attributes:
         trace: of the last step that was recorded in detail; None so far.
+        step_trace: of the step that ended last, where a trace of it was asked for; else None.
         peak_bytes: largest memory in use in the step that ended last; None where it was not recorded.
+        able: steps can be recorded, as far as is known.
     """
 
     def __init__(self, recorder: Recorder, places: Places):
         self.recorder = recorder
         self.trace: Trace | None = None
+        self.step_trace: Trace | None = None
         self.peak_bytes: int | None = None
         self._places = places
         self._wanted: list[Path | None] = []
         self._files: list[Path | None] = []
         self._detail: Detail | None = None
-        self._able = True
+        self._traced = False
+        self.able = True
 
     def want(self, file: Path | None) -> None:
         """Record the next whole step in detail, and save it there unless that is None."""
@@ -60,36 +64,49 @@ class Recording:
 
     def end_step(self) -> None:
         """A step is over."""
-        detail, self._detail, self.peak_bytes = self._detail, None, None
+        detail, self._detail, self.peak_bytes, self.step_trace = self._detail, None, None, None
         if detail is None:
             return
         self.peak_bytes = self.recorder.peak_bytes
-        self._places.remove()
-        if detail is not Detail.TENSORS:
+        if detail is not Detail.TENSORS and not self._traced:
             self.recorder.drop()
             return
-        self.trace = self.recorder.end(self._places.fingerprint(), self._places.layers)
+        trace = self.recorder.end(self._places.fingerprint(), self._places.layers)
+        self.step_trace = trace if self._traced else None
+        if detail is Detail.TENSORS:
+            self.trace = trace
         for file in filter(None, self._files):
             self._save(file)
 
-    def begin_step(self, detail: Detail | None) -> None:
+    def begin_step(self, detail: Detail | None, *, traced: bool = False, placed: bool = False) -> None:
         """A step begins.
 
         Args:
             detail: to record it in, None: not at all, unless somebody wants it.
+            traced: `step_trace` is wanted of it, in that detail at least.
+            placed: the recorder is told where in the program training is, recorded or not.
         """
         self._files, self._wanted = self._wanted, []
-        detail = Detail.TENSORS if self._files else detail
-        if detail is None or not self._able:
-            return
+        self._traced = traced
+        detail = Detail.TENSORS if self._files else Detail.REQUESTS if traced and detail is None else detail
+        detail = detail if self.able and self._begin(detail) else None
+        if detail is None and placed:
+            self.recorder.forget()
+        if detail is not None or placed:
+            self._places.install()
+        else:
+            self._places.remove()
+        self._detail = detail
+
+    def _begin(self, detail: Detail | None) -> bool:
+        if detail is None:
+            return False
         try:
             self.recorder.begin(detail)
         except RecorderError as error:
-            self._able = False
+            self.able = False
             log.warning("memplug: steps cannot be recorded: %s", error)
-            return
-        self._places.install()
-        self._detail = detail
+        return self.able
 
     def stop(self) -> None:
         """The session is detached: nothing is left behind."""

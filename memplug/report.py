@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memplug.execute.tokenwise import Executor
 from memplug.plan.tokenwise import TokenwisePlan
+
+if TYPE_CHECKING:
+    from memplug.stages.serving import Serving
 
 GIB = 2**30
 
@@ -26,6 +29,40 @@ def counters(executor: Executor) -> dict[str, int]:
         "fetched_bytes": transfer.fetched_bytes,
         "recomputed_in_full": executor.divergences,
         "opaque_regions": executor.opaque_regions,
+    }
+
+
+def arena(serving: Serving | None) -> dict[str, Any]:
+    """What the planned arena did so far, holds now and promises; `serving` None: there is none.
+
+    `arena_fallback` counts requests that the native allocator got although a plan was there, `arena_step_served` is the
+    share of the last step's requests that the arena had bytes for, `arena_peak_bytes` the most in use of it since the
+    last plan, in whole blocks.
+    """
+    if serving is None:
+        return {"arena": "off"}
+    counters, step, plan = serving.counters, serving.step, serving.plan
+    asked = step.served + step.mismatched + step.dynamic_missed
+    reserved = counters.reserved_bytes
+    return {
+        "arena": serving.state.value,
+        "arena_plans": serving.plans,
+        "arena_bytes": reserved,
+        "arena_live_bytes": counters.live_bytes,
+        "arena_peak_bytes": counters.peak_size,
+        "arena_fragmentation": 1 - counters.live_size / reserved if reserved else 0.0,
+        "arena_peak_fragmentation": 1 - counters.peak_size / reserved if reserved else 0.0,
+        "arena_predicted_fragmentation": plan.predictions.fragmentation if plan else None,
+        "arena_served": counters.planned,
+        "arena_served_bytes": counters.planned_bytes,
+        "arena_dynamic": counters.dynamic,
+        "arena_dynamic_bytes": counters.dynamic_bytes,
+        "arena_dynamic_missed": counters.dynamic_missed,
+        "arena_lent": counters.lent,
+        "arena_lent_bytes": counters.lent_bytes,
+        "arena_fallback": counters.unplanned + counters.occupied + counters.dynamic_missed,
+        "arena_fallback_bytes": counters.native_bytes,
+        "arena_step_served": step.served / asked if asked else None,
     }
 
 

@@ -21,6 +21,7 @@ import torch
 from memplug import report
 from memplug.config import MemplugConfig
 from memplug.errors import MemplugError, RecorderError
+from memplug.execute.arena import Arena
 from memplug.execute.device import Device
 from memplug.execute.frame import Frame
 from memplug.execute.tokenwise import Executor, Region
@@ -30,6 +31,7 @@ from memplug.profile.trace import Trace
 from memplug.recording import Recording, of_rank
 from memplug.stages import budgets
 from memplug.stages.adjuster import Adjuster
+from memplug.stages.serving import Serving
 from memplug.stages.table import Stage
 
 log = logging.getLogger("memplug")
@@ -61,6 +63,7 @@ class Session:
         self._timelines = 0
         self._recording: Recording | None = None
         self._make_recording: Callable[[], Recording] | None = None
+        self._serving: Serving | None = None
         self.on_step: list[Callable[[Session], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
@@ -70,8 +73,10 @@ class Session:
         if self._plans:
             self.executor.on_frame = self._observe
             self._adjuster.tell(f"{len(self.regions)} regions, planned for once the program repeats")
-        else:
+        elif config.tokenwise.enabled:
             self._adjuster.tell(f"{len(self.regions)} regions, alpha {config.tokenwise.alpha}")
+        else:
+            self._adjuster.tell("no regions: the planned arena alone")
 
     # -- what users call -----------------------------------------------------------------------------------------------
 
@@ -91,6 +96,10 @@ class Session:
         if self._plans:
             program = Program(operators, self._adjuster.observer.take_sizes(), nodes)
             self._adjuster.end_step(self.steps, program)
+        if self._serving is not None:
+            if not self._recording.able:
+                self._serving.close("steps cannot be recorded")
+            self._serving.end_step(self._adjuster.lasting, self._recording.step_trace)
         for callback in self.on_step:
             callback(self)
         self._begin_step()
@@ -142,6 +151,7 @@ class Session:
             "predicted_peak_bytes": self._adjuster.policy.peak_bytes if solution else None,
             "bound": solution.bound if solution else None,
             **report.counters(self.executor),
+            **report.arena(self._serving),
         }
 
     def detach(self) -> None:
@@ -154,6 +164,8 @@ class Session:
         self._adjuster.close()
         while self._undo:
             self._undo.pop()()
+        if self._serving is not None:
+            self._serving.close("the session is detached")
         if self._recording is not None:
             self._recording.stop()
         self._make_recording = None
@@ -186,7 +198,7 @@ class Session:
     # -- what hooks call -----------------------------------------------------------------------------------------------
 
     def watch(self, make: Callable[[], Recording]) -> None:
-        """Compare the operators of steps too, from the next step on, where there is a use for it.
+        """Compare the operators of steps too, and serve them from the arena, where the block asks for it.
 
         Without a compiler, or where another session has the recorder, one warning says what is missing.
 
@@ -195,14 +207,23 @@ class Session:
                 recorded.
         """
         self._make_recording = make
-        if not self._watches and not self.config.report.timeline:
+        if not self._watches and not self.config.report.timeline and not self.config.arena.enabled:
             return
         try:
             self._start_recording(make())
+            if self.config.arena.enabled:
+                self._serving = self._make_serving()
         except MemplugError as error:
-            log.warning("memplug: goes on without the profiler, so only sizes tell of a changed program: %s", error)
-        else:
+            missing = "without the arena" if self._recording is not None else "without the profiler and the arena"
+            log.warning("memplug: goes on %s: %s", missing, error)
+        if self._recording is not None:
             self._recording.recorder.watch(self._watches)
+
+    def _make_serving(self) -> Serving:
+        config, folder = self.config, self.config.plan_dir
+        arena = Arena(self.device.torch_device, config.arena.checks)
+        warmup_steps = 0 if self._plans else config.profiler.warmup_steps  # a plan of regions comes after them
+        return Serving(config.arena, arena, Path(folder) if folder else None, warmup_steps, self._adjuster.tell)
 
     @contextlib.contextmanager
     def in_optimizer(self) -> Iterator[None]:
@@ -244,7 +265,7 @@ class Session:
 
     @property
     def _plans(self) -> bool:
-        return self.config.tokenwise.alpha == "auto"
+        return self.config.tokenwise.enabled and self.config.tokenwise.alpha == "auto"
 
     @property
     def _watches(self) -> bool:
@@ -270,8 +291,15 @@ class Session:
             stable = self.stage is Stage.STABLE
             self._recording.recorder.watch(self._watches and not (stable and self.steps % WATCHED_STEPS))
             self._want_timeline()
-            self._recording.begin_step(self._adjuster.detail)
+            serving = self._serving
+            self._recording.begin_step(
+                self._adjuster.detail,
+                traced=serving is not None and serving.records,
+                placed=serving is not None and serving.places,
+            )
         self._adjuster.begin_step()
+        if self._serving is not None:
+            self._serving.begin_step()
 
     def _want_timeline(self) -> None:
         """`report.timeline`: the step after each plan; where nothing is planned, the third one."""
@@ -291,7 +319,7 @@ class Session:
         self._last_step = now
 
     def _swapped_fraction(self) -> float | None:
-        if not self._plans:
+        if self.config.tokenwise.alpha != "auto":
             return float(self.config.tokenwise.alpha)
         return statistics.fmean(region.rows for region in self.regions) if self.solution and self.regions else None
 

@@ -56,6 +56,12 @@ def sessions_are_detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             session.detach()
 
 
+@pytest.fixture(autouse=True)
+def plans_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder for plans is in the working directory, unless a test says otherwise."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def cpu_engine(tmp_path: Path) -> Iterator[None]:
     """DeepSpeed can make engines on the CPU; `memplug.install` is undone afterwards."""

@@ -17,7 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 64
 QUICK: dict[str, Any] = {"warmup_steps": 0, "policy_steps": 0}  # one step seen, one observed, the third on the plan
-DISABLED: list[dict[str, Any]] = [{}, {"enabled": False}, {"enabled": True, "tokenwise": {"enabled": False}}]
+DISABLED: list[dict[str, Any]] = [
+    {},
+    {"enabled": False},
+    {"enabled": True, "tokenwise": {"enabled": False}, "arena": {"enabled": False}},
+]
 
 
 def tiny_llama(layers: int = 3, **fields: Any) -> LlamaForCausalLM:

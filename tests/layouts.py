@@ -162,8 +162,11 @@ def _is_valid_group(plan: MemoryPlan, placed: list[Buffer], group: DynamicSpace)
         all(-1 <= phase < len(plan.problem.phases) for phase in (group.malloc_phase, group.free_phase))
         and all(-1 <= layer < len(plan.problem.layers) for layer in (group.malloc_layer, group.free_layer))
         and 0 <= group.lower < group.upper
-        and group.requests > 0
+        and len(group.members) > 0
+        and all(number >= 0 for number in group.members)
+        and all(one < other for one, other in pairwise(group.members))
         and group.peak_bytes >= 0
+        and group.stream >= 0
         and all(0 <= first < end <= plan.solution.height for first, end in group.spaces)
         and all(one[1] <= other[0] for one, other in pairwise(group.spaces))
         and not any(byte in used for space in group.spaces for byte in range(*space))
@@ -190,7 +193,8 @@ def _group(draw: st.DrawFn, problem: Problem, solution: Solution) -> DynamicSpac
         lower=lower,
         upper=upper,
         spaces=tuple(zip(edges[::2], edges[1::2], strict=True)),
-        requests=draw(st.integers(1, 9)),
+        stream=draw(st.integers(0, 2)),
+        members=tuple(sorted(draw(st.sets(st.integers(0, 20), min_size=1, max_size=9)))),
         peak_bytes=draw(st.integers(0, 99)),
     )
 

@@ -36,9 +36,9 @@ def answer(*arguments: object) -> dict:
 
 def test_a_trace_is_planned_and_the_plan_is_one_that_the_judge_accepts(tmp_path):
     result = run("plan", TRACE, "-o", tmp_path / "plan.json")
-    assert result.exit_code == 0 and "1,283" in result.stdout and "fragmentation" in result.stdout
+    assert result.exit_code == 0 and "1,284" in result.stdout and "fragmentation" in result.stdout
     plan = load(tmp_path / "plan.json")
-    assert judge_plan(plan) == () and len(plan.problem) == 1283
+    assert judge_plan(plan) == () and len(plan.problem) == 1284
     assert plan.predictions.fragmentation <= 0.005
 
 
@@ -132,9 +132,9 @@ def test_diff_of_a_plan_with_itself_finds_nothing_and_of_two_steps_says_what_mov
         assert run("plan", TRACE, "--planner", planner, "-o", tmp_path / f"{name}.json").exit_code == 0
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     same = json.loads(run("diff", a, a, "--json").stdout)
-    assert same["moved_requests"] == 0 and same["same_requests"] == 1283 and same["height_change_bytes"] == 0
+    assert same["moved_requests"] == 0 and same["same_requests"] == 1284 and same["height_change_bytes"] == 0
     other = json.loads(run("diff", a, b, "--json").stdout)
-    assert other["same_requests"] == 1283 and other["moved_requests"] > 0
+    assert other["same_requests"] == 1284 and other["moved_requests"] > 0
     assert run("diff", a, b).exit_code == 0
     result = run("diff", a, TRACE)
     assert result.exit_code == 1 and str(TRACE) in result.stderr

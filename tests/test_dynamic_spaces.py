@@ -83,6 +83,7 @@ def test_spaces_are_the_complement_of_what_lives_in_the_window(recording):
     step = last_step(trace)
     problem, solution, spaces = planned(step)
     requests = step.requests[step.requests["dynamic"] & (step.requests["nbytes"] > 0)]
+    requests = requests[requests["malloc_thread"] == 0]
     assert sum(group.requests for group in spaces) == len(requests)
     for group in spaces:
         lives = (problem.buffers["lower"] < group.upper) & (group.lower < problem.buffers["upper"])
@@ -91,9 +92,11 @@ def test_spaces_are_the_complement_of_what_lives_in_the_window(recording):
             used = lives & (solution.offsets <= first) & (end <= solution.offsets + problem.buffers["size"])
             inside = any(low <= first and end <= high for low, high in group.spaces)
             assert inside is not bool(used.any())
-        members = requests[requests["malloc_layer"] == group.malloc_layer]
-        members = members[members["malloc_phase"] == group.malloc_phase]
-        members = members[(members["free_layer"] == group.free_layer) & (members["free_phase"] == group.free_phase)]
+        place = requests[requests["malloc_layer"] == group.malloc_layer]
+        place = place[place["malloc_phase"] == group.malloc_phase]
+        members = place[list(group.members)]
+        for column in ("free_layer", "free_phase", "stream"):
+            assert (members[column] == getattr(group, column)).all()
         assert (members["malloc_event"] >= group.lower).all() and (members["free_event"] < group.upper).all()
     assert judge_plan(memory_plan(problem, solution, spaces, dynamic_peak_bytes(step))) == ()
     count, nbytes = served(step, spaces)

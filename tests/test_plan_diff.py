@@ -159,10 +159,11 @@ def test_dynamic_spaces_that_differ_are_said_to():
         malloc_layer=2,
         free_phase=0,
         free_layer=2,
+        stream=0,
         lower=0,
         upper=1,
         spaces=((8, 9),),
-        requests=3,
+        members=tuple(range(3)),
         peak_bytes=9,
     )
     plan = plan_of(*BASE)

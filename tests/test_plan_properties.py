@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from memplug.plan.tokenwise import TokenwisePlan, solve
 from tests.plans import GAP, budget, operator, region
 
-
 MIB = 2**20  # as large as what is swapped: a plan counts whole bytes
 
 

@@ -106,6 +106,9 @@ def in_dynamic(name):
             new = tuple(map(tuple, bounds))
         elif name == "spaces":
             new = (*old, old[0]) if old else ((0, 1),)
+        elif name == "members":
+            at = draw(st.integers(0, len(old) - 1))
+            new = (*old[:at], one_more(draw, old[at]), *old[at + 1 :])
         else:
             new = one_more(draw, old)
         groups[number] = replace(groups[number], **{name: new})
@@ -159,8 +162,8 @@ def test_a_plan_of_another_run_is_rejected_whatever_differs(field, plan, data):
 
 def plan_of(problem, *offsets, spaces=(), **group):
     """With one dynamic group, if there are spaces or fields of it."""
-    values = {"malloc_phase": -1, "malloc_layer": -1, "free_phase": -1, "free_layer": -1, "lower": 0, "upper": 9}
-    values |= {"spaces": tuple(spaces), "requests": 1, "peak_bytes": 5, **group}
+    values = {"malloc_phase": -1, "malloc_layer": -1, "free_phase": -1, "free_layer": -1, "stream": 0, "lower": 0}
+    values |= {"upper": 9, "spaces": tuple(spaces), "members": (0,), "peak_bytes": 5, **group}
     return memory_plan(problem, at(problem, *offsets), (DynamicSpace(**values),), values["peak_bytes"])
 
 
@@ -181,7 +184,10 @@ DYNAMIC = {
     "below 0": ({"lower": 6, "upper": 9, "spaces": [(-1, 4)]}, Fault.SPACES),
     "at no time": ({"lower": 6, "upper": 6, "spaces": [(0, 4)]}, Fault.WINDOW),
     "before the beginning": ({"lower": -1, "upper": 2, "spaces": []}, Fault.WINDOW),
-    "no requests": ({"requests": 0}, Fault.GROUP),
+    "no requests": ({"members": ()}, Fault.GROUP),
+    "a request below 0": ({"members": (-1, 0)}, Fault.GROUP),
+    "requests that do not rise": ({"members": (0, 2, 2)}, Fault.GROUP),
+    "a stream below 0": ({"stream": -1}, Fault.GROUP),
     "fewer than no bytes": ({"peak_bytes": -1}, Fault.GROUP),
     "no such phase": ({"malloc_phase": 3}, Fault.PLACE),
     "no such layer": ({"free_layer": -2}, Fault.PLACE),

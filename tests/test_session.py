@@ -27,8 +27,8 @@ def test_auto_plans_with_one_line_a_stage(caplog: pytest.LogCaptureFixture) -> N
     session.detach()
     assert stages == [Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE, Stage.STABLE, Stage.STABLE]
     lines = [record.getMessage() for record in caplog.records if record.name == "memplug"]
-    assert [line.split(":")[1].strip() for line in lines] == ["warm-up", "gen-policy", "stable", "detached"]
-    assert "3 regions" in lines[0] and "planned" in lines[2]
+    assert [line.split(":")[1].strip() for line in lines] == ["warm-up", "gen-policy", "stable", "stable", "detached"]
+    assert "3 regions" in lines[0] and "planned" in lines[2] and "arena: " in lines[3]
 
 
 def test_other_ranks_than_the_first_log_nothing(

@@ -94,7 +94,7 @@ def test_a_plan_is_made_for_the_same_program_whether_or_not_steps_are_recorded(t
 
 def test_operators_are_watched_at_every_step_until_stable_and_at_one_in_eight_then() -> None:
     model = Stack(2)
-    with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
+    with memplug.attach(model, {**block(regions=LAYERS), **QUICK, "arena": {"enabled": False}}) as session:
         watched = []
         recorder = session._recording.recorder
         take = recorder.take
@@ -132,10 +132,10 @@ def test_the_block_asks_for_a_timeline_after_each_plan(tmp_path: Path) -> None:
 
 
 def test_a_timeline_without_planning_is_of_the_third_step(tmp_path: Path) -> None:
-    model = Stack(2)
-    with memplug.attach(model, {**block(alpha=0.5, regions=LAYERS), "report": {"timeline": str(tmp_path)}}) as session:
+    model, folder = Stack(2), tmp_path / "traces"
+    with memplug.attach(model, {**block(alpha=0.5, regions=LAYERS), "report": {"timeline": str(folder)}}) as session:
         train(model, session, 5)
-    assert [file.name for file in tmp_path.iterdir()] == ["step000003.npz"]
+    assert [file.name for file in folder.iterdir()] == ["step000003.npz"]
 
 
 def test_an_engine_says_where_its_optimizer_runs(cpu_engine: None, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_the_same_lengths_with_other_operators_are_another_program() -> None:
 
 def test_without_operators_the_sizes_alone_decide() -> None:
     with led(enabled=False) as run:
-        assert not run.recorder.watches
+        assert not any(run.recorder.watches)
         run.reach_stable(6)
         run.step(6, operators=OTHER, times=3)
         assert run.session.stage is STABLE
@@ -228,7 +228,7 @@ def test_with_a_number_for_alpha_nothing_is_watched() -> None:
     model, recorder = Stack(2), Played()
     with played(recorder), memplug.attach(model, block(alpha=0.5, regions=LAYERS)) as session:
         session.step()
-        assert not recorder.watches
+        assert not any(recorder.watches)
         report = session.report()
         assert (report["program"], report["programs"], report["replans"]) == (None, 0, 0)
 

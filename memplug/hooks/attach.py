@@ -53,7 +53,7 @@ class Disabled(Session):
 
 
 def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | None = None) -> Session:
-    """Run a model's layers token-wise.
+    """Run a model's layers token-wise, and its training from a planned arena.
 
     Args:
         target: a DeepSpeed engine, or any `nn.Module` on one device. Hugging Face decoder layers are found by class,
@@ -94,7 +94,7 @@ def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | No
                 "Detach that session and attach to the engine, or leave it to `memplug.install()`.",
             )
         return existing
-    if not parsed.enabled or not parsed.tokenwise.enabled:
+    if not parsed.active:
         if engine is not None and config is None and not deepspeed_hooks.has_block(engine):
             log.warning('memplug: off: the engine\'s configuration has no "memplug" block; pass {"enabled": true}')
         return Disabled(parsed)
@@ -103,11 +103,12 @@ def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | No
 
 
 def _attach(model: nn.Module, engine: Any, config: MemplugConfig, device: Device) -> Session:
-    modules = _find(model, config)
+    found = _find(model, config)
+    modules = found if config.tokenwise.enabled else []
     layers = [transformers_hooks.layers_around(model, name) for name, _ in modules]
     for around in layers:
         transformers_hooks.check_checkpointing_is_off(around)
-    if engine is not None:
+    if engine is not None and config.tokenwise.enabled:
         deepspeed_hooks.check_checkpointing_is_off()
     regions = initial_regions(config, [(name, type(module).__name__) for name, module in modules])
     session = Session(config, regions, device, regathers=engine is not None and deepspeed_hooks.regathers(engine))
@@ -117,7 +118,7 @@ def _attach(model: nn.Module, engine: Any, config: MemplugConfig, device: Device
             session.at_detach(region_hooks.make_region(module, region, session, prepare))
         if engine is not None:
             deepspeed_hooks.hook_engine(engine, session)
-        session.watch(functools.partial(_make_recording, model, modules, device))
+        session.watch(functools.partial(_make_recording, model, found, device))
     except BaseException:
         session.detach()
         raise
@@ -134,7 +135,7 @@ def _find(model: nn.Module, config: MemplugConfig) -> list[tuple[str, nn.Module]
     if patterns != "auto":
         return region_hooks.matching_modules(model, patterns)
     layers = transformers_hooks.decoder_layers(model)
-    if not layers:
+    if not layers and config.tokenwise.enabled:
         raise RegionError(f"no decoder layers were recognised in {type(model).__name__}")
     return layers
 

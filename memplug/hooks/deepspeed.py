@@ -51,7 +51,7 @@ def install(attach: Callable[..., Session]) -> None:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         config = read_block(result[0])
-        if config.enabled and config.tokenwise.enabled:
+        if config.active:
             attach(result[0], config)
         elif has_block(result[0]):
             uninstall()

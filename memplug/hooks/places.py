@@ -1,6 +1,6 @@
 """Tells a recorder where training is: which forward of which micro-batch, which layer, the optimizer.
 
-Put on while a step is recorded, and taken off after it: a step that nobody records pays nothing. A backward needs no
+Put on while steps are recorded or served by the arena: a step that nobody asks about pays nothing. A backward needs no
 hooks; the recorder knows the nodes of its graph by the forward that made them.
 """
 
@@ -50,10 +50,12 @@ class Places:
         self._handles: list[Any] = []
 
     def install(self) -> None:
-        """From the next forward on."""
+        """A step begins, whose forwards are counted from 0."""
         self._micro_batch = 0
         self.inputs.clear()
         self._inside.clear()
+        if self._handles:
+            return
         self._handles.append(self._model.register_forward_pre_hook(self._begin_forward, with_kwargs=True))
         self._handles.append(self._model.register_forward_hook(self._leaving(_ROOT), always_call=True))
         for index, (_, module, _) in enumerate(self._modules):

@@ -5,9 +5,14 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <cstring>
+#include <string_view>
+#include <utility>
+
 #include "clock.h"
 #include "requests.h"
 #include "sequence.h"
+#include "serving.h"
 
 namespace py = pybind11;
 
@@ -32,7 +37,75 @@ struct Suspended {
   }
 };
 
+template <typename T>
+std::vector<T> rows_of(const py::bytes& bytes) {
+  const std::string_view view = bytes;
+  std::vector<T> rows(view.size() / sizeof(T));
+  std::memcpy(rows.data(), view.data(), rows.size() * sizeof(T));
+  return rows;
+}
+
+memplug::Device& device_of(bool cuda, int index) {
+#ifdef MEMPLUG_CUDA
+  if (cuda) {
+    return memplug::cuda_device(index);
+  }
+#endif
+  (void)index;
+  if (cuda) {
+    throw std::runtime_error("the native core was built without CUDA");
+  }
+  return memplug::cpu_device();
+}
+
+void load_arena(
+    const py::bytes& requests,
+    const py::bytes& slots,
+    const py::bytes& dynamic,
+    const py::bytes& spaces,
+    std::vector<uint64_t> crosses,
+    int64_t reused_bytes,
+    int64_t kept_bytes,
+    int32_t streams) {
+  memplug::ArenaPlan plan{
+      rows_of<memplug::PlannedRequest>(requests),
+      rows_of<memplug::KeptSlot>(slots),
+      rows_of<memplug::DynamicRequest>(dynamic),
+      rows_of<memplug::IdleSpace>(spaces),
+      std::move(crosses),
+      reused_bytes,
+      kept_bytes,
+      streams};
+  const py::gil_scoped_release released; // reserving may take long
+  memplug::the_arena()->load(std::move(plan));
+}
+
+py::dict arena_counters() {
+  const memplug::ArenaCounters c = memplug::the_arena()->counters();
+  py::dict all;
+  all["planned"] = c.planned;
+  all["planned_bytes"] = c.planned_bytes;
+  all["dynamic"] = c.dynamic;
+  all["dynamic_bytes"] = c.dynamic_bytes;
+  all["lent"] = c.lent;
+  all["lent_bytes"] = c.lent_bytes;
+  all["unplanned"] = c.unplanned;
+  all["occupied"] = c.occupied;
+  all["dynamic_missed"] = c.dynamic_missed;
+  all["native_bytes"] = c.native_bytes;
+  all["elsewhere"] = c.elsewhere;
+  all["written_freed"] = c.written_freed;
+  all["written_beyond"] = c.written_beyond;
+  all["reserved_bytes"] = c.reserved_bytes;
+  all["live_bytes"] = c.live_bytes;
+  all["live_size"] = c.live_size;
+  all["peak_bytes"] = c.peak_bytes;
+  all["peak_size"] = c.peak_size;
+  return all;
+}
+
 void before_fork() {
+  memplug::lock_arena_for_fork();
   memplug::lock_requests_for_fork();
   memplug::lock_records_for_fork();
   memplug::lock_places_for_fork();
@@ -42,13 +115,16 @@ void after_fork() {
   memplug::unlock_places_after_fork();
   memplug::unlock_records_after_fork();
   memplug::unlock_requests_after_fork();
+  memplug::unlock_arena_after_fork();
 }
 
 // A child trains nothing of ours: it keeps neither the callback nor the allocator.
 void after_fork_in_child() {
   after_fork();
   memplug::end_requests();
-  memplug::uninstall_cpu();
+  memplug::serve(false);
+  memplug::uninstall_cpu(memplug::RECORDER);
+  memplug::uninstall_cpu(memplug::ARENA);
   memplug::release();
 }
 
@@ -82,12 +158,30 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const Usage u = usage();
     return py::make_tuple(u.base_bytes, u.in_use_bytes, u.peak_bytes);
   });
-  module.def("install_cpu", &install_cpu);
-  module.def("uninstall_cpu", &uninstall_cpu);
+  module.def("install_cpu", [] { install_cpu(RECORDER); });
+  module.def("uninstall_cpu", [] { uninstall_cpu(RECORDER); });
 #ifdef MEMPLUG_CUDA
   module.def("install_cuda", &install_cuda);
   module.def("uninstall_cuda", &uninstall_cuda);
 #endif
+
+  module.def("open_arena", [](bool cuda, int index, bool checks) { open_arena(device_of(cuda, index), checks); });
+  module.def("load_arena", &load_arena);
+  module.def("close_arena", [] {
+    const py::gil_scoped_release released;
+    the_arena()->close();
+  });
+  module.def("begin_arena_step", [] { the_arena()->begin_step(); });
+  module.def("reset_arena_peak", [] { the_arena()->reset_peak(); });
+  module.def("arena_counters", &arena_counters);
+  module.def("serve_cpu", [](bool on) {
+    if (on) {
+      install_cpu(ARENA);
+    } else {
+      uninstall_cpu(ARENA);
+    }
+    serve(on);
+  });
 
   module.def("enter_forward", [](int micro_batch) { return to_tuple(enter_forward(micro_batch)); });
   module.def("enter_layer", [](int layer) { return to_tuple(enter_layer(layer)); });

@@ -9,6 +9,7 @@
 
 #include "clock.h"
 #include "sequence.h"
+#include "serving.h"
 
 namespace memplug {
 namespace {
@@ -60,6 +61,7 @@ void add(Log& l, int32_t kind, Block block, int64_t nbytes) {
 } // namespace
 
 void begin_requests(int64_t base_bytes) {
+  const int64_t unrecorded = unrecorded_bytes(); // before the lock: the arena tells of its blocks under its own
   auto& l = log();
   const std::lock_guard<std::mutex> lock(l.mutex);
   for (auto& [pointer, block] : l.alive) {
@@ -69,7 +71,7 @@ void begin_requests(int64_t base_bytes) {
   l.events.reserve(1 << 16);
   l.streams.clear();
   l.requests = 0;
-  base_bytes = base_bytes < 0 ? l.tracked_bytes : base_bytes;
+  base_bytes = base_bytes < 0 ? l.tracked_bytes + unrecorded : base_bytes;
   l.usage = {base_bytes, base_bytes, base_bytes};
   in_use = base_bytes;
   recording = true;

@@ -28,7 +28,7 @@ struct Usage {
 };
 
 // Begin a recording. `base_bytes`: in use on the device now, as its allocator counts, of which what was recorded earlier
-// and is still alive is part; -1: where nothing counts, that alone.
+// and is still alive is part; -1: where nothing counts, that and the arena's alone.
 void begin_requests(int64_t base_bytes);
 void end_requests();
 bool recording_requests();
@@ -51,9 +51,10 @@ std::vector<RequestEvent> take_requests();
 void lock_requests_for_fork();
 void unlock_requests_after_fork();
 
-// The allocators. Both delegate everything; a second `install` throws.
-void install_cpu();
-void uninstall_cpu();
+// The allocators, which delegate what nobody serves. A second `install` for the same user throws.
+enum User : int { RECORDER = 1, ARENA = 2 };
+void install_cpu(User user);
+void uninstall_cpu(User user);
 #ifdef MEMPLUG_CUDA
 void install_cuda(int device);
 void uninstall_cuda();

@@ -222,8 +222,11 @@ def _group(problem: Problem, name: str, group: DynamicSpace) -> Iterator[Finding
             yield Finding(code=Fault.PLACE, message=message)
     if not 0 <= group.lower < group.upper:
         yield Finding(code=Fault.WINDOW, message=f"{name} is there from {group.lower} up to {group.upper}: at no time")
-    if group.requests < 1 or group.peak_bytes < 0:
-        message = f"{name} is for {group.requests} requests that had {group.peak_bytes} bytes in use"
+    if min(group.members, default=-1) < 0 or not all(map(lt, group.members, group.members[1:])):
+        message = f"{name} is for the requests {_shown(group.members)}: none, below 0, or not rising"
+        yield Finding(code=Fault.GROUP, message=message)
+    if group.peak_bytes < 0 or group.stream < 0:
+        message = f"{name} is of stream {group.stream} and had {group.peak_bytes} bytes in use"
         yield Finding(code=Fault.GROUP, message=message)
 
 

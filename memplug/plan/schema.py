@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memplug.plan.layout.problem import Problem, Solution, fragmentation
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files that `plan_file.save` writes."""
 
 
@@ -17,9 +17,11 @@ class DynamicSpace:
     Attributes:
         malloc_phase, malloc_layer, free_phase, free_layer: of the group's requests, into the problem's phases and
             layers; -1: outside of layers, or (free_) not freed in the step.
+        stream: that they are asked for on.
         lower, upper: on the problem's clock; the group's requests live inside of it.
         spaces: (first byte, end) of what no planned buffer uses in that time; disjoint, rising, none empty.
-        requests: of the group, in the recorded step.
+        members: of the dynamic requests that the group's malloc place had in the recorded step, which ones are the
+            group's: running numbers from 0, rising.
         peak_bytes: the most that the group had in use at once, in the recorded step.
     """
 
@@ -27,11 +29,17 @@ class DynamicSpace:
     malloc_layer: int
     free_phase: int
     free_layer: int
+    stream: int
     lower: int
     upper: int
     spaces: tuple[tuple[int, int], ...]
-    requests: int
+    members: tuple[int, ...]
     peak_bytes: int
+
+    @property
+    def requests(self) -> int:
+        """Of the group, in the recorded step."""
+        return len(self.members)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,6 +114,10 @@ class Recorder:
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
+    def forget(self) -> None:
+        """A step begins, and is not recorded: places of the last one mean nothing any more."""
+        self._native.forget()
+
     def begin(self, detail: Detail) -> None:
         """Record from here, the beginning of a step, until `end`.
 

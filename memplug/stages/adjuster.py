@@ -37,6 +37,20 @@ class _Ballot:
     agreed: Callable[[], int]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lasting:
+    """A program under a policy, equal only to the very same ones; None: nothing is compared, or planned."""
+
+    program: Remembered | None
+    policy: planning.Policy | None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lasting) and self.program is other.program and self.policy is other.policy
+
+    def __hash__(self) -> int:
+        return hash((id(self.program), id(self.policy)))
+
+
 class Adjuster:
     """See the module's text. Only a session whose alpha is to be planned tells it of steps.
 
@@ -107,6 +121,11 @@ class Adjuster:
             return Detail.REQUESTS if self._search.observed else Detail.TENSORS
         nearly = self._similar_steps >= self.config.profiler.warmup_steps
         return Detail.REQUESTS if self.stage is Stage.WARM_UP and nearly else None
+
+    @property
+    def lasting(self) -> Lasting | None:
+        """What runs from step to step while stable; else None."""
+        return Lasting(self.programs.current, self.policy) if self.stage is Stage.STABLE else None
 
     def close(self) -> None:
         """The session is detached."""

@@ -38,7 +38,7 @@ def plan(
     capacity_bytes: int | None = None,
     progress: Progress = lambda text: None,
 ) -> Solution:
-    """Offsets that the judge has accepted.
+    """Offsets that the judge has accepted. What is in use all the time lies at the bottom, the rest above it.
 
     Args:
         problem: any.
@@ -51,6 +51,52 @@ def plan(
         LayoutError: The judge accepts none of what was found: a mistake in memplug.
     """
     began = time.monotonic()
+    rest = np.flatnonzero(~_kept(problem))
+    if len(rest) == len(problem):
+        return replace(_plan(problem, planner, time_limit_s, capacity_bytes, progress), seconds=_since(began))
+    offsets, floor = _stack(problem, np.flatnonzero(_kept(problem)))
+    left = None if capacity_bytes is None else max(0, capacity_bytes - floor)
+    found = _plan(problem.part(rest), planner, time_limit_s, left, progress)
+    offsets[rest] = floor + found.offsets
+    exact_floor = floor == int(problem.buffers["size"].sum()) - int(problem.buffers["size"][rest].sum())
+    solution = solved(
+        problem,
+        offsets,
+        found.planner,
+        proven=found.optimal and exact_floor,
+        seconds=_since(began),
+        timed_out=found.timed_out,
+    )
+    if replay.judge(problem, solution):
+        raise _refused()
+    return solution
+
+
+def _kept(problem: Problem) -> np.ndarray:
+    """What is in use from the first instant to the last, of dtype bool: it shares its bytes with nothing."""
+    table = problem.buffers
+    always = (table["lower"] == table["lower"].min(initial=0)) & (table["upper"] == table["upper"].max(initial=0))
+    return table["outlives"] & always
+
+
+def _stack(problem: Problem, rows: np.ndarray) -> tuple[np.ndarray, int]:
+    """Offsets of all buffers, of which `rows` have one at the bottom of the arena, side by side; and where they end.
+
+    So they are never between two others, and split no room (ProTrain, appendix B.2).
+    """
+    table = problem.buffers
+    offsets, end = np.zeros(len(table), np.int64), 0
+    for row in rows[np.argsort(-table["alignment"][rows], kind="stable")].tolist():
+        offsets[row] = -(-end // int(table["alignment"][row])) * int(table["alignment"][row])
+        end = int(offsets[row] + table["size"][row])
+    largest = int(np.lcm.reduce(table["alignment"]))
+    return offsets, -(-end // largest) * largest
+
+
+def _plan(
+    problem: Problem, planner: Planner, time_limit_s: float, capacity_bytes: int | None, progress: Progress
+) -> Solution:
+    began = time.monotonic()
     blocks = on_one_stream(problem, lambda part: search.solve(part, improve=False).offsets)
     plain = blocks.problem
     enough = capacity_bytes if capacity_bytes is not None and capacity_bytes >= plain.lower_bound else None
@@ -61,11 +107,19 @@ def plan(
         progress(planner)
         attempt.offer(_run(planner, plain, attempt.deadline_s, enough))
     if attempt.best is None:
-        raise LayoutError(
-            "the judge accepts no plan of this problem",
-            "Please report it, with the trace or the file that it comes from.",
-        )
-    return replace(attempt.best, seconds=time.monotonic() - began)
+        raise _refused()
+    return attempt.best
+
+
+def _refused() -> LayoutError:
+    return LayoutError(
+        "the judge accepts no plan of this problem",
+        "Please report it, with the trace or the file that it comes from.",
+    )
+
+
+def _since(began: float) -> float:
+    return time.monotonic() - began
 
 
 @dataclass

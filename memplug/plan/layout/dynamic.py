@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from memplug.plan.layout.from_trace import GRANULARITY_BYTES
+from memplug.plan.layout.from_trace import GRANULARITY_BYTES, TRAINING
 from memplug.plan.layout.problem import Problem, Solution
 from memplug.plan.schema import DynamicSpace
 from memplug.profile.trace import Trace
 
-_KEY = ("malloc_phase", "malloc_layer", "free_phase", "free_layer")
+_KEY = ("malloc_phase", "malloc_layer", "free_phase", "free_layer", "stream")
 
 
 def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[DynamicSpace, ...]:
-    """One for each HomoLayer group, in the order of phases and layers.
+    """One for each HomoLayer group on one stream, in the order of phases and layers.
 
     Args:
         step: of one step; its dynamic requests are placed nowhere.
@@ -32,16 +32,19 @@ def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[D
     order = np.argsort(group, kind="stable")
     bounds = np.searchsorted(group.reshape(-1)[order], np.arange(len(keys) + 1))
     spans = _spans(step)
-    members = [rows[np.sort(order[begin:end])] for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
-    windows = [_window(key, of_it, spans, len(step.events)) for key, of_it in zip(keys.tolist(), members, strict=True)]
+    members = [np.sort(order[begin:end]) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    windows = [
+        _window(key, rows[of_it], spans, len(step.events)) for key, of_it in zip(keys.tolist(), members, strict=True)
+    ]
+    numbers = _numbers_in_place(rows)
     return tuple(
         DynamicSpace(
             **dict(zip(_KEY, key, strict=True)),
             lower=window[0],
             upper=window[1],
             spaces=spaces,
-            requests=len(of_it),
-            peak_bytes=_peak_bytes(of_it),
+            members=tuple(numbers[of_it].tolist()),
+            peak_bytes=_peak_bytes(rows[of_it]),
         )
         for key, of_it, window, spaces in zip(
             keys.tolist(), members, windows, _idle(problem, solution, windows), strict=True
@@ -91,8 +94,19 @@ def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
 
 
 def _dynamic(step: Trace) -> np.ndarray:
-    """Of dtype REQUEST; none of no bytes."""
-    return step.requests[step.requests["dynamic"] & (step.requests["nbytes"] > 0)]
+    """Of dtype REQUEST, in their order; none of no bytes, or of threads that do not train."""
+    rows = step.requests
+    return rows[rows["dynamic"] & (rows["nbytes"] > 0) & (rows["malloc_thread"] == TRAINING)]
+
+
+def _numbers_in_place(rows: np.ndarray) -> np.ndarray:
+    """Of each request, how many came before it in the same phase and layer: int64."""
+    _, place = np.unique(rows[["malloc_phase", "malloc_layer"]], return_inverse=True)
+    order = np.argsort(place, kind="stable")
+    first = np.searchsorted(place[order], place[order])
+    numbers = np.empty(len(rows), np.int64)
+    numbers[order] = np.arange(len(rows)) - first
+    return numbers
 
 
 def _rounded(nbytes: int) -> int:
@@ -115,7 +129,7 @@ def _window(
     key: list[int], members: np.ndarray, spans: dict[tuple[int, int], tuple[int, int]], events: int
 ) -> tuple[int, int]:
     """From the beginning of the one layer to the end of the other, and at least as long as what was recorded."""
-    malloc_phase, malloc_layer, free_phase, free_layer = key
+    malloc_phase, malloc_layer, free_phase, free_layer, _ = key
     lower = min(spans[malloc_phase, malloc_layer][0], int(members["malloc_event"].min()))
     if free_phase < 0:
         return lower, events

@@ -9,10 +9,13 @@ import numpy as np
 
 from memplug.errors import LayoutError
 from memplug.plan.layout.problem import BUFFER, Problem
-from memplug.profile.trace import Trace, cut, still_live
+from memplug.profile.trace import Trace, cut, earlier_frees, still_live
 
 GRANULARITY_BYTES = 512
 """What torch's CUDA allocator rounds every request up to (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
+
+TRAINING = 0
+"""The thread that trains, and autograd's, in a trace."""
 
 
 def last_step(trace: Trace, step: int | None = None) -> Trace:
@@ -35,26 +38,31 @@ def last_step(trace: Trace, step: int | None = None) -> Trace:
     return cut(trace, number) if trace.steps else trace
 
 
-def problem_of(step: Trace, alignment_bytes: int = GRANULARITY_BYTES) -> Problem:
+def problem_of(step: Trace, alignment_bytes: int = GRANULARITY_BYTES, margin_bytes: int = 0) -> Problem:
     """What is to be placed of one step: a buffer for each static request that asks for any bytes, in their order.
 
     Sizes are rounded up to the alignment, as an allocator of that granularity hands them out. What is still in use
     when the step ends is in use all of the step: the next one, in which all happens again, must find its bytes
-    untouched. Dynamic requests are left out: their sizes are known at run time. Traces hold no orderings of streams,
-    so requests of different streams share no bytes.
+    untouched. Where the step before left something of that kind that is freed only after its successor was asked for,
+    another buffer stands for it. Left out are dynamic requests, whose sizes are known at run time, and those of threads
+    that do not train, which come at any time. Traces hold no orderings of streams, so requests of different streams
+    share no bytes.
 
     Args:
         step: One step, see `last_step`.
         alignment_bytes: Above 0.
+        margin_bytes: That follow each buffer, to be looked after; a multiple of the alignment.
 
     Returns:
-        Its clock is the index into `step.events`, its ids are the requests' running numbers in the step.
+        Its clock is the index into `step.events`, its ids are the requests' running numbers in the step; what the step
+        before left has -1, -2 and so on.
 
     Raises:
         LayoutError: More bytes than can be placed, or more streams than there can be.
     """
-    assert alignment_bytes > 0, "an alignment above 0"
-    requests = step.requests[~step.requests["dynamic"] & (step.requests["nbytes"] > 0)]
+    assert alignment_bytes > 0 and margin_bytes % alignment_bytes == 0, "an alignment above 0, and multiples of it"
+    requests = step.requests
+    requests = requests[~requests["dynamic"] & (requests["nbytes"] > 0) & (requests["malloc_thread"] == TRAINING)]
     if (requests["stream"] > np.iinfo(BUFFER["stream"]).max).any():
         raise LayoutError(
             f"a request is on stream {requests['stream'].max()}: streams have running numbers",
@@ -64,17 +72,46 @@ def problem_of(step: Trace, alignment_bytes: int = GRANULARITY_BYTES) -> Problem
     table = np.zeros(len(requests), BUFFER)
     table["lower"] = np.where(live, 0, requests["malloc_event"])
     table["upper"] = np.where(live, len(step.events), requests["free_event"])
-    table["size"] = -(-requests["nbytes"] // alignment_bytes) * alignment_bytes
+    table["size"] = -(-requests["nbytes"] // alignment_bytes) * alignment_bytes + margin_bytes
     table["alignment"] = alignment_bytes
     table["stream"] = requests["stream"]
     for column, of_request in (("lower", "malloc"), ("upper", "free")):
         table[f"{column}_phase"] = requests[f"{of_request}_phase"]
         table[f"{column}_layer"] = requests[f"{of_request}_layer"]
     table["outlives"] = live
+    left = _left_by_the_step_before(step, table, requests["malloc_event"], alignment_bytes, margin_bytes)
     return Problem(
-        buffers=table,
-        ids=requests["number"].copy(),
+        buffers=np.concatenate([table, left]),
+        ids=np.concatenate([requests["number"], -1 - np.arange(len(left))]),
         phases=step.phases,
         layers=step.layers,
         fingerprint=step.fingerprint,
     )
+
+
+def _left_by_the_step_before(
+    step: Trace, table: np.ndarray, malloc_events: np.ndarray, alignment_bytes: int, margin_bytes: int
+) -> np.ndarray:
+    """Of dtype BUFFER: what there has to be beside the buffers that outlive the step, for both it and the last step's.
+
+    Requests of one size and stream take turns, so there have to be as many buffers of each kind as are in use at once.
+    """
+    earlier = step.events[earlier_frees(step)]
+    frees = earlier_frees(step)[earlier["nbytes"] > 0]
+    earlier = earlier[earlier["nbytes"] > 0]
+    sizes = -(-earlier["nbytes"] // alignment_bytes) * alignment_bytes + margin_bytes
+    rows = np.flatnonzero(table["outlives"])
+    left = []
+    for size, stream in np.unique(table[rows][["size", "stream"]]).tolist():
+        mallocs = malloc_events[rows[(table["size"][rows] == size) & (table["stream"][rows] == stream)]]
+        freed = frees[(sizes == size) & (earlier["stream"] == stream)][: len(mallocs)]
+        times = np.concatenate([freed, mallocs])
+        changes = np.concatenate([-np.ones(len(freed), np.int64), np.ones(len(mallocs), np.int64)])
+        at_once = len(freed) + int(changes[np.argsort(times)].cumsum().max(initial=0))
+        buffer = np.zeros(max(0, at_once - len(mallocs)), BUFFER)
+        buffer["upper"], buffer["size"], buffer["alignment"] = len(step.events), size, alignment_bytes
+        buffer["stream"], buffer["outlives"] = stream, True
+        for column in ("lower_phase", "upper_phase", "lower_layer", "upper_layer"):
+            buffer[column] = -1
+        left.append(buffer)
+    return np.concatenate([np.zeros(0, BUFFER), *left])

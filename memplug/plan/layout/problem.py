@@ -134,6 +134,13 @@ class Problem:
         """Bytes that no solution can do without: the most that are in use at once."""
         return self._peak[1]
 
+    @cached_property
+    def main_stream(self) -> int:
+        """The stream with the most bytes, of all requests together; 0 without any."""
+        streams, of_buffer = np.unique(self.buffers["stream"], return_inverse=True)
+        nbytes = np.bincount(of_buffer.reshape(-1), self.buffers["size"].astype(np.float64))
+        return int(streams[nbytes.argmax()]) if len(streams) else 0
+
     def live_at_peak(self) -> np.ndarray:
         """Rows of what is in use at the first instant that reaches `lower_bound`: int64, the largest first."""
         time = self._peak[0]

@@ -25,9 +25,7 @@ def on_one_stream(problem: Problem, place: Callable[[Problem], np.ndarray]) -> B
         place: offsets for buffers of one stream, such as of a quick planner: int64[n].
     """
     table = problem.buffers
-    streams = np.unique(table["stream"])
-    nbytes = [int(table["size"][table["stream"] == stream].sum()) for stream in streams]
-    main = int(streams[int(np.argmax(nbytes))]) if len(streams) else 0
+    streams, main = np.unique(table["stream"]), problem.main_stream
     blocks = []
     for stream in streams[streams != main].tolist():
         rows = np.flatnonzero(table["stream"] == stream)

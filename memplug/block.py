@@ -1,0 +1,228 @@
+"""The fields of the "memplug" block: defaults, units, bounds, and what is allowed in words."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a field accepts, in words: the error's counterpart of the bounds beside it."""
+
+    text: str
+
+
+def integral(value: object) -> object:
+    # DeepSpeed files write sizes as 5e8, which JSON reads as a float.
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Switch = Annotated[bool, Field(strict=True), Allowed("true or false")]
+Budget = Annotated[
+    Literal["auto"] | Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)],
+    Allowed('"auto" or a number of GiB above 0'),
+]
+Fraction = Annotated[
+    Literal["auto"] | Annotated[float, Field(strict=True, ge=0, le=1)],
+    Allowed('"auto" or a number from 0 to 1'),
+]
+Patterns = Annotated[
+    Literal["auto"] | Annotated[tuple[Annotated[str, Field(strict=True, pattern=r"\S")], ...], Field(min_length=1)],
+    Allowed('"auto" or a non-empty list of non-empty module-name patterns'),
+]
+Bytes = Annotated[
+    int, Field(strict=True, ge=0), BeforeValidator(integral), Allowed("a whole number of bytes, 0 or more")
+]
+Steps = Annotated[
+    int, Field(strict=True, ge=0), BeforeValidator(integral), Allowed("a whole number of steps, 0 or more")
+]
+Share = Annotated[float, Field(strict=True, ge=0, le=1), Allowed("a number from 0 to 1")]
+
+Timeline = Annotated[
+    Annotated[bool, Field(strict=True)] | Annotated[str, Field(strict=True, pattern=r"\S")],
+    Allowed("false, true, or the name of a folder"),
+]
+Folder = Annotated[
+    Literal[False] | Annotated[str, Field(strict=True, pattern=r"\S")], Allowed("false, or the name of a folder")
+]
+Planner = Annotated[
+    Literal["auto", "exact", "bilevel", "spatiotemporal", "search"],
+    Allowed('"auto", "exact", "bilevel", "spatiotemporal" or "search"'),
+]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TokenwiseConfig(Section):
+    """Row-cached recompute: which rows of which tensors are swapped to host memory, which are recomputed."""
+
+    enabled: Switch = Field(
+        default=True,
+        description="true or false. Switches row-cached recompute on within an enabled memplug.",
+    )
+    alpha: Fraction = Field(
+        default="auto",
+        description=(
+            "Fraction of the rows (tokens) of each captured tensor that is swapped to host memory; the rest is "
+            'recomputed. A number from 0 (recompute all) to 1 (swap all), without unit, or "auto": chosen per tensor '
+            "from measured link and compute rates and the budgets."
+        ),
+    )
+    regions: Patterns = Field(
+        default="auto",
+        description=(
+            "What is recomputed as one unit. A non-empty list of glob patterns over names of modules, in which * stays "
+            'within one part of a name, for example ["model.layers.*.self_attn", "model.layers.*.mlp"], or "auto": '
+            "every decoder layer of a Hugging Face model."
+        ),
+    )
+    min_offload_bytes: Bytes = Field(
+        default=1 << 20,
+        description="Tensors below this many bytes are never swapped. A whole number, 0 or more, in bytes.",
+    )
+
+
+class ProfilerConfig(Section):
+    """When to plan, and when to plan anew: what counts as another program (Chameleon, Algorithm 1)."""
+
+    enabled: Switch = Field(
+        default=True,
+        description=(
+            "true or false. Compares the operators of each training step with those of the last. With false only the "
+            "sizes of the regions' inputs are compared."
+        ),
+    )
+    warmup_steps: Steps = Field(
+        default=2,
+        description=(
+            "The program is planned for once this many steps were like the one before. A whole number of steps, 0 or "
+            "more."
+        ),
+    )
+    policy_steps: Steps = Field(
+        default=5,
+        description=(
+            "How many plans are tried, each for one step, before the fastest is kept; with 0 the one that should be "
+            "the fastest is taken. A whole number of steps, 0 or more."
+        ),
+    )
+    length_tolerance: Share = Field(
+        default=0.05,
+        description=(
+            "A step whose number of operators, or size of the regions' inputs, differs by more than this share is "
+            "another program. A number from 0 to 1, without unit."
+        ),
+    )
+    cosine_similarity: Share = Field(
+        default=0.95,
+        description=(
+            "A step is another program where the cosine similarity of its operators (counts of neighbouring pairs) "
+            "falls below this. A number from 0 to 1, without unit."
+        ),
+    )
+
+
+class ArenaConfig(Section):
+    """The planned arena: training is served from one block of memory, at addresses that were planned (STWeaver)."""
+
+    enabled: Switch = Field(
+        default=True,
+        description=(
+            "true or false. Serves the memory of a training step from one block at planned addresses, once the program "
+            "repeats; what is not in the plan is left to torch's own allocator."
+        ),
+    )
+    planner: Planner = Field(
+        default="auto",
+        description=(
+            'Who finds the addresses: "auto" for the best of all within ten seconds, or one of "exact", "bilevel", '
+            '"spatiotemporal" and "search" alone.'
+        ),
+    )
+    checks: Switch = Field(
+        default=False,
+        description=(
+            "true or false. Fills memory that was freed with a pattern (NaN), puts another behind each block, and "
+            "raises where one was written over: for finding kernels that write where they must not. Slow."
+        ),
+    )
+
+
+class ReportConfig(Section):
+    """Where memplug's counters go."""
+
+    monitor: Switch = Field(
+        default=True,
+        description="true or false. Writes memplug's metrics to the monitor that DeepSpeed is configured with.",
+    )
+    timeline: Timeline = Field(
+        default=False,
+        description=(
+            "false, or the folder that a trace of one step goes to after each plan, for `memplug show`: operators, "
+            'requests for memory, phases, layers. true stands for "memplug_timeline", in the working directory.'
+        ),
+    )
+
+
+class MemplugConfig(Section):
+    """The "memplug" block. Frozen; every field has a default, and `{"enabled": true}` is the useful block."""
+
+    enabled: Switch = Field(
+        default=False,
+        description="true or false. Without it, or with false, memplug leaves the training run untouched.",
+    )
+    device_budget_gib: Budget = Field(
+        default="auto",
+        description=(
+            "Device memory of a rank, all of it counted, up to which a plan may keep outputs instead of swapping them. "
+            'A number of GiB (2**30 bytes) above 0, or "auto": 92 % of what other processes leave.'
+        ),
+    )
+    host_budget_gib: Budget = Field(
+        default="auto",
+        description=(
+            "Host memory that a rank may use for swapped activations. A number of GiB (2**30 bytes) above 0, or "
+            '"auto": 80 % of what the host has available, shared by the ranks of a machine.'
+        ),
+    )
+    plan_dir: Folder = Field(
+        default="memplug_plans",
+        description=(
+            "The folder that memory plans are kept in, by what they were made for, so that the next run of the same "
+            "program need not make them. A name, or false: they are not kept."
+        ),
+    )
+    tokenwise: Annotated[TokenwiseConfig, Allowed('an object such as {"alpha": "auto"}')] = Field(
+        default=TokenwiseConfig(), description="Row-cached recompute. An object."
+    )
+    profiler: Annotated[ProfilerConfig, Allowed('an object such as {"warmup_steps": 2}')] = Field(
+        default=ProfilerConfig(), description="When to plan, and when to plan anew. An object."
+    )
+    arena: Annotated[ArenaConfig, Allowed('an object such as {"planner": "auto"}')] = Field(
+        default=ArenaConfig(), description="The planned arena. An object."
+    )
+    report: Annotated[ReportConfig, Allowed('an object such as {"monitor": true}')] = Field(
+        default=ReportConfig(), description="Where memplug's counters go. An object."
+    )
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to do: enabled, and one of the techniques is."""
+        return self.enabled and (self.tokenwise.enabled or self.arena.enabled)
+
+
+SECTIONS = {
+    "report.": ReportConfig,
+    "arena.": ArenaConfig,
+    "profiler.": ProfilerConfig,
+    "tokenwise.": TokenwiseConfig,
+    "": MemplugConfig,
+}
+"""The models, by what their fields' names begin with."""
+
+# Fields of the design that this version does not have yet. Switching one off is harmless and accepted, so that a
+# block written for a later version with the feature off still runs.
+UNBUILT = ("swap", "report.snapshot_on_oom")

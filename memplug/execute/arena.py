@@ -1,0 +1,221 @@
+"""The planned arena: memory that is reserved once, from which training is served at planned addresses; the façade over
+the native arena (STWeaver, section 6).
+
+The native core stands in front of the device's allocator, and asks the arena first. What the arena has no bytes for,
+and all that it is not meant for, the native allocator gets as if nothing stood in front of it. There is one arena in a
+process, since allocators are the process's; a session that has the recorder has the arena too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from memplug import native
+from memplug.errors import ArenaError
+
+MARGIN_BYTES = 512
+"""What follows each block in the mode that checks."""
+
+PLANNED_REQUEST = np.dtype(  # in program order within each place
+    [
+        ("size", "<i8"),  # bytes, a multiple of 512; in the mode that checks, with MARGIN_BYTES
+        ("offset", "<i8"),  # in the part that is used again and again; of no meaning where `kept` is not -1
+        ("crosses", "<u8"),  # bit n: stream n uses some of these bytes at other times
+        ("phase", "<i4"),  # (micro-batch + 1) * 4 + pass
+        ("layer", "<i4"),
+        ("stream", "<i4"),  # 0 is the main one, where dynamic requests are served
+        ("kept", "<i4"),  # outlives the step: any free slot of this number will do; -1: it does not
+    ]
+)
+KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the part of what outlives steps
+DYNAMIC_REQUEST = np.dtype(  # in program order within each place; the last one stands for whatever else comes there
+    [("phase", "<i4"), ("layer", "<i4"), ("group", "<i4")]  # group -1: none that is served
+)
+IDLE_SPACE = np.dtype([("begin", "<i8"), ("end", "<i8"), ("group", "<i4")])  # that a group may use; rising in each
+
+MOST_STREAMS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tables:
+    """A plan as the native arena reads it.
+
+    Attributes:
+        requests, slots, dynamic, spaces: of the dtypes PLANNED_REQUEST, KEPT_SLOT, DYNAMIC_REQUEST and IDLE_SPACE.
+        crosses: of each group, as in PLANNED_REQUEST.
+        reused_bytes: of the part that is used again and again.
+        kept_bytes: of the part of what outlives steps, which is reserved apart: it can stay when the other goes.
+        streams: how many the requests are on, at most MOST_STREAMS.
+    """
+
+    requests: np.ndarray
+    slots: np.ndarray
+    dynamic: np.ndarray
+    spaces: np.ndarray
+    crosses: Sequence[int]
+    reused_bytes: int
+    kept_bytes: int
+    streams: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counters:
+    """What an arena did since it was made, and holds now; requests, and bytes as asked for unless said otherwise.
+
+    Attributes:
+        planned, planned_bytes: served at their planned addresses.
+        dynamic, dynamic_bytes: served from their group's idle space.
+        lent, lent_bytes: unplanned ones between the passes, such as a validation's, served from what was idle.
+        unplanned: left to the native allocator: the plan has no such request,
+        occupied: its address was still in use,
+        dynamic_missed: or its group's idle space had no room.
+        native_bytes: of those three.
+        elsewhere: likewise, of threads that do not train.
+        written_freed: blocks that were written to after they had been given back, in the mode that checks,
+        written_beyond: or beyond their end.
+        reserved_bytes: now, with what is still in use of earlier plans.
+        live_bytes, peak_bytes: in use now, and the most since `reset_peak`.
+        live_size, peak_size: likewise, rounded up to what they occupy.
+    """
+
+    planned: int = 0
+    planned_bytes: int = 0
+    dynamic: int = 0
+    dynamic_bytes: int = 0
+    lent: int = 0
+    lent_bytes: int = 0
+    unplanned: int = 0
+    occupied: int = 0
+    dynamic_missed: int = 0
+    native_bytes: int = 0
+    elsewhere: int = 0
+    written_freed: int = 0
+    written_beyond: int = 0
+    reserved_bytes: int = 0
+    live_bytes: int = 0
+    live_size: int = 0
+    peak_bytes: int = 0
+    peak_size: int = 0
+
+    @property
+    def served(self) -> int:
+        """Requests that the arena had bytes for."""
+        return self.planned + self.dynamic + self.lent
+
+    @property
+    def mismatched(self) -> int:
+        """Requests that a plan of this program would have had an address for."""
+        return self.unplanned + self.occupied
+
+
+class Arena:
+    """Serves nothing until `serve`.
+
+    Args:
+        device: whose memory it is, the CPU or a CUDA device.
+        checks: look after freed bytes and what follows each block: for finding writes that do not belong there.
+
+    Attributes:
+        serving: from `serve` to `close`.
+
+    Raises:
+        NativeError: the native core cannot be built here.
+        ArenaError: this device's allocator cannot be stood in front of, or another arena of this process is in use.
+    """
+
+    def __init__(self, device: torch.device | str, checks: bool = False):
+        self.device = torch.device(device)
+        self.checks = checks
+        self.serving = False
+        self._native = native.load()
+        cuda = self.device.type == "cuda"
+        if cuda:
+            _check_cuda(self._native)
+        index = torch.cuda.current_device() if cuda and self.device.index is None else self.device.index or 0
+        try:
+            self._native.open_arena(cuda, index, checks)
+        except RuntimeError as error:
+            raise ArenaError(f"there can be no planned arena: {_first_line(error)}") from None
+
+    def serve(self, tables: Tables) -> None:
+        """Serve by this plan from the next request on; what another one handed out stays valid.
+
+        Memory that the native allocator caches is given back first, so that both fit.
+
+        Raises:
+            ArenaError: there is not as much memory; nothing is served then.
+        """
+        self.close()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        try:
+            self._native.load_arena(
+                tables.requests.tobytes(),
+                tables.slots.tobytes(),
+                tables.dynamic.tobytes(),
+                tables.spaces.tobytes(),
+                list(map(int, tables.crosses)),
+                tables.reused_bytes,
+                tables.kept_bytes,
+                tables.streams,
+            )
+            self._stand_in_front(True)
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
+            self._native.close_arena()
+            needed_gib = (tables.reused_bytes + tables.kept_bytes) / 2**30
+            raise ArenaError(f"{needed_gib:.2f} GiB for the arena: {_first_line(error)}", _ROOM) from None
+        self.serving = True
+
+    def begin_step(self) -> None:
+        """The program begins anew: the first request of each place is expected next."""
+        self._native.begin_arena_step()
+
+    def close(self) -> None:
+        """Serve nothing any more, and give back what is not in use: the rest follows when its last block does. A second
+        call does nothing.
+        """
+        if self.serving:
+            self.serving = False
+            self._stand_in_front(False)
+            self._native.close_arena()
+
+    def counters(self) -> Counters:
+        """See `Counters`."""
+        return Counters(**self._native.arena_counters())
+
+    def reset_peak(self) -> None:
+        """The peak is measured from here on."""
+        self._native.reset_arena_peak()
+
+    def _stand_in_front(self, on: bool) -> None:
+        serve = self._native.serve_cuda if self.device.type == "cuda" else self._native.serve_cpu
+        serve(on)
+
+
+_ROOM = (
+    'Lower "device_budget_gib", so that less is kept on the device; or set "arena": {"enabled": false}, which leaves '
+    "all memory to torch's own allocator."
+)
+
+
+def _check_cuda(core: object) -> None:
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        raise ArenaError(
+            f"there can be no planned arena in front of torch's allocator {backend}",
+            'Take "backend:cudaMallocAsync" out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, or set "arena": '
+            '{"enabled": false}.',
+        )
+    if not hasattr(core, "serve_cuda"):
+        raise ArenaError(
+            f"the native core was built without the arena for CUDA, whose interface torch {torch.__version__} changed",
+            'Use a version of torch that `memplug doctor` lists, or set "arena": {"enabled": false}.',
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,376 @@
+#include "arena.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace memplug {
+namespace {
+
+constexpr int32_t LOOK_AROUND = 32; // planned requests, on either side of the one that is expected next
+constexpr size_t MANY_PENDING = 64;
+constexpr int FREED = 0xFF; // reads as NaN in every floating-point type
+constexpr int SURROUNDING = 0xA5;
+
+int64_t rounded(size_t nbytes) {
+  return (static_cast<int64_t>(nbytes) + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
+}
+
+uint64_t key_of(int32_t phase, int32_t layer) {
+  return static_cast<uint64_t>(static_cast<uint32_t>(phase)) << 32 | static_cast<uint32_t>(layer);
+}
+
+} // namespace
+
+// -- requests ---------------------------------------------------------------------------------------------------------
+
+void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream, bool between) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!open_ || nbytes == 0) {
+    return nullptr;
+  }
+  // What is checked has a pattern behind it.
+  const int64_t size = rounded(nbytes) + (checks_ ? GRANULARITY : 0);
+  Spot* spot = spot_of(phase, layer);
+  int64_t* missed = &counters_.unplanned;
+  void* found = nullptr;
+  if (spot != nullptr && spot->dynamic_begin < spot->dynamic_end) {
+    found = take_dynamic(*spot, size, nbytes, stream);
+    missed = &counters_.dynamic_missed;
+    counters_.dynamic += found != nullptr;
+    counters_.dynamic_bytes += found != nullptr ? static_cast<int64_t>(nbytes) : 0;
+  } else if (Row* row = spot != nullptr ? match(*spot, size, stream) : nullptr; row != nullptr) {
+    found = row->kept < 0 ? take_planned(*row, nbytes, stream) : take_kept(*row, nbytes, stream);
+    missed = &counters_.occupied;
+    counters_.planned += found != nullptr;
+    counters_.planned_bytes += found != nullptr ? static_cast<int64_t>(nbytes) : 0;
+  }
+  if (found == nullptr && between && (found = lend(size, nbytes, stream)) != nullptr) {
+    ++counters_.lent;
+    counters_.lent_bytes += static_cast<int64_t>(nbytes);
+  }
+  if (found == nullptr) {
+    ++*missed;
+    counters_.native_bytes += static_cast<int64_t>(nbytes);
+  }
+  return found;
+}
+
+void Arena::elsewhere(size_t nbytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (open_ && nbytes > 0) {
+    ++counters_.elsewhere;
+  }
+}
+
+Arena::Spot* Arena::spot_of(int32_t phase, int32_t layer) {
+  const uint64_t key = key_of(phase, layer);
+  if (key != last_place_ || last_spot_ == nullptr) {
+    const auto found = spots_.find(key);
+    if (found == spots_.end()) {
+      return nullptr;
+    }
+    last_place_ = key;
+    last_spot_ = &found->second;
+  }
+  Spot& spot = *last_spot_;
+  if (spot.step != step_) {
+    spot.step = step_;
+    spot.next = spot.begin;
+    spot.dynamic_next = spot.dynamic_begin;
+  }
+  return &spot;
+}
+
+// The request that is expected next; else the nearest one of this size after it, else before it, that had none yet in
+// this step. So what the plan does not have shifts nothing, and what it has too much of is passed over.
+Arena::Row* Arena::match(Spot& spot, int64_t size, Stream stream) {
+  const auto fits = [&](int32_t at) {
+    const Row& row = rows_[at];
+    return row.size == size && row.served_in != step_ && is_stream(row.stream, stream);
+  };
+  const auto take = [&](int32_t at) {
+    spot.next = at + 1;
+    rows_[at].served_in = step_;
+    return &rows_[at];
+  };
+  const int32_t expected = spot.next;
+  for (int32_t at = expected; at < std::min(spot.end, expected + LOOK_AROUND); ++at) {
+    if (fits(at)) {
+      return take(at);
+    }
+  }
+  for (int32_t at = expected - 1; at >= std::max(spot.begin, expected - LOOK_AROUND); --at) {
+    if (fits(at)) {
+      return take(at);
+    }
+  }
+  return nullptr;
+}
+
+// Streams other than the main one are told apart by the first request that a planned one of theirs is met by.
+bool Arena::is_stream(int32_t number, Stream stream) {
+  if (streams_[number].first) {
+    return streams_[number].second == stream;
+  }
+  for (const auto& [known, handle] : streams_) {
+    if (known && handle == stream) {
+      return false;
+    }
+  }
+  streams_[number] = {true, stream};
+  return true;
+}
+
+bool Arena::is_free(const Row& row) const {
+  const int64_t before = live_starts_.before(row.end);
+  if (before >= 0 && live_[before].end > row.offset) {
+    return false;
+  }
+  if (others_.empty()) {
+    return true;
+  }
+  const auto after = others_.lower_bound(reused_->begin + row.offset + row.size);
+  return after == others_.begin() || std::prev(after)->second.end <= reused_->begin + row.offset;
+}
+
+void* Arena::take_planned(Row& row, size_t nbytes, Stream stream) {
+  if (!is_free(row)) {
+    return nullptr;
+  }
+  char* const begin = reused_->begin + row.offset;
+  const bool wanted = hand_out(begin, row.size, nbytes, stream, row.crosses);
+  live_starts_.add(row.start);
+  live_[row.start] = {row.offset + row.size, static_cast<int64_t>(nbytes), stream, wanted};
+  ++reused_->live;
+  return begin;
+}
+
+void* Arena::take_kept(Row& row, size_t nbytes, Stream stream) {
+  for (const int32_t slot : slots_of_[row.kept]) {
+    if (!slots_[slot].taken) {
+      slots_[slot].taken = true;
+      return take_other(*kept_, slots_[slot].offset, row.size, nbytes, stream, 0, slot);
+    }
+  }
+  return nullptr;
+}
+
+// Best fit in the group's space that is free now (Eq. 6).
+void* Arena::take_dynamic(Spot& spot, int64_t size, size_t nbytes, Stream stream) {
+  const int32_t group = plan_.dynamic[spot.dynamic_next].group;
+  spot.dynamic_next = std::min(spot.dynamic_next + 1, spot.dynamic_end - 1);
+  if (group < 0 || !is_stream(0, stream)) {
+    return nullptr;
+  }
+  Stretch best{0, 0};
+  for (int32_t at = spaces_of_[group].first; at < spaces_of_[group].second; ++at) {
+    const IdleSpace& space = plan_.spaces[at];
+    const Stretch found = fitting(space.begin, space.end, size, false);
+    if (found.second > found.first && (best.second == 0 || found.second - found.first < best.second - best.first)) {
+      best = found;
+    }
+  }
+  if (best.second == 0) {
+    return nullptr;
+  }
+  return take_other(*reused_, best.first, size, nbytes, stream, plan_.crosses[group], -1);
+}
+
+// Validation, data, logging: as far up as possible, where the plan comes only at its peak.
+void* Arena::lend(int64_t size, size_t nbytes, Stream stream) {
+  if (reused_ == nullptr || !is_stream(0, stream)) {
+    return nullptr;
+  }
+  const Stretch found = fitting(0, reused_->nbytes, size, true);
+  if (found.second == found.first) {
+    return nullptr;
+  }
+  return take_other(*reused_, found.second - size, size, nbytes, stream, ~uint64_t{0}, -1);
+}
+
+void* Arena::take_other(
+    Part& part, int64_t offset, int64_t size, size_t nbytes, Stream stream, uint64_t crosses, int32_t slot) {
+  char* const begin = part.begin + offset;
+  const bool wanted = hand_out(begin, size, nbytes, stream, crosses);
+  others_[begin] = {begin + size, static_cast<int64_t>(nbytes), stream, &part, slot, wanted};
+  ++part.live;
+  return begin;
+}
+
+// The free stretch of at least `size` bytes between two offsets that is the smallest, or the highest; empty: none.
+Arena::Stretch Arena::fitting(int64_t begin, int64_t end, int64_t size, bool highest) const {
+  Stretch best{0, 0};
+  while (begin < end) {
+    const Stretch live = next_live(begin, end);
+    const Stretch free{begin, live.first};
+    if (free.second - free.first >= size &&
+        (best.second == 0 || highest || free.second - free.first < best.second - best.first)) {
+      best = free;
+    }
+    begin = live.second;
+  }
+  return best;
+}
+
+// The first block in use that ends after `from` and begins before `end`; else empty, at `end`.
+Arena::Stretch Arena::next_live(int64_t from, int64_t end) const {
+  Stretch found{end, end};
+  const auto number = [&](int64_t offset) {
+    return std::lower_bound(offsets_.begin(), offsets_.end(), offset) - offsets_.begin();
+  };
+  if (!offsets_.empty()) {
+    int64_t start = live_starts_.before(number(from + 1));
+    if (start < 0 || live_[start].end <= from) {
+      start = live_starts_.from(number(from + 1));
+    }
+    if (start >= 0 && offsets_[start] < end) {
+      found = {std::max(offsets_[start], from), live_[start].end};
+    }
+  }
+  auto other = others_.upper_bound(reused_->begin + from);
+  if (other != others_.begin() && std::prev(other)->second.end > reused_->begin + from) {
+    --other;
+  }
+  if (other != others_.end() && other->first < reused_->begin + found.first) {
+    found = {std::max(other->first - reused_->begin, from), other->second.end - reused_->begin};
+  }
+  return found;
+}
+
+bool Arena::hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, uint64_t crosses) {
+  for (size_t number = 0; crosses != 0 && number < streams_.size(); ++number) {
+    const auto& [known, other] = streams_[number];
+    if ((crosses >> number & 1) != 0 && known && other != stream) {
+      const Event event = device_.record(other);
+      device_.wait(stream, event);
+      device_.drop(event);
+    }
+  }
+  for (const Pending& pending : pending_) {
+    if (pending.begin < begin + size && begin < pending.end && pending.stream != stream) {
+      device_.wait(stream, pending.event);
+    }
+  }
+  if (checks_) {
+    counters_.written_freed += !device_.is_filled(begin, size, FREED, stream);
+    device_.fill(begin + nbytes, size - nbytes, SURROUNDING, stream);
+  }
+  counters_.live_bytes += static_cast<int64_t>(nbytes);
+  counters_.live_size += size;
+  counters_.peak_bytes = std::max(counters_.peak_bytes, counters_.live_bytes);
+  counters_.peak_size = std::max(counters_.peak_size, counters_.live_size);
+  const bool wanted = device_.handed_out(begin, nbytes, stream);
+  counters_.unwanted_bytes += wanted ? 0 : static_cast<int64_t>(nbytes);
+  return wanted;
+}
+
+// -- what comes back --------------------------------------------------------------------------------------------------
+
+bool Arena::give_back(void* pointer) {
+  std::vector<std::unique_ptr<Part>> empty;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Part* const part = part_of(pointer);
+    if (part == nullptr) {
+      return false;
+    }
+    char* const begin = static_cast<char*>(pointer);
+    const int64_t start = part == reused_ ? start_at(begin - part->begin) : -1;
+    if (start >= 0 && live_starts_.holds(start)) {
+      const Live& live = live_[start];
+      live_starts_.remove(start);
+      take_in(*part, begin, part->begin + live.end, live.nbytes, live.stream, live.wanted, true);
+    } else if (const auto found = others_.find(begin); found != others_.end()) {
+      const Other other = found->second;
+      others_.erase(found);
+      if (other.slot >= 0) {
+        slots_[other.slot].taken = false;
+      }
+      const bool alone = other.slot >= 0 || streams_.size() == 1;
+      take_in(*part, begin, other.end, other.nbytes, other.stream, other.wanted, alone);
+    } else {
+      return true; // not the beginning of a block: nothing that this could end
+    }
+    empty = take_empty();
+  }
+  release(std::move(empty));
+  return true;
+}
+
+void Arena::take_in(Part& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone) {
+  const auto [first, last] = also_used_on_.equal_range(begin);
+  for (auto used = first; used != last; ++used) {
+    pending_.push_back({begin, end, used->second, device_.record(used->second)});
+    if (checks_) { // what is written below must not be read there
+      device_.wait(stream, pending_.back().event);
+    }
+  }
+  also_used_on_.erase(first, last);
+  if (!alone) { // what the plan knows of streams that share bytes does not cover it
+    pending_.push_back({begin, end, stream, device_.record(stream)});
+  }
+  if (pending_.size() >= MANY_PENDING) {
+    forget_done();
+  }
+  if (checks_) {
+    counters_.written_beyond += !device_.is_filled(begin + nbytes, end - begin - nbytes, SURROUNDING, stream);
+    device_.fill(begin, end - begin, FREED, stream);
+  }
+  counters_.live_bytes -= nbytes;
+  counters_.live_size -= end - begin;
+  counters_.unwanted_bytes -= wanted ? 0 : nbytes;
+  --part.live;
+  device_.came_back(begin, static_cast<size_t>(nbytes), wanted);
+}
+
+bool Arena::use_on(void* pointer, Stream stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (part_of(pointer) == nullptr) {
+    return false;
+  }
+  char* const begin = static_cast<char*>(pointer);
+  const auto [first, last] = also_used_on_.equal_range(begin);
+  if (std::none_of(first, last, [&](const auto& used) { return used.second == stream; })) {
+    also_used_on_.emplace(begin, stream);
+  }
+  return true;
+}
+
+bool Arena::owns(const void* pointer) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return part_of(pointer) != nullptr;
+}
+
+char* Arena::reserved_with(const void* pointer) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Part* const part = part_of(pointer);
+  return part != nullptr ? part->begin : nullptr;
+}
+
+Arena::Part* Arena::part_of(const void* pointer) const {
+  const auto* const address = static_cast<const char*>(pointer);
+  for (const auto& part : parts_) {
+    if (part->begin <= address && address < part->begin + part->nbytes) {
+      return part.get();
+    }
+  }
+  return nullptr;
+}
+
+ArenaCounters Arena::counters() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ArenaCounters counters = counters_;
+  for (const auto& part : parts_) {
+    counters.reserved_bytes += part->nbytes;
+  }
+  return counters;
+}
+
+void Arena::reset_peak() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  counters_.peak_bytes = counters_.live_bytes;
+  counters_.peak_size = counters_.live_size;
+}
+
+} // namespace memplug

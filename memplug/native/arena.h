@@ -1,0 +1,257 @@
+// Memory that is reserved once and handed out at planned addresses (STWeaver, section 6). Knows neither torch nor the
+// kind of device: those are behind `Device`.
+//
+// A request is matched by its place in the program, its size and its stream. What is handed out is always free at that
+// moment, whatever the plan says: a program that departs from its plan loses addresses, never bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "live_starts.h"
+
+namespace memplug {
+
+using Stream = const void*;
+using Event = void*;
+
+constexpr int64_t GRANULARITY = 512; // every size and every address is a multiple of it
+
+// What the arena needs of a device, and whom it tells. Called with the arena locked, but for `reserve` and `release`.
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  // Memory at an address that is a multiple of GRANULARITY; throws where there is not as much.
+  virtual char* reserve(size_t nbytes) = 0;
+  virtual void release(char* memory) = 0;
+
+  // An event completes once all that was queued on its stream before it is done.
+  virtual Event record(Stream stream) = 0;
+  virtual void wait(Stream stream, Event event) = 0;
+  virtual bool is_done(Event event) = 0;
+  virtual void drop(Event event) = 0;
+  virtual void synchronize() = 0;
+
+  // For the mode that checks: write a byte everywhere, and whether it is still everywhere; in the stream's order.
+  virtual void fill(char* begin, size_t nbytes, int byte, Stream stream) = 0;
+  virtual bool is_filled(const char* begin, size_t nbytes, int byte, Stream stream) = 0;
+
+  // A block was handed out, and whether its end is wanted too; a block came back.
+  virtual bool handed_out(void* pointer, size_t nbytes, Stream stream) = 0;
+  virtual void came_back(void* pointer, size_t nbytes, bool wanted) = 0;
+};
+
+// Packed as the dtypes of those names in memplug/execute/arena.py.
+#pragma pack(push, 1)
+struct PlannedRequest { // in program order within each place
+  int64_t size; // rounded up to GRANULARITY, with what surrounds it
+  int64_t offset; // where `kept` is -1
+  uint64_t crosses; // bit n: stream n uses some of these bytes at other times
+  int32_t phase;
+  int32_t layer;
+  int32_t stream;
+  int32_t kept; // outlives the step: any free slot of this number will do; -1: it does not
+};
+struct KeptSlot {
+  int64_t offset; // in the part of what is kept
+  int32_t kept;
+};
+struct DynamicRequest { // in program order within each place; the last one stands for whatever else comes there
+  int32_t phase;
+  int32_t layer;
+  int32_t group; // -1: none that is served
+};
+struct IdleSpace { // that requests of a group may use
+  int64_t begin;
+  int64_t end;
+  int32_t group;
+};
+#pragma pack(pop)
+
+struct ArenaPlan {
+  std::vector<PlannedRequest> requests;
+  std::vector<KeptSlot> slots;
+  std::vector<DynamicRequest> dynamic;
+  std::vector<IdleSpace> spaces; // rising within each group
+  std::vector<uint64_t> crosses; // of each group
+  int64_t reused_bytes = 0;
+  int64_t kept_bytes = 0;
+  int32_t streams = 1; // of which 0 is the main one
+};
+
+// Since the arena was made, but for what is said to be now. A request is counted once.
+struct ArenaCounters {
+  int64_t planned = 0; // at their addresses
+  int64_t planned_bytes = 0;
+  int64_t dynamic = 0; // in idle space of their group
+  int64_t dynamic_bytes = 0;
+  int64_t lent = 0; // unplanned ones between the passes, in what was idle then
+  int64_t lent_bytes = 0;
+  int64_t unplanned = 0; // left to the native allocator: there is no such request in the plan,
+  int64_t occupied = 0; // its address was in use,
+  int64_t dynamic_missed = 0; // or no idle space of its group was large enough
+  int64_t native_bytes = 0; // of all three
+  int64_t elsewhere = 0; // likewise, of threads that do not train
+  int64_t written_freed = 0; // blocks that somebody wrote to after they were given back,
+  int64_t written_beyond = 0; // or past their end
+  int64_t reserved_bytes = 0; // now, with what is still in use of earlier plans
+  int64_t live_bytes = 0; // now: in use, as asked for
+  int64_t live_size = 0; // now: rounded up
+  int64_t peak_size = 0; // the most of it since `reset_peak`
+  int64_t peak_bytes = 0; // likewise, as asked for
+  int64_t unwanted_bytes = 0; // now: of blocks whose end nobody wants to be told of
+};
+
+class Arena {
+ public:
+  // `checks`: freed bytes and what surrounds a block have a pattern that is looked after.
+  Arena(Device& device, bool checks) : device_(device), checks_(checks) {}
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  ~Arena(); // no block is used any more
+
+  // Serve by this plan from now on; throws what `reserve` throws, and then serves nothing.
+  void load(ArenaPlan plan);
+
+  // Serve nothing. What is in use stays valid until it is given back.
+  void close();
+
+  // The program begins anew.
+  void begin_step();
+
+  // Memory for a request, null: ask the native allocator. `between`: it is no part of any pass.
+  void* request(int32_t phase, int32_t layer, size_t nbytes, Stream stream, bool between);
+
+  // A request of a thread that does not train.
+  void elsewhere(size_t nbytes);
+
+  bool owns(const void* pointer) const;
+
+  // False: it is not the arena's. A block ends with it; any thread.
+  bool give_back(void* pointer);
+
+  // The block is used on this stream too. False: it is not the arena's.
+  bool use_on(void* pointer, Stream stream);
+
+  // The beginning of what the pointer's block was reserved with, null: it is not the arena's.
+  char* reserved_with(const void* pointer) const;
+
+  ArenaCounters counters() const;
+  void reset_peak();
+
+  void lock() {
+    mutex_.lock();
+  }
+  void unlock() {
+    mutex_.unlock();
+  }
+
+ private:
+  struct Part { // memory that was reserved at once
+    char* begin;
+    int64_t nbytes;
+    int64_t live = 0; // blocks
+    bool retired = false;
+  };
+  struct Row { // a planned request
+    int64_t size;
+    int64_t offset;
+    uint64_t crosses;
+    int32_t start; // number of its offset among all offsets,
+    int32_t end; // and of the first offset that is not below its end
+    int32_t stream;
+    int32_t kept;
+    uint32_t served_in = 0; // step
+  };
+  struct Spot { // of one place
+    int32_t begin = 0, end = 0, next = 0; // rows
+    int32_t dynamic_begin = 0, dynamic_end = 0, dynamic_next = 0;
+    uint32_t step = 0;
+  };
+  struct Live { // a block at a planned offset
+    int64_t end;
+    int64_t nbytes;
+    Stream stream;
+    bool wanted;
+  };
+  struct Other { // any other block
+    char* end;
+    int64_t nbytes;
+    Stream stream;
+    Part* part;
+    int32_t slot; // of what is kept; -1: none
+    bool wanted;
+  };
+  struct Pending { // bytes that a stream may still use although their block came back
+    char* begin;
+    char* end;
+    Stream stream;
+    Event event;
+  };
+  struct Slot {
+    int64_t offset;
+    bool taken = false;
+  };
+  using Stretch = std::pair<int64_t, int64_t>;
+
+  void stop();
+  void retire(); // all parts
+  void forget_done();
+  std::vector<std::unique_ptr<Part>> take_empty();
+  void release(std::vector<std::unique_ptr<Part>> parts);
+  void keep_live_blocks();
+  void build();
+  void build_spots();
+  Spot* spot_of(int32_t phase, int32_t layer);
+  Row* match(Spot& spot, int64_t size, Stream stream);
+  bool is_stream(int32_t number, Stream stream);
+  bool is_free(const Row& row) const;
+  Stretch next_live(int64_t from, int64_t end) const;
+  Stretch fitting(int64_t begin, int64_t end, int64_t size, bool highest) const;
+  void* take_planned(Row& row, size_t nbytes, Stream stream);
+  void* take_kept(Row& row, size_t nbytes, Stream stream);
+  void* take_dynamic(Spot& spot, int64_t size, size_t nbytes, Stream stream);
+  void* lend(int64_t size, size_t nbytes, Stream stream);
+  void* take_other(Part& part, int64_t offset, int64_t size, size_t nbytes, Stream stream, uint64_t crosses, int32_t slot);
+  bool hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, uint64_t crosses);
+  void take_in(Part& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone);
+  int64_t start_at(int64_t offset) const;
+  Part* part_of(const void* pointer) const;
+
+  Device& device_;
+  const bool checks_;
+  mutable std::mutex mutex_;
+  bool open_ = false;
+  uint32_t step_ = 1;
+  ArenaPlan plan_;
+  std::vector<std::unique_ptr<Part>> parts_;
+  Part* reused_ = nullptr;
+  Part* kept_ = nullptr;
+
+  std::vector<Row> rows_;
+  std::unordered_map<uint64_t, Spot> spots_;
+  uint64_t last_place_ = 0;
+  Spot* last_spot_ = nullptr;
+  std::vector<std::vector<int32_t>> slots_of_; // of each number of `kept`
+  std::vector<Slot> slots_;
+  std::vector<std::pair<int32_t, int32_t>> spaces_of_; // of each group: first and end in the plan's spaces
+  std::vector<std::pair<bool, Stream>> streams_; // known yet, and which
+
+  std::vector<int64_t> offsets_; // of reused rows: distinct, rising
+  std::vector<int32_t> start_table_; // hashed offset -> its number, -1
+  LiveStarts live_starts_;
+  std::vector<Live> live_; // by the number of its offset
+  std::map<char*, Other> others_;
+  std::unordered_multimap<char*, Stream> also_used_on_;
+  std::vector<Pending> pending_;
+  ArenaCounters counters_;
+};
+
+} // namespace memplug

@@ -1,0 +1,56 @@
+// The process's arena: which requests it is asked for, and what the recorder hears of its blocks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <c10/core/Device.h>
+
+#include "arena.h"
+
+namespace memplug {
+
+// Make the arena, of device memory that `device` gives; `device` lives for ever. Throws where one is open on another
+// device; a former one of the same device is taken up again. `checks`: see Arena.
+Arena& open_arena(Device& device, bool checks);
+
+// Null: none was ever made.
+Arena* the_arena();
+
+// Whether requests are asked of it; one atomic read.
+bool serving();
+void serve(bool on);
+
+// Memory for a request of the calling thread, null: the native allocator's.
+void* serve_request(size_t nbytes, Stream stream);
+
+// What deletes a block of the arena.
+void give_back_served(void* pointer);
+
+// The bytes in use of the arena that the recorder has not heard of.
+int64_t unrecorded_bytes();
+
+void lock_arena_for_fork();
+void unlock_arena_after_fork();
+
+// What every device does alike: tells the recorder and torch's profiler of blocks.
+class RecordingDevice : public Device {
+ public:
+  explicit RecordingDevice(c10::Device device) : device_(device) {}
+  bool handed_out(void* pointer, size_t nbytes, Stream stream) override;
+  void came_back(void* pointer, size_t nbytes, bool wanted) override;
+
+ private:
+  void profile(void* pointer, int64_t change);
+
+  const c10::Device device_;
+  int64_t in_use_bytes_ = 0; // of the arena
+};
+
+// Devices: `Device` of the CPU, whose streams are all one.
+Device& cpu_device();
+#ifdef MEMPLUG_CUDA
+Device& cuda_device(int index);
+#endif
+
+} // namespace memplug

@@ -1,0 +1,160 @@
+"""From a memory plan to what the arena reads: each place's requests in program order, with their addresses."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memplug.errors import LayoutError
+from memplug.execute.arena import DYNAMIC_REQUEST, IDLE_SPACE, KEPT_SLOT, MOST_STREAMS, PLANNED_REQUEST, Tables
+from memplug.plan.layout.problem import Problem
+from memplug.plan.schema import MemoryPlan
+from memplug.profile.records import Phase
+
+Spaces = tuple[tuple[int, int], ...]
+
+
+def tables_of(plan: MemoryPlan) -> Tables:
+    """What the arena needs of a plan that the judge has accepted.
+
+    Requests on a 65th stream, which has no bit to be told by, are left to the native allocator.
+
+    Raises:
+        LayoutError: what outlives the step does not lie below all the rest, so that it cannot be reserved apart.
+    """
+    table, offsets, kept = plan.problem.buffers, plan.solution.offsets, plan.problem.buffers["outlives"]
+    kept_bytes = int((offsets + table["size"])[kept].max(initial=0))
+    if (offsets[~kept] < kept_bytes).any():
+        raise LayoutError(
+            "what outlives the step lies among what does not", "Make the plan again with this version of memplug."
+        )
+    stream = _numbered(plan.problem)
+    reused = offsets - kept_bytes
+    used = _Used(reused[~kept], table["size"][~kept], stream[~kept])
+    kind = _kinds(table, stream)
+    crosses = np.where(kept, 0, used.masks(reused, reused + table["size"], stream))
+    dynamic, groups = _dynamic(plan)
+    spaces = [tuple((begin - kept_bytes, end - kept_bytes) for begin, end in group) for group in groups]
+    return Tables(
+        requests=_requests(plan.problem, reused, crosses, stream, kind),
+        slots=_rows(KEPT_SLOT, offset=offsets[kept], kept=kind[kept]),
+        dynamic=dynamic,
+        spaces=np.array([(*space, at) for at, group in enumerate(spaces) for space in group], IDLE_SPACE),
+        crosses=[used.by_others(group, 0) for group in spaces],
+        reused_bytes=plan.solution.height - kept_bytes,
+        kept_bytes=kept_bytes,
+        streams=int(stream[stream < MOST_STREAMS].max(initial=0)) + 1,
+    )
+
+
+def _numbered(problem: Problem) -> np.ndarray:
+    """Stream of each buffer, the main one being 0: int64."""
+    streams = problem.buffers["stream"].tolist()
+    others = sorted({*streams} - {problem.main_stream})
+    number = {stream: at for at, stream in enumerate([problem.main_stream, *others])}
+    return np.array([number[stream] for stream in streams], np.int64)
+
+
+def _kinds(table: np.ndarray, stream: np.ndarray) -> np.ndarray:
+    """Of what outlives the step, a number for each size and stream, by which requests take turns; else -1: int64."""
+    kinds, kept = np.full(len(table), -1), table["outlives"]
+    if kept.any():
+        kinds[kept] = np.unique(np.stack([table["size"], stream])[:, kept], axis=1, return_inverse=True)[1].reshape(-1)
+    return kinds
+
+
+def _requests(
+    problem: Problem, offsets: np.ndarray, crosses: np.ndarray, stream: np.ndarray, kind: np.ndarray
+) -> np.ndarray:
+    """Of dtype PLANNED_REQUEST; what the step before left is no request."""
+    table, number = problem.buffers, np.arange(len(problem))
+    rows = np.flatnonzero((table["lower_phase"] >= 0) & (stream < MOST_STREAMS))
+    phase = np.array([_encoded(phase) for phase in problem.phases], np.int64)[table["lower_phase"][rows]]
+    layer = table["lower_layer"][rows]
+    order = np.lexsort((number[rows], layer, phase))
+    rows = rows[order]
+    return _rows(
+        PLANNED_REQUEST,
+        size=table["size"][rows],
+        offset=offsets[rows],
+        crosses=crosses[rows],
+        phase=phase[order],
+        layer=layer[order],
+        stream=stream[rows],
+        kept=kind[rows],
+    )
+
+
+def _dynamic(plan: MemoryPlan) -> tuple[np.ndarray, list[Spaces]]:
+    """Of dtype DYNAMIC_REQUEST, and the spaces of each group: those of the plan, and for each place one for requests
+    that it had none of: what all of the place's groups may use.
+    """
+    spaces = [group.spaces for group in plan.dynamic]
+    of_place: dict[tuple[int, int], list[int]] = {}
+    for number, group in enumerate(plan.dynamic):
+        if group.stream == plan.problem.main_stream:
+            of_place.setdefault((group.malloc_phase, group.malloc_layer), []).append(number)
+    rows: list[tuple[int, int, int]] = []
+    for (phase, layer), numbers in of_place.items():
+        groups = {member: number for number in numbers for member in plan.dynamic[number].members}
+        common = spaces[numbers[0]]
+        for number in numbers[1:]:
+            common = _common(common, spaces[number])
+        spaces.append(common)
+        encoded = _encoded(plan.problem.phases[phase])
+        rows += [(encoded, layer, groups.get(member, -1)) for member in range(max(groups) + 1)]
+        rows.append((encoded, layer, len(spaces) - 1))
+    return np.array(rows, DYNAMIC_REQUEST), spaces
+
+
+def _common(one: Spaces, other: Spaces) -> Spaces:
+    """Bytes that are in both, rising."""
+    both = ((max(a[0], b[0]), min(a[1], b[1])) for a in one for b in other)
+    return tuple(sorted(space for space in both if space[0] < space[1]))
+
+
+def _encoded(phase: Phase) -> int:
+    """As the native core packs a pass and a micro-batch."""
+    return (phase.micro_batch + 1) * 4 + int(phase.kind)
+
+
+def _rows(dtype: np.dtype, **columns: np.ndarray) -> np.ndarray:
+    rows = np.empty(len(next(iter(columns.values()))), dtype)
+    for name, values in columns.items():
+        rows[name] = values
+    return rows
+
+
+class _Used:
+    """Which bytes of the part that is used again and again each stream ever uses.
+
+    Args:
+        offsets, sizes, stream: of each buffer.
+    """
+
+    def __init__(self, offsets: np.ndarray, sizes: np.ndarray, stream: np.ndarray):
+        self._merged = {
+            number: _merged(offsets[stream == number], (offsets + sizes)[stream == number])
+            for number in np.unique(stream[stream < MOST_STREAMS]).tolist()
+        }
+
+    def masks(self, begins: np.ndarray, ends: np.ndarray, own: np.ndarray) -> np.ndarray:
+        """For each stretch a bit for each stream but its own that uses any byte of it: uint64[n]."""
+        masks = np.zeros(len(begins), np.uint64)
+        for number, (first, last) in self._merged.items():
+            above = np.searchsorted(last, begins, "right")
+            touches = np.append(first, np.iinfo(np.int64).max)[above] < ends
+            masks[touches & (own != number)] |= np.uint64(1 << number)
+        return masks
+
+    def by_others(self, spaces: Spaces, own: int) -> int:
+        """The same for several stretches together."""
+        begins, ends = (np.array([space[side] for space in spaces], np.int64) for side in (0, 1))
+        return int(np.bitwise_or.reduce(self.masks(begins, ends, np.full(len(spaces), own)), initial=0))
+
+
+def _merged(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The union of stretches, as disjoint rising ones."""
+    order = np.argsort(begins)
+    begins, reach = begins[order], np.maximum.accumulate(ends[order])
+    fresh = np.concatenate([[True], begins[1:] > reach[:-1]])
+    return begins[fresh], reach[np.append(fresh[1:], True)]

@@ -1,0 +1,273 @@
+"""When the arena serves, and from which plan: one for each program, made from a step that was recorded of it.
+
+waiting ──the program repeats──► recording ──planned, judged, reserved──► serving
+   ▲                                  ▲                                      │
+   └──── another program ─────────────┴──── too many requests not served ────┘
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import logging
+from collections.abc import Callable, Hashable
+from pathlib import Path
+
+from memplug.block import ArenaConfig
+from memplug.errors import ArenaError, LayoutError
+from memplug.execute.arena import MARGIN_BYTES, Arena, Counters, Tables
+from memplug.plan import plan_file, replay
+from memplug.plan.layout import auto, dynamic
+from memplug.plan.layout.from_trace import last_step, problem_of
+from memplug.plan.layout.problem import Problem
+from memplug.plan.schema import MemoryPlan, memory_plan
+from memplug.profile.trace import Trace
+from memplug.stages.addresses import tables_of
+
+log = logging.getLogger("memplug")
+
+MOST_PLANS = 8
+"""Remembered at a time, the latest: one for each sequence length, say."""
+
+MISMATCHED_SHARE = 0.01  # of the requests of a step, above which it counts against the plan
+MISMATCHED_STEPS = 3  # in a row, after which there is a new one
+DIFFERING_SHARE = 0.01  # of the requests of two steps, up to which they are taken for the same program
+MOST_RECORDED_STEPS = 8
+
+
+class State(enum.Enum):
+    """What the arena is doing."""
+
+    WAITING = "waiting"  # for a program that repeats
+    RECORDING = "recording"  # a step to plan from
+    SERVING = "serving"
+    OFF = "off"
+
+
+class Serving:
+    """The session tells it of the end of every step.
+
+    Args:
+        config: the block's section.
+        arena: of the device that trains.
+        folder: that plans are kept in; None: they are not.
+        warmup_steps: of a program, before it is recorded.
+        tell: the user, in one line.
+
+    Attributes:
+        state: see `State`.
+        why: the arena is off.
+        plan: that it serves, or served last; None before there was one.
+        plans: how many were made.
+        step: what it did in the step that ended last.
+    """
+
+    def __init__(
+        self, config: ArenaConfig, arena: Arena, folder: Path | None, warmup_steps: int, tell: Callable[[str], None]
+    ):
+        self.state, self.why = State.WAITING, ""
+        self.plan: MemoryPlan | None = None
+        self.plans = 0
+        self.step = Counters()
+        self._config, self._arena, self._folder = config, arena, folder
+        self._warmup_steps, self._tell = warmup_steps, tell
+        self._known: collections.OrderedDict[Hashable, tuple[MemoryPlan, Tables]] = collections.OrderedDict()
+        self._program: Hashable = None
+        self._steps = 0  # of the program
+        self._recorded: list[Trace] = []
+        self._mismatched_steps = 0
+        self._patience = 1  # steps of the program until there may be a new plan; doubles with each
+        self._beginning = self._before = arena.counters()  # there may have been another session
+
+    @property
+    def records(self) -> bool:
+        """Whether the next step is to be recorded, with its requests."""
+        return self.state is State.RECORDING
+
+    @property
+    def places(self) -> bool:
+        """Whether the arena needs to know where in the program requests are made."""
+        return self.state in (State.RECORDING, State.SERVING)
+
+    @property
+    def counters(self) -> Counters:
+        """Since the session began, and now."""
+        return _difference(self._arena.counters(), self._beginning)
+
+    def end_step(self, program: Hashable, trace: Trace | None) -> None:
+        """A step is over; what follows is decided before the next one begins.
+
+        Args:
+            program: what runs, if it repeats and is to stay: equal for equal programs; None: it is not known yet.
+            trace: of the step, if it was recorded.
+
+        Raises:
+            ArenaError: somebody wrote where it must not, in the mode that checks.
+        """
+        counters = self._arena.counters()
+        self.step, self._before = _difference(counters, self._before), counters
+        self._check(self.step)
+        if self.state is State.OFF:
+            return
+        if program != self._program:
+            self._enter(program)
+        self._steps += 1
+        if self.state is State.WAITING and program is not None and self._steps > self._warmup_steps:
+            self.state = State.RECORDING
+        elif self.state is State.RECORDING and trace is not None:
+            self._take(trace)
+        elif self.state is State.SERVING and self._departs():
+            self._tell(f"arena: {self._departure()}: a new plan is made")
+            self.state = State.RECORDING
+
+    def begin_step(self) -> None:
+        """All that is done between two steps is done."""
+        if self._arena.serving:
+            self._arena.begin_step()
+
+    def close(self, why: str) -> None:
+        """Serve nothing any more."""
+        self.state, self.why = State.OFF, why
+        self._arena.close()
+        self._recorded.clear()
+        self._known.clear()
+
+    # -- programs ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, program: Hashable) -> None:
+        self._program, self._steps, self._mismatched_steps, self._patience = program, 0, 0, 1
+        self._recorded.clear()
+        self.state = State.WAITING
+        known = self._known.get(program) if program is not None else None
+        if known is None:
+            self._arena.close()  # its memory is the native allocator's meanwhile
+        else:
+            self._known.move_to_end(program)
+            self._serve(*known)
+
+    def _departs(self) -> bool:
+        asked = self.step.served + self.step.mismatched + self.step.dynamic_missed
+        mismatched = self.step.mismatched > MISMATCHED_SHARE * asked
+        self._mismatched_steps = self._mismatched_steps + 1 if mismatched else 0
+        if self._mismatched_steps < MISMATCHED_STEPS or self._steps < self._patience:
+            return False
+        self._patience = 2 * self._steps
+        self._mismatched_steps = 0
+        return True
+
+    def _departure(self) -> str:
+        step = self.step
+        return (
+            f"{MISMATCHED_STEPS} steps in a row had requests that the plan has no address for, the last one "
+            f"{step.unplanned:,} that it does not know and {step.occupied:,} whose bytes were in use, of "
+            f"{step.served + step.mismatched:,}"
+        )
+
+    # -- plans ---------------------------------------------------------------------------------------------------------
+
+    def _take(self, trace: Trace) -> None:
+        """Plan from the second of two steps that asked for the same: what the first left alive is known then."""
+        self._recorded.append(trace)
+        if len(self._recorded) < 2 or not (_alike(*self._recorded[-2:]) or self._tired):
+            return
+        try:
+            plan = self._plan(last_step(trace))
+            known = plan, tables_of(plan)
+        except LayoutError as error:
+            log.warning("memplug: goes on without the arena: %s", error)
+            self.close(error.problem)
+            return
+        self._recorded.clear()
+        self._known[self._program] = known
+        while len(self._known) > MOST_PLANS:
+            self._known.popitem(last=False)
+        self._serve(*known)
+
+    @property
+    def _tired(self) -> bool:
+        return len(self._recorded) >= MOST_RECORDED_STEPS
+
+    def _plan(self, step: Trace) -> MemoryPlan:
+        problem = problem_of(step, margin_bytes=MARGIN_BYTES if self._config.checks else 0)
+        file = self._folder / f"arena-{step.fingerprint.digest()}.json" if self._folder is not None else None
+        plan = _loaded(file, problem) if file is not None else None
+        if plan is not None:
+            return plan
+        solution = auto.plan(problem, self._config.planner)
+        spaces = dynamic.dynamic_spaces(step, problem, solution)
+        plan = memory_plan(problem, solution, spaces, dynamic.dynamic_peak_bytes(step))
+        findings = replay.judge_plan(plan, problem)
+        if findings:
+            raise LayoutError(f"the judge refuses the plan: {findings[0].message}", "Please report it, with a trace.")
+        self.plans += 1
+        if file is not None:
+            _save(plan, file)
+        return plan
+
+    def _serve(self, plan: MemoryPlan, tables: Tables) -> None:
+        try:
+            self._arena.serve(tables)
+        except ArenaError as error:
+            log.warning("memplug: goes on without the arena: %s", error)
+            self.close(error.problem)
+            return
+        self.plan, self.state = plan, State.SERVING
+        promised = plan.predictions
+        self._tell(
+            f"arena: {promised.arena_bytes / 2**30:.3f} GiB for {len(plan.problem):,} requests, "
+            f"fragmentation {promised.fragmentation:.2%}"
+        )
+
+    def _check(self, step: Counters) -> None:
+        for count, how in ((step.written_freed, "after it was freed"), (step.written_beyond, "beyond its end")):
+            if count:
+                raise ArenaError(
+                    f"{count} time{'s' if count > 1 else ''} in this step memory of the arena was written to {how}",
+                    "Look for a kernel that writes outside of its tensors, or uses one that is freed: "
+                    "`CUDA_LAUNCH_BLOCKING=1` and `compute-sanitizer` name it.",
+                )
+
+
+def _loaded(file: Path, problem: Problem) -> MemoryPlan | None:
+    """The plan in a file, if there is one and it is of this very step."""
+    if not file.exists():
+        return None
+    try:
+        plan = plan_file.load(file)
+    except LayoutError as error:
+        log.warning("memplug: arena: a plan that was kept is made again: %s", error.problem)
+        return None
+    findings = replay.judge_plan(plan, problem)
+    if findings:
+        log.debug("memplug: arena: the plan in %s is made again: %s", file, findings[0].message)
+        return None
+    return plan
+
+
+def _save(plan: MemoryPlan, file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        plan_file.save(plan, file)
+    except (OSError, LayoutError) as error:  # a full disk must not end the training
+        log.warning("memplug: arena: the plan is not kept: %s", error)
+
+
+def _alike(one: Trace, other: Trace) -> bool:
+    """Whether two steps ask for the same, in any order, but for few requests; dynamic ones are not compared."""
+    counts = []
+    for trace in (one, other):
+        rows = trace.requests[~trace.requests["dynamic"]]
+        counts.append(collections.Counter(rows[["nbytes", "malloc_layer"]].tolist()))
+    differing = (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
+    return differing <= DIFFERING_SHARE * max(counts[0].total(), counts[1].total())
+
+
+def _difference(after: Counters, before: Counters) -> Counters:
+    """What happened in between; what is said to be now stays."""
+    now = ("reserved_bytes", "live_bytes", "live_size", "peak_bytes", "peak_size")
+    return Counters(
+        **{
+            name: getattr(after, name) - (0 if name in now else getattr(before, name))
+            for name in Counters.__dataclass_fields__
+        }
+    )
