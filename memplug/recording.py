@@ -43,6 +43,7 @@ class Recording:
         trace: of the last step that was recorded in detail; None so far.
         step_trace: of the step that ended last, where a trace of it was asked for; else None.
         peak_bytes: largest memory in use in the step that ended last; None where it was not recorded.
+        placed: the recorder is told where in the program training is.
         able: steps can be recorded, as far as is known.
     """
 
@@ -56,6 +57,7 @@ class Recording:
         self._files: list[Path | None] = []
         self._detail: Detail | None = None
         self._traced = False
+        self.placed = False
         self.able = True
 
     def want(self, file: Path | None) -> None:
@@ -90,9 +92,10 @@ class Recording:
         self._traced = traced
         detail = Detail.TENSORS if self._files else Detail.REQUESTS if traced and detail is None else detail
         detail = detail if self.able and self._begin(detail) else None
+        self.placed = detail is not None or placed
         if detail is None and placed:
             self.recorder.forget()
-        if detail is not None or placed:
+        if self.placed:
             self._places.install()
         else:
             self._places.remove()
@@ -111,6 +114,7 @@ class Recording:
     def stop(self) -> None:
         """The session is detached: nothing is left behind."""
         self._places.remove()
+        self.placed = False
         self._detail = None
         self.recorder.stop()
 

@@ -88,6 +88,8 @@ class Session:
         if self.stage is Stage.DETACHED:
             return
         self.steps += 1
+        if self._serving is not None:
+            self._serving.pause()
         self.executor.transfer.drain()
         self._time_step()
         operators, nodes = self._take()
@@ -228,10 +230,10 @@ class Session:
     @contextlib.contextmanager
     def in_optimizer(self) -> Iterator[None]:
         """What runs inside belongs to the optimizer, in the eyes of whoever records it."""
-        recorder = self._recording.recorder if self._recording is not None else None
-        if recorder is None or not recorder.recording:
+        if self._recording is None or not self._recording.placed:
             yield
             return
+        recorder = self._recording.recorder
         former = recorder.enter_optimizer()
         try:
             yield

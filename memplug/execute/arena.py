@@ -50,6 +50,7 @@ class Tables:
         reused_bytes: of the part that is used again and again.
         kept_bytes: of the part of what outlives steps, which is reserved apart: it can stay when the other goes.
         streams: how many the requests are on, at most MOST_STREAMS.
+        rows: of each request, in the problem that was planned: int64.
     """
 
     requests: np.ndarray
@@ -60,6 +61,7 @@ class Tables:
     reused_bytes: int
     kept_bytes: int
     streams: int
+    rows: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +122,7 @@ class Arena:
         checks: look after freed bytes and what follows each block: for finding writes that do not belong there.
 
     Attributes:
-        serving: from `serve` to `close`.
+        serving: there is a plan to serve by: from `serve` to `close`.
 
     Raises:
         NativeError: the native core cannot be built here.
@@ -142,7 +144,7 @@ class Arena:
             raise ArenaError(f"there can be no planned arena: {_first_line(error)}") from None
 
     def serve(self, tables: Tables) -> None:
-        """Serve by this plan from the next request on; what another one handed out stays valid.
+        """Serve by this plan from the next step on; what another one handed out stays valid.
 
         Memory that the native allocator caches is given back first, so that both fit.
 
@@ -171,8 +173,20 @@ class Arena:
         self.serving = True
 
     def begin_step(self) -> None:
-        """The program begins anew: the first request of each place is expected next."""
-        self._native.begin_arena_step()
+        """The program begins anew: the first request of each place is expected next. Serves from here on."""
+        if self.serving:
+            self._native.begin_arena_step()
+
+    def end_step(self) -> None:
+        """Serves nothing until the next step begins: what is asked for between two steps is no part of the program."""
+        if self.serving:
+            self._native.end_arena_step()
+
+    def late(self) -> list[tuple[int, int]]:
+        """Requests of the plan, by their index, whose blocks were still in use when the plan had their bytes for
+        another one; and that one.
+        """
+        return self._native.late_requests() if self.serving else []
 
     def close(self) -> None:
         """Serve nothing any more, and give back what is not in use: the rest follows when its last block does. A second
@@ -192,8 +206,9 @@ class Arena:
         self._native.reset_arena_peak()
 
     def _stand_in_front(self, on: bool) -> None:
-        serve = self._native.serve_cuda if self.device.type == "cuda" else self._native.serve_cpu
-        serve(on)
+        cuda = self.device.type == "cuda"
+        stand = self._native.stand_before_cuda if cuda else self._native.stand_before_cpu
+        stand(on)
 
 
 _ROOM = (
@@ -210,7 +225,7 @@ def _check_cuda(core: object) -> None:
             'Take "backend:cudaMallocAsync" out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, or set "arena": '
             '{"enabled": false}.',
         )
-    if not hasattr(core, "serve_cuda"):
+    if not hasattr(core, "stand_before_cuda"):
         raise ArenaError(
             f"the native core was built without the arena for CUDA, whose interface torch {torch.__version__} changed",
             'Use a version of torch that `memplug doctor` lists, or set "arena": {"enabled": false}.',

@@ -122,9 +122,10 @@ bool Arena::is_stream(int32_t number, Stream stream) {
   return true;
 }
 
-bool Arena::is_free(const Row& row) const {
+bool Arena::is_free(const Row& row) {
   const int64_t before = live_starts_.before(row.end);
   if (before >= 0 && live_[before].end > row.offset) {
+    late_.emplace(live_[before].row, static_cast<int32_t>(&row - rows_.data()));
     return false;
   }
   if (others_.empty()) {
@@ -141,7 +142,8 @@ void* Arena::take_planned(Row& row, size_t nbytes, Stream stream) {
   char* const begin = reused_->begin + row.offset;
   const bool wanted = hand_out(begin, row.size, nbytes, stream, row.crosses);
   live_starts_.add(row.start);
-  live_[row.start] = {row.offset + row.size, static_cast<int64_t>(nbytes), stream, wanted};
+  const auto number = static_cast<int32_t>(&row - rows_.data());
+  live_[row.start] = {row.offset + row.size, static_cast<int64_t>(nbytes), stream, number, wanted};
   ++reused_->live;
   return begin;
 }
@@ -356,6 +358,11 @@ Arena::Part* Arena::part_of(const void* pointer) const {
     }
   }
   return nullptr;
+}
+
+std::vector<std::pair<int32_t, int32_t>> Arena::late() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return {late_.begin(), late_.end()};
 }
 
 ArenaCounters Arena::counters() const {

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -143,6 +144,10 @@ class Arena {
   // The beginning of what the pointer's block was reserved with, null: it is not the arena's.
   char* reserved_with(const void* pointer) const;
 
+  // Planned requests, by their index, whose blocks were still in use when the plan had their bytes for another one; and
+  // that one.
+  std::vector<std::pair<int32_t, int32_t>> late() const;
+
   ArenaCounters counters() const;
   void reset_peak();
 
@@ -179,6 +184,7 @@ class Arena {
     int64_t end;
     int64_t nbytes;
     Stream stream;
+    int32_t row;
     bool wanted;
   };
   struct Other { // any other block
@@ -212,7 +218,7 @@ class Arena {
   Spot* spot_of(int32_t phase, int32_t layer);
   Row* match(Spot& spot, int64_t size, Stream stream);
   bool is_stream(int32_t number, Stream stream);
-  bool is_free(const Row& row) const;
+  bool is_free(const Row& row);
   Stretch next_live(int64_t from, int64_t end) const;
   Stretch fitting(int64_t begin, int64_t end, int64_t size, bool highest) const;
   void* take_planned(Row& row, size_t nbytes, Stream stream);
@@ -251,6 +257,7 @@ class Arena {
   std::map<char*, Other> others_;
   std::unordered_multimap<char*, Stream> also_used_on_;
   std::vector<Pending> pending_;
+  std::set<std::pair<int32_t, int32_t>> late_;
   ArenaCounters counters_;
 };
 

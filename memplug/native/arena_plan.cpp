@@ -135,6 +135,7 @@ void Arena::keep_live_blocks() {
   live_starts_ = LiveStarts();
   offsets_.clear();
   live_.clear();
+  late_.clear();
 }
 
 void Arena::retire() {

@@ -171,16 +171,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const py::gil_scoped_release released;
     the_arena()->close();
   });
-  module.def("begin_arena_step", [] { the_arena()->begin_step(); });
+  module.def("begin_arena_step", [] {
+    the_arena()->begin_step();
+    serve(true);
+  });
+  module.def("end_arena_step", [] { serve(false); });
+  module.def("late_requests", [] { return the_arena()->late(); });
   module.def("reset_arena_peak", [] { the_arena()->reset_peak(); });
   module.def("arena_counters", &arena_counters);
-  module.def("serve_cpu", [](bool on) {
+  module.def("stand_before_cpu", [](bool on) {
+    serve(false);
     if (on) {
       install_cpu(ARENA);
     } else {
       uninstall_cpu(ARENA);
     }
-    serve(on);
   });
 
   module.def("enter_forward", [](int micro_batch) { return to_tuple(enter_forward(micro_batch)); });

@@ -19,6 +19,8 @@ from memplug.plan.schema import DynamicSpace, MemoryPlan
 
 _FURTHEST = 2**62  # offsets up to here plus any size fit int64
 
+_LIFETIMES = ("lower", "upper", "upper_phase", "upper_layer")
+
 
 class Fault(enum.Enum):
     """What can be wrong with a solution or a plan."""
@@ -80,7 +82,11 @@ def judge(problem: Problem, solution: Solution, capacity_bytes: int | None = Non
 
 
 def judge_plan(
-    plan: MemoryPlan, problem: Problem | None = None, capacity_bytes: int | None = None
+    plan: MemoryPlan,
+    problem: Problem | None = None,
+    capacity_bytes: int | None = None,
+    *,
+    same_lifetimes: bool = True,
 ) -> tuple[Finding, ...]:
     """What is wrong with a plan: with its solution, its predictions and its dynamic spaces; nothing: it is accepted.
 
@@ -88,6 +94,8 @@ def judge_plan(
         plan: Any, as loaded.
         problem: Of this run; the plan has to be of the same program on the same kind of machine, and of its buffers.
         capacity_bytes: See `judge`.
+        same_lifetimes: The buffers of this run have to live as long as those of the plan; or else only so that the
+            solution is one for them too.
     """
     unusable = tuple(_unusable(plan.problem, plan.solution))
     if unusable:
@@ -99,7 +107,10 @@ def judge_plan(
         *_dynamic(plan),
     ]
     if problem is not None:
-        found += _differences(plan.problem, problem)
+        different = list(_differences(plan.problem, problem, () if same_lifetimes else _LIFETIMES))
+        found += different
+        if not same_lifetimes and not different:
+            found += judge(problem, plan.solution)
     return tuple(found)
 
 
@@ -245,7 +256,7 @@ def _in_use(plan: MemoryPlan, name: str, first: np.ndarray, end: np.ndarray, row
         yield Finding(code=Fault.SPACE_IN_USE, message=message, rows=(row,))
 
 
-def _differences(planned: Problem, run: Problem) -> Iterator[Finding]:
+def _differences(planned: Problem, run: Problem, ignored: tuple[str, ...]) -> Iterator[Finding]:
     for field in dataclasses.fields(planned.fingerprint):
         of_plan, of_run = getattr(planned.fingerprint, field.name), getattr(run.fingerprint, field.name)
         if of_plan != of_run:
@@ -258,7 +269,8 @@ def _differences(planned: Problem, run: Problem) -> Iterator[Finding]:
         message = f"the plan is of {len(planned.buffers)} buffers, and this run has {len(run.buffers)}"
         yield Finding(code=Fault.OTHER_BUFFERS, message=message)
         return
-    columns = {name: (planned.buffers[name], run.buffers[name]) for name in planned.buffers.dtype.names}
+    names = [name for name in planned.buffers.dtype.names if name not in ignored]
+    columns = {name: (planned.buffers[name], run.buffers[name]) for name in names}
     for name, (of_plan, of_run) in {"id": (planned.ids, run.ids), **columns}.items():
         rows = np.flatnonzero(of_plan != of_run)
         if len(rows):

@@ -32,10 +32,12 @@ def tables_of(plan: MemoryPlan) -> Tables:
     used = _Used(reused[~kept], table["size"][~kept], stream[~kept])
     kind = _kinds(table, stream)
     crosses = np.where(kept, 0, used.masks(reused, reused + table["size"], stream))
+    requests, rows = _requests(plan.problem, reused, crosses, stream, kind)
     dynamic, groups = _dynamic(plan)
     spaces = [tuple((begin - kept_bytes, end - kept_bytes) for begin, end in group) for group in groups]
     return Tables(
-        requests=_requests(plan.problem, reused, crosses, stream, kind),
+        requests=requests,
+        rows=rows,
         slots=_rows(KEPT_SLOT, offset=offsets[kept], kept=kind[kept]),
         dynamic=dynamic,
         spaces=np.array([(*space, at) for at, group in enumerate(spaces) for space in group], IDLE_SPACE),
@@ -64,15 +66,15 @@ def _kinds(table: np.ndarray, stream: np.ndarray) -> np.ndarray:
 
 def _requests(
     problem: Problem, offsets: np.ndarray, crosses: np.ndarray, stream: np.ndarray, kind: np.ndarray
-) -> np.ndarray:
-    """Of dtype PLANNED_REQUEST; what the step before left is no request."""
-    table, number = problem.buffers, np.arange(len(problem))
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of dtype PLANNED_REQUEST, and the buffer of each; what the step before left is no request."""
+    table = problem.buffers
     rows = np.flatnonzero((table["lower_phase"] >= 0) & (stream < MOST_STREAMS))
     phase = np.array([_encoded(phase) for phase in problem.phases], np.int64)[table["lower_phase"][rows]]
     layer = table["lower_layer"][rows]
-    order = np.lexsort((number[rows], layer, phase))
+    order = np.lexsort((rows, layer, phase))
     rows = rows[order]
-    return _rows(
+    requests = _rows(
         PLANNED_REQUEST,
         size=table["size"][rows],
         offset=offsets[rows],
@@ -82,6 +84,7 @@ def _requests(
         stream=stream[rows],
         kept=kind[rows],
     )
+    return requests, rows
 
 
 def _dynamic(plan: MemoryPlan) -> tuple[np.ndarray, list[Spaces]]:

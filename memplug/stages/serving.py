@@ -11,7 +11,10 @@ import collections
 import enum
 import logging
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from memplug.block import ArenaConfig
 from memplug.errors import ArenaError, LayoutError
@@ -33,6 +36,7 @@ MISMATCHED_SHARE = 0.01  # of the requests of a step, above which it counts agai
 MISMATCHED_STEPS = 3  # in a row, after which there is a new one
 DIFFERING_SHARE = 0.01  # of the requests of two steps, up to which they are taken for the same program
 MOST_RECORDED_STEPS = 8
+MOST_AMENDMENTS = 16  # of a plan
 
 
 class State(enum.Enum):
@@ -44,6 +48,16 @@ class State(enum.Enum):
     OFF = "off"
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a program is served by, and the step that it was planned from."""
+
+    step: Trace
+    plan: MemoryPlan
+    tables: Tables
+    amendments: int
+
+
 class Serving:
     """The session tells it of the end of every step.
 
@@ -52,7 +66,7 @@ class Serving:
         arena: of the device that trains.
         folder: that plans are kept in; None: they are not.
         warmup_steps: of a program, before it is recorded.
-        tell: the user, in one line.
+        tell: the user, in one line of a level of logging.
 
     Attributes:
         state: see `State`.
@@ -63,7 +77,12 @@ class Serving:
     """
 
     def __init__(
-        self, config: ArenaConfig, arena: Arena, folder: Path | None, warmup_steps: int, tell: Callable[[str], None]
+        self,
+        config: ArenaConfig,
+        arena: Arena,
+        folder: Path | None,
+        warmup_steps: int,
+        tell: Callable[[str, int], None],
     ):
         self.state, self.why = State.WAITING, ""
         self.plan: MemoryPlan | None = None
@@ -71,7 +90,7 @@ class Serving:
         self.step = Counters()
         self._config, self._arena, self._folder = config, arena, folder
         self._warmup_steps, self._tell = warmup_steps, tell
-        self._known: collections.OrderedDict[Hashable, tuple[MemoryPlan, Tables]] = collections.OrderedDict()
+        self._known: collections.OrderedDict[Hashable, _Known] = collections.OrderedDict()
         self._program: Hashable = None
         self._steps = 0  # of the program
         self._recorded: list[Trace] = []
@@ -116,14 +135,17 @@ class Serving:
             self.state = State.RECORDING
         elif self.state is State.RECORDING and trace is not None:
             self._take(trace)
-        elif self.state is State.SERVING and self._departs():
-            self._tell(f"arena: {self._departure()}: a new plan is made")
+        elif self.state is State.SERVING and not self._amend() and self._departs():
+            self._tell(f"arena: {self._departure()}: a new plan is made", logging.INFO)
             self.state = State.RECORDING
+
+    def pause(self) -> None:
+        """A step is over: what is asked for from here until the next begins is memplug's own."""
+        self._arena.end_step()
 
     def begin_step(self) -> None:
         """All that is done between two steps is done."""
-        if self._arena.serving:
-            self._arena.begin_step()
+        self._arena.begin_step()
 
     def close(self, why: str) -> None:
         """Serve nothing any more."""
@@ -143,7 +165,7 @@ class Serving:
             self._arena.close()  # its memory is the native allocator's meanwhile
         else:
             self._known.move_to_end(program)
-            self._serve(*known)
+            self._serve(known)
 
     def _departs(self) -> bool:
         asked = self.step.served + self.step.mismatched + self.step.dynamic_missed
@@ -170,52 +192,73 @@ class Serving:
         self._recorded.append(trace)
         if len(self._recorded) < 2 or not (_alike(*self._recorded[-2:]) or self._tired):
             return
-        try:
-            plan = self._plan(last_step(trace))
-            known = plan, tables_of(plan)
-        except LayoutError as error:
-            log.warning("memplug: goes on without the arena: %s", error)
-            self.close(error.problem)
-            return
         self._recorded.clear()
-        self._known[self._program] = known
-        while len(self._known) > MOST_PLANS:
-            self._known.popitem(last=False)
-        self._serve(*known)
+        step = last_step(trace)
+        self._plan(step, problem_of(step, margin_bytes=MARGIN_BYTES if self._config.checks else 0), amendments=0)
 
     @property
     def _tired(self) -> bool:
         return len(self._recorded) >= MOST_RECORDED_STEPS
 
-    def _plan(self, step: Trace) -> MemoryPlan:
-        problem = problem_of(step, margin_bytes=MARGIN_BYTES if self._config.checks else 0)
+    def _amend(self) -> bool:
+        """Where blocks came back later than in the step that was recorded, a plan in which they last twice as long as
+        they were seen to. Such are blocks that another thread frees, as backends of collectives do: now sooner, now
+        later.
+        """
+        known, late = self._known[self._program], self._arena.late()
+        if not late or known.amendments == MOST_AMENDMENTS:
+            return False
+        problem = known.plan.problem
+        buffers = problem.buffers.copy()
+        for row, other in known.tables.rows[np.array(late)]:
+            lower, seen = int(buffers["lower"][row]), int(buffers["lower"][other]) + 1
+            upper = min(2 * seen - lower, len(known.step.events))
+            buffers["upper"][row] = max(upper, int(buffers["upper"][row]))
+        self._plan(known.step, replace(problem, buffers=buffers), known.amendments + 1)
+        return True
+
+    def _plan(self, step: Trace, problem: Problem, amendments: int) -> None:
+        """Find addresses, and serve by them."""
         file = self._folder / f"arena-{step.fingerprint.digest()}.json" if self._folder is not None else None
-        plan = _loaded(file, problem) if file is not None else None
-        if plan is not None:
-            return plan
+        try:
+            plan = _loaded(file, problem) if file is not None and not amendments else None
+            if plan is None:
+                plan = self._made(step, problem)
+                self.plans += 1
+                if file is not None:
+                    _save(plan, file)
+            known = _Known(step, plan, tables_of(plan), amendments)
+        except LayoutError as error:
+            log.warning("memplug: goes on without the arena: %s", error)
+            self.close(error.problem)
+            return
+        self._known[self._program] = known
+        while len(self._known) > MOST_PLANS:
+            self._known.popitem(last=False)
+        self._serve(known)
+
+    def _made(self, step: Trace, problem: Problem) -> MemoryPlan:
         solution = auto.plan(problem, self._config.planner)
         spaces = dynamic.dynamic_spaces(step, problem, solution)
         plan = memory_plan(problem, solution, spaces, dynamic.dynamic_peak_bytes(step))
         findings = replay.judge_plan(plan, problem)
         if findings:
             raise LayoutError(f"the judge refuses the plan: {findings[0].message}", "Please report it, with a trace.")
-        self.plans += 1
-        if file is not None:
-            _save(plan, file)
         return plan
 
-    def _serve(self, plan: MemoryPlan, tables: Tables) -> None:
+    def _serve(self, known: _Known) -> None:
+        plan = known.plan
         try:
-            self._arena.serve(tables)
+            self._arena.serve(known.tables)
         except ArenaError as error:
             log.warning("memplug: goes on without the arena: %s", error)
             self.close(error.problem)
             return
-        self.plan, self.state = plan, State.SERVING
-        promised = plan.predictions
+        promised, self.plan, self.state = plan.predictions, plan, State.SERVING
         self._tell(
             f"arena: {promised.arena_bytes / 2**30:.3f} GiB for {len(plan.problem):,} requests, "
-            f"fragmentation {promised.fragmentation:.2%}"
+            f"fragmentation {promised.fragmentation:.2%}",
+            logging.DEBUG if known.amendments else logging.INFO,
         )
 
     def _check(self, step: Counters) -> None:
@@ -237,7 +280,7 @@ def _loaded(file: Path, problem: Problem) -> MemoryPlan | None:
     except LayoutError as error:
         log.warning("memplug: arena: a plan that was kept is made again: %s", error.problem)
         return None
-    findings = replay.judge_plan(plan, problem)
+    findings = replay.judge_plan(plan, problem, same_lifetimes=False)
     if findings:
         log.debug("memplug: arena: the plan in %s is made again: %s", file, findings[0].message)
         return None

@@ -9,7 +9,7 @@ import numpy as np
 
 from memplug.errors import LayoutError
 from memplug.plan.layout.problem import BUFFER, Problem
-from memplug.profile.trace import Trace, cut, earlier_frees, still_live
+from memplug.profile.trace import Trace, cut, earlier_frees, freed_elsewhere, still_live
 
 GRANULARITY_BYTES = 512
 """What torch's CUDA allocator rounds every request up to (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
@@ -44,8 +44,9 @@ def problem_of(step: Trace, alignment_bytes: int = GRANULARITY_BYTES, margin_byt
     Sizes are rounded up to the alignment, as an allocator of that granularity hands them out. What is still in use
     when the step ends is in use all of the step: the next one, in which all happens again, must find its bytes
     untouched. Where the step before left something of that kind that is freed only after its successor was asked for,
-    another buffer stands for it. Left out are dynamic requests, whose sizes are known at run time, and those of threads
-    that do not train, which come at any time. Traces hold no orderings of streams, so requests of different streams
+    another buffer stands for it. What another thread freed is taken to be in use twice as long, since it may come later
+    next time. Left out are dynamic requests, whose sizes are known at run time, and those of threads that do not train,
+    which come at any time. Traces hold no orderings of streams, so requests of different streams
     share no bytes.
 
     Args:
@@ -71,7 +72,9 @@ def problem_of(step: Trace, alignment_bytes: int = GRANULARITY_BYTES, margin_byt
     live = still_live(requests)
     table = np.zeros(len(requests), BUFFER)
     table["lower"] = np.where(live, 0, requests["malloc_event"])
-    table["upper"] = np.where(live, len(step.events), requests["free_event"])
+    lower, upper = requests["malloc_event"], requests["free_event"]
+    upper = np.where(freed_elsewhere(requests), np.minimum(2 * upper - lower, len(step.events)), upper)
+    table["upper"] = np.where(live, len(step.events), upper)
     table["size"] = -(-requests["nbytes"] // alignment_bytes) * alignment_bytes + margin_bytes
     table["alignment"] = alignment_bytes
     table["stream"] = requests["stream"]
