@@ -29,7 +29,7 @@ class Played:
 
     device = torch.device("cpu")
     suspended = contextlib.nullcontext()
-    enter_forward = enter_layer = enter_optimizer = leave = staticmethod(lambda *place: None)
+    enter_forward = enter_no_grad = enter_layer = enter_optimizer = leave = staticmethod(lambda *place: None)
 
     def __init__(self) -> None:
         self.recording = False

@@ -117,11 +117,11 @@ def test_a_forward_without_gradients_is_no_micro_batch_and_has_its_layers(record
     told = Told(recorder)
     told.begin()
     with torch.no_grad():
-        told.truth.running = (Pass.OTHER, -1)
+        told.truth.running = (Pass.NO_GRAD, -1)
         told.model(torch.ones(2, 4))
     told.backward(0, told.forward(0))
     found = told.truth.check(told.end())
-    assert found[Pass.OTHER, -1, 1] > 0 and found[Pass.BACKWARD, 0, 1] > 0
+    assert found[Pass.NO_GRAD, -1, 1] > 0 and found[Pass.BACKWARD, 0, 1] > 0
     assert told.places.inputs == ["float32[2, 4]"]
 
 

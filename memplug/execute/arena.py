@@ -25,10 +25,11 @@ PLANNED_REQUEST = np.dtype(  # in program order within each place
         ("size", "<i8"),  # bytes, a multiple of 512; in the mode that checks, with MARGIN_BYTES
         ("offset", "<i8"),  # in the part that is used again and again; of no meaning where `kept` is not -1
         ("crosses", "<u8"),  # bit n: stream n uses some of these bytes at other times
-        ("phase", "<i4"),  # (micro-batch + 1) * 4 + pass
+        ("phase", "<i4"),  # (micro-batch + 1) * 8 + pass
         ("layer", "<i4"),
         ("stream", "<i4"),  # 0 is the main one, where dynamic requests are served
         ("kept", "<i4"),  # outlives the step: any free slot of this number will do; -1: it does not
+        ("spare", "<i4"),  # group of idle spaces to use where its bytes are not free; -1: none
     ]
 )
 KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the part of what outlives steps
@@ -47,6 +48,7 @@ class Tables:
     Attributes:
         requests, slots, dynamic, spaces: of the dtypes PLANNED_REQUEST, KEPT_SLOT, DYNAMIC_REQUEST and IDLE_SPACE.
         crosses: of each group, as in PLANNED_REQUEST.
+        lendable: groups that a validation between the steps is to use, in this order.
         reused_bytes: of the part that is used again and again.
         kept_bytes: of the part of what outlives steps, which is reserved apart: it can stay when the other goes.
         streams: how many the requests are on, at most MOST_STREAMS.
@@ -58,6 +60,7 @@ class Tables:
     dynamic: np.ndarray
     spaces: np.ndarray
     crosses: Sequence[int]
+    lendable: Sequence[int]
     reused_bytes: int
     kept_bytes: int
     streams: int
@@ -71,7 +74,7 @@ class Counters:
     Attributes:
         planned, planned_bytes: served at their planned addresses.
         dynamic, dynamic_bytes: served from their group's idle space.
-        lent, lent_bytes: unplanned ones between the passes, such as a validation's, served from what was idle.
+        lent, lent_bytes: served from what was idle: of validations and the like, or because the address was in use.
         unplanned: left to the native allocator: the plan has no such request,
         occupied: its address was still in use,
         dynamic_missed: or its group's idle space had no room.
@@ -161,6 +164,7 @@ class Arena:
                 tables.dynamic.tobytes(),
                 tables.spaces.tobytes(),
                 list(map(int, tables.crosses)),
+                list(map(int, tables.lendable)),
                 tables.reused_bytes,
                 tables.kept_bytes,
                 tables.streams,

@@ -92,8 +92,10 @@ class Places:
             self._inside.append((_ROOT, self._recorder.enter_forward(self._micro_batch)))
             self._micro_batch += 1
             self.inputs.append(_shapes((*args, *kwargs.values())))
-        else:  # a validation, or a checkpoint around the model: no micro-batch
+        elif recomputes:  # a checkpoint around the model: no micro-batch
             self._inside.append((_ROOT, self._recorder.enter_layer(-1)))
+        else:
+            self._inside.append((_ROOT, self._recorder.enter_no_grad()))
 
     def _entering(self, index: int) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any) -> None:

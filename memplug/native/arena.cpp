@@ -31,29 +31,37 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
   }
   // What is checked has a pattern behind it.
   const int64_t size = rounded(nbytes) + (checks_ ? GRANULARITY : 0);
-  Spot* spot = spot_of(phase, layer);
+  const auto count = [&](void* found, int64_t& requests, int64_t& sum) {
+    requests += found != nullptr;
+    sum += found != nullptr ? static_cast<int64_t>(nbytes) : 0;
+    return found;
+  };
+  Spot* const spot = spot_of(phase, layer);
   int64_t* missed = &counters_.unplanned;
-  void* found = nullptr;
+  int32_t spare = -1;
   if (spot != nullptr && spot->dynamic_begin < spot->dynamic_end) {
-    found = take_dynamic(*spot, size, nbytes, stream);
     missed = &counters_.dynamic_missed;
-    counters_.dynamic += found != nullptr;
-    counters_.dynamic_bytes += found != nullptr ? static_cast<int64_t>(nbytes) : 0;
+    if (void* found = take_dynamic(*spot, size, nbytes, stream)) {
+      return count(found, counters_.dynamic, counters_.dynamic_bytes);
+    }
   } else if (Row* row = spot != nullptr ? match(*spot, size, stream) : nullptr; row != nullptr) {
-    found = row->kept < 0 ? take_planned(*row, nbytes, stream) : take_kept(*row, nbytes, stream);
     missed = &counters_.occupied;
-    counters_.planned += found != nullptr;
-    counters_.planned_bytes += found != nullptr ? static_cast<int64_t>(nbytes) : 0;
+    spare = row->spare;
+    void* const found = row->kept < 0 ? take_planned(*row, nbytes, stream) : take_kept(*row, nbytes, stream);
+    if (found != nullptr) {
+      return count(found, counters_.planned, counters_.planned_bytes);
+    }
   }
-  if (found == nullptr && between && (found = lend(size, nbytes, stream)) != nullptr) {
-    ++counters_.lent;
-    counters_.lent_bytes += static_cast<int64_t>(nbytes);
+  void* found = spare >= 0 ? take_idle(spare, size, nbytes, stream) : nullptr;
+  if (found == nullptr && between) {
+    found = lend(size, nbytes, stream);
   }
   if (found == nullptr) {
     ++*missed;
     counters_.native_bytes += static_cast<int64_t>(nbytes);
+    return nullptr;
   }
-  return found;
+  return count(found, counters_.lent, counters_.lent_bytes);
 }
 
 void Arena::elsewhere(size_t nbytes) {
@@ -158,15 +166,16 @@ void* Arena::take_kept(Row& row, size_t nbytes, Stream stream) {
   return nullptr;
 }
 
-// Best fit in the group's space that is free now (Eq. 6).
 void* Arena::take_dynamic(Spot& spot, int64_t size, size_t nbytes, Stream stream) {
   const int32_t group = plan_.dynamic[spot.dynamic_next].group;
   spot.dynamic_next = std::min(spot.dynamic_next + 1, spot.dynamic_end - 1);
-  if (group < 0 || !is_stream(0, stream)) {
-    return nullptr;
-  }
+  return group >= 0 ? take_idle(group, size, nbytes, stream) : nullptr;
+}
+
+// Best fit in the group's space that is free now (Eq. 6).
+void* Arena::take_idle(int32_t group, int64_t size, size_t nbytes, Stream stream) {
   Stretch best{0, 0};
-  for (int32_t at = spaces_of_[group].first; at < spaces_of_[group].second; ++at) {
+  for (int32_t at = spaces_of_[group].first; at < spaces_of_[group].second && is_stream(0, stream); ++at) {
     const IdleSpace& space = plan_.spaces[at];
     const Stretch found = fitting(space.begin, space.end, size, false);
     if (found.second > found.first && (best.second == 0 || found.second - found.first < best.second - best.first)) {
@@ -179,10 +188,15 @@ void* Arena::take_dynamic(Spot& spot, int64_t size, size_t nbytes, Stream stream
   return take_other(*reused_, best.first, size, nbytes, stream, plan_.crosses[group], -1);
 }
 
-// Validation, data, logging: as far up as possible, where the plan comes only at its peak.
+// Validation, data, logging: what the plan comes to last; else as far up as possible.
 void* Arena::lend(int64_t size, size_t nbytes, Stream stream) {
   if (reused_ == nullptr || !is_stream(0, stream)) {
     return nullptr;
+  }
+  for (const int32_t group : plan_.lendable) {
+    if (void* found = take_idle(group, size, nbytes, stream)) {
+      return found;
+    }
   }
   const Stretch found = fitting(0, reused_->nbytes, size, true);
   if (found.second == found.first) {

@@ -59,6 +59,7 @@ struct PlannedRequest { // in program order within each place
   int32_t layer;
   int32_t stream;
   int32_t kept; // outlives the step: any free slot of this number will do; -1: it does not
+  int32_t spare; // group of idle spaces to use where these bytes are not free; -1: none
 };
 struct KeptSlot {
   int64_t offset; // in the part of what is kept
@@ -82,6 +83,7 @@ struct ArenaPlan {
   std::vector<DynamicRequest> dynamic;
   std::vector<IdleSpace> spaces; // rising within each group
   std::vector<uint64_t> crosses; // of each group
+  std::vector<int32_t> lendable; // groups that are lent from, in this order
   int64_t reused_bytes = 0;
   int64_t kept_bytes = 0;
   int32_t streams = 1; // of which 0 is the main one
@@ -93,7 +95,7 @@ struct ArenaCounters {
   int64_t planned_bytes = 0;
   int64_t dynamic = 0; // in idle space of their group
   int64_t dynamic_bytes = 0;
-  int64_t lent = 0; // unplanned ones between the passes, in what was idle then
+  int64_t lent = 0; // in other idle space: of validations and the like, or as the address was in use
   int64_t lent_bytes = 0;
   int64_t unplanned = 0; // left to the native allocator: there is no such request in the plan,
   int64_t occupied = 0; // its address was in use,
@@ -127,7 +129,7 @@ class Arena {
   // The program begins anew.
   void begin_step();
 
-  // Memory for a request, null: ask the native allocator. `between`: it is no part of any pass.
+  // Memory for a request, null: ask the native allocator. `between`: it is no part of what is trained.
   void* request(int32_t phase, int32_t layer, size_t nbytes, Stream stream, bool between);
 
   // A request of a thread that does not train.
@@ -173,6 +175,7 @@ class Arena {
     int32_t end; // and of the first offset that is not below its end
     int32_t stream;
     int32_t kept;
+    int32_t spare;
     uint32_t served_in = 0; // step
   };
   struct Spot { // of one place
@@ -224,6 +227,7 @@ class Arena {
   void* take_planned(Row& row, size_t nbytes, Stream stream);
   void* take_kept(Row& row, size_t nbytes, Stream stream);
   void* take_dynamic(Spot& spot, int64_t size, size_t nbytes, Stream stream);
+  void* take_idle(int32_t group, int64_t size, size_t nbytes, Stream stream);
   void* lend(int64_t size, size_t nbytes, Stream stream);
   void* take_other(Part& part, int64_t offset, int64_t size, size_t nbytes, Stream stream, uint64_t crosses, int32_t slot);
   bool hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, uint64_t crosses);

@@ -192,7 +192,7 @@ void Arena::build() {
   for (const PlannedRequest& r : plan_.requests) {
     const bool kept = r.kept >= 0;
     rows_.push_back(
-        {r.size, r.offset, r.crosses, kept ? -1 : number(r.offset), kept ? -1 : number(r.offset + r.size), r.stream, r.kept});
+        {r.size, r.offset, r.crosses, kept ? -1 : number(r.offset), kept ? -1 : number(r.offset + r.size), r.stream, r.kept, r.spare});
   }
   live_starts_ = LiveStarts(offsets_.size() + 1);
   live_.resize(offsets_.size());

@@ -40,6 +40,7 @@ struct Thread {
   uint64_t suspended_at = 0;
   int32_t number = 0;
   Place explicit_place;
+  int32_t last_forward = -1;
   Place last_backward;
   uint64_t last_node[2] = {0, 0}; // thread and sequence number of the node that `last_backward` was found for
   Place outside_of_backward; // what nodes belong to that are made outside of backwards,
@@ -166,7 +167,12 @@ Place here() {
 }
 
 Place enter_forward(int32_t micro_batch) {
+  this_thread.last_forward = micro_batch;
   return enter({FORWARD, micro_batch, -1});
+}
+
+Place enter_no_grad() {
+  return enter({NO_GRAD, -1, -1});
 }
 
 Place enter_layer(int32_t layer) {
@@ -187,8 +193,13 @@ void leave(Place former) {
   mark(thread, {former.pass, former.micro_batch == -1 ? micro_batch : former.micro_batch, former.layer});
 }
 
+int32_t last_forward() {
+  return this_thread.last_forward;
+}
+
 void forget() {
   Thread& thread = this_thread;
+  thread.last_forward = -1;
   thread.explicit_place = {};
   thread.last_backward = {};
   thread.last_node[0] = thread.last_node[1] = 0;

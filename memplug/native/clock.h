@@ -7,7 +7,7 @@
 namespace memplug {
 
 // As in memplug/profile/trace.py, class Pass.
-enum Pass : int32_t { OTHER = 0, FORWARD = 1, BACKWARD = 2, OPTIMIZER = 3 };
+enum Pass : int32_t { OTHER = 0, FORWARD = 1, BACKWARD = 2, OPTIMIZER = 3, NO_GRAD = 5 };
 
 struct Place {
   int32_t pass = OTHER;
@@ -31,11 +31,15 @@ int32_t thread_number();
 // node's sequence number, so that no hook has to run in backward.
 Place here();
 
-// Enter a forward, a layer or the optimizer on the calling thread; returns where it was. `leave` goes back there.
+// Enter a forward, one without gradients, a layer or the optimizer on the calling thread; returns where it was. `leave` goes back there.
 Place enter_forward(int32_t micro_batch);
+Place enter_no_grad();
 Place enter_layer(int32_t layer);
 Place enter_optimizer();
 void leave(Place former);
+
+// The micro-batch that the calling thread entered last, -1: none since `forget`.
+int32_t last_forward();
 
 // Between steps: the calling thread is nowhere, and forwards before it are forgotten.
 void forget();

@@ -64,6 +64,7 @@ void load_arena(
     const py::bytes& dynamic,
     const py::bytes& spaces,
     std::vector<uint64_t> crosses,
+    std::vector<int32_t> lendable,
     int64_t reused_bytes,
     int64_t kept_bytes,
     int32_t streams) {
@@ -73,6 +74,7 @@ void load_arena(
       rows_of<memplug::DynamicRequest>(dynamic),
       rows_of<memplug::IdleSpace>(spaces),
       std::move(crosses),
+      std::move(lendable),
       reused_bytes,
       kept_bytes,
       streams};
@@ -189,6 +191,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
 
   module.def("enter_forward", [](int micro_batch) { return to_tuple(enter_forward(micro_batch)); });
+  module.def("enter_no_grad", [] { return to_tuple(enter_no_grad()); });
   module.def("enter_layer", [](int layer) { return to_tuple(enter_layer(layer)); });
   module.def("enter_optimizer", [] { return to_tuple(enter_optimizer()); });
   module.def("leave", [](const std::tuple<int32_t, int32_t, int32_t>& former) {

@@ -61,7 +61,7 @@ int64_t running_operator();
 
 // A place's pass and micro-batch in one integer.
 inline int32_t pack(Place place) {
-  return (place.micro_batch + 1) * 4 + place.pass;
+  return (place.micro_batch + 1) * 8 + place.pass;
 }
 
 void lock_records_for_fork();

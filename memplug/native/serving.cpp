@@ -51,8 +51,12 @@ void* serve_request(size_t nbytes, Stream stream) {
     a.elsewhere(nbytes);
     return nullptr;
   }
-  const Place place = here();
-  return a.request(pack(place), place.layer, nbytes, stream, place.pass == OTHER);
+  Place place = here();
+  if (place.pass == OTHER) { // told apart by what came before
+    place.micro_batch = last_forward();
+  }
+  const bool between = place.pass == OTHER || place.pass == NO_GRAD;
+  return a.request(pack(place), place.layer, nbytes, stream, between);
 }
 
 void give_back_served(void* pointer) {

@@ -45,7 +45,8 @@ def logical_layers(trace: Trace, step: int, groups: int) -> tuple[LogicalLayer, 
             The paper finds the estimates good up to the number of layers of the model. The optimizer is one group.
 
     Returns:
-        In execution order. Operators of phases of kind `Pass.OTHER` are in none of them, but count in Eq. 1.
+        In execution order. Operators between passes, and of forwards without gradients, are in none of them, but count
+        in Eq. 1.
 
     Raises:
         IndexError: There is no such step.
@@ -60,7 +61,7 @@ def logical_layers(trace: Trace, step: int, groups: int) -> tuple[LogicalLayer, 
     layers = []
     for index in np.unique(phase).tolist():
         kind, micro_batch = trace.phases[index].kind, trace.phases[index].micro_batch
-        if kind == Pass.OTHER:
+        if kind in (Pass.OTHER, Pass.NO_GRAD):
             continue
         members = np.flatnonzero(phase == index)
         edges = group_edges(len(members), 1 if kind == Pass.OPTIMIZER else groups)

@@ -54,9 +54,10 @@ class Recorder:
         recording: between `begin` and `end`.
         suspended: `with recorder.suspended:` around operators that are memplug's own: part of traces, not of the
             sequence.
-        enter_forward, enter_layer, enter_optimizer: say where the calling thread is: in a forward of a micro-batch (its
-            running number in the step), in a layer (its index in the layers of the trace), in the optimizer. Each
-            returns where it was, for `leave`. A backward needs none: the nodes of the graph tell.
+        enter_forward, enter_no_grad, enter_layer, enter_optimizer: say where the calling thread is: in a forward of a
+            micro-batch (its running number in the step), in one without gradients, in a layer (its index in the layers
+            of the trace), in the optimizer. Each returns where it was, for `leave`. A backward needs none: the
+            nodes of the graph tell.
 
     Raises:
         NativeError: the native core cannot be built here.
@@ -74,6 +75,7 @@ class Recorder:
         self.recording = False
         self.suspended = self._native.Suspended()
         self.enter_forward: Callable[[int], Place] = self._native.enter_forward
+        self.enter_no_grad: Callable[[], Place] = self._native.enter_no_grad
         self.enter_layer: Callable[[int], Place] = self._native.enter_layer
         self.enter_optimizer: Callable[[], Place] = self._native.enter_optimizer
         self.leave: Callable[[Place], None] = self._native.leave
@@ -260,7 +262,7 @@ def _trace(
     return Trace(
         names=tuple(names[number] for number in used),
         dtypes=tuple(_DTYPES.get(scalar_types[kind], scalar_types[kind].lower()) for kind in kinds),
-        phases=tuple(Phase(Pass(value % 4), int(value) // 4 - 1) for value in packed),
+        phases=tuple(Phase(Pass(value % 8), int(value) // 8 - 1) for value in packed),
         operators=operators,
         uses=uses[np.argsort(uses["operator"], kind="stable")],  # an operator writes after those inside of it
         tensors=tensors,

@@ -16,11 +16,12 @@ import numpy as np
 class Pass(enum.IntEnum):
     """What a training step is doing."""
 
-    OTHER = 0  # between the others: data, logging, evaluation outside of any forward that is followed by a backward
+    OTHER = 0  # between the others: data, logging
     FORWARD = 1
     BACKWARD = 2
     OPTIMIZER = 3
     EITHER = 4  # a forward or a backward: the file does not say
+    NO_GRAD = 5  # a forward that no backward follows: validation, or a reference model
 
 
 class Event(enum.IntEnum):

@@ -23,13 +23,22 @@ PASS_WORDS = {
     Pass.BACKWARD: "backward",
     Pass.OPTIMIZER: "optimizer",
     Pass.EITHER: "forward or backward",
+    Pass.NO_GRAD: "forward without gradients",
 }
-_PASS_LETTERS = {Pass.OTHER: "", Pass.FORWARD: "F", Pass.BACKWARD: "B", Pass.OPTIMIZER: "opt", Pass.EITHER: "P"}
+_PASS_LETTERS = {
+    Pass.OTHER: "",
+    Pass.FORWARD: "F",
+    Pass.BACKWARD: "B",
+    Pass.OPTIMIZER: "opt",
+    Pass.EITHER: "P",
+    Pass.NO_GRAD: "V",
+}
 
 # The first and the last group of a kind; those between are mixed from the two.
 _PASS_COLOURS = {
     Pass.OTHER: ("#b9b2a6", "#b9b2a6"),
     Pass.OPTIMIZER: ("#3f8f5b", "#3f8f5b"),
+    Pass.NO_GRAD: ("#8c8f3f", "#8c8f3f"),
     Pass.FORWARD: ("#2166a5", "#9cc8e8"),
     Pass.BACKWARD: ("#c8520f", "#fbc58b"),
     Pass.EITHER: ("#6a4c9c", "#d0c1e8"),

@@ -6,9 +6,12 @@ import numpy as np
 
 from memplug.errors import LayoutError
 from memplug.execute.arena import DYNAMIC_REQUEST, IDLE_SPACE, KEPT_SLOT, MOST_STREAMS, PLANNED_REQUEST, Tables
+from memplug.plan.layout.dynamic import idle_spaces
 from memplug.plan.layout.problem import Problem
 from memplug.plan.schema import MemoryPlan
-from memplug.profile.records import Phase
+from memplug.profile.records import Pass
+
+PARTS = 16  # of a step, by which it is told apart when bytes are needed
 
 Spaces = tuple[tuple[int, int], ...]
 
@@ -34,6 +37,9 @@ def tables_of(plan: MemoryPlan) -> Tables:
     crosses = np.where(kept, 0, used.masks(reused, reused + table["size"], stream))
     requests, rows = _requests(plan.problem, reused, crosses, stream, kind)
     dynamic, groups = _dynamic(plan)
+    lendable, spare = _idle_from_the_beginning(plan), _idle_to_the_end(plan)
+    requests["spare"] = np.where(kept[rows], -1, len(groups) + len(lendable) + _part(plan, rows))
+    groups += [*lendable, *spare]
     spaces = [tuple((begin - kept_bytes, end - kept_bytes) for begin, end in group) for group in groups]
     return Tables(
         requests=requests,
@@ -42,6 +48,7 @@ def tables_of(plan: MemoryPlan) -> Tables:
         dynamic=dynamic,
         spaces=np.array([(*space, at) for at, group in enumerate(spaces) for space in group], IDLE_SPACE),
         crosses=[used.by_others(group, 0) for group in spaces],
+        lendable=range(len(groups) - len(spare) - len(lendable), len(groups) - len(spare)),
         reused_bytes=plan.solution.height - kept_bytes,
         kept_bytes=kept_bytes,
         streams=int(stream[stream < MOST_STREAMS].max(initial=0)) + 1,
@@ -70,7 +77,7 @@ def _requests(
     """Of dtype PLANNED_REQUEST, and the buffer of each; what the step before left is no request."""
     table = problem.buffers
     rows = np.flatnonzero((table["lower_phase"] >= 0) & (stream < MOST_STREAMS))
-    phase = np.array([_encoded(phase) for phase in problem.phases], np.int64)[table["lower_phase"][rows]]
+    phase = _places(problem)[rows]
     layer = table["lower_layer"][rows]
     order = np.lexsort((rows, layer, phase))
     rows = rows[order]
@@ -83,8 +90,19 @@ def _requests(
         layer=layer[order],
         stream=stream[rows],
         kept=kind[rows],
+        spare=np.full(len(rows), -1),
     )
     return requests, rows
+
+
+def _places(problem: Problem) -> np.ndarray:
+    """The phase of each buffer's request as the native core packs it: int64. What lies between passes is told apart by
+    the forward that came before it.
+    """
+    kinds = np.array([int(phase.kind) for phase in problem.phases] or [0])[problem.buffers["lower_phase"]]
+    batches = np.array([phase.micro_batch for phase in problem.phases] or [0])[problem.buffers["lower_phase"]]
+    forwards = np.where((kinds == Pass.FORWARD) & (problem.buffers["lower_phase"] >= 0), batches, -1)
+    return (np.where(kinds == Pass.OTHER, np.maximum.accumulate(forwards), batches) + 1) * 8 + kinds
 
 
 def _dynamic(plan: MemoryPlan) -> tuple[np.ndarray, list[Spaces]]:
@@ -94,7 +112,7 @@ def _dynamic(plan: MemoryPlan) -> tuple[np.ndarray, list[Spaces]]:
     spaces = [group.spaces for group in plan.dynamic]
     of_place: dict[tuple[int, int], list[int]] = {}
     for number, group in enumerate(plan.dynamic):
-        if group.stream == plan.problem.main_stream:
+        if group.stream == plan.problem.main_stream and group.malloc_phase >= 0:
             of_place.setdefault((group.malloc_phase, group.malloc_layer), []).append(number)
     rows: list[tuple[int, int, int]] = []
     for (phase, layer), numbers in of_place.items():
@@ -103,21 +121,39 @@ def _dynamic(plan: MemoryPlan) -> tuple[np.ndarray, list[Spaces]]:
         for number in numbers[1:]:
             common = _common(common, spaces[number])
         spaces.append(common)
-        encoded = _encoded(plan.problem.phases[phase])
+        encoded = (plan.problem.phases[phase].micro_batch + 1) * 8 + int(plan.problem.phases[phase].kind)
         rows += [(encoded, layer, groups.get(member, -1)) for member in range(max(groups) + 1)]
         rows.append((encoded, layer, len(spaces) - 1))
     return np.array(rows, DYNAMIC_REQUEST), spaces
+
+
+def _idle_from_the_beginning(plan: MemoryPlan) -> list[Spaces]:
+    """What no buffer uses from the beginning of a step on, the longest time first.
+
+    What is made between two steps and stays in use, such as a batch, may so last into the step for a while.
+    """
+    end = int(plan.problem.buffers["upper"].max(initial=0))
+    windows = [(0, end * part // PARTS) for part in range(PARTS - 1, 0, -1)]
+    return idle_spaces(plan.problem, plan.solution, windows)
+
+
+def _idle_to_the_end(plan: MemoryPlan) -> list[Spaces]:
+    """What no buffer uses from each part of a step on: what is there for requests whose own bytes are not free."""
+    end = int(plan.problem.buffers["upper"].max(initial=0))
+    return idle_spaces(plan.problem, plan.solution, [(end * part // PARTS, end + 1) for part in range(PARTS)])
+
+
+def _part(plan: MemoryPlan, rows: np.ndarray) -> np.ndarray:
+    """Which part of the step each buffer is asked for in."""
+    table = plan.problem.buffers
+    end = int(table["upper"].max(initial=1))
+    return np.minimum(table["lower"][rows] * PARTS // end, PARTS - 1)
 
 
 def _common(one: Spaces, other: Spaces) -> Spaces:
     """Bytes that are in both, rising."""
     both = ((max(a[0], b[0]), min(a[1], b[1])) for a in one for b in other)
     return tuple(sorted(space for space in both if space[0] < space[1]))
-
-
-def _encoded(phase: Phase) -> int:
-    """As the native core packs a pass and a micro-batch."""
-    return (phase.micro_batch + 1) * 4 + int(phase.kind)
 
 
 def _rows(dtype: np.dtype, **columns: np.ndarray) -> np.ndarray:

@@ -97,7 +97,7 @@ struct Simulated final : Device {
 };
 
 PlannedRequest planned(int64_t offset, int64_t size, int32_t phase = 0, int32_t stream = 0, uint64_t crosses = 0) {
-  return {size * UNIT, offset * UNIT, crosses, phase, 0, stream, -1};
+  return {size * UNIT, offset * UNIT, crosses, phase, 0, stream, -1, -1};
 }
 
 ArenaPlan plan_of(std::vector<PlannedRequest> requests, int64_t size, int32_t streams = 1) {
@@ -180,7 +180,7 @@ void what_outlives_the_step_takes_turns() {
   Simulated device;
   Arena arena(device, false);
   ArenaPlan plan = plan_of({planned(0, 1)}, 1);
-  plan.requests.push_back({UNIT, 0, 0, 1, 0, 0, 0});
+  plan.requests.push_back({UNIT, 0, 0, 1, 0, 0, 0, -1});
   plan.slots = {{0, 0}, {UNIT, 0}};
   plan.kept_bytes = 2 * UNIT;
   arena.load(std::move(plan));
@@ -368,7 +368,7 @@ void what_an_earlier_plan_kept_frees_nothing_of_a_later_one() {
   Arena arena(device, false);
   const auto keeping = [] {
     ArenaPlan plan = plan_of({}, 0);
-    plan.requests = {{UNIT, 0, 0, 0, 0, 0, 0}, {UNIT, 0, 0, 0, 0, 0, 0}};
+    plan.requests = {{UNIT, 0, 0, 0, 0, 0, 0, -1}, {UNIT, 0, 0, 0, 0, 0, 0, -1}};
     plan.slots = {{0, 0}};
     plan.kept_bytes = UNIT;
     return plan;

@@ -7,6 +7,8 @@ planned buffer uses in that time is the group's dynamic reusable space (Eq. 3 to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from memplug.plan.layout.from_trace import GRANULARITY_BYTES, TRAINING
@@ -47,7 +49,7 @@ def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[D
             peak_bytes=_peak_bytes(rows[of_it]),
         )
         for key, of_it, window, spaces in zip(
-            keys.tolist(), members, windows, _idle(problem, solution, windows), strict=True
+            keys.tolist(), members, windows, idle_spaces(problem, solution, windows), strict=True
         )
     )
 
@@ -136,8 +138,10 @@ def _window(
     return lower, max(spans[free_phase, free_layer][1], int(members["free_event"].max()) + 1)
 
 
-def _idle(problem: Problem, solution: Solution, windows: list[tuple[int, int]]) -> list[tuple[tuple[int, int], ...]]:
-    """What no planned buffer uses in each window: disjoint and rising."""
+def idle_spaces(
+    problem: Problem, solution: Solution, windows: Sequence[tuple[int, int]]
+) -> list[tuple[tuple[int, int], ...]]:
+    """What no planned buffer uses in each window of the problem's clock: (first byte, end), disjoint and rising."""
     table = problem.buffers
     by_lower = np.argsort(table["lower"], kind="stable")
     lower, upper = table["lower"][by_lower], table["upper"][by_lower]
