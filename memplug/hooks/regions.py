@@ -19,7 +19,7 @@ from memplug.errors import ConflictError, RegionError
 from memplug.execute.tokenwise import Region
 from memplug.session import Session
 
-_REGION = "_memplug_region"
+_REGION, _MARK = "_memplug_region", "_memplug_session"
 Prepare = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -104,9 +104,29 @@ def make_region(
     return undo
 
 
+class _Mark:
+    """What the root of an attached model carries; a copy or a pickle of the model has None in its place."""
+
+    def __init__(self, session: Session):
+        self.session = session
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def mark(model: nn.Module, session: Session) -> Callable[[], None]:
+    """Remember that a model is attached, with or without regions; returns how to undo it."""
+    object.__setattr__(model, _MARK, _Mark(session))
+    return lambda: model.__dict__.pop(_MARK, None)
+
+
 def session_of(model: nn.Module) -> Session | None:
     """The session that the model, or a part of it, is attached to."""
-    return next((module.__dict__[_REGION].session for module in model.modules() if _REGION in module.__dict__), None)
+    for module in model.modules():
+        carried = module.__dict__.get(_REGION) or module.__dict__.get(_MARK)
+        if carried is not None:
+            return carried.session
+    return None
 
 
 @functools.cache

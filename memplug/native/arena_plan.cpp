@@ -181,7 +181,7 @@ void Arena::release(std::vector<std::unique_ptr<Part>> parts) {
 void Arena::build() {
   for (const PlannedRequest& request : plan_.requests) {
     if (request.kept < 0) {
-      offsets_.push_back(request.offset);
+      offsets_.push_back(int64_t{request.offset}); // a copy: members of packed rows may be misaligned
     }
   }
   std::sort(offsets_.begin(), offsets_.end());

@@ -25,7 +25,8 @@ void free_noted(void* pointer) {
 
 // What ends a block of any kind that comes without its own deleter.
 void free_any(void* pointer) {
-  if (the_arena() == nullptr || !the_arena()->give_back(pointer)) {
+  Arena* const owner = arena_of(pointer);
+  if (owner == nullptr || !owner->give_back(pointer)) {
     free_noted(pointer);
   }
 }

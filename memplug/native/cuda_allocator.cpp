@@ -3,14 +3,16 @@
 // A wrapper would have to give recorded blocks a deleter of its own to see their frees, and the native allocator's
 // `recordStream` ignores, without a word, blocks whose deleter is not its own. So nothing is wrapped: blocks,
 // statistics, snapshots, streams and pools stay native. torch has no way to take a listener off again: it is attached
-// once, and returns at once while nobody records.
+// once, and returns at once while nobody records or counts.
 #ifdef MEMPLUG_CUDA
 
 #include <c10/cuda/CUDACachingAllocator.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 
+#include "cuda_memory.h"
 #include "requests.h"
 
 namespace memplug {
@@ -18,31 +20,104 @@ namespace {
 
 using c10::cuda::CUDACachingAllocator::TraceEntry;
 
-std::atomic<int> listened{-1}; // index of the device
+std::atomic<int> recorded{-1}; // index of the device whose requests are recorded,
+std::atomic<int> counted{-1}; // and whose bytes in use are counted
+thread_local int unheard = 0;
+
+constexpr int64_t SMALLEST_BLOCK = 512; // what the allocator rounds up to
+
+// Bytes in use of one kind: the allocator's and the arena's together.
+struct Use {
+  std::atomic<int64_t> native{0}, arena{0}, peak{0};
+
+  void raise() {
+    const int64_t now = native.load(std::memory_order_relaxed) + arena.load(std::memory_order_relaxed);
+    int64_t most = peak.load(std::memory_order_relaxed);
+    while (now > most && !peak.compare_exchange_weak(most, now, std::memory_order_relaxed)) {
+    }
+  }
+  void reset() {
+    peak = native + arena;
+  }
+};
+
+Use requested, allocated;
+
+void count(int64_t nbytes, int sign) {
+  requested.native += sign * nbytes;
+  allocated.native += sign * ((nbytes + SMALLEST_BLOCK - 1) / SMALLEST_BLOCK * SMALLEST_BLOCK);
+  if (sign > 0) {
+    requested.raise();
+    allocated.raise();
+  }
+}
 
 // Called under the allocator's lock.
 void listen(const TraceEntry& entry) {
-  if (entry.device_ != listened.load(std::memory_order_relaxed)) {
+  const bool malloc = entry.action_ == TraceEntry::ALLOC;
+  if (unheard > 0 || !(malloc || entry.action_ == TraceEntry::FREE_REQUESTED)) {
     return;
   }
-  if (entry.action_ == TraceEntry::ALLOC) {
+  if (entry.device_ == counted.load(std::memory_order_relaxed)) {
+    count(static_cast<int64_t>(entry.size_), malloc ? 1 : -1);
+  }
+  if (entry.device_ != recorded.load(std::memory_order_relaxed)) {
+    return;
+  }
+  if (malloc) {
     note_malloc(reinterpret_cast<void*>(entry.addr_), entry.size_, entry.stream_);
-  } else if (entry.action_ == TraceEntry::FREE_REQUESTED) {
+  } else {
     note_free(reinterpret_cast<void*>(entry.addr_), entry.size_);
   }
+}
+
+void attach() {
+  static std::once_flag once;
+  std::call_once(once, [] { c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&listen); });
 }
 
 } // namespace
 
 void install_cuda(int device) {
-  static std::once_flag once;
-  std::call_once(once, [] { c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&listen); });
-  listened = device;
+  attach();
+  recorded = device;
 }
 
 void uninstall_cuda() {
-  listened = -1;
+  recorded = -1;
   forget_blocks();
+}
+
+void begin_device_peak(int device, int64_t requested_bytes, int64_t allocated_bytes) {
+  attach();
+  requested.native = requested_bytes;
+  allocated.native = allocated_bytes;
+  counted = device;
+  reset_device_peak();
+}
+
+Peak device_peak() {
+  return {requested.peak, allocated.peak};
+}
+
+void reset_device_peak() {
+  requested.reset();
+  allocated.reset();
+}
+
+void note_arena_use(int64_t live_bytes, int64_t live_size) {
+  requested.arena = live_bytes;
+  allocated.arena = live_size;
+  requested.raise();
+  allocated.raise();
+}
+
+Unheard::Unheard() {
+  ++unheard;
+}
+
+Unheard::~Unheard() {
+  --unheard;
 }
 
 } // namespace memplug

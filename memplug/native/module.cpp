@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "clock.h"
+#include "cuda_memory.h"
 #include "requests.h"
 #include "sequence.h"
 #include "serving.h"
@@ -46,7 +47,7 @@ std::vector<T> rows_of(const py::bytes& bytes) {
 }
 
 memplug::Device& device_of(bool cuda, int index) {
-#ifdef MEMPLUG_CUDA
+#ifdef MEMPLUG_CUDA_ARENA
   if (cuda) {
     return memplug::cuda_device(index);
   }
@@ -107,7 +108,7 @@ py::dict arena_counters() {
 }
 
 void before_fork() {
-  memplug::lock_arena_for_fork();
+  memplug::lock_arenas_for_fork();
   memplug::lock_requests_for_fork();
   memplug::lock_records_for_fork();
   memplug::lock_places_for_fork();
@@ -117,7 +118,7 @@ void after_fork() {
   memplug::unlock_places_after_fork();
   memplug::unlock_records_after_fork();
   memplug::unlock_requests_after_fork();
-  memplug::unlock_arena_after_fork();
+  memplug::unlock_arenas_after_fork();
 }
 
 // A child trains nothing of ours: it keeps neither the callback nor the allocator.
@@ -181,6 +182,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("late_requests", [] { return the_arena()->late(); });
   module.def("reset_arena_peak", [] { the_arena()->reset_peak(); });
   module.def("arena_counters", &arena_counters);
+  module.def("arena_owns", [](uintptr_t address) {
+    Arena* const owner = arena_of(reinterpret_cast<const void*>(address));
+    return owner != nullptr && owner->owns(reinterpret_cast<const void*>(address));
+  });
+  module.def("arenas_reserved_bytes", &reserved_bytes);
   module.def("stand_before_cpu", [](bool on) {
     serve(false);
     if (on) {
@@ -189,6 +195,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       uninstall_cpu(ARENA);
     }
   });
+
+#ifdef MEMPLUG_CUDA_ARENA
+  module.def("stand_before_cuda", [](bool on) {
+    serve(false);
+    stand_before_cuda(on);
+  });
+#endif
 
   module.def("enter_forward", [](int micro_batch) { return to_tuple(enter_forward(micro_batch)); });
   module.def("enter_no_grad", [] { return to_tuple(enter_no_grad()); });

@@ -3,7 +3,9 @@
 #include <c10/core/Allocator.h>
 
 #include <atomic>
-#include <stdexcept>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "clock.h"
 #include "requests.h"
@@ -14,27 +16,49 @@ namespace {
 
 std::atomic<bool> on{false};
 std::atomic<Arena*> arena{nullptr};
-Device* device_of_it = nullptr;
-bool checks_of_it = false;
+
+// Every arena of the process, of which the last one that was opened serves. Never destroyed: blocks may be given back
+// after static destruction.
+struct Arenas {
+  std::mutex mutex;
+  std::map<std::pair<Device*, bool>, Arena*> all;
+};
+
+Arenas& arenas() {
+  static auto* instance = new Arenas();
+  return *instance;
+}
 
 } // namespace
 
 Arena& open_arena(Device& device, bool checks) {
-  Arena* current = arena.load();
-  if (current == nullptr || device_of_it != &device || checks_of_it != checks) {
-    if (current != nullptr && current->counters().reserved_bytes > 0) {
-      throw std::runtime_error("memory of an arena of another kind is still in use in this process");
-    }
-    current = new Arena(device, checks); // never destroyed: blocks may be given back after static destruction
-    device_of_it = &device;
-    checks_of_it = checks;
-    arena = current;
+  auto& known = arenas();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  Arena*& found = known.all[{&device, checks}];
+  if (found == nullptr) {
+    found = new Arena(device, checks);
   }
-  return *current;
+  arena = found;
+  return *found;
 }
 
 Arena* the_arena() {
   return arena.load(std::memory_order_acquire);
+}
+
+Arena* arena_of(const void* pointer) {
+  Arena* const current = the_arena();
+  if (current == nullptr || current->owns(pointer)) {
+    return current;
+  }
+  auto& known = arenas();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  for (const auto& [key, other] : known.all) {
+    if (other->owns(pointer)) {
+      return other;
+    }
+  }
+  return nullptr;
 }
 
 bool serving() {
@@ -60,26 +84,45 @@ void* serve_request(size_t nbytes, Stream stream) {
 }
 
 void give_back_served(void* pointer) {
-  if (Arena* a = the_arena()) {
-    a->give_back(pointer);
+  if (!the_arena()->give_back(pointer)) {
+    if (Arena* other = arena_of(pointer)) {
+      other->give_back(pointer);
+    }
   }
 }
 
 int64_t unrecorded_bytes() {
-  const Arena* a = the_arena();
-  return a != nullptr ? a->counters().unwanted_bytes : 0;
+  auto& known = arenas();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  int64_t sum = 0;
+  for (const auto& [key, each] : known.all) {
+    sum += each->counters().unwanted_bytes;
+  }
+  return sum;
 }
 
-void lock_arena_for_fork() {
-  if (Arena* a = the_arena()) {
-    a->lock();
+int64_t reserved_bytes() {
+  auto& known = arenas();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  int64_t sum = 0;
+  for (const auto& [key, each] : known.all) {
+    sum += each->counters().reserved_bytes;
+  }
+  return sum;
+}
+
+void lock_arenas_for_fork() {
+  arenas().mutex.lock();
+  for (const auto& [key, each] : arenas().all) {
+    each->lock();
   }
 }
 
-void unlock_arena_after_fork() {
-  if (Arena* a = the_arena()) {
-    a->unlock();
+void unlock_arenas_after_fork() {
+  for (const auto& [key, each] : arenas().all) {
+    each->unlock();
   }
+  arenas().mutex.unlock();
 }
 
 bool RecordingDevice::handed_out(void* pointer, size_t nbytes, Stream stream) {

@@ -10,12 +10,15 @@
 
 namespace memplug {
 
-// Make the arena, of device memory that `device` gives; `device` lives for ever. Throws where one is open on another
-// device; a former one of the same device is taken up again. `checks`: see Arena.
+// The process's arena is from now on the one of this device, made where there was none. `device` lives for ever.
+// `checks`: see Arena.
 Arena& open_arena(Device& device, bool checks);
 
 // Null: none was ever made.
 Arena* the_arena();
+
+// Whose memory an address is in, null: nobody's.
+Arena* arena_of(const void* pointer);
 
 // Whether requests are asked of it; one atomic read.
 bool serving();
@@ -27,11 +30,14 @@ void* serve_request(size_t nbytes, Stream stream);
 // What deletes a block of the arena.
 void give_back_served(void* pointer);
 
-// The bytes in use of the arena that the recorder has not heard of.
+// The bytes in use of all arenas that the recorder has not heard of.
 int64_t unrecorded_bytes();
 
-void lock_arena_for_fork();
-void unlock_arena_after_fork();
+// What all arenas have reserved now.
+int64_t reserved_bytes();
+
+void lock_arenas_for_fork();
+void unlock_arenas_after_fork();
 
 // What every device does alike: tells the recorder and torch's profiler of blocks.
 class RecordingDevice : public Device {
@@ -50,7 +56,7 @@ class RecordingDevice : public Device {
 // Devices: `Device` of the CPU, whose streams are all one.
 Device& cpu_device();
 #ifdef MEMPLUG_CUDA
-Device& cuda_device(int index);
+Device& cuda_device(int index); // throws where this version of torch has calls that are not known
 #endif
 
 } // namespace memplug

@@ -316,6 +316,35 @@ void a_request_of_another_stream_than_planned_is_left_to_the_native_allocator() 
   CHECK(ask(arena, 1, 0, SIDE) == nullptr);
 }
 
+void where_the_bytes_are_not_free_idle_ones_are_taken() {
+  Simulated device;
+  Arena arena(device, false);
+  ArenaPlan plan = plan_of({planned(0, 2), planned(1, 1), planned(1, 1, 1)}, 4);
+  plan.requests[1].spare = 0;
+  plan.spaces = {{3 * UNIT, 4 * UNIT, 0}};
+  plan.crosses = {0};
+  arena.load(std::move(plan));
+  arena.begin_step();
+  CHECK(at(arena, ask(arena, 2)) == 0);
+  CHECK(at(arena, ask(arena, 1)) == 3); // not at 1
+  CHECK(ask(arena, 1, 1) == nullptr); // there are none for this one
+  CHECK(arena.counters().lent == 1 && arena.counters().occupied == 1 && arena.late().size() == 2);
+}
+
+void what_is_lent_is_needed_last() {
+  Simulated device;
+  Arena arena(device, false);
+  ArenaPlan plan = plan_of({planned(3, 1)}, 4);
+  plan.spaces = {{2 * UNIT, 3 * UNIT, 0}, {1 * UNIT, 3 * UNIT, 1}};
+  plan.crosses = {0, 0};
+  plan.lendable = {0, 1};
+  arena.load(std::move(plan));
+  arena.begin_step();
+  CHECK(at(arena, ask(arena, 1, 9, MAIN, true)) == 2);
+  CHECK(at(arena, ask(arena, 1, 9, MAIN, true)) == 1);
+  CHECK(at(arena, ask(arena, 1, 9, MAIN, true)) == 3);
+}
+
 void one_stream_is_not_taken_for_two() {
   Simulated device;
   Arena arena(device, false);
@@ -574,6 +603,8 @@ int main() {
   what_is_in_use_outlives_its_plan();
   memory_goes_when_the_last_block_does();
   of_the_stretches_in_one_space_the_smallest_is_taken_too();
+  where_the_bytes_are_not_free_idle_ones_are_taken();
+  what_is_lent_is_needed_last();
   one_stream_is_not_taken_for_two();
   what_an_earlier_plan_kept_frees_nothing_of_a_later_one();
   a_later_arena_that_cannot_be_reserved_leaves_nothing_of_the_earlier_one();

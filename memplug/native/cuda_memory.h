@@ -1,0 +1,42 @@
+// What the CUDA allocator has in use, by its own trace, and with the arena's together.
+#pragma once
+
+#ifdef MEMPLUG_CUDA
+
+#include <cstddef>
+#include <cstdint>
+
+#ifndef MEMPLUG_WITHOUT_CUDA_ARENA
+#define MEMPLUG_CUDA_ARENA // this version of torch has an allocator that can be stood in front of
+#endif
+
+namespace memplug {
+
+constexpr size_t AGGREGATE = 0, LARGE_POOL = 2; // as in torch's StatType
+
+struct Peak {
+  int64_t requested_bytes;
+  int64_t allocated_bytes;
+};
+
+// Count from here on; the device's allocator has so many bytes in use now, without the arena's.
+void begin_device_peak(int device, int64_t requested_bytes, int64_t allocated_bytes);
+
+// The most of the allocator's blocks and the arena's together since it was reset.
+Peak device_peak();
+void reset_device_peak();
+
+// The arena's blocks have changed.
+void note_arena_use(int64_t live_bytes, int64_t live_size);
+
+// While one lives, what the calling thread asks of the allocator is heard by nobody.
+struct Unheard {
+  Unheard();
+  ~Unheard();
+};
+
+void stand_before_cuda(bool on);
+
+} // namespace memplug
+
+#endif

@@ -1,0 +1,132 @@
+"""What tests of the planned arena share: small models that train with and without it, on the same data."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import memplug
+from memplug import native
+from memplug.stages.serving import Serving, State
+
+ALONE = {"enabled": True, "tokenwise": {"enabled": False}, "plan_dir": False}
+"""The arena without token-wise recomputation."""
+
+CHECKED = {**ALONE, "arena": {"checks": True}}
+
+Model = Callable[[], nn.Module]
+
+
+def llama() -> nn.Module:
+    """A dense model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
+
+
+def mixtral() -> nn.Module:
+    """A mixture of experts."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=64, num_key_value_heads=2, **sizes, **experts))
+
+
+@dataclass
+class Run:
+    """Of a training.
+
+    Attributes:
+        losses: of every step and validation, and the sum of all parameters at the end.
+        report: of the session.
+        mismatched: requests that the plan had no bytes for in each step.
+        states: of the arena after each step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+    mismatched: list[int] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+
+    @property
+    def served(self) -> float:
+        """Share of all requests, from the first step with a plan on, that the arena had bytes for."""
+        served = self.report["arena_served"] + self.report["arena_dynamic"] + self.report["arena_lent"]
+        return served / (served + self.report["arena_fallback"])
+
+
+def serving_of(session: memplug.Session) -> Serving:
+    """What decides when the session's arena serves."""
+    assert session._serving is not None, "it has an arena"
+    return session._serving
+
+
+def train(
+    block: dict[str, Any],
+    model: Model = llama,
+    steps: int = 14,
+    *,
+    validate: int = 0,
+    length: Callable[[int], int] = lambda step: 16,
+    around: Callable[[int, nn.Module], contextlib.AbstractContextManager[Any]] = lambda step, model: (
+        contextlib.nullcontext()
+    ),
+) -> Run:
+    """Train on random tokens, the same for the same arguments.
+
+    Args:
+        block: of the session.
+        validate: after so many steps each; 0: never.
+        length: of the sequences of a step.
+        around: entered around each step's forward and backward.
+    """
+    torch.manual_seed(0)
+    network, run = model(), Run()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    tokens = torch.Generator().manual_seed(1)
+    with memplug.attach(network, block) as session:
+        for step in range(steps):
+            batch = torch.randint(0, 64, (2, length(step)), generator=tokens)
+            with around(step, network):
+                loss = network(batch, labels=batch).loss
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.losses.append(loss.item())
+            session.step()
+            if getattr(session, "_serving", None) is not None:
+                run.mismatched.append(session._serving.step.mismatched)
+                run.states.append(session._serving.state)
+            if validate and step % validate == validate - 1:
+                with torch.no_grad():
+                    run.losses.append(network(batch, labels=batch).loss.item())
+        run.report = session.report()
+    run.losses.append(sum(parameter.double().sum().item() for parameter in network.parameters()))
+    return run
+
+
+@contextlib.contextmanager
+def nothing_leaks() -> Iterator[None]:
+    """What was reserved inside is given back by the end."""
+    before = reserved_bytes()
+    yield
+    gc.collect()
+    assert reserved_bytes() <= before
+
+
+def reserved_bytes() -> int:
+    """Of all arenas of this process."""
+    return native.load().arenas_reserved_bytes()
+
+
+def owned(tensor: torch.Tensor) -> bool:
+    """Whether the arena's memory holds a tensor."""
+    return native.load().arena_owns(tensor.data_ptr())
