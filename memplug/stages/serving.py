@@ -205,8 +205,9 @@ class Serving:
         they were seen to. Such are blocks that another thread frees, as backends of collectives do: now sooner, now
         later.
         """
-        known, late = self._known[self._program], self._arena.late()
-        if not late or known.amendments == MOST_AMENDMENTS:
+        known, late, asked = self._known[self._program], self._arena.late(), self.step.served + self.step.mismatched
+        strange = self.step.unplanned > MISMATCHED_SHARE * asked  # another program, of which nothing is to be learnt
+        if not late or strange or known.amendments == MOST_AMENDMENTS:
             return False
         problem = known.plan.problem
         buffers = problem.buffers.copy()

@@ -1,0 +1,49 @@
+"""The planned arena under DeepSpeed on two processes: ZeRO 0 to 3, accumulation, and validation in between."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import launch
+from tests.serving import ALONE
+
+pytestmark = pytest.mark.distributed
+
+PLANNED = {
+    "enabled": True,
+    "plan_dir": False,
+    "tokenwise": {"min_offload_bytes": 1},
+    "profiler": {"warmup_steps": 2, "policy_steps": 0},
+}
+
+
+def trained(folder: Path, cases: dict[str, Any], time_limit_s: float) -> dict[str, list[dict[str, Any]]]:
+    """What each rank wrote of each case."""
+    launch(["tests.arena_worker", folder, json.dumps(cases)], module=True, time_limit_s=time_limit_s)
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return {name: [rank[name] for rank in ranks] for name in cases}
+
+
+def test_two_hundred_steps_at_every_stage_of_zero_are_served_and_no_loss_differs(tmp_path: Path) -> None:
+    cases = {
+        f"ZeRO {stage}": {"stage": stage, "model": "llama", "memplug": PLANNED, "steps": 200, "validate": 80}
+        for stage in range(4)
+    }
+    for name, ranks in trained(tmp_path, cases, 400).items():
+        for rank in ranks:
+            report = rank["report"]
+            assert rank["with"] == rank["without"] and len(rank["with"]) == 402, name
+            served = report["arena_served"] + report["arena_lent"]
+            assert report["arena"] == "serving" and report["arena_dynamic"] == 0
+            assert served / (served + report["arena_fallback"]) >= 0.999, (name, report)
+
+
+def test_a_mixture_is_served_on_two_processes_too(tmp_path: Path) -> None:
+    case = {"stage": 1, "model": "mixtral", "memplug": {**ALONE, "arena": {"checks": True}}, "steps": 16, "validate": 7}
+    for rank in trained(tmp_path, {"mixture": case}, 200)["mixture"]:
+        assert rank["with"] == rank["without"]
+        assert rank["report"]["arena_served"] > 0 and rank["report"]["arena_dynamic"] > 0
