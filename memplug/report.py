@@ -37,7 +37,7 @@ def arena(serving: Serving | None) -> dict[str, Any]:
 
     `arena_fallback` counts requests that the native allocator got although a plan was there, `arena_step_served` is the
     share of the last step's requests that the arena had bytes for, `arena_peak_bytes` the most in use of it since the
-    last plan, in whole blocks.
+    last plan, in whole blocks; `native_bytes` is what the native allocator has in use, None on the CPU.
     """
     if serving is None:
         return {"arena": "off"}
@@ -62,6 +62,7 @@ def arena(serving: Serving | None) -> dict[str, Any]:
         "arena_lent_bytes": counters.lent_bytes,
         "arena_fallback": counters.unplanned + counters.occupied + counters.dynamic_missed,
         "arena_fallback_bytes": counters.native_bytes,
+        "native_bytes": serving.native_bytes,
         "arena_step_served": step.served / asked if asked else None,
     }
 

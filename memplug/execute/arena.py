@@ -83,7 +83,7 @@ class Counters:
         written_freed: blocks that were written to after they had been given back, in the mode that checks,
         written_beyond: or beyond their end.
         reserved_bytes: now, with what is still in use of earlier plans.
-        live_bytes, peak_bytes: in use now, and the most since `reset_peak`.
+        live_bytes, peak_bytes: in use now, and the most since the last plan.
         live_size, peak_size: likewise, rounded up to what they occupy.
     """
 
@@ -205,9 +205,11 @@ class Arena:
         """See `Counters`."""
         return Counters(**self._native.arena_counters())
 
-    def reset_peak(self) -> None:
-        """The peak is measured from here on."""
-        self._native.reset_arena_peak()
+    def native_bytes(self) -> int | None:
+        """Bytes in use now that are not of the arena; None on the CPU, whose allocator does not count."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.memory_allocated(self.device) - self.counters().live_size
 
     def _stand_in_front(self, on: bool) -> None:
         cuda = self.device.type == "cuda"
@@ -222,6 +224,7 @@ _ROOM = (
 
 
 def _check_cuda(core: object) -> None:
+    torch.cuda.init()  # before it, the allocator has no devices to listen to
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise ArenaError(

@@ -25,6 +25,7 @@ from memplug.errors import NativeError
 log = logging.getLogger("memplug")
 
 NAME = "memplug_native"
+CUDA_ARENA = "cuda_arena.cpp"  # the one source that depends on every call that a version's allocator has
 FOLDER = Path(__file__).parent
 
 
@@ -73,22 +74,39 @@ def build_folder() -> Path:
 
 
 def _build(folder: Path) -> None:
-    from torch.utils import cpp_extension
+    import torch
 
     log.info("memplug: building the native core, once, in %s", folder)
+    sources = sorted(map(str, FOLDER.glob("*.cpp")))
+    try:
+        _compile(folder, sources, _flags())
+    except RuntimeError:
+        if not _cuda_headers():
+            raise
+        without = [source for source in sources if Path(source).name != CUDA_ARENA]
+        _compile(folder, without, [*_flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # raises again where that was not it
+        log.warning(
+            "memplug: torch %s has a CUDA allocator that memplug does not know: the core is built without the arena",
+            torch.__version__,
+        )
+    _done(folder).touch()
+
+
+def _compile(folder: Path, sources: list[str], flags: list[str]) -> None:
+    from torch.utils import cpp_extension
+
     (folder / "lock").unlink(missing_ok=True)  # of a build that was killed: torch would wait for it for ever
     cuda = _cuda_headers()
     with _ninja_on_path():
         cpp_extension.load(
             NAME,
-            sorted(map(str, FOLDER.glob("*.cpp"))),
-            extra_cflags=_flags(),
+            sources,
+            extra_cflags=flags,
             extra_include_paths=list(map(str, cuda)),
             extra_ldflags=["-lc10_cuda"] if cuda else None,
             build_directory=str(folder),
             is_python_module=False,
         )
-    _done(folder).touch()
 
 
 def _import(folder: Path) -> ModuleType:
@@ -101,7 +119,7 @@ def _import(folder: Path) -> ModuleType:
 
 def _flags() -> list[str]:
     # NDEBUG is part of torch's ABI: at::RecordFunction has a member more without it
-    return ["-O2", "-DNDEBUG", *(["-DMEMPLUG_CUDA"] if _cuda_headers() else [])]
+    return ["-O2", "-std=c++20", "-DNDEBUG", *(["-DMEMPLUG_CUDA"] if _cuda_headers() else [])]
 
 
 @functools.cache

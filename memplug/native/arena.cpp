@@ -388,10 +388,4 @@ ArenaCounters Arena::counters() const {
   return counters;
 }
 
-void Arena::reset_peak() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  counters_.peak_bytes = counters_.live_bytes;
-  counters_.peak_size = counters_.live_size;
-}
-
 } // namespace memplug

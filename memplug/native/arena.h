@@ -107,7 +107,7 @@ struct ArenaCounters {
   int64_t reserved_bytes = 0; // now, with what is still in use of earlier plans
   int64_t live_bytes = 0; // now: in use, as asked for
   int64_t live_size = 0; // now: rounded up
-  int64_t peak_size = 0; // the most of it since `reset_peak`
+  int64_t peak_size = 0; // the most of it since the last plan
   int64_t peak_bytes = 0; // likewise, as asked for
   int64_t unwanted_bytes = 0; // now: of blocks whose end nobody wants to be told of
 };
@@ -151,7 +151,6 @@ class Arena {
   std::vector<std::pair<int32_t, int32_t>> late() const;
 
   ArenaCounters counters() const;
-  void reset_peak();
 
   void lock() {
     mutex_.lock();

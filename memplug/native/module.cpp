@@ -180,7 +180,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("end_arena_step", [] { serve(false); });
   module.def("late_requests", [] { return the_arena()->late(); });
-  module.def("reset_arena_peak", [] { the_arena()->reset_peak(); });
   module.def("arena_counters", &arena_counters);
   module.def("arena_owns", [](uintptr_t address) {
     Arena* const owner = arena_of(reinterpret_cast<const void*>(address));

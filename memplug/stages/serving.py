@@ -139,6 +139,11 @@ class Serving:
             self._tell(f"arena: {self._departure()}: a new plan is made", logging.INFO)
             self.state = State.RECORDING
 
+    @property
+    def native_bytes(self) -> int | None:
+        """See `Arena.native_bytes`."""
+        return self._arena.native_bytes()
+
     def pause(self) -> None:
         """A step is over: what is asked for from here until the next begins is memplug's own."""
         self._arena.end_step()

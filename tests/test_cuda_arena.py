@@ -1,0 +1,68 @@
+"""The CUDA allocator that the arena stands in front of is compiled against the installed torch, without a GPU: every
+call that its interface has is handed on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.cpp_extension import include_paths
+
+from memplug import native
+
+HEADER = Path(torch.__file__).parent / "include/c10/cuda/CUDACachingAllocator.h"
+COMPILER = shutil.which("c++") or shutil.which("g++")
+
+CONCRETE = """
+#include "cuda_arena.cpp"
+namespace memplug { namespace {
+static_assert(!std::is_abstract_v<InFront<Native>>, "every call is known");
+InFront<Native>* const made = new InFront<Native>(nullptr, 0);
+}}
+"""
+
+
+@pytest.fixture
+def includes(tmp_path: Path) -> list[str]:
+    """Folders of headers, with the one that torch's builds for the CPU leave out."""
+    candidates = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    toolkits = [folder for folder in candidates if folder and Path(folder, "include/cuda_runtime_api.h").exists()]
+    if not toolkits:
+        pytest.skip("needs the headers of CUDA's toolkit")
+    macros = tmp_path / "c10" / "cuda" / "impl"
+    macros.mkdir(parents=True)
+    (macros / "cuda_cmake_macros.h").write_text("#define C10_CUDA_BUILD_SHARED_LIBS\n")
+    folders = [*include_paths(), f"{toolkits[0]}/include", sysconfig.get_path("include"), str(tmp_path)]
+    return [f"-isystem{folder}" for folder in folders] + [f"-I{native.FOLDER}"]
+
+
+def compiled(includes: list[str], source: str, *flags: str) -> str:
+    """What the compiler says of a program's syntax and types; fails where it is not one."""
+    command = [COMPILER, "-std=c++20", "-fsyntax-only", "-DMEMPLUG_CUDA", "-DNDEBUG", "-DTORCH_EXTENSION_NAME=m"]
+    done = subprocess.run(
+        [*command, *flags, *includes, "-x", "c++", "-"], input=source, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("source", ["cuda_allocator.cpp", "module.cpp"])
+def test_what_is_built_for_cuda_compiles(includes: list[str], source: str) -> None:
+    assert "warning" not in compiled(includes, f'#include "{source}"\n', "-Wall")
+
+
+def test_every_call_of_the_allocators_interface_is_handed_on(includes: list[str]) -> None:
+    """The compiler suggests `override` for each call that is one without saying so."""
+    answer = compiled(includes, CONCRETE, "-Wsuggest-override")
+    handed_on = set(re.findall(r"InFront<.*?>::(\w+)\(.*can be marked override", answer))
+    handed_on |= set(re.findall(r"(\w+)\([^;{}]*\)[^;{}]*override \{", (native.FOLDER / "cuda_arena.cpp").read_text()))
+    interface = HEADER.read_text().split("class CUDAAllocator")[1].split("\n};")[0]
+    calls = set(re.findall(r"virtual [^;{}]*?(\w+)\(", interface))
+    assert len(calls) > 35 and calls <= handed_on, calls - handed_on
