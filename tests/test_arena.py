@@ -243,6 +243,41 @@ def test_a_second_session_after_the_first_has_an_arena_too() -> None:
     assert first.report["arena_served"] > 0 and second.report["arena_served"] > 0
 
 
+def test_a_session_that_nobody_detached_leaves_nothing_behind() -> None:
+    model = llama()
+    batch = torch.randint(0, 64, (2, 16))
+    with nothing_leaks():
+        session = memplug.attach(model, ALONE)
+        for _ in range(8):
+            model(batch, labels=batch).loss.backward()
+            model.zero_grad()
+            session.step()
+        assert serving_of(session).state is State.SERVING
+        arena = serving_of(session)._arena
+        session._serving = None
+        del arena
+        gc.collect()
+        assert not owned(torch.ones(64))
+
+
+def test_an_old_session_that_goes_takes_no_arena_from_a_new_one() -> None:
+    batch = torch.randint(0, 64, (2, 16))
+    sessions = []
+    for _ in range(2):
+        model = llama()
+        with memplug.attach(model, ALONE) as session:
+            for step in range(10):
+                model(batch, labels=batch).loss.backward()
+                model.zero_grad()
+                session.step()
+                if step == 7:
+                    sessions.clear()
+                    gc.collect()
+            assert serving_of(session).state is State.SERVING
+            assert serving_of(session).step.planned > 100
+        sessions.append(session)
+
+
 def test_attaching_again_gives_the_session_that_there_is() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     with memplug.attach(model, ALONE) as session:

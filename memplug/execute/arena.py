@@ -8,6 +8,7 @@ process, since allocators are the process's; a session that has the recorder has
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -124,9 +125,6 @@ class Arena:
         device: whose memory it is, the CPU or a CUDA device.
         checks: look after freed bytes and what follows each block: for finding writes that do not belong there.
 
-    Attributes:
-        serving: there is a plan to serve by: from `serve` to `close`.
-
     Raises:
         NativeError: the native core cannot be built here.
         ArenaError: this device's allocator cannot be stood in front of, or another arena of this process is in use.
@@ -135,7 +133,6 @@ class Arena:
     def __init__(self, device: torch.device | str, checks: bool = False):
         self.device = torch.device(device)
         self.checks = checks
-        self.serving = False
         self._native = native.load()
         cuda = self.device.type == "cuda"
         if cuda:
@@ -145,6 +142,7 @@ class Arena:
             self._native.open_arena(cuda, index, checks)
         except RuntimeError as error:
             raise ArenaError(f"there can be no planned arena: {_first_line(error)}") from None
+        self._leave: weakref.finalize | None = None  # while it serves, for a session that nobody detaches
 
     def serve(self, tables: Tables) -> None:
         """Serve by this plan from the next step on; what another one handed out stays valid.
@@ -154,8 +152,7 @@ class Arena:
         Raises:
             ArenaError: there is not as much memory; nothing is served then.
         """
-        self.close()
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self.serving:
             torch.cuda.empty_cache()
         try:
             self._native.load_arena(
@@ -169,12 +166,20 @@ class Arena:
                 tables.kept_bytes,
                 tables.streams,
             )
-            self._stand_in_front(True)
+            if self._leave is None:
+                _stand_in_front(self._native, self.device.type, True)
+                self._leave = weakref.finalize(self, _leave, self._native, self.device.type)
+                self._leave.atexit = False
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
+            self.close()
             self._native.close_arena()
             needed_gib = (tables.reused_bytes + tables.kept_bytes) / 2**30
             raise ArenaError(f"{needed_gib:.2f} GiB for the arena: {_first_line(error)}", _ROOM) from None
-        self.serving = True
+
+    @property
+    def serving(self) -> bool:
+        """Whether there is a plan to serve by: from `serve` to `close`."""
+        return self._leave is not None
 
     def begin_step(self) -> None:
         """The program begins anew: the first request of each place is expected next. Serves from here on."""
@@ -196,10 +201,9 @@ class Arena:
         """Serve nothing any more, and give back what is not in use: the rest follows when its last block does. A second
         call does nothing.
         """
-        if self.serving:
-            self.serving = False
-            self._stand_in_front(False)
-            self._native.close_arena()
+        if self._leave is not None:
+            self._leave()
+            self._leave = None
 
     def counters(self) -> Counters:
         """See `Counters`."""
@@ -211,10 +215,16 @@ class Arena:
             return None
         return torch.cuda.memory_allocated(self.device) - self.counters().live_size
 
-    def _stand_in_front(self, on: bool) -> None:
-        cuda = self.device.type == "cuda"
-        stand = self._native.stand_before_cuda if cuda else self._native.stand_before_cpu
-        stand(on)
+
+def _leave(core: object, device_type: str) -> None:
+    """The allocator is torch's own again, and memory that is not in use goes back."""
+    _stand_in_front(core, device_type, False)
+    core.close_arena()
+
+
+def _stand_in_front(core: object, device_type: str, on: bool) -> None:
+    stand = core.stand_before_cuda if device_type == "cuda" else core.stand_before_cpu
+    stand(on)
 
 
 _ROOM = (

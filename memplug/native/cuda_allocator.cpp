@@ -88,15 +88,16 @@ void uninstall_cuda() {
   forget_blocks();
 }
 
-void begin_device_peak(int device, int64_t requested_bytes, int64_t allocated_bytes) {
+void begin_device_peak(int device, DeviceBytes in_use, DeviceBytes peak) {
   attach();
-  requested.native = requested_bytes;
-  allocated.native = allocated_bytes;
+  requested.native = in_use.requested;
+  allocated.native = in_use.allocated;
+  requested.peak = peak.requested;
+  allocated.peak = peak.allocated;
   counted = device;
-  reset_device_peak();
 }
 
-Peak device_peak() {
+DeviceBytes device_peak() {
   return {requested.peak, allocated.peak};
 }
 

@@ -17,6 +17,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <unordered_set>
 #include <utility>
@@ -66,16 +67,16 @@ struct SegmentSizes<Base, std::void_t<decltype(&Base::getExpandableSegmentSizes)
 };
 
 // Bytes of the arena in place of the memory that it was reserved with. The peak is that of both together.
-void count_arena(DeviceStats& stats, const Peak& peak) {
+void count_arena(DeviceStats& stats, const DeviceBytes& peak) {
   const ArenaCounters arena = the_arena()->counters();
   const auto count = [&](auto& stat, int64_t live, int64_t most) {
     stat.current += live - arena.reserved_bytes;
     stat.peak = std::max(most, stat.current);
   };
   for (const size_t type : {AGGREGATE, LARGE_POOL}) {
-    count(stats.requested_bytes[type], arena.live_bytes, peak.requested_bytes);
-    count(stats.allocated_bytes[type], arena.live_size, peak.allocated_bytes);
-    count(stats.active_bytes[type], arena.live_size, peak.allocated_bytes);
+    count(stats.requested_bytes[type], arena.live_bytes, peak.requested);
+    count(stats.allocated_bytes[type], arena.live_size, peak.allocated);
+    count(stats.active_bytes[type], arena.live_size, peak.allocated);
   }
 }
 
@@ -343,6 +344,10 @@ class CudaDevice final : public RecordingDevice {
   explicit CudaDevice(int index)
       : RecordingDevice(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index))), index_(index) {}
 
+  int index() const {
+    return index_;
+  }
+
   char* reserve(size_t nbytes) override {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
     const Unheard unheard;
@@ -472,12 +477,16 @@ Native* CudaDevice::native() {
 
 Device& cuda_device(int index) {
   static auto* const instance = new CudaDevice(index);
+  if (instance->index() != index) {
+    throw std::runtime_error("another device of this process has one");
+  }
   if (native_allocator == nullptr) {
     Native* const current = caching::allocator.load();
     standing = in_front(current, index);
     native_allocator = current;
     const DeviceStats stats = current->getDeviceStats(static_cast<c10::DeviceIndex>(index));
-    begin_device_peak(index, stats.requested_bytes[AGGREGATE].current, stats.allocated_bytes[AGGREGATE].current);
+    const auto& [requested, allocated] = std::tie(stats.requested_bytes[AGGREGATE], stats.allocated_bytes[AGGREGATE]);
+    begin_device_peak(index, {requested.current, allocated.current}, {requested.peak, allocated.peak});
   }
   return *instance;
 }

@@ -14,16 +14,16 @@ namespace memplug {
 
 constexpr size_t AGGREGATE = 0, LARGE_POOL = 2; // as in torch's StatType
 
-struct Peak {
-  int64_t requested_bytes;
-  int64_t allocated_bytes;
+struct DeviceBytes {
+  int64_t requested; // as asked for
+  int64_t allocated; // as rounded up
 };
 
-// Count from here on; the device's allocator has so many bytes in use now, without the arena's.
-void begin_device_peak(int device, int64_t requested_bytes, int64_t allocated_bytes);
+// Count from here on; the device's allocator has so much in use now, and had so much at most, without the arena's.
+void begin_device_peak(int device, DeviceBytes in_use, DeviceBytes peak);
 
 // The most of the allocator's blocks and the arena's together since it was reset.
-Peak device_peak();
+DeviceBytes device_peak();
 void reset_device_peak();
 
 // The arena's blocks have changed.

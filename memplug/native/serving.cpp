@@ -143,9 +143,9 @@ void RecordingDevice::came_back(void* pointer, size_t nbytes, bool wanted) {
 }
 
 void RecordingDevice::profile(void* pointer, int64_t change) {
-  in_use_bytes_ += change;
+  const int64_t in_use = in_use_bytes_ += change;
   if (c10::memoryProfilingEnabled()) {
-    c10::reportMemoryUsageToProfiler(pointer, change, in_use_bytes_, 0, device_);
+    c10::reportMemoryUsageToProfiler(pointer, change, in_use, 0, device_);
   }
 }
 

@@ -1,6 +1,7 @@
 // The process's arena: which requests it is asked for, and what the recorder hears of its blocks.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -50,7 +51,7 @@ class RecordingDevice : public Device {
   void profile(void* pointer, int64_t change);
 
   const c10::Device device_;
-  int64_t in_use_bytes_ = 0; // of the arena
+  std::atomic<int64_t> in_use_bytes_{0}; // of the device's arenas
 };
 
 // Devices: `Device` of the CPU, whose streams are all one.

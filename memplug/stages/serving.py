@@ -37,6 +37,7 @@ MISMATCHED_STEPS = 3  # in a row, after which there is a new one
 DIFFERING_SHARE = 0.01  # of the requests of two steps, up to which they are taken for the same program
 MOST_RECORDED_STEPS = 8
 MOST_AMENDMENTS = 16  # of a plan
+AMENDING_S = 2.0  # that training waits for one of them at most
 
 
 class State(enum.Enum):
@@ -229,7 +230,7 @@ class Serving:
         try:
             plan = _loaded(file, problem) if file is not None and not amendments else None
             if plan is None:
-                plan = self._made(step, problem)
+                plan = self._made(step, problem, AMENDING_S if amendments else auto.TIME_LIMIT_S)
                 self.plans += 1
                 if file is not None:
                     _save(plan, file)
@@ -243,8 +244,8 @@ class Serving:
             self._known.popitem(last=False)
         self._serve(known)
 
-    def _made(self, step: Trace, problem: Problem) -> MemoryPlan:
-        solution = auto.plan(problem, self._config.planner)
+    def _made(self, step: Trace, problem: Problem, time_limit_s: float) -> MemoryPlan:
+        solution = auto.plan(problem, self._config.planner, time_limit_s=time_limit_s)
         spaces = dynamic.dynamic_spaces(step, problem, solution)
         plan = memory_plan(problem, solution, spaces, dynamic.dynamic_peak_bytes(step))
         findings = replay.judge_plan(plan, problem)
