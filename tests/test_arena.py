@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +103,8 @@ def test_what_is_kept_from_step_to_step_is_never_overwritten() -> None:
             session.step()
         assert serving_of(session).state is State.SERVING
     assert sum(owned(tensor) for tensor, _ in kept) > 0
-    for tensor, copy in kept:
-        assert (tensor.numpy() == copy).all()
+    for tensor, copied in kept:
+        assert (tensor.numpy() == copied).all()
 
 
 def test_memory_stays_valid_after_detaching_and_goes_with_its_last_tensor() -> None:
@@ -276,6 +278,16 @@ def test_an_old_session_that_goes_takes_no_arena_from_a_new_one() -> None:
             assert serving_of(session).state is State.SERVING
             assert serving_of(session).step.planned > 100
         sessions.append(session)
+
+
+def test_copies_of_a_model_that_has_the_arena_alone_are_plain() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    before = type(model)
+    with memplug.attach(model, ALONE):
+        copied, pickled = copy.deepcopy(model), pickle.dumps(model)
+        assert type(copied) is before and b"memplug" not in pickled and isinstance(model, nn.Sequential)
+        assert not any("memplug" in key for key in copied.__dict__)
+    assert type(model) is before and not any("memplug" in key for key in model.__dict__)
 
 
 def test_attaching_again_gives_the_session_that_there_is() -> None:

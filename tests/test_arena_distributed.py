@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import launch
+from tests.launching import ROOT, launch
 from tests.serving import ALONE
 
 pytestmark = pytest.mark.distributed
@@ -40,6 +40,30 @@ def test_two_hundred_steps_at_every_stage_of_zero_are_served_and_no_loss_differs
             served = report["arena_served"] + report["arena_lent"]
             assert report["arena"] == "serving" and report["arena_dynamic"] == 0
             assert served / (served + report["arena_fallback"]) >= 0.999, (name, report)
+
+
+@pytest.mark.parametrize("alpha", ["1", "auto"])
+def test_the_recipe_trains_as_it_would_have_while_every_byte_is_looked_after(alpha: str, tmp_path: Path) -> None:
+    config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
+    config["memplug"] |= {"arena": {"checks": True}, "plan_dir": False, "profiler": {"policy_steps": 0}}
+    checked = tmp_path / "ds.json"
+    checked.write_text(json.dumps(config))
+    logs = {}
+    for way in ("none", "install"):
+        logs[way] = tmp_path / f"{way}.jsonl"
+        options = ["--deepspeed_config", checked, "--loss-log", logs[way], "--memplug", way, "--alpha", alpha]
+        train = ROOT / "examples/llama2/train.py"
+        launch([train, "--steps", 16, "--seq-len", 64, "--eval-every", 5, *options])
+    entries = {way: [json.loads(line) for line in log.read_text().splitlines()] for way, log in logs.items()}
+    report = entries["install"].pop()["report"]["memplug"]
+    plain = entries["none"][:-1]
+    if alpha == "1":
+        assert entries["install"] == plain
+    else:
+        losses = [[entry["loss"] for entry in each] for each in (entries["install"], plain)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4), "rows that are split are summed in another order"
+    assert report["arena"] == "serving" and report["arena_served"] > 1000
+    assert report["arena_served"] > 100 * report["arena_fallback"]
 
 
 def test_a_mixture_is_served_on_two_processes_too(tmp_path: Path) -> None:

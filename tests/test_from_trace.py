@@ -31,7 +31,9 @@ def replayed(trace, step, alignment):
             row |= {"elsewhere": bool(event["thread"])}
             rows.append(row)
         elif int(event["request"]) in of_request:
-            freed = {"upper": time, "upper_phase": int(event["phase"]), "upper_layer": int(event["layer"])}
+            lower = of_request[int(event["request"])]["lower"]
+            upper = min(2 * time - lower, len(events)) if event["thread"] else time
+            freed = {"upper": upper, "upper_phase": int(event["phase"]), "upper_layer": int(event["layer"])}
             of_request[int(event["request"])].update(freed)
     found, ids = [], []
     for row in rows:

@@ -28,6 +28,17 @@ def soon(seconds: float = 0.1) -> float:
     return time.monotonic() + seconds
 
 
+@given(problem=problems(most=14, streams=2), planner=st.sampled_from(auto.PLANNERS))
+@settings(max_examples=60)
+def test_what_is_kept_all_the_time_lies_together_below_the_rest_and_costs_nothing(problem, planner):
+    solution = auto.plan(problem, planner, time_limit_s=0.02)
+    assert is_valid(problem, solution) and judge(problem, solution) == ()
+    table = problem.buffers
+    kept = auto._kept(problem)
+    ends = solution.offsets + table["size"]
+    assert ends[kept].max(initial=0) <= solution.offsets[~kept].min(initial=solution.height)
+
+
 @pytest.mark.parametrize("name", ALONE)
 @given(problem=problems(most=14), seconds=st.sampled_from((0.0, 0.02)))
 @settings(max_examples=60)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from memplug import native
-from memplug.errors import RecorderError
+from memplug.errors import ArenaError, RecorderError
+from memplug.execute.arena import Arena
 from memplug.profile.recorder import Detail, Recorder
 
 
@@ -125,6 +126,24 @@ def test_a_core_that_was_built_without_cudas_headers_names_the_packages_that_hav
         recorder.begin(Detail.REQUESTS)
     assert remedy in caught.value.advice
     recorder.stop()
+
+
+@pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])
+def test_an_allocator_that_nothing_can_stand_in_front_of_is_refused_with_advice(monkeypatch, backend):
+    monkeypatch.setattr(native, "load", _Core)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    with pytest.raises(ArenaError, match=f"allocator {backend}") as caught:
+        Arena("cuda:0")
+    assert "PYTORCH_CUDA_ALLOC_CONF" in caught.value.advice and '"arena": {"enabled": false}' in caught.value.advice
+
+
+def test_a_core_without_the_arena_for_cuda_is_said_to_be_one(monkeypatch):
+    monkeypatch.setattr(native, "load", _Core)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    with pytest.raises(ArenaError, match="built without the arena for CUDA"):
+        Arena("cuda:0")
 
 
 CU12 = ("nvidia/cuda_runtime/include/cuda_runtime_api.h", "nvidia/cuda_nvcc/include/crt/host_config.h")

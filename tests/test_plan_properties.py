@@ -103,7 +103,7 @@ def test_automatic_plan_is_never_worse_than_any_alpha_or_recomputing_everything(
     assert best.step_s <= all_again_s * GAP
 
 
-@given(problems, budgets, st.floats(1.0, 4.0), st.integers(0, 500))
+@given(problems, budgets, st.floats(1.0, 4.0), st.integers(0, 500).map(MIB.__mul__))
 @settings(max_examples=80, deadline=None)
 def test_more_bandwidth_or_memory_never_makes_the_step_longer(regions, limits, faster, more_bytes):
     """Host memory from where the inputs fit: below that they do not travel, above they have to."""

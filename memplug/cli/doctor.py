@@ -89,7 +89,10 @@ def _native_core() -> dict[str, object]:
         native.load()
     except NativeError as error:
         return {"ready": False, "problem": error.problem, "advice": error.advice}
-    return {"ready": True, "folder": str(native.build_folder())}
+    import torch
+
+    arena = torch.version.cuda is None or hasattr(native.load(), "stand_before_cuda")
+    return {"ready": True, "folder": str(native.build_folder()), "arena": arena}
 
 
 def _address_search() -> dict[str, object]:
@@ -128,6 +131,10 @@ def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
     core = facts["native_core"]
     rows = [*facts["versions"].items(), ("C++ compiler", facts["compiler"])]
     rows.append(("native core", f"built, in {core['folder']}" if core["ready"] else f"absent: {core['problem']}"))
+    arena = "available" if core.get("arena") else "absent: see the native core"
+    if core["ready"] and not core["arena"]:
+        arena = "absent: this version of torch has a CUDA allocator that memplug does not know"
+    rows.append(("planned arena", arena))
     search = facts["address_search"]
     rows.append(("address search", "built" if search["ready"] else f"absent, slower in Python: {search['problem']}"))
     rows += [

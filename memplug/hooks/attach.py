@@ -113,7 +113,8 @@ def _attach(model: nn.Module, engine: Any, config: MemplugConfig, device: Device
     regions = initial_regions(config, [(name, type(module).__name__) for name, module in modules])
     session = Session(config, regions, device, regathers=engine is not None and deepspeed_hooks.regathers(engine))
     try:
-        session.at_detach(region_hooks.mark(model, session))
+        if not modules:
+            session.at_detach(region_hooks.mark(model, session))
         for (_, module), region, around in zip(modules, regions, layers, strict=True):
             prepare = functools.partial(transformers_hooks.arguments, around)
             session.at_detach(region_hooks.make_region(module, region, session, prepare))

@@ -19,14 +19,16 @@ from memplug.errors import ConflictError, RegionError
 from memplug.execute.tokenwise import Region
 from memplug.session import Session
 
-_REGION, _MARK = "_memplug_region", "_memplug_session"
+_REGION = "_memplug_region"
 Prepare = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 class _Bound:
-    """What a region module carries: the region, its session, and what the host wants done to the arguments."""
+    """What a region module carries: the region, its session, and what the host wants done to the arguments; or the root
+    of a model without regions, the session alone.
+    """
 
-    def __init__(self, region: Region, session: Session, prepare: Prepare | None):
+    def __init__(self, region: Region | None, session: Session, prepare: Prepare | None):
         self.region, self.session, self.prepare = region, session, prepare
 
 
@@ -104,34 +106,28 @@ def make_region(
     return undo
 
 
-class _Mark:
-    """What the root of an attached model carries; a copy or a pickle of the model has None in its place."""
-
-    def __init__(self, session: Session):
-        self.session = session
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
 def mark(model: nn.Module, session: Session) -> Callable[[], None]:
-    """Remember that a model is attached, with or without regions; returns how to undo it."""
-    object.__setattr__(model, _MARK, _Mark(session))
-    return lambda: model.__dict__.pop(_MARK, None)
+    """Remember that a model without regions is attached; returns how to undo it."""
+    original = type(model)
+    model.__class__ = _marked_class(original)
+    object.__setattr__(model, _REGION, _Bound(None, session, None))
+
+    def undo() -> None:
+        if type(model) is _marked_class(original):
+            model.__class__ = original
+        model.__dict__.pop(_REGION, None)
+
+    return undo
 
 
 def session_of(model: nn.Module) -> Session | None:
     """The session that the model, or a part of it, is attached to."""
-    for module in model.modules():
-        carried = module.__dict__.get(_REGION) or module.__dict__.get(_MARK)
-        if carried is not None:
-            return carried.session
-    return None
+    return next((module.__dict__[_REGION].session for module in model.modules() if _REGION in module.__dict__), None)
 
 
 @functools.cache
 def _region_class(original: type) -> type:
-    """A subclass of `original` that calls itself the same and pickles as the original."""
+    """A subclass of `original` that runs as a region."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound = self.__dict__.get(_REGION)
@@ -142,21 +138,27 @@ def _region_class(original: type) -> type:
             args, kwargs = bound.prepare(self, args, kwargs)
         return bound.session.executor.run(bound.region, call, args, kwargs)
 
+    functools.update_wrapper(forward, original.forward)
+    # compiled code has no operators to see: `torch.compile` of the whole model goes around its regions
+    return _subclass(original, forward=torch.compiler.disable(forward))
+
+
+@functools.cache
+def _marked_class(original: type) -> type:
+    """A subclass of `original` that runs as it does."""
+    return _subclass(original)
+
+
+def _subclass(original: type, **members: Any) -> type:
+    """One that calls itself the same, and is copied and pickled as the original."""
+
     def reduce(self: nn.Module, protocol: int) -> Any:
         state = {key: value for key, value in self.__dict__.items() if key != _REGION}
         # the state apart from the arguments, so that modules that refer to one another in a circle can be copied
         return copyreg._reconstructor, (original, object, None), state
 
-    functools.update_wrapper(forward, original.forward)
-    members = {
-        # compiled code has no operators to see: `torch.compile` of the whole model goes around its regions
-        "forward": torch.compiler.disable(forward),
-        "__reduce_ex__": reduce,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-    }
-    return type(original)(original.__name__, (original,), members)
+    named = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    return type(original)(original.__name__, (original,), {**named, "__reduce_ex__": reduce, **members})
 
 
 def _matches(name: str, pattern: str) -> bool:

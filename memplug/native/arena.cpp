@@ -130,6 +130,11 @@ bool Arena::is_stream(int32_t number, Stream stream) {
   return true;
 }
 
+// Whether nobody but this stream is served.
+bool Arena::is_only_stream(Stream stream) const {
+  return streams_.size() == 1 && streams_[0].first && streams_[0].second == stream;
+}
+
 bool Arena::is_free(const Row& row) {
   const int64_t before = live_starts_.before(row.end);
   if (before >= 0 && live_[before].end > row.offset) {
@@ -303,7 +308,7 @@ bool Arena::give_back(void* pointer) {
       if (other.slot >= 0) {
         slots_[other.slot].taken = false;
       }
-      const bool alone = other.slot >= 0 || streams_.size() == 1;
+      const bool alone = other.slot >= 0 || is_only_stream(other.stream);
       take_in(*part, begin, other.end, other.nbytes, other.stream, other.wanted, alone);
     } else {
       return true; // not the beginning of a block: nothing that this could end

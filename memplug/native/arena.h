@@ -220,6 +220,7 @@ class Arena {
   Spot* spot_of(int32_t phase, int32_t layer);
   Row* match(Spot& spot, int64_t size, Stream stream);
   bool is_stream(int32_t number, Stream stream);
+  bool is_only_stream(Stream stream) const;
   bool is_free(const Row& row);
   Stretch next_live(int64_t from, int64_t end) const;
   Stretch fitting(int64_t begin, int64_t end, int64_t size, bool highest) const;

@@ -134,6 +134,7 @@ void Arena::keep_live_blocks() {
   }
   live_starts_ = LiveStarts();
   offsets_.clear();
+  start_table_.assign(1, -1); // whatever comes back from here on is one of the others
   live_.clear();
   late_.clear();
 }

@@ -355,6 +355,22 @@ void one_stream_is_not_taken_for_two() {
   CHECK(ask(arena, 2, 0, SIDE) != nullptr);
 }
 
+void a_stream_that_only_an_earlier_plan_had_is_waited_for() {
+  Simulated device;
+  Arena arena(device, false);
+  arena.load(plan_of({planned(0, 1), planned(1, 1, 1, 1)}, 2, 2));
+  arena.begin_step();
+  CHECK(ask(arena, 1, 0, MAIN) != nullptr);
+  void* const aside = ask(arena, 1, 1, SIDE);
+  CHECK(aside != nullptr);
+  arena.load(plan_of({planned(1, 1)}, 2)); // in the same memory
+  arena.begin_step();
+  ++device.queued[SIDE];
+  arena.give_back(aside);
+  CHECK(!device.is_after(MAIN, SIDE));
+  CHECK(ask(arena, 1, 0, MAIN) == aside && device.is_after(MAIN, SIDE));
+}
+
 // -- plans come and go ------------------------------------------------------------------------------------------------
 
 void what_is_in_use_outlives_its_plan() {
@@ -563,6 +579,32 @@ void threads_may_give_back_while_others_ask() {
   arena.close();
 }
 
+void threads_may_give_back_while_plans_come_and_go() {
+  Simulated device;
+  Arena arena(device, false);
+  for (int round = 0; round < 100; ++round) {
+    std::vector<PlannedRequest> requests;
+    for (int i = 0; i < 20; ++i) {
+      requests.push_back(planned(i, 1));
+    }
+    arena.load(plan_of(std::move(requests), 20 + round % 3));
+    arena.begin_step();
+    std::vector<void*> blocks;
+    for (int i = 0; i < 20; ++i) {
+      blocks.push_back(ask(arena, 1));
+    }
+    std::thread thread([&] {
+      for (void* block : blocks) {
+        CHECK(block == nullptr || arena.give_back(block));
+      }
+    });
+    arena.load(plan_of({planned(0, 20)}, 20));
+    thread.join();
+  }
+  arena.close();
+  CHECK(arena.counters().live_size == 0 && arena.counters().reserved_bytes == 0);
+}
+
 void a_set_of_starts_is_a_set() {
   std::mt19937 random(1);
   for (const int count : {1, 63, 64, 65, 4097, 70000}) {
@@ -606,6 +648,7 @@ int main() {
   where_the_bytes_are_not_free_idle_ones_are_taken();
   what_is_lent_is_needed_last();
   one_stream_is_not_taken_for_two();
+  a_stream_that_only_an_earlier_plan_had_is_waited_for();
   what_an_earlier_plan_kept_frees_nothing_of_a_later_one();
   a_later_arena_that_cannot_be_reserved_leaves_nothing_of_the_earlier_one();
   an_arena_that_cannot_be_reserved_serves_nothing_and_leaks_nothing();
@@ -615,5 +658,6 @@ int main() {
     no_byte_ever_belongs_to_two(seed, seed % 3 == 0);
   }
   threads_may_give_back_while_others_ask();
+  threads_may_give_back_while_plans_come_and_go();
   std::puts("all hold");
 }
