@@ -46,6 +46,7 @@ def arena(serving: Serving | None) -> dict[str, Any]:
     reserved = counters.reserved_bytes
     return {
         "arena": serving.state.value,
+        "arena_off_because": serving.why or None,
         "arena_plans": serving.plans,
         "arena_bytes": reserved,
         "arena_live_bytes": counters.live_bytes,

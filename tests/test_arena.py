@@ -14,6 +14,8 @@ from torch import nn
 
 import memplug
 from memplug.execute.device import Device
+from memplug.profile.recorder import Detail, Recorder
+from memplug.profile.trace import Fingerprint
 from memplug.stages.serving import State
 from tests.serving import ALONE, CHECKED, Run, llama, mixtral, nothing_leaks, owned, reserved_bytes, serving_of, train
 
@@ -124,6 +126,28 @@ def test_memory_stays_valid_after_detaching_and_goes_with_its_last_tensor() -> N
         del logits
         gc.collect()
     assert not any(owned(p) for p in model.parameters())
+
+
+def test_a_recording_knows_nothing_of_what_a_former_arena_left() -> None:
+    model = llama()
+    batch = torch.randint(0, 64, (2, 16))
+    with memplug.attach(model, ALONE) as session:
+        for _ in range(8):
+            out = model(batch, labels=batch)
+            out.loss.backward()
+            session.step()
+    assert owned(out.logits)
+    recorder = Recorder("cpu")
+    try:
+        recorder.begin(Detail.REQUESTS)
+        del out
+        model.zero_grad()
+        torch.ones(4)
+        trace = recorder.end(Fingerprint(), [])
+    finally:
+        recorder.stop()
+    assert trace.base_bytes == 0 and trace.requests["nbytes"].tolist() == [16]
+    assert (trace.events["request"] >= 0).all()
 
 
 def test_optimizer_state_that_is_made_late_is_kept_out_of_what_is_used_again() -> None:

@@ -222,6 +222,7 @@ def test_an_arena_that_cannot_be_reserved_is_said_once_and_training_goes_on(
     assert run.losses == train(OFF).losses
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and "goes on without the arena" in warnings[0] and "GiB" in warnings[0]
+    assert "GiB for the arena" in run.report["arena_off_because"]
     assert run.report["arena"] == "off" and run.report["arena_bytes"] == run.report["arena_served"] == 0
 
 

@@ -94,28 +94,23 @@ def make_region(
             f"the forward of module {region.name} was replaced on the instance, so that memplug's would never run",
             "Attach memplug before whatever replaces it, or undo that.",
         )
-    original = type(module)
-    module.__class__ = _region_class(original)
-    object.__setattr__(module, _REGION, _Bound(region, session, prepare))
-
-    def undo() -> None:
-        if type(module) is _region_class(original):
-            module.__class__ = original
-        module.__dict__.pop(_REGION, None)
-
-    return undo
+    return _bind(module, _region_class(type(module)), _Bound(region, session, prepare))
 
 
 def mark(model: nn.Module, session: Session) -> Callable[[], None]:
     """Remember that a model without regions is attached; returns how to undo it."""
-    original = type(model)
-    model.__class__ = _marked_class(original)
-    object.__setattr__(model, _REGION, _Bound(None, session, None))
+    return _bind(model, _marked_class(type(model)), _Bound(None, session, None))
+
+
+def _bind(module: nn.Module, subclass: type, bound: _Bound) -> Callable[[], None]:
+    original = type(module)
+    module.__class__ = subclass
+    object.__setattr__(module, _REGION, bound)
 
     def undo() -> None:
-        if type(model) is _marked_class(original):
-            model.__class__ = original
-        model.__dict__.pop(_REGION, None)
+        if type(module) is subclass:
+            module.__class__ = original
+        module.__dict__.pop(_REGION, None)
 
     return undo
 

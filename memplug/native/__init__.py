@@ -25,7 +25,6 @@ from memplug.errors import NativeError
 log = logging.getLogger("memplug")
 
 NAME = "memplug_native"
-CUDA_ARENA = "cuda_arena.cpp"  # the one source that depends on every call that a version's allocator has
 FOLDER = Path(__file__).parent
 
 
@@ -83,8 +82,7 @@ def _build(folder: Path) -> None:
     except RuntimeError:
         if not _cuda_headers():
             raise
-        without = [source for source in sources if Path(source).name != CUDA_ARENA]
-        _compile(folder, without, [*_flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # raises again where that was not it
+        _compile(folder, sources, [*_flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # raises again where that was not it
         log.warning(
             "memplug: torch %s has a CUDA allocator that memplug does not know: the core is built without the arena",
             torch.__version__,

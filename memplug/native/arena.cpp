@@ -342,7 +342,7 @@ void Arena::take_in(Part& part, char* begin, char* end, int64_t nbytes, Stream s
   counters_.live_size -= end - begin;
   counters_.unwanted_bytes -= wanted ? 0 : nbytes;
   --part.live;
-  device_.came_back(begin, static_cast<size_t>(nbytes), wanted);
+  device_.came_back(begin, static_cast<size_t>(nbytes), wanted, open_);
 }
 
 bool Arena::use_on(void* pointer, Stream stream) {
@@ -387,6 +387,7 @@ std::vector<std::pair<int32_t, int32_t>> Arena::late() const {
 ArenaCounters Arena::counters() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   ArenaCounters counters = counters_;
+  counters.unwanted_bytes = open_ ? counters_.unwanted_bytes : 0;
   for (const auto& part : parts_) {
     counters.reserved_bytes += part->nbytes;
   }

@@ -44,9 +44,9 @@ class Device {
   virtual void fill(char* begin, size_t nbytes, int byte, Stream stream) = 0;
   virtual bool is_filled(const char* begin, size_t nbytes, int byte, Stream stream) = 0;
 
-  // A block was handed out, and whether its end is wanted too; a block came back.
+  // A block was handed out, and whether its end is wanted too; a block came back, while there is a plan or after it.
   virtual bool handed_out(void* pointer, size_t nbytes, Stream stream) = 0;
-  virtual void came_back(void* pointer, size_t nbytes, bool wanted) = 0;
+  virtual void came_back(void* pointer, size_t nbytes, bool wanted, bool open) = 0;
 };
 
 // Packed as the dtypes of those names in memplug/execute/arena.py.
@@ -109,7 +109,7 @@ struct ArenaCounters {
   int64_t live_size = 0; // now: rounded up
   int64_t peak_size = 0; // the most of it since the last plan
   int64_t peak_bytes = 0; // likewise, as asked for
-  int64_t unwanted_bytes = 0; // now: of blocks whose end nobody wants to be told of
+  int64_t unwanted_bytes = 0; // now, while there is a plan: of blocks whose end nobody wants to be told of
 };
 
 class Arena {

@@ -3,7 +3,9 @@
 // Every call but those that the arena changes is handed on. Which calls there are differs between versions of torch:
 // they are declared here without `override`, and handed on where the installed version knows them. Where it has one
 // that this file does not know, the class stays abstract, and there is no arena; the recorder works all the same.
-#if defined(MEMPLUG_CUDA) && !defined(MEMPLUG_WITHOUT_CUDA_ARENA)
+#include "cuda_memory.h"
+
+#ifdef MEMPLUG_CUDA_ARENA
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
@@ -23,7 +25,6 @@
 #include <utility>
 #include <vector>
 
-#include "cuda_memory.h"
 #include "serving.h"
 
 namespace memplug {
@@ -339,124 +340,6 @@ class InFront final : public Base {
   std::atomic<int> pools_{0};
 };
 
-class CudaDevice final : public RecordingDevice {
- public:
-  explicit CudaDevice(int index)
-      : RecordingDevice(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index))), index_(index) {}
-
-  int index() const {
-    return index_;
-  }
-
-  char* reserve(size_t nbytes) override {
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
-    const Unheard unheard;
-    return static_cast<char*>(native()->raw_alloc(nbytes));
-  }
-  void release(char* memory) override {
-    const Unheard unheard;
-    native()->raw_delete(memory);
-  }
-
-  bool handed_out(void* pointer, size_t nbytes, Stream stream) override {
-    use(static_cast<int64_t>(nbytes), 1);
-    return RecordingDevice::handed_out(pointer, nbytes, stream);
-  }
-  void came_back(void* pointer, size_t nbytes, bool wanted) override {
-    use(static_cast<int64_t>(nbytes), -1);
-    RecordingDevice::came_back(pointer, nbytes, wanted);
-  }
-
-  Event record(Stream stream) override {
-    auto* const event = new Queued{to_cuda(stream)};
-    event->try_record(index_);
-    return event;
-  }
-  void wait(Stream stream, Event event) override {
-    auto* const queued = static_cast<Queued*>(event);
-    if (queued->try_record(index_)) {
-      const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
-      C10_CUDA_CHECK(cudaStreamWaitEvent(to_cuda(stream), queued->event, 0));
-    }
-  }
-  bool is_done(Event event) override {
-    auto* const queued = static_cast<Queued*>(event);
-    if (!queued->try_record(index_)) {
-      return false;
-    }
-    const cudaError_t state = cudaEventQuery(queued->event);
-    if (state == cudaErrorNotReady) {
-      (void)cudaGetLastError();
-      return false;
-    }
-    C10_CUDA_CHECK(state);
-    return true;
-  }
-  void drop(Event event) override {
-    delete static_cast<Queued*>(event);
-  }
-  void synchronize() override {
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
-    C10_CUDA_CHECK(cudaDeviceSynchronize());
-  }
-
-  void fill(char* begin, size_t nbytes, int byte, Stream stream) override {
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
-    C10_CUDA_CHECK(cudaMemsetAsync(begin, byte, nbytes, to_cuda(stream)));
-  }
-  bool is_filled(const char* begin, size_t nbytes, int byte, Stream stream) override {
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
-    std::vector<char> copy(nbytes);
-    C10_CUDA_CHECK(cudaMemcpyAsync(copy.data(), begin, nbytes, cudaMemcpyDeviceToHost, to_cuda(stream)));
-    C10_CUDA_CHECK(cudaStreamSynchronize(to_cuda(stream)));
-    return std::all_of(copy.begin(), copy.end(), [&](char c) { return c == static_cast<char>(byte); });
-  }
-
- private:
-  // While a graph is captured, nothing can be recorded outside of it: then it is made up for later.
-  struct Queued {
-    explicit Queued(cudaStream_t of) : stream(of) {}
-    ~Queued() {
-      if (event != nullptr) {
-        (void)cudaEventDestroy(event);
-      }
-    }
-    bool try_record(int device) {
-      cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-      if (recorded || cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
-          capture != cudaStreamCaptureStatusNone) {
-        return recorded;
-      }
-      const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-      if (event == nullptr) {
-        C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-      }
-      C10_CUDA_CHECK(cudaEventRecord(event, stream));
-      recorded = true;
-      return true;
-    }
-    cudaStream_t stream;
-    cudaEvent_t event = nullptr;
-    bool recorded = false;
-  };
-
-  static cudaStream_t to_cuda(Stream stream) {
-    return static_cast<cudaStream_t>(const_cast<void*>(stream));
-  }
-
-  void use(int64_t nbytes, int sign) {
-    live_bytes_ += sign * nbytes;
-    live_size_ += sign * ((nbytes + GRANULARITY - 1) / GRANULARITY * GRANULARITY);
-    note_arena_use(live_bytes_, live_size_);
-  }
-
-  static Native* native();
-
-  const int index_;
-  int64_t live_bytes_ = 0;
-  int64_t live_size_ = 0;
-};
-
 template <typename Base>
 Base* in_front(Base* native, int device) {
   if constexpr (std::is_abstract_v<InFront<Base>>) {
@@ -469,26 +352,21 @@ Base* in_front(Base* native, int device) {
 Native* native_allocator = nullptr;
 Native* standing = nullptr;
 
-Native* CudaDevice::native() {
-  return native_allocator;
-}
-
 } // namespace
 
-Device& cuda_device(int index) {
-  static auto* const instance = new CudaDevice(index);
-  if (instance->index() != index) {
-    throw std::runtime_error("another device of this process has one");
-  }
+Native& native_cuda_allocator() {
+  return *native_allocator;
+}
+
+void prepare_cuda_allocator(int device) {
   if (native_allocator == nullptr) {
     Native* const current = caching::allocator.load();
-    standing = in_front(current, index);
+    standing = in_front(current, device);
     native_allocator = current;
-    const DeviceStats stats = current->getDeviceStats(static_cast<c10::DeviceIndex>(index));
+    const DeviceStats stats = current->getDeviceStats(static_cast<c10::DeviceIndex>(device));
     const auto& [requested, allocated] = std::tie(stats.requested_bytes[AGGREGATE], stats.allocated_bytes[AGGREGATE]);
-    begin_device_peak(index, {requested.current, allocated.current}, {requested.peak, allocated.peak});
+    begin_device_peak(device, {requested.current, allocated.current}, {requested.peak, allocated.peak});
   }
-  return *instance;
 }
 
 void stand_before_cuda(bool on) {

@@ -10,6 +10,10 @@
 #define MEMPLUG_CUDA_ARENA // this version of torch has an allocator that can be stood in front of
 #endif
 
+namespace c10::cuda::CUDACachingAllocator {
+class CUDAAllocator;
+}
+
 namespace memplug {
 
 constexpr size_t AGGREGATE = 0, LARGE_POOL = 2; // as in torch's StatType
@@ -35,7 +39,11 @@ struct Unheard {
   ~Unheard();
 };
 
+// What stands in front of the device's allocator, made and not put there yet; throws where this version of torch has
+// calls that are not known. Then `stand_before_cuda` puts it there and takes it off again.
+void prepare_cuda_allocator(int device);
 void stand_before_cuda(bool on);
+c10::cuda::CUDACachingAllocator::CUDAAllocator& native_cuda_allocator();
 
 } // namespace memplug
 

@@ -134,10 +134,11 @@ bool RecordingDevice::handed_out(void* pointer, size_t nbytes, Stream stream) {
   return true;
 }
 
-// A block that was handed out before the recording is noted with its size, as the native allocators do it.
-void RecordingDevice::came_back(void* pointer, size_t nbytes, bool wanted) {
+// A block that was handed out before the recording is noted with its size, as the native allocators do it; unless it is
+// older than what the recording knows of.
+void RecordingDevice::came_back(void* pointer, size_t nbytes, bool wanted, bool open) {
   profile(pointer, -static_cast<int64_t>(nbytes));
-  if (wanted || recording_requests()) {
+  if (wanted || (open && recording_requests())) {
     note_free(pointer, nbytes);
   }
 }

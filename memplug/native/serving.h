@@ -31,7 +31,8 @@ void* serve_request(size_t nbytes, Stream stream);
 // What deletes a block of the arena.
 void give_back_served(void* pointer);
 
-// The bytes in use of all arenas that the recorder has not heard of.
+// The bytes in use of arenas with a plan that the recorder has not heard of; what a former arena left is as unknown to it
+// as what the native allocator gave out before.
 int64_t unrecorded_bytes();
 
 // What all arenas have reserved now.
@@ -45,7 +46,7 @@ class RecordingDevice : public Device {
  public:
   explicit RecordingDevice(c10::Device device) : device_(device) {}
   bool handed_out(void* pointer, size_t nbytes, Stream stream) override;
-  void came_back(void* pointer, size_t nbytes, bool wanted) override;
+  void came_back(void* pointer, size_t nbytes, bool wanted, bool open) override;
 
  private:
   void profile(void* pointer, int64_t change);

@@ -71,7 +71,7 @@ class Serving:
 
     Attributes:
         state: see `State`.
-        why: the arena is off.
+        why: the arena is off; "" while it is not.
         plan: that it serves, or served last; None before there was one.
         plans: how many were made.
         step: what it did in the step that ended last.
@@ -171,7 +171,7 @@ class Serving:
             self._arena.close()  # its memory is the native allocator's meanwhile
         else:
             self._known.move_to_end(program)
-            self._serve(known)
+            self._serve(known, logging.DEBUG)
 
     def _departs(self) -> bool:
         asked = self.step.served + self.step.mismatched + self.step.dynamic_missed
@@ -242,7 +242,7 @@ class Serving:
         self._known[self._program] = known
         while len(self._known) > MOST_PLANS:
             self._known.popitem(last=False)
-        self._serve(known)
+        self._serve(known, logging.DEBUG if amendments else logging.INFO)
 
     def _made(self, step: Trace, problem: Problem, time_limit_s: float) -> MemoryPlan:
         solution = auto.plan(problem, self._config.planner, time_limit_s=time_limit_s)
@@ -253,7 +253,7 @@ class Serving:
             raise LayoutError(f"the judge refuses the plan: {findings[0].message}", "Please report it, with a trace.")
         return plan
 
-    def _serve(self, known: _Known) -> None:
+    def _serve(self, known: _Known, level: int) -> None:
         plan = known.plan
         try:
             self._arena.serve(known.tables)
@@ -265,7 +265,7 @@ class Serving:
         self._tell(
             f"arena: {promised.arena_bytes / 2**30:.3f} GiB for {len(plan.problem):,} requests, "
             f"fragmentation {promised.fragmentation:.2%}",
-            logging.DEBUG if known.amendments else logging.INFO,
+            level,
         )
 
     def _check(self, step: Counters) -> None:

@@ -127,7 +127,7 @@ def _events(problem: Problem) -> np.ndarray:
 def run(case: str, mode: str, time_limit_s: float) -> dict[str, float | str]:
     """`measure`, in a process of its own."""
     command = [sys.executable, "-m", f"tests.bench.{BENCH}", "--worker", case, mode, "--time-limit", str(time_limit_s)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{case} by {mode} failed: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

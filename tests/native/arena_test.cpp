@@ -81,7 +81,7 @@ struct Simulated final : Device {
   bool handed_out(void*, size_t, Stream) override {
     return true;
   }
-  void came_back(void*, size_t, bool) override {}
+  void came_back(void*, size_t, bool, bool) override {}
 
   // Work of a stream from now on follows all that the other has queued so far, by events.
   bool is_after(Stream stream, Stream other) {

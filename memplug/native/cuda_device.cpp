@@ -1,0 +1,148 @@
+// The arena's device on CUDA: memory of the native allocator, and the streams' events.
+#include "cuda_memory.h"
+
+#ifdef MEMPLUG_CUDA_ARENA
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+#include "serving.h"
+
+namespace memplug {
+namespace {
+
+class CudaDevice final : public RecordingDevice {
+ public:
+  explicit CudaDevice(int index)
+      : RecordingDevice(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index))), index_(index) {}
+
+  int index() const {
+    return index_;
+  }
+
+  char* reserve(size_t nbytes) override {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
+    const Unheard unheard;
+    return static_cast<char*>(native_cuda_allocator().raw_alloc(nbytes));
+  }
+  void release(char* memory) override {
+    const Unheard unheard;
+    native_cuda_allocator().raw_delete(memory);
+  }
+
+  bool handed_out(void* pointer, size_t nbytes, Stream stream) override {
+    use(static_cast<int64_t>(nbytes), 1);
+    return RecordingDevice::handed_out(pointer, nbytes, stream);
+  }
+  void came_back(void* pointer, size_t nbytes, bool wanted, bool open) override {
+    use(static_cast<int64_t>(nbytes), -1);
+    RecordingDevice::came_back(pointer, nbytes, wanted, open);
+  }
+
+  Event record(Stream stream) override {
+    auto* const event = new Queued{to_cuda(stream)};
+    event->try_record(index_);
+    return event;
+  }
+  void wait(Stream stream, Event event) override {
+    auto* const queued = static_cast<Queued*>(event);
+    if (queued->try_record(index_)) {
+      const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
+      C10_CUDA_CHECK(cudaStreamWaitEvent(to_cuda(stream), queued->event, 0));
+    }
+  }
+  bool is_done(Event event) override {
+    auto* const queued = static_cast<Queued*>(event);
+    if (!queued->try_record(index_)) {
+      return false;
+    }
+    const cudaError_t state = cudaEventQuery(queued->event);
+    if (state == cudaErrorNotReady) {
+      (void)cudaGetLastError();
+      return false;
+    }
+    C10_CUDA_CHECK(state);
+    return true;
+  }
+  void drop(Event event) override {
+    delete static_cast<Queued*>(event);
+  }
+  void synchronize() override {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
+    C10_CUDA_CHECK(cudaDeviceSynchronize());
+  }
+
+  void fill(char* begin, size_t nbytes, int byte, Stream stream) override {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
+    C10_CUDA_CHECK(cudaMemsetAsync(begin, byte, nbytes, to_cuda(stream)));
+  }
+  bool is_filled(const char* begin, size_t nbytes, int byte, Stream stream) override {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
+    std::vector<char> copy(nbytes);
+    C10_CUDA_CHECK(cudaMemcpyAsync(copy.data(), begin, nbytes, cudaMemcpyDeviceToHost, to_cuda(stream)));
+    C10_CUDA_CHECK(cudaStreamSynchronize(to_cuda(stream)));
+    return std::all_of(copy.begin(), copy.end(), [&](char c) { return c == static_cast<char>(byte); });
+  }
+
+ private:
+  // While a graph is captured, nothing can be recorded outside of it: then it is made up for later.
+  struct Queued {
+    explicit Queued(cudaStream_t of) : stream(of) {}
+    ~Queued() {
+      if (event != nullptr) {
+        (void)cudaEventDestroy(event);
+      }
+    }
+    bool try_record(int device) {
+      cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+      if (recorded || cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
+          capture != cudaStreamCaptureStatusNone) {
+        return recorded;
+      }
+      const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+      if (event == nullptr) {
+        C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+      }
+      C10_CUDA_CHECK(cudaEventRecord(event, stream));
+      recorded = true;
+      return true;
+    }
+    cudaStream_t stream;
+    cudaEvent_t event = nullptr;
+    bool recorded = false;
+  };
+
+  static cudaStream_t to_cuda(Stream stream) {
+    return static_cast<cudaStream_t>(const_cast<void*>(stream));
+  }
+
+  void use(int64_t nbytes, int sign) {
+    live_bytes_ += sign * nbytes;
+    live_size_ += sign * ((nbytes + GRANULARITY - 1) / GRANULARITY * GRANULARITY);
+    note_arena_use(live_bytes_, live_size_);
+  }
+
+  const int index_;
+  int64_t live_bytes_ = 0;
+  int64_t live_size_ = 0;
+};
+
+} // namespace
+
+Device& cuda_device(int index) {
+  static auto* const instance = new CudaDevice(index);
+  if (instance->index() != index) {
+    throw std::runtime_error("another device of this process has one");
+  }
+  prepare_cuda_allocator(index);
+  return *instance;
+}
+
+} // namespace memplug
+
+#endif
