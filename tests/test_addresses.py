@@ -105,7 +105,8 @@ def test_idle_space_is_idle_as_long_as_it_is_said_to_be(recording) -> None:
     checks = [(group, 0, end * (PARTS - 1 - at) // PARTS) for at, group in enumerate(tables.lendable)]
     for request, row in zip(tables.requests, tables.rows, strict=True):
         if request["spare"] >= 0:
-            checks.append((int(request["spare"]), int(plan.problem.buffers["lower"][row]), end + 1))
+            lower, upper = plan.problem.buffers[["lower", "upper"]][row].item()
+            checks.append((int(request["spare"]), lower, upper))
     for group, first, last in checks:
         used = bytes_between(plan, first, last, tables.kept_bytes)
         for begin, stop in spaces_of(tables, group):

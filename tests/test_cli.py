@@ -63,6 +63,21 @@ def test_check_says_in_words_what_memplug_will_do(write):
         assert expected in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ({}, ("planned addresses (planner auto)\n", "kept in memplug_plans")),
+        ({"plan_dir": False}, ("not kept",)),
+        ({"arena": {"planner": "exact", "checks": True}}, ("(planner exact), with freed memory",)),
+        ({"arena": {"enabled": False}}, ("arena is switched off", "torch's own allocator")),
+        ({"tokenwise": {"enabled": False}}, ("recompute is switched off", "planned addresses")),
+    ],
+)
+def test_check_says_in_words_what_the_arena_will_do(write, block, expected):
+    result = run(app, ["check", write({"enabled": True, **block})])
+    assert result.exit_code == 0 and all(part in result.stdout for part in expected)
+
+
 @pytest.mark.parametrize("block", [{"enabled": False}, {"enabled": False, "tokenwise": {"alpha": 1}}])
 def test_check_says_that_memplug_is_off(write, block):
     result = run(app, ["check", write(block)])

@@ -65,6 +65,13 @@ def _in_words(config: "MemplugConfig") -> list[str]:
         ]
     else:
         lines.append("  row-cached recompute is switched off (tokenwise.enabled): nothing is swapped or recomputed")
+    arena = config.arena
+    if arena.enabled:
+        checked = ", with freed memory and what surrounds each block looked after: slow" if arena.checks else ""
+        lines.append(f"  arena            training is served at planned addresses (planner {arena.planner}){checked}")
+        lines.append(f"  plans            {f'kept in {config.plan_dir}' if config.plan_dir else 'not kept'}")
+    else:
+        lines.append("  the planned arena is switched off (arena.enabled): torch's own allocator serves")
     lines += [
         f"  device budget    {_budget_in_words(config.device_budget_gib, '92 % of the device')}",
         f"  host budget      {_budget_in_words(config.host_budget_gib, '80 % of the host, shared by its ranks')}",

@@ -11,7 +11,7 @@ from memplug.plan.layout.problem import Problem
 from memplug.plan.schema import MemoryPlan
 from memplug.profile.records import Pass
 
-PARTS = 16  # of a step, by which it is told apart when bytes are needed
+PARTS = 32  # of a step, by which it is told apart when bytes are needed
 
 Spaces = tuple[tuple[int, int], ...]
 
@@ -37,8 +37,9 @@ def tables_of(plan: MemoryPlan) -> Tables:
     crosses = np.where(kept, 0, used.masks(reused, reused + table["size"], stream))
     requests, rows = _requests(plan.problem, reused, crosses, stream, kind)
     dynamic, groups = _dynamic(plan)
-    lendable, spare = _idle_from_the_beginning(plan), _idle_to_the_end(plan)
-    requests["spare"] = np.where(kept[rows], -1, len(groups) + len(lendable) + _part(plan, rows))
+    lendable = _idle_from_the_beginning(plan)
+    spare, of_row = _idle_meanwhile(plan, rows)
+    requests["spare"] = np.where(kept[rows], -1, len(groups) + len(lendable) + of_row)
     groups += [*lendable, *spare]
     spaces = [tuple((begin - kept_bytes, end - kept_bytes) for begin, end in group) for group in groups]
     return Tables(
@@ -137,17 +138,16 @@ def _idle_from_the_beginning(plan: MemoryPlan) -> list[Spaces]:
     return idle_spaces(plan.problem, plan.solution, windows)
 
 
-def _idle_to_the_end(plan: MemoryPlan) -> list[Spaces]:
-    """What no buffer uses from each part of a step on: what is there for requests whose own bytes are not free."""
-    end = int(plan.problem.buffers["upper"].max(initial=0))
-    return idle_spaces(plan.problem, plan.solution, [(end * part // PARTS, end + 1) for part in range(PARTS)])
-
-
-def _part(plan: MemoryPlan, rows: np.ndarray) -> np.ndarray:
-    """Which part of the step each buffer is asked for in."""
-    table = plan.problem.buffers
-    end = int(table["upper"].max(initial=1))
-    return np.minimum(table["lower"][rows] * PARTS // end, PARTS - 1)
+def _idle_meanwhile(plan: MemoryPlan, rows: np.ndarray) -> tuple[list[Spaces], np.ndarray]:
+    """What no buffer uses in the parts of the step in which buffers live, and which of these is each row's: what is
+    there for requests whose own bytes are not free.
+    """
+    table = plan.problem.buffers[rows]
+    end = max(1, int(plan.problem.buffers["upper"].max(initial=1)))
+    parts = np.stack([table["lower"] * PARTS // end, -(-table["upper"] * PARTS // end)], axis=1)
+    pairs, of_row = np.unique(parts, axis=0, return_inverse=True)
+    windows = [(end * first // PARTS, -(-end * last // PARTS)) for first, last in pairs.tolist()]
+    return idle_spaces(plan.problem, plan.solution, windows), of_row.reshape(-1)
 
 
 def _common(one: Spaces, other: Spaces) -> Spaces:
