@@ -138,6 +138,17 @@ def test_an_allocator_that_nothing_can_stand_in_front_of_is_refused_with_advice(
     assert "PYTORCH_CUDA_ALLOC_CONF" in caught.value.advice and '"arena": {"enabled": false}' in caught.value.advice
 
 
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_settings_that_would_reserve_more_than_was_planned_are_refused_with_advice(monkeypatch, variable):
+    monkeypatch.setattr(native, "load", _Core)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setenv(variable, "expandable_segments:True,roundup_power2_divisions:[256:1,>:8]")
+    with pytest.raises(ArenaError, match=f"{variable} rounds large requests up") as caught:
+        Arena("cuda:0")
+    assert "Take that out" in caught.value.advice
+
+
 def test_a_core_without_the_arena_for_cuda_is_said_to_be_one(monkeypatch):
     monkeypatch.setattr(native, "load", _Core)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)

@@ -8,6 +8,7 @@ process, since allocators are the process's; a session that has the recorder has
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -242,6 +243,13 @@ def _check_cuda(core: object) -> None:
             'Take "backend:cudaMallocAsync" out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, or set "arena": '
             '{"enabled": false}.',
         )
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "roundup_power2_divisions" in os.environ.get(variable, ""):
+            raise ArenaError(
+                f"{variable} rounds large requests up (roundup_power2_divisions), and the arena is the largest",
+                "Take that out: with the arena nothing is left to round. Expandable segments and the garbage "
+                "collection threshold may stay.",
+            )
     if not hasattr(core, "stand_before_cuda"):
         raise ArenaError(
             f"the native core was built without the arena for CUDA, whose interface torch {torch.__version__} changed",
