@@ -8,6 +8,7 @@ name -> {"stage": of ZeRO, "model": "llama" or "mixtral", "memplug": the block, 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -65,6 +66,7 @@ def main() -> None:
         served, report = run(case, case["memplug"], rank)
         results[name] = {"without": without, "with": served, "report": report}
     (folder / f"{rank}.json").write_text(json.dumps(results))
+    gc.collect()  # no thread of a backend is to let go of a tensor while Python ends
     dist.barrier()
     dist.destroy_process_group()
 
