@@ -103,15 +103,18 @@ def render(report: dict[str, Any]) -> str:
         "MFU": f"{report['mfu']:.1%} of {peak_tflop_per_s:,.3g} TFLOP/s a rank, {report['peak_source']}",
         "peak memory": f"{memory} (of the rank with most)",
     }
-    for name, value in (report.get("memplug") or {}).items():
+    of_memplug = report.get("memplug") or {}
+    for name, value in of_memplug.items():
         if value is not None:
-            rows[f"memplug {_in_words(name)}"] = _readable(name, value)
+            rows[f"memplug {_in_words(name, of_memplug)}"] = _readable(name, value)
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows.items())
 
 
-def _in_words(name: str) -> str:
-    return name.removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+def _in_words(name: str, others: dict[str, Any]) -> str:
+    """Without its unit, unless that is what tells it from another."""
+    plain = name.removesuffix("_bytes").removesuffix("_s")
+    return (name if plain in others else plain).replace("_", " ")
 
 
 def _readable(name: str, value: object) -> str:
