@@ -69,8 +69,8 @@ def main() -> None:
     gc.collect()  # no thread of a backend is to let go of a tensor while Python ends
     dist.barrier()
     dist.destroy_process_group()
-    # DeepSpeed keeps the groups of all these engines, whose threads may trip over the end of Python; that a process with
-    # one engine ends well, the recipe's runs show
+    # DeepSpeed keeps the groups of all these engines, whose threads may trip over the end of Python; that a process
+    # with one engine ends well, the runs of the recipe show
     os._exit(0)
 
 
