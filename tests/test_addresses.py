@@ -9,7 +9,7 @@ from hypothesis import given
 from memplug.errors import LayoutError
 from memplug.execute.arena import Tables
 from memplug.plan.layout import auto
-from memplug.plan.layout.dynamic import dynamic_peak_bytes, dynamic_spaces
+from memplug.plan.layout.dynamic import plan_with_spaces
 from memplug.plan.layout.from_trace import last_step, problem_of
 from memplug.plan.layout.problem import solved
 from memplug.plan.schema import MemoryPlan, memory_plan
@@ -22,7 +22,7 @@ from tests.traces import DATA, Recording, recordings
 def plan_of(step: Trace) -> MemoryPlan:
     problem = problem_of(step)
     solution = auto.plan(problem, time_limit_s=0.2)
-    return memory_plan(problem, solution, dynamic_spaces(step, problem, solution), dynamic_peak_bytes(step))
+    return plan_with_spaces(step, problem, solution)
 
 
 def spaces_of(tables: Tables, group: int) -> list[tuple[int, int]]:

@@ -90,9 +90,8 @@ def _planned(
         if recorded is None:
             return memory_plan(problem, solution), (0, 0)
         tell("dynamic spaces")
-        spaces = dynamic.dynamic_spaces(recorded, problem, solution)
-        made = memory_plan(problem, solution, spaces, dynamic.dynamic_peak_bytes(recorded))
-        return made, dynamic.served(recorded, spaces)
+        made = dynamic.plan_with_spaces(recorded, problem, solution)
+        return made, dynamic.served(recorded, made.dynamic)
 
 
 def _write(made: "MemoryPlan", output: Path) -> None:

@@ -128,12 +128,11 @@ class Arena:
 
     Raises:
         NativeError: the native core cannot be built here.
-        ArenaError: this device's allocator cannot be stood in front of, or another arena of this process is in use.
+        ArenaError: this device's allocator cannot be stood in front of, or another device of this process has one.
     """
 
     def __init__(self, device: torch.device | str, checks: bool = False):
         self.device = torch.device(device)
-        self.checks = checks
         self._native = native.load()
         cuda = self.device.type == "cuda"
         if cuda:
@@ -253,7 +252,7 @@ def _check_cuda(core: object) -> None:
     if not hasattr(core, "stand_before_cuda"):
         raise ArenaError(
             f"the native core was built without the arena for CUDA, whose interface torch {torch.__version__} changed",
-            'Use a version of torch that `memplug doctor` lists, or set "arena": {"enabled": false}.',
+            'Install another version of torch, or set "arena": {"enabled": false}.',
         )
 
 

@@ -9,15 +9,10 @@ namespace {
 
 constexpr int32_t LOOK_AROUND = 32; // planned requests, on either side of the one that is expected next
 constexpr size_t MANY_PENDING = 64;
-constexpr int FREED = 0xFF; // reads as NaN in every floating-point type
 constexpr int SURROUNDING = 0xA5;
 
 int64_t rounded(size_t nbytes) {
   return (static_cast<int64_t>(nbytes) + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
-}
-
-uint64_t key_of(int32_t phase, int32_t layer) {
-  return static_cast<uint64_t>(static_cast<uint32_t>(phase)) << 32 | static_cast<uint32_t>(layer);
 }
 
 } // namespace

@@ -209,6 +209,12 @@ class Arena {
   };
   using Stretch = std::pair<int64_t, int64_t>;
 
+  static constexpr int FREED = 0xFF; // reads as NaN in every floating-point type
+
+  static uint64_t key_of(int32_t phase, int32_t layer) {
+    return static_cast<uint64_t>(static_cast<uint32_t>(phase)) << 32 | static_cast<uint32_t>(layer);
+  }
+
   void stop();
   void retire(); // all parts
   void forget_done();

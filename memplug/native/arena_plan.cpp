@@ -7,7 +7,6 @@
 namespace memplug {
 namespace {
 
-constexpr int FREED = 0xFF; // as in arena.cpp
 constexpr int64_t LARGEST_PART = 2; // memory that is there is used again where it is at most so many times what is asked
 
 size_t hash_of(int64_t offset, size_t mask) {
@@ -214,18 +213,15 @@ void Arena::build() {
 }
 
 void Arena::build_spots() {
-  const auto key = [](int32_t phase, int32_t layer) {
-    return static_cast<uint64_t>(static_cast<uint32_t>(phase)) << 32 | static_cast<uint32_t>(layer);
-  };
   const auto& requests = plan_.requests;
   for (size_t i = 0; i < requests.size(); ++i) {
-    Spot& spot = spots_[key(requests[i].phase, requests[i].layer)];
+    Spot& spot = spots_[key_of(requests[i].phase, requests[i].layer)];
     spot.begin = spot.end == 0 ? static_cast<int32_t>(i) : spot.begin;
     spot.end = static_cast<int32_t>(i) + 1;
   }
   const auto& dynamic = plan_.dynamic;
   for (size_t i = 0; i < dynamic.size(); ++i) {
-    Spot& spot = spots_[key(dynamic[i].phase, dynamic[i].layer)];
+    Spot& spot = spots_[key_of(dynamic[i].phase, dynamic[i].layer)];
     spot.dynamic_begin = spot.dynamic_end == 0 ? static_cast<int32_t>(i) : spot.dynamic_begin;
     spot.dynamic_end = static_cast<int32_t>(i) + 1;
   }

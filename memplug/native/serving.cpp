@@ -29,6 +29,16 @@ Arenas& arenas() {
   return *instance;
 }
 
+int64_t sum_of(int64_t ArenaCounters::*figure) {
+  auto& known = arenas();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  int64_t sum = 0;
+  for (const auto& [key, each] : known.all) {
+    sum += each->counters().*figure;
+  }
+  return sum;
+}
+
 } // namespace
 
 Arena& open_arena(Device& device, bool checks) {
@@ -92,23 +102,11 @@ void give_back_served(void* pointer) {
 }
 
 int64_t unrecorded_bytes() {
-  auto& known = arenas();
-  const std::lock_guard<std::mutex> lock(known.mutex);
-  int64_t sum = 0;
-  for (const auto& [key, each] : known.all) {
-    sum += each->counters().unwanted_bytes;
-  }
-  return sum;
+  return sum_of(&ArenaCounters::unwanted_bytes);
 }
 
 int64_t reserved_bytes() {
-  auto& known = arenas();
-  const std::lock_guard<std::mutex> lock(known.mutex);
-  int64_t sum = 0;
-  for (const auto& [key, each] : known.all) {
-    sum += each->counters().reserved_bytes;
-  }
-  return sum;
+  return sum_of(&ArenaCounters::reserved_bytes);
 }
 
 void lock_arenas_for_fork() {

@@ -23,7 +23,7 @@ from memplug.plan import plan_file, replay
 from memplug.plan.layout import auto, dynamic
 from memplug.plan.layout.from_trace import last_step, problem_of
 from memplug.plan.layout.problem import Problem
-from memplug.plan.schema import MemoryPlan, memory_plan
+from memplug.plan.schema import MemoryPlan
 from memplug.profile.trace import Trace
 from memplug.stages.addresses import tables_of
 
@@ -246,8 +246,7 @@ class Serving:
 
     def _made(self, step: Trace, problem: Problem, time_limit_s: float) -> MemoryPlan:
         solution = auto.plan(problem, self._config.planner, time_limit_s=time_limit_s)
-        spaces = dynamic.dynamic_spaces(step, problem, solution)
-        plan = memory_plan(problem, solution, spaces, dynamic.dynamic_peak_bytes(step))
+        plan = dynamic.plan_with_spaces(step, problem, solution)
         findings = replay.judge_plan(plan, problem)
         if findings:
             raise LayoutError(f"the judge refuses the plan: {findings[0].message}", "Please report it, with a trace.")

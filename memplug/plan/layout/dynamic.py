@@ -13,7 +13,7 @@ import numpy as np
 
 from memplug.plan.layout.from_trace import GRANULARITY_BYTES, TRAINING
 from memplug.plan.layout.problem import Problem, Solution
-from memplug.plan.schema import DynamicSpace
+from memplug.plan.schema import DynamicSpace, MemoryPlan, memory_plan
 from memplug.profile.trace import Trace
 
 _KEY = ("malloc_phase", "malloc_layer", "free_phase", "free_layer", "stream")
@@ -52,6 +52,13 @@ def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[D
             keys.tolist(), members, windows, idle_spaces(problem, solution, windows), strict=True
         )
     )
+
+
+def plan_with_spaces(step: Trace, problem: Problem, solution: Solution) -> MemoryPlan:
+    """The plan of a step: its addresses, and what its dynamic requests may reuse; the arguments are those of
+    `dynamic_spaces`.
+    """
+    return memory_plan(problem, solution, dynamic_spaces(step, problem, solution), dynamic_peak_bytes(step))
 
 
 def dynamic_peak_bytes(step: Trace) -> int:

@@ -46,8 +46,7 @@ def problem_of(step: Trace, alignment_bytes: int = GRANULARITY_BYTES, margin_byt
     untouched. Where the step before left something of that kind that is freed only after its successor was asked for,
     another buffer stands for it. What another thread freed is taken to be in use twice as long, since it may come later
     next time. Left out are dynamic requests, whose sizes are known at run time, and those of threads that do not train,
-    which come at any time. Traces hold no orderings of streams, so requests of different streams
-    share no bytes.
+    which come at any time. Traces hold no orderings of streams, so requests of different streams share no bytes.
 
     Args:
         step: One step, see `last_step`.
@@ -99,9 +98,9 @@ def _left_by_the_step_before(
 
     Requests of one size and stream take turns, so there have to be as many buffers of each kind as are in use at once.
     """
-    earlier = step.events[earlier_frees(step)]
-    frees = earlier_frees(step)[earlier["nbytes"] > 0]
-    earlier = earlier[earlier["nbytes"] > 0]
+    frees = earlier_frees(step)
+    frees = frees[step.events["nbytes"][frees] > 0]
+    earlier = step.events[frees]
     sizes = -(-earlier["nbytes"] // alignment_bytes) * alignment_bytes + margin_bytes
     rows = np.flatnonzero(table["outlives"])
     left = []

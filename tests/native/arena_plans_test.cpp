@@ -1,0 +1,280 @@
+// Plans that come and go, stray writes, random requests, threads.
+// Built and run by tests/test_arena_core.py, under the compiler's sanitizers.
+#include "simulated.h"
+
+namespace {
+
+// -- plans come and go ------------------------------------------------------------------------------------------------
+
+void what_is_in_use_outlives_its_plan() {
+  Simulated device;
+  Arena arena(device, false);
+  arena.load(plan_of({planned(0, 1), planned(1, 3)}, 4));
+  arena.begin_step();
+  void* const kept = ask(arena, 1);
+  std::memset(kept, 7, UNIT);
+  arena.load(plan_of({planned(0, 4), planned(1, 3)}, 4)); // in the same memory
+  arena.begin_step();
+  CHECK(device.reserved.size() == 1);
+  CHECK(ask(arena, 4) == nullptr);
+  CHECK(at(arena, ask(arena, 3)) == 1);
+  arena.load(plan_of({planned(0, 16)}, 16));
+  arena.begin_step();
+  CHECK(device.reserved.size() == 2 && ask(arena, 16) != nullptr);
+  CHECK(static_cast<char*>(kept)[UNIT - 1] == 7 && arena.owns(kept));
+  arena.close();
+  CHECK(ask(arena, 16) == nullptr);
+  CHECK(arena.counters().reserved_bytes == 20 * UNIT);
+  arena.give_back(kept);
+  CHECK(device.reserved.size() == 2); // of the first plan, 3 units are in use yet
+}
+
+void memory_goes_when_the_last_block_does() {
+  Simulated device;
+  Arena arena(device, false);
+  arena.load(plan_of({planned(0, 1)}, 1));
+  arena.begin_step();
+  void* const block = ask(arena, 1);
+  arena.close();
+  CHECK(device.reserved_bytes == UNIT);
+  CHECK(arena.give_back(block) && device.reserved_bytes == 0);
+  CHECK(!arena.give_back(block)); // no longer anybody's
+}
+
+void what_an_earlier_plan_kept_frees_nothing_of_a_later_one() {
+  Simulated device;
+  Arena arena(device, false);
+  const auto keeping = [] {
+    ArenaPlan plan = plan_of({}, 0);
+    plan.requests = {{UNIT, 0, 0, 0, 0, 0, 0, -1}, {UNIT, 0, 0, 0, 0, 0, 0, -1}};
+    plan.slots = {{0, 0}};
+    plan.kept_bytes = UNIT;
+    return plan;
+  };
+  arena.load(keeping());
+  arena.begin_step();
+  void* const former = ask(arena, 1);
+  arena.load(keeping());
+  arena.begin_step();
+  CHECK(former != nullptr && ask(arena, 1) != nullptr);
+  arena.give_back(former);
+  CHECK(ask(arena, 1) == nullptr); // its one slot is taken
+}
+
+void a_later_arena_that_cannot_be_reserved_leaves_nothing_of_the_earlier_one() {
+  Simulated device;
+  device.capacity = 4 * UNIT;
+  Arena arena(device, false);
+  arena.load(plan_of({planned(0, 4)}, 4));
+  ArenaPlan plan = plan_of({planned(0, 4)}, 4); // in the same memory, but for what it keeps
+  plan.kept_bytes = UNIT;
+  bool refused = false;
+  try {
+    arena.load(std::move(plan));
+  } catch (const std::runtime_error&) {
+    refused = true;
+  }
+  CHECK(refused && device.reserved_bytes == 0);
+}
+
+void an_arena_that_cannot_be_reserved_serves_nothing_and_leaks_nothing() {
+  Simulated device;
+  device.capacity = 4 * UNIT;
+  Arena arena(device, false);
+  ArenaPlan plan = plan_of({planned(0, 4)}, 4);
+  plan.kept_bytes = UNIT;
+  bool refused = false;
+  try {
+    arena.load(std::move(plan));
+  } catch (const std::runtime_error&) {
+    refused = true;
+  }
+  CHECK(refused && device.reserved_bytes == 0);
+  CHECK(ask(arena, 4) == nullptr && arena.counters().unplanned == 0);
+}
+
+// -- checks -----------------------------------------------------------------------------------------------------------
+
+void writes_that_do_not_belong_there_are_found() {
+  Simulated device;
+  Arena arena(device, true);
+  arena.load(plan_of({planned(0, 2), planned(2, 2)}, 4)); // a unit for what surrounds each
+  arena.begin_step();
+  auto* const first = static_cast<char*>(arena.request(0, 0, 100, MAIN, false));
+  CHECK(first != nullptr);
+  std::memset(first, 1, 100);
+  arena.give_back(first);
+  CHECK(arena.counters().written_beyond == 0);
+  first[5] = 0; // after it was freed
+  arena.begin_step();
+  auto* const again = static_cast<char*>(arena.request(0, 0, 100, MAIN, false));
+  CHECK(again == first && arena.counters().written_freed == 1);
+  again[100] = 0; // beyond its end
+  arena.give_back(again);
+  CHECK(arena.counters().written_beyond == 1);
+}
+
+// -- anything ---------------------------------------------------------------------------------------------------------
+
+struct Block {
+  char* begin;
+  size_t nbytes;
+  char mark;
+};
+
+// Whatever is asked for and given back, no byte belongs to two, and nothing is lost.
+void no_byte_ever_belongs_to_two(unsigned seed, bool checks) {
+  std::mt19937 random(seed);
+  const auto number = [&](int least, int most) { return std::uniform_int_distribution<int>(least, most)(random); };
+  Simulated device;
+  Arena arena(device, checks);
+  std::vector<Block> blocks;
+  for (int round = 0; round < 4; ++round) {
+    std::vector<PlannedRequest> requests;
+    const int size = number(1, 60);
+    for (int phase = 0; phase < 4; ++phase) {
+      for (int i = number(0, 12); i > 0; --i) {
+        const int units = number(1, std::min(size, 9));
+        requests.push_back(planned(number(0, size - units), units, phase, number(0, 9) == 0, number(0, 3)));
+      }
+    }
+    ArenaPlan plan = plan_of(std::move(requests), size, 2);
+    plan.dynamic = {{8, 0, 0}, {8, 0, -1}, {8, 0, 0}};
+    plan.spaces = {{0, size * UNIT, 0}};
+    plan.crosses = {2};
+    arena.load(std::move(plan));
+    for (int step = 0; step < 6; ++step) {
+      arena.begin_step();
+      for (int i = 0; i < 60; ++i) {
+        if (!blocks.empty() && number(0, 2) == 0) {
+          std::swap(blocks[number(0, static_cast<int>(blocks.size()) - 1)], blocks.back());
+          const Block block = blocks.back();
+          blocks.pop_back();
+          CHECK(std::all_of(block.begin, block.begin + block.nbytes, [&](char c) { return c == block.mark; }));
+          CHECK(arena.give_back(block.begin));
+          continue;
+        }
+        const auto nbytes = static_cast<size_t>(number(1, 9 * UNIT));
+        const int phase = number(0, 5) == 0 ? 8 : number(0, 4);
+        void* const found = arena.request(phase, 0, nbytes, number(0, 9) == 0 ? SIDE : MAIN, number(0, 7) == 0);
+        if (found != nullptr) {
+          blocks.push_back({static_cast<char*>(found), nbytes, static_cast<char>(number(0, 255))});
+          std::memset(found, blocks.back().mark, nbytes);
+        }
+      }
+      device.synchronize();
+    }
+  }
+  int64_t live_bytes = 0;
+  for (const Block& block : blocks) {
+    live_bytes += static_cast<int64_t>(block.nbytes);
+  }
+  CHECK(arena.counters().live_bytes == live_bytes);
+  CHECK(arena.counters().written_freed == 0 && arena.counters().written_beyond == 0);
+  arena.close();
+  for (const Block& block : blocks) {
+    CHECK(arena.give_back(block.begin));
+  }
+  device.synchronize();
+  arena.begin_step();
+  CHECK(arena.counters().reserved_bytes == 0 && arena.counters().live_size == 0);
+}
+
+void threads_may_give_back_while_others_ask() {
+  Simulated device;
+  Arena arena(device, false);
+  std::vector<PlannedRequest> requests;
+  for (int i = 0; i < 200; ++i) {
+    requests.push_back(planned(i, 1));
+  }
+  arena.load(plan_of(std::move(requests), 200));
+  for (int step = 0; step < 20; ++step) {
+    arena.begin_step();
+    std::vector<void*> blocks;
+    for (int i = 0; i < 200; ++i) {
+      blocks.push_back(ask(arena, 1));
+      CHECK(blocks.back() != nullptr);
+    }
+    std::vector<std::thread> threads;
+    for (int part = 0; part < 4; ++part) {
+      threads.emplace_back([&, part] {
+        for (int i = part; i < 200; i += 4) {
+          arena.give_back(blocks[i]);
+          (void)arena.counters();
+        }
+      });
+    }
+    for (auto& thread : threads) {
+      thread.join();
+    }
+  }
+  CHECK(arena.counters().planned == 4000 && arena.counters().live_bytes == 0);
+  arena.close();
+}
+
+void threads_may_give_back_while_plans_come_and_go() {
+  Simulated device;
+  Arena arena(device, false);
+  for (int round = 0; round < 100; ++round) {
+    std::vector<PlannedRequest> requests;
+    for (int i = 0; i < 20; ++i) {
+      requests.push_back(planned(i, 1));
+    }
+    arena.load(plan_of(std::move(requests), 20 + round % 3));
+    arena.begin_step();
+    std::vector<void*> blocks;
+    for (int i = 0; i < 20; ++i) {
+      blocks.push_back(ask(arena, 1));
+    }
+    std::thread thread([&] {
+      for (void* block : blocks) {
+        CHECK(block == nullptr || arena.give_back(block));
+      }
+    });
+    arena.load(plan_of({planned(0, 20)}, 20));
+    thread.join();
+  }
+  arena.close();
+  CHECK(arena.counters().live_size == 0 && arena.counters().reserved_bytes == 0);
+}
+
+void a_set_of_starts_is_a_set() {
+  std::mt19937 random(1);
+  for (const int count : {1, 63, 64, 65, 4097, 70000}) {
+    LiveStarts starts(count);
+    std::set<int64_t> truth;
+    for (int i = 0; i < 2000; ++i) {
+      const int64_t value = std::uniform_int_distribution<int>(0, count - 1)(random);
+      if (truth.count(value) != 0) {
+        starts.remove(value);
+        truth.erase(value);
+      } else {
+        starts.add(value);
+        truth.insert(value);
+      }
+      const int64_t asked = std::uniform_int_distribution<int>(0, count - 1)(random);
+      const auto next = truth.lower_bound(asked);
+      CHECK(starts.holds(asked) == (truth.count(asked) != 0));
+      CHECK(starts.from(asked) == (next == truth.end() ? -1 : *next));
+      CHECK(starts.before(asked) == (next == truth.begin() ? -1 : *std::prev(next)));
+    }
+  }
+}
+
+} // namespace
+
+int main() {
+  what_is_in_use_outlives_its_plan();
+  memory_goes_when_the_last_block_does();
+  what_an_earlier_plan_kept_frees_nothing_of_a_later_one();
+  a_later_arena_that_cannot_be_reserved_leaves_nothing_of_the_earlier_one();
+  an_arena_that_cannot_be_reserved_serves_nothing_and_leaks_nothing();
+  writes_that_do_not_belong_there_are_found();
+  for (unsigned seed = 0; seed < 300; ++seed) {
+    no_byte_ever_belongs_to_two(seed, seed % 3 == 0);
+  }
+  threads_may_give_back_while_others_ask();
+  threads_may_give_back_while_plans_come_and_go();
+  a_set_of_starts_is_a_set();
+  std::puts("all hold");
+}
