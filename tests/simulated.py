@@ -27,7 +27,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplug.execute.device import Device, Wait
-from memplug.execute.tape import storage_of, tensors_in
+from memplug.execute.operators import tensors_in
+from memplug.execute.tape import storage_of
 
 COMPUTE = "compute"
 

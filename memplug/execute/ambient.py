@@ -5,7 +5,8 @@ back ends.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -13,10 +14,16 @@ from memplug.execute.device import Device
 
 
 class Ambient:
-    """Taken when a region's forward starts."""
+    """Taken when a region's forward starts.
 
-    def __init__(self, device: Device):
+    Args:
+        surroundings: of the host; each takes a state that random operators depend on, and returns what gives a context
+            manager in which that state is back.
+    """
+
+    def __init__(self, device: Device, surroundings: Sequence[Callable[[], Callable[[], Any]]] = ()):
         self.device = device
+        self.surroundings = [take() for take in surroundings]
         self.cpu_rng = torch.get_rng_state()
         self.device_rng = None if device.kind == "cpu" else device.get_rng_state()
         kinds = {"cpu", device.kind}
@@ -27,21 +34,26 @@ class Ambient:
 
     @contextlib.contextmanager
     def during_forward(self) -> Iterator[None]:
-        """No autocast cache: a weight cast once for two regions would be cast again in the recompute pass of one."""
-        if not any(enabled for _, enabled, _ in self.autocast):
-            yield
-            return
-        cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(cached)
+        """No autocast cache: a weight cast once for two regions would be cast again in the recompute pass of one. And
+        nothing compiled: functions that the model compiles inside of a region run as they are written, since compiled
+        code has no operators to see.
+        """
+        with torch.compiler.set_stance("force_eager"):
+            if not any(enabled for _, enabled, _ in self.autocast):
+                yield
+                return
+            cached = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)
+            try:
+                yield
+            finally:
+                torch.set_autocast_cache_enabled(cached)
 
     @contextlib.contextmanager
     def during_recompute(self, random: bool) -> Iterator[None]:
         """The same state again; `random`: whether the forward drew random numbers."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
             now = _attention_backends()
@@ -54,6 +66,8 @@ class Ambient:
                 if self.device_rng is not None:
                     stack.callback(self.device.set_rng_state, self.device.get_rng_state())
                     self.device.set_rng_state(self.device_rng)
+                for again in self.surroundings:
+                    stack.enter_context(again())
             yield
 
 

@@ -40,7 +40,7 @@ from memplug.execute.saved import (
     unpack,
 )
 from memplug.execute.tape import Action, Tape, is_plain, storage_of
-from memplug.execute.transfer import Swapped
+from memplug.execute.transfer import Swapped, swappable
 
 if TYPE_CHECKING:
     from memplug.execute.tokenwise import Executor, Region
@@ -57,7 +57,8 @@ class Frame:
         self.timed = executor.timing
         self.tape = Tape()
         self.captures: dict[int, Capture] = {}
-        self.launches: dict[int, int] = {}  # where a collective is launched -> where its result is waited for, captured
+        # where a collective is launched, or the memory made that it fills -> where its result is there, captured
+        self.launches: dict[int, int] = {}
         self.swapped: list[Swapped] = []  # in the order of their copies out
         self.todo: list[Swapped] = []  # away and needed in backward, the soonest last
         self.storages: dict[int, Swapped | Kept] = {}  # while the forward runs
@@ -77,7 +78,7 @@ class Frame:
         self.tape.opaque = region.opaque
         self.previous: weakref.ref[Frame] | None = executor.newest
         executor.born(self)
-        self.ambient = Ambient(executor.device)
+        self.ambient = Ambient(executor.device, executor.surroundings)
         flat, self.spec = tree_flatten((args, kwargs))
         self.inputs = [self._input(value) for value in flat]
 
@@ -197,6 +198,30 @@ class Frame:
             self.launches[launch] = index
         self.executor.trim(self)
 
+    def capture_exchange(self, index: int, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Start the result of a collective that fills a tensor on its way to the host, where a recompute pass can put
+        it in: on every rank or on none, since it follows from the operators alone. Else the pass runs it again.
+        """
+        written = operators.written_arguments(func, args, kwargs)
+        fills = operators.kind_of(func) is operators.Kind.COLLECTIVE and operators.is_over(func, args, kwargs)
+        if not fills or len(written) != 1 or not operators.can_stand_in() or not swappable(written[0]):
+            return
+        maker = self.tape.sole_maker(index)
+        if maker is None:
+            return
+        self.launches[maker] = index
+        if self.captures.pop(maker, None) is not None:
+            self.region.unneeded[maker] = self.tape.records[maker].func
+        if self.region.unneeded.get(index) is func:
+            self.captures[index] = Capture([], False, True)
+            return
+        part = self._part(written[0], None, False, operators.Kind.COLLECTIVE)
+        self.captures[index] = Capture([part], False, True)
+        self.storages[storage_of(written[0])] = part
+        if isinstance(part, Swapped):
+            self.swapped.append(part)
+        self.executor.trim(self)
+
     def _part(self, value: Any, rows: int | None, keep: bool, kind: operators.Kind | None) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
@@ -225,7 +250,7 @@ class Frame:
     def _before_foreign_write(self, tensor: torch.Tensor) -> None:
         """Memory that was there before the region: a recompute pass must find its value of now, and leave no trace."""
         address = storage_of(tensor)
-        if address in self.own:
+        if address in self.own or self.executor.is_scratch(tensor):
             return
         for item in self.inputs:
             if isinstance(item, Held) and is_plain(type(item.tensor)) and storage_of(item.tensor) == address:
@@ -243,12 +268,13 @@ class Frame:
         for part in self.inputs:
             if isinstance(part, Swapped) and recomputes:
                 part.uses += 1
+        asked = self._asked_of_ranks()
         for index, capture in list(self.captures.items()):
             substituted = recomputes and self.actions[index] is Action.SUBSTITUTE
             for part in capture.parts:
                 if isinstance(part, Swapped):
                     part.uses += substituted
-            used = substituted or any(getattr(part, "uses", 0) for part in capture.parts)
+            used = substituted or index in asked or any(getattr(part, "uses", 0) for part in capture.parts)
             if not used and operators.kind_of(self.tape.records[index].func) is not operators.Kind.CHOICE:
                 self.region.unneeded[index] = self.tape.records[index].func
         self.swapped = [part for part in self.swapped if part.uses]
@@ -259,6 +285,17 @@ class Frame:
         self.storages.clear()
         self.own.clear()
         self._counted.clear()
+
+    def _asked_of_ranks(self) -> set[int]:
+        """The captured collectives that a recompute pass could ask for, whatever else this rank had room to capture: to
+        leave one out is for all ranks to do.
+        """
+        kinds = {index: operators.kind_of(self.tape.records[index].func) for index in self.captures}
+        shared = {index: True for index, kind in kinds.items() if kind is operators.Kind.COLLECTIVE}
+        if not shared:
+            return set()
+        actions = self.tape.actions(shared, self.launches)
+        return {index for index in shared if actions[index] is Action.SUBSTITUTE}
 
     def _decide(self) -> None:
         self.actions = self.tape.actions({i: c.whole for i, c in self.captures.items()}, self.launches)

@@ -55,6 +55,10 @@ class ForwardMode(TorchDispatchMode):
         index = frame.tape.add(func, args, kwargs, out)
         if frame.timed:
             frame.tape.records[index].stamps = (begin, device.stamp())
+        if operators.is_exchange(func):
+            out = operators.over(func, args, kwargs, out)
+            frame.capture_exchange(index, func, args, kwargs)
+            return out
         fraction, keep = frame.region.decide(index, func)
         if fraction > 0 and frame.tape.records[index].capturable:
             frame.capture(index, func, args, kwargs, out, fraction, keep)
@@ -64,26 +68,26 @@ class ForwardMode(TorchDispatchMode):
 
 
 class AddressMode(TorchFunctionMode):
-    """Notices that a region's forward reads memory by its address, which no operator shows."""
+    """Notices what no operator shows: that a region's forward takes an address of memory, or lets Python read it."""
 
     def __init__(self, frame: Frame):
         super().__init__()
         self.frame = frame
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS_ADDRESSES and not self.frame.executor.pauses:
-            self.frame.tape.opaque = True
-        return func(*args, **(kwargs or {}))
+        tape = self.frame.tape
+        if self.frame.executor.pauses:
+            return func(*args, **(kwargs or {}))
+        tape.opaque = tape.opaque or func in _GIVES_ADDRESSES
+        begin = len(tape.records)
+        out = func(*args, **(kwargs or {}))
+        if func in _GIVES_VALUES:
+            tape.note_read(args[0], begin)
+        return out
 
 
-_READS_ADDRESSES = {
-    torch.Tensor.data_ptr,
-    torch.Tensor.numpy,
-    torch.Tensor.tolist,
-    torch.Tensor.__array__,
-    torch.Tensor.__dlpack__,
-    torch.utils.dlpack.to_dlpack,
-}
+_GIVES_ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.__dlpack__, torch.utils.dlpack.to_dlpack}
+_GIVES_VALUES = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}
 
 
 class RecomputeMode(TorchDispatchMode):
@@ -111,12 +115,13 @@ class RecomputeMode(TorchDispatchMode):
         if index in frame.launches:
             return self._collective(records[index], frame.launches[index], func, args, kwargs)
         if index in frame.captures and operators.kind_of(func) is operators.Kind.COLLECTIVE:
-            return args[0]  # the launch gave the result already
+            # the launch, or what made the memory, gave the result already
+            return operators.finished_exchange(func, args) if operators.is_exchange(func) else args[0]
         if action is Action.RUN:
             out = func(*args, **kwargs)
             if operators.has_dynamic_shape(func):
                 self._check_shape(records[index], out)
-            return out
+            return operators.over(func, args, kwargs, out) if operators.is_exchange(func) else out
         capture = frame.captures.get(index)
         if capture is not None and capture.rng_after is not None:
             frame.executor.device.set_rng_state(capture.rng_after)

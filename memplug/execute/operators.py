@@ -6,7 +6,7 @@ Expensive operators come in four kinds (DESIGN: "Row-cached recompute"):
 |---|---|---|---|
 | `ROWS` | mm, addmm, bmm, baddbmm, grouped mm | yes | yes |
 | `ATTENTION` | every scaled-dot-product backend, `flash_attn::*` | whole or none | where budgets leave nothing else |
-| `COLLECTIVE` | functional collectives, captured at `wait_tensor` | whole | only when every rank does |
+| `COLLECTIVE` | functional ones, captured at `wait_tensor`; those of `c10d` that fill a tensor | whole | on all ranks |
 | `CHOICE` | topk, sort, argmax, nonzero: the pick must not change | whole | never: rounding could pick differently |
 
 Every other operator is cheap (`None`): captured only when a plan asks for it.
@@ -16,10 +16,15 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+try:  # a torch without c10d has no exchanges
+    from torch._C._distributed_c10d import FakeWork, Work
+except ImportError:
+    FakeWork = Work = None
 
 aten = torch.ops.aten
 
@@ -64,6 +69,10 @@ _CHOICE = {
     "aten::unique_consecutive",
     "aten::_unique2",
 }
+# of `c10d`: each writes to its first argument, and ends before it returns unless `async_op` says otherwise
+_FILLS = {"c10d::allreduce_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_"}
+_ACCUMULATES = {"c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::broadcast_", "c10d::reduce_"}
+_WRITES_NOTHING = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_"}
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 _WITHOUT_COMMUNICATION = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
@@ -83,7 +92,7 @@ def kind_of(func: Any) -> Kind | None:
         return Kind.ATTENTION
     if namespace in _ATTENTION_NAMESPACES and "backward" not in operator and "bwd" not in operator:
         return Kind.ATTENTION if "forward" in operator or "fwd" in operator else None
-    if name == "_c10d_functional::wait_tensor":
+    if name == "_c10d_functional::wait_tensor" or name in _FILLS:
         return Kind.COLLECTIVE
     return Kind.CHOICE if name in _CHOICE or f"{name}.{func._overloadname}" in _CHOICE else None
 
@@ -94,6 +103,44 @@ def is_communication(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload) or func._schema.name in _WITHOUT_COMMUNICATION:
         return False
     return func.namespace in _COLLECTIVE_NAMESPACES
+
+
+@functools.cache
+def is_exchange(func: Any) -> bool:
+    """Whether the operator is one of `c10d`: it writes to its arguments, although its schema does not say so."""
+    return isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d"
+
+
+@functools.cache
+def accumulates(func: Any) -> bool:
+    """Whether an exchange reads what it writes to."""
+    return func._schema.name in _ACCUMULATES
+
+
+def is_over(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of an exchange is waited for before anything else runs."""
+    return not _argument(func, args, kwargs, "async_op", True)
+
+
+def over(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    """Wait for an exchange that its caller would wait for at once; what the back end does then is no operator of the
+    region. Returns what the caller gets instead of `out`.
+    """
+    if not is_over(func, args, kwargs) or not can_stand_in():
+        return out
+    Work.unbox(out[-1] if isinstance(out, tuple) else out).wait()
+    return finished_exchange(func, args)
+
+
+def finished_exchange(func: Any, args: Sequence[Any]) -> Any:
+    """What an exchange returns that is over, its result in place."""
+    work = Work.boxed(FakeWork())
+    return (args[0], work) if len(func._schema.returns) > 1 else work
+
+
+def can_stand_in() -> bool:
+    """Whether this torch lets somebody else answer for an exchange; else all of them run in every recompute pass."""
+    return FakeWork is not None and hasattr(Work, "boxed") and hasattr(Work, "unbox")
 
 
 @functools.cache
@@ -143,7 +190,7 @@ def leaves_memory_blank(func: Any) -> bool:
 @functools.cache
 def is_mutable(func: Any) -> bool:
     """Whether the operator writes to one of its arguments."""
-    return isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+    return isinstance(func, torch._ops.OpOverload) and (func._schema.is_mutable or is_exchange(func))
 
 
 @functools.cache
@@ -160,6 +207,8 @@ def returns_list(func: Any) -> bool:
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that a mutable operator writes in place."""
+    if is_exchange(func):
+        return [] if func._schema.name in _WRITES_NOTHING else list(tensors_in(args[:1]))
     written: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -175,13 +224,24 @@ def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether this call advances a random generator: an attention operator only does when its `dropout_p` is above
     zero.
     """
-    if not is_random(func):
-        return False
+    return is_random(func) and bool(_argument(func, args, kwargs, "dropout_p", True))
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors of an argument list, and of the lists in it (operator schemas allow two levels of them)."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, absent: Any) -> Any:
+    """The value of an argument by name: its default where it was not given, `absent` where there is none."""
     for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            return bool(value)
-    return True
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+    return absent
 
 
 def recompute_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: torch.Tensor, start: int) -> None:

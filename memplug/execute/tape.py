@@ -8,7 +8,7 @@ number, since addresses are reused.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -33,18 +33,8 @@ class Form(enum.Enum):
     FIXED = (
         "fixed"  # it must run in every recompute pass: random, or other ranks take part, or it has effects of its own
     )
+    EXCHANGE = "exchange"  # other ranks take part, and its outputs are arguments that it writes to
     VALUE = "value"  # Python gets a number from it, and the same number in every recompute pass: control flow repeats
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an argument list, one level of lists deep (operator schemas allow no deeper)."""
-    for item in value:
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            for inner in item:
-                if isinstance(inner, torch.Tensor):
-                    yield inner
 
 
 def is_plain(kind: type) -> bool:
@@ -94,6 +84,7 @@ class Tape:
         self.records: list[Record] = []
         self.saved: set[int] = set()  # storages that backward asks for and only a recompute pass can give
         self.asked: set[int] = set()  # storages that backward asks for, in whatever way
+        self.read: set[int] = set()  # storages that Python reads: a recompute pass must find the same there
         self.given: set[int] = set()
         self.bytes: dict[int, int] = {}
         self.random = False
@@ -107,9 +98,11 @@ class Tape:
 
     def add(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
         """Note one operator; returns its index."""
-        inputs = tuple(self._name(tensor) for tensor in tensors_in(args))
+        if operators.is_exchange(func):
+            return self._add_exchange(func, args, kwargs)
+        inputs = tuple(self._name(tensor) for tensor in operators.tensors_in(args))
         if kwargs:
-            inputs += tuple(self._name(tensor) for tensor in tensors_in(kwargs.values()))
+            inputs += tuple(self._name(tensor) for tensor in operators.tensors_in(list(kwargs.values())))
         outputs, shapes = self._outputs(inputs, out)
         form, root = Form.PURE if outputs else Form.VIEW, False
         if not operators.is_ordinary(func) or _gives_subclass(out):
@@ -144,6 +137,37 @@ class Tape:
             )
         return form, root
 
+    def _add_exchange(self, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+        written = operators.written_arguments(func, args, kwargs)
+        outputs = tuple(self._name(tensor) for tensor in written)
+        unread = () if operators.accumulates(func) else written
+        given = (tensor for tensor in operators.tensors_in(args) if not any(tensor is other for other in unread))
+        inputs = tuple(self._name(tensor) for tensor in given)
+        self.communicates = True
+        self.blank.difference_update(outputs)
+        self.records.append(Record(func, Form.EXCHANGE, inputs, outputs, [], root=True))
+        return len(self.records) - 1
+
+    def note_read(self, tensor: torch.Tensor, begin: int) -> None:
+        """Python reads a tensor, or what the operators from index `begin` on have just made of it."""
+        number = self.number(tensor)
+        self.read.update(() if number is None else (number,))
+        for record in self.records[begin:]:
+            self.read.update(record.outputs)
+
+    def sole_maker(self, index: int) -> int | None:
+        """The operator that made the one storage that exchange `index` fills, where nobody saw the storage between the
+        two: whoever gives the result need not run either.
+        """
+        (number,) = self.records[index].outputs or (None,)
+        for before in range(index - 1, -1, -1):
+            record = self.records[before]
+            if record.form is Form.PURE and record.outputs == (number,) and len(record.shapes) == 1:
+                return before
+            if record.form is not Form.VIEW and number in (*record.inputs, *record.outputs):
+                return None
+        return None
+
     def number(self, tensor: torch.Tensor) -> int | None:
         """The number of a living tensor's storage; None when no operator touched it."""
         return self._names.get(storage_of(tensor))
@@ -172,11 +196,12 @@ class Tape:
         effects of its own, when it draws random numbers, when other ranks take part, or when it writes to memory that
         is not the region's own.
         """
-        needed = set(self.bytes) if self.opaque else set(self.saved)
+        needed = set(self.bytes) if self.opaque else self.saved | self.read
         actions = [Action.SKIP] * len(self.records)
         for index in range(len(self.records) - 1, -1, -1):
             record = self.records[index]
-            touched = record.outputs if record.form is Form.PURE else record.outputs + record.inputs
+            makes = record.form in (Form.PURE, Form.EXCHANGE)
+            touched = record.outputs if makes else record.outputs + record.inputs
             wanted = not needed.isdisjoint(touched)
             if index in launches or record.form is Form.VALUE:
                 continue

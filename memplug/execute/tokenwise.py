@@ -51,8 +51,8 @@ class Region:
             recompute alike.
         opaque: its forward does work that no operator shows (see `Tape`).
         seen: it has run forward.
-        familiar: its last forward ran as many operators as the one before; only a forward of an unfamiliar region is
-            watched for such work.
+        familiar: its last forward ran as many operators as the one before, and Python read nothing that they made;
+            only a forward of an unfamiliar region is watched for such work.
     """
 
     def __init__(self, name: str, kind: str, rows: float):
@@ -72,7 +72,7 @@ class Region:
         self.seen = True
         self.communicates = self.communicates or frame.communicates
         self.opaque = self.opaque or frame.tape.opaque
-        self.familiar = self._operators == len(frame.tape.records)
+        self.familiar = self._operators == len(frame.tape.records) and not frame.tape.read
         self._operators = len(frame.tape.records)
 
     def decide(self, index: int, func: Any) -> tuple[float, bool]:
@@ -126,6 +126,10 @@ class Executor:
         self.opaque_regions = 0
         # around a region's forward and recompute: (phase, region) -> context manager
         self.guard: Callable[[str, Region], Any] = lambda phase, region: contextlib.nullcontext()
+        # hosts' states that random operators depend on, see `Ambient`
+        self.surroundings: list[Callable[[], Callable[[], Any]]] = []
+        # memory that a host lends to whoever runs: its contents are nobody's, before and after
+        self.is_scratch: Callable[[torch.Tensor], bool] = lambda tensor: False
         self.on_frame: Callable[[Frame], None] | None = None  # the profile listens here
         # `with executor.own:` around operators that are no part of the program, for whoever watches it
         self.own: Any = contextlib.nullcontext()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from memplug.config import MemplugConfig, load_config
 from memplug.errors import ConflictError, RecorderError, RegionError, UnsupportedVersionError
 from memplug.execute.device import Device, device_of
 from memplug.hooks import deepspeed as deepspeed_hooks
+from memplug.hooks import megatron as megatron_hooks
 from memplug.hooks import regions as region_hooks
 from memplug.hooks import transformers as transformers_hooks
 from memplug.hooks.places import Places
@@ -56,53 +58,83 @@ def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | No
     """Run a model's layers token-wise, and its training from a planned arena.
 
     Args:
-        target: a DeepSpeed engine, or any `nn.Module` on one device. Hugging Face decoder layers are found by class,
-            other models by the block's `tokenwise.regions` (patterns of module names).
-        config: the "memplug" block as a dict, the path of a DeepSpeed JSON, or None for the engine's own. A plain
-            module without a config is taken as `{"enabled": true}`.
+        target: a DeepSpeed engine, a Megatron-Core model or the list of its chunks, or any `nn.Module`; on one device.
+            Hugging Face's and Megatron-Core's layers are found by class, those of other models by the block's
+            `tokenwise.regions` (patterns of module names).
+        config: the "memplug" block as a dict, the path of a DeepSpeed JSON, or None for the engine's own. Without one,
+            a model that has no engine is taken as `{"enabled": true}`.
 
     Returns:
         The session; `step()` marks the end of a training step (a DeepSpeed engine calls it itself), `report()` gives
         counters, `detach()` undoes everything. Attaching to a target again returns the session that it has.
 
     Raises:
-        ConfigError: the block cannot be used.
-        RegionError: no decoder layers were found, a pattern matches nothing, or the model is not on one device.
+        ConfigError: the block cannot be used, or is not the same on all ranks of a Megatron-Core model.
+        RegionError: no decoder layers were found, a pattern matches nothing, the chunks are not those of one model, or
+            the model is not on one device.
         ConflictError: another checkpointing is on, or the model is attached to another session.
-        UnsupportedVersionError: torch is older than 2.6.
+        UnsupportedVersionError: torch is older than 2.6, or Megatron-Core older than 0.16.
     """
-    engine = target if deepspeed_hooks.is_engine(target) else None
-    model = engine.module if engine is not None else target
-    if not isinstance(model, nn.Module):
-        raise RegionError(
-            f"memplug attaches to a DeepSpeed engine or an nn.Module, not to {type(target).__name__}",
-            "Pass the engine or the model.",
-        )
-    if engine is not None and config is None:
-        parsed = deepspeed_hooks.read_block(engine)
+    target = _target_of(target)
+    if target.engine is not None and config is None:
+        parsed = deepspeed_hooks.read_block(target.engine)
     else:
         parsed = load_config({"enabled": True} if config is None else config)
-    existing = region_hooks.session_of(model)
+    if target.is_megatron:
+        megatron_hooks.check_ranks_agree(parsed)
+    existing = region_hooks.session_of(target.model)
     if existing is not None:
-        if config is not None and parsed != existing.config:
-            raise ConflictError(
-                f"{type(model).__name__} is attached already, with another configuration", "Detach that session first."
-            )
-        if engine is not None and not deepspeed_hooks.is_hooked(engine):
-            raise ConflictError(
-                "the engine's model was attached by itself, so that the session does not see the engine's steps",
-                "Detach that session and attach to the engine, or leave it to `memplug.install()`.",
-            )
+        _check_same(target, existing, parsed if config is not None else None)
         return existing
     if not parsed.active:
-        if engine is not None and config is None and not deepspeed_hooks.has_block(engine):
+        if target.engine is not None and config is None and not deepspeed_hooks.has_block(target.engine):
             log.warning('memplug: off: the engine\'s configuration has no "memplug" block; pass {"enabled": true}')
         return Disabled(parsed)
     _check_torch()
-    return _attach(model, engine, parsed, device_of(_device_of(model, engine)))
+    return _attach(target, parsed, device_of(_device_of(target)))
 
 
-def _attach(model: nn.Module, engine: Any, config: MemplugConfig, device: Device) -> Session:
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What `attach` was given: the model, the parts of it that are called, and what drives them."""
+
+    model: nn.Module
+    chunks: tuple[nn.Module, ...]
+    engine: Any
+
+    @property
+    def is_megatron(self) -> bool:
+        return bool(megatron_hooks.decoder_layers(self.model))
+
+
+def _target_of(target: Any) -> _Target:
+    engine = target if deepspeed_hooks.is_engine(target) else None
+    if isinstance(target, (list, tuple)) and target and all(isinstance(part, nn.Module) for part in target):
+        megatron_hooks.check_chunks(target)
+        return _Target(target[0] if len(target) == 1 else nn.ModuleList(target), tuple(target), None)
+    model = engine.module if engine is not None else target
+    if not isinstance(model, nn.Module):
+        raise RegionError(
+            "memplug attaches to a DeepSpeed engine, an nn.Module or a list of Megatron-Core model chunks, not to "
+            f"{type(target).__name__}",
+            "Pass the engine or the model.",
+        )
+    return _Target(model, (model,), engine)
+
+
+def _check_same(target: _Target, existing: Session, config: MemplugConfig | None) -> None:
+    name = type(target.chunks[0]).__name__
+    if config is not None and config != existing.config:
+        raise ConflictError(f"{name} is attached already, with another configuration", "Detach that session first.")
+    if target.engine is not None and not deepspeed_hooks.is_hooked(target.engine):
+        raise ConflictError(
+            "the engine's model was attached by itself, so that the session does not see the engine's steps",
+            "Detach that session and attach to the engine, or leave it to `memplug.install()`.",
+        )
+
+
+def _attach(target: _Target, config: MemplugConfig, device: Device) -> Session:
+    model, engine = target.model, target.engine
     found = _find(model, config)
     modules = found if config.tokenwise.enabled else []
     layers = [transformers_hooks.layers_around(model, name) for name, _ in modules]
@@ -110,51 +142,56 @@ def _attach(model: nn.Module, engine: Any, config: MemplugConfig, device: Device
         transformers_hooks.check_checkpointing_is_off(around)
     if engine is not None and config.tokenwise.enabled:
         deepspeed_hooks.check_checkpointing_is_off()
+    if modules and target.is_megatron:
+        megatron_hooks.check(megatron_hooks.decoder_layers(model))
     regions = initial_regions(config, [(name, type(module).__name__) for name, module in modules])
     session = Session(config, regions, device, regathers=engine is not None and deepspeed_hooks.regathers(engine))
     try:
         if not modules:
-            session.at_detach(region_hooks.mark(model, session))
+            session.at_detach(region_hooks.mark(target.chunks[0], session))
         for (_, module), region, around in zip(modules, regions, layers, strict=True):
             prepare = functools.partial(transformers_hooks.arguments, around)
             session.at_detach(region_hooks.make_region(module, region, session, prepare))
         if engine is not None:
             deepspeed_hooks.hook_engine(engine, session)
-        session.watch(functools.partial(_make_recording, model, found, device))
+        if target.is_megatron:
+            megatron_hooks.hook(target.chunks, session)
+        session.watch(functools.partial(_make_recording, target, found, device))
     except BaseException:
         session.detach()
         raise
     return session
 
 
-def _make_recording(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], device: Device) -> Recording:
+def _make_recording(target: _Target, layers: Sequence[tuple[str, nn.Module]], device: Device) -> Recording:
     recorder = Recorder(device.torch_device)
-    return Recording(recorder, Places(model, layers, recorder))
+    return Recording(recorder, Places(target.model, layers, recorder, target.chunks))
 
 
 def _find(model: nn.Module, config: MemplugConfig) -> list[tuple[str, nn.Module]]:
     patterns = config.tokenwise.regions
     if patterns != "auto":
         return region_hooks.matching_modules(model, patterns)
-    layers = transformers_hooks.decoder_layers(model)
+    layers = transformers_hooks.decoder_layers(model) or megatron_hooks.decoder_layers(model)
     if not layers and config.tokenwise.enabled:
         raise RegionError(f"no decoder layers were recognised in {type(model).__name__}")
     return layers
 
 
-def _device_of(model: nn.Module, engine: Any) -> torch.device:
-    if engine is not None:
-        return torch.device(engine.device)
-    devices = {parameter.device for parameter in model.parameters()}
+def _device_of(target: _Target) -> torch.device:
+    if target.engine is not None:
+        return torch.device(target.engine.device)
+    name = type(target.chunks[0]).__name__
+    devices = {parameter.device for parameter in target.model.parameters()}
     if len(devices) != 1:
         raise RegionError(
-            f"{type(model).__name__} has parameters on {len(devices)} devices; memplug attaches to a model on one",
+            f"{name} has parameters on {len(devices)} devices; memplug attaches to a model on one",
             "Move the model to its device before attaching.",
         )
     device = devices.pop()
     if device.type not in ("cuda", "cpu"):
         raise RegionError(
-            f"{type(model).__name__} is on the {device.type} device; memplug runs on cuda and cpu",
+            f"{name} is on the {device.type} device; memplug runs on cuda and cpu",
             "Move the model to its device before attaching.",
         )
     return device

@@ -23,12 +23,12 @@ from typing import Any
 from memplug import report
 from memplug.config import MemplugConfig, read_ds_config
 from memplug.errors import ConflictError, PatchError
+from memplug.hooks.patching import ORIGINAL, is_patched, patch
 from memplug.session import Session
 
 log = logging.getLogger("memplug")
 
 VERSIONS = "deepspeed 0.16 to 0.19"
-_ORIGINAL = "__memplug_original__"
 
 
 def install(attach: Callable[..., Session]) -> None:
@@ -44,7 +44,7 @@ def install(attach: Callable[..., Session]) -> None:
     original = getattr(deepspeed, "initialize", None)
     if original is None:
         raise PatchError("deepspeed.initialize", VERSIONS)
-    if hasattr(original, _ORIGINAL):
+    if hasattr(original, ORIGINAL):
         return
 
     @functools.wraps(original)
@@ -60,14 +60,14 @@ def install(attach: Callable[..., Session]) -> None:
             log.info('memplug: off for this engine, whose configuration has no "memplug" block')
         return result
 
-    setattr(initialize, _ORIGINAL, original)
+    setattr(initialize, ORIGINAL, original)
     deepspeed.initialize = initialize
 
 
 def uninstall() -> None:
     """Put the original `deepspeed.initialize` back. Sessions stay attached."""
     deepspeed = sys.modules.get("deepspeed")
-    original = getattr(getattr(deepspeed, "initialize", None), _ORIGINAL, None)
+    original = getattr(getattr(deepspeed, "initialize", None), ORIGINAL, None)
     if original is not None:
         deepspeed.initialize = original
 
@@ -103,7 +103,7 @@ def _configuration(engine: Any) -> Mapping[str, Any]:
 
 def is_hooked(engine: Any) -> bool:
     """Whether a session sees the engine's steps."""
-    return hasattr(engine.__dict__.get("step"), _ORIGINAL)
+    return is_patched(engine, "step")
 
 
 def regathers(engine: Any) -> bool:
@@ -137,10 +137,10 @@ def hook_engine(engine: Any, session: Session) -> None:
         with session.explaining("backward"):
             return original(*args, **kwargs)
 
-    _patch(engine, "step", step, session)
+    patch(engine, "step", step, session, VERSIONS)
     if hasattr(type(engine), "train_batch"):
-        _patch(engine, "train_batch", step, session)
-    _patch(engine, "backward", backward, session)
+        patch(engine, "train_batch", step, session, VERSIONS)
+    patch(engine, "backward", backward, session, VERSIONS)
     if regathers(engine):
         _hook_gathering(engine, session)
     monitor = getattr(engine, "monitor", None)
@@ -179,32 +179,7 @@ def _hook_gathering(engine: Any, session: Session) -> None:
         in_backward.discard(module.ds_id)
         return original(module)
 
-    _patch(offload, "pre_sub_module_forward_function", before_forward, session)
-    _patch(offload, "post_sub_module_forward_function", after_forward, session)
-    _patch(offload, "pre_sub_module_backward_function", before_backward, session)
-    _patch(offload, "post_sub_module_backward_function", after_backward, session)
-
-
-def _patch(target: Any, name: str, wrapper: Callable[..., Any], session: Session) -> None:
-    """Replace a method on one instance by `wrapper(original, ...)`, until the session detaches."""
-    original = getattr(target, name, None)
-    if original is None:
-        raise PatchError(f"{type(target).__name__}.{name}", VERSIONS)
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    setattr(patched, _ORIGINAL, original)
-    before = target.__dict__.get(name)  # someone else's patch of the instance
-    object.__setattr__(target, name, patched)
-
-    def undo() -> None:
-        if target.__dict__.get(name) is not patched:
-            return  # patched again since: what is there now goes through `patched`, which a detached session ignores
-        if before is None:
-            del target.__dict__[name]
-        else:
-            object.__setattr__(target, name, before)
-
-    session.at_detach(undo)
+    patch(offload, "pre_sub_module_forward_function", before_forward, session, VERSIONS)
+    patch(offload, "post_sub_module_forward_function", after_forward, session, VERSIONS)
+    patch(offload, "pre_sub_module_backward_function", before_backward, session, VERSIONS)
+    patch(offload, "post_sub_module_backward_function", after_backward, session, VERSIONS)

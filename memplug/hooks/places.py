@@ -29,18 +29,26 @@ class Places:
     """The hooks of one model.
 
     Args:
-        model: its root, whose forwards are the micro-batches.
+        model: its root.
         layers: qualified names and modules that memory is accounted to; experts of mixtures inside of them are found
             and become layers of their own, dynamic ones.
         recorder: who is told.
+        chunks: of a pipeline stage, each forward of which is a micro-batch; None: the forwards of the root are.
 
     Attributes:
         layers: names, and whether they are dynamic; in the order of the recorder's indices.
         inputs: shapes and dtypes of the tensors that the model's forwards were given, one text a forward.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[tuple[str, nn.Module]], recorder: Recorder):
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[tuple[str, nn.Module]],
+        recorder: Recorder,
+        chunks: Sequence[nn.Module] | None = None,
+    ):
         self._model = model
+        self._chunks = [model] if chunks is None else list(chunks)
         self._recorder = recorder
         self._modules = _with_experts(layers)
         self.layers = tuple(Layer(name, dynamic) for name, _, dynamic in self._modules)
@@ -56,8 +64,9 @@ class Places:
         self._inside.clear()
         if self._handles:
             return
-        self._handles.append(self._model.register_forward_pre_hook(self._begin_forward, with_kwargs=True))
-        self._handles.append(self._model.register_forward_hook(self._leaving(_ROOT), always_call=True))
+        for chunk in self._chunks:
+            self._handles.append(chunk.register_forward_pre_hook(self._begin_forward, with_kwargs=True))
+            self._handles.append(chunk.register_forward_hook(self._leaving(_ROOT), always_call=True))
         for index, (_, module, _) in enumerate(self._modules):
             self._handles.append(module.register_forward_pre_hook(self._entering(index)))
             self._handles.append(module.register_forward_hook(self._leaving(index), always_call=True))
@@ -75,7 +84,7 @@ class Places:
         distributed = dist.is_initialized()
         cuda = self._recorder.device.type == "cuda"
         return Fingerprint(
-            model=type(self._model).__name__,
+            model=type(self._chunks[0]).__name__,
             # ZeRO 3 leaves empty tensors, which say how many elements they had
             parameters=sum(getattr(p, "ds_numel", p.numel()) for p in self._model.parameters()),
             layers=hashlib.sha256(layers.encode()).hexdigest()[:12],

@@ -1,0 +1,86 @@
+"""A layer of Megatron-Core for machines without Transformer Engine: attention and normalization by torch's operators.
+
+Megatron-Core's own `DotProductAttention` keeps a score of every pair of tokens for backward, O(s^2) memory; this one
+keeps O(s), as flash attention does, and runs wherever torch does. Its own RMS norm refuses sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+from torch.nn import functional
+
+
+class ScaledDotProductAttention(nn.Module):
+    """Causal attention of this rank's heads; the place of `SelfAttentionSubmodules.core_attention`.
+
+    Raises:
+        ValueError: the configuration asks for what torch's operators do not do: context parallelism, windows, or
+            scores scaled by the layer's number.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **kwargs: Any):
+        super().__init__()
+        unsupported = {
+            "context_parallel_size": config.context_parallel_size > 1,
+            "window_size": config.window_size is not None,
+            "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
+        }
+        for name in (name for name, asked in unsupported.items() if asked):
+            raise ValueError(f"{name} is not supported by scaled-dot-product attention")
+        head_size = config.kv_channels
+        self.dropout = config.attention_dropout
+        self.scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Shapes: query [s, b, heads, d], key and value [s, b, groups, d]; returns [s, b, heads * d]. Causal: the
+        attention mask is not read.
+        """
+        if attention_bias is not None or packed_seq_params is not None:
+            raise ValueError("a bias and packed sequences are not supported by scaled-dot-product attention")
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        out = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class RMSNorm(nn.RMSNorm):
+    """Megatron-Core's way to build a norm, and its mark on weights whose gradients sequence-parallel ranks add up."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
+        super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and chunk; mixtures of experts where the configuration has experts."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, normalization="RMSNorm"
+    )
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.self_attention.submodules.core_attention = ScaledDotProductAttention
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)

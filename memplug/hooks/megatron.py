@@ -1,0 +1,284 @@
+"""Megatron-Core: which modules are layers, what must not run beside them, and what of their forward is not theirs.
+
+| patched | on | why |
+|---|---|---|
+| `forward_step`, `backward_step` | `pipeline_parallel.schedules` | micro-batches; a note on an out-of-memory error |
+| `get_tensor` | the global memory buffer | scratch memory, made once and cut anew: no operators of a region |
+| `start_param_sync`, `finish_param_sync` | DDP's bucket groups | gathering parameters is no part of a region |
+| `save_to_aux_losses_tracker` | `moe.router`, up to 0.17 | a recompute pass must not log a loss twice |
+| `MoEMetricsTracker.record` | `moe.moe_logging`, from 0.18 | the same |
+
+Known in megatron-core 0.16 to 0.20. Each patch is marked, keeps the original, and is undone by `Session.detach`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from memplug.config import MemplugConfig
+from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
+from memplug.execute.tape import storage_of
+from memplug.hooks.patching import patch
+from memplug.session import Session
+from memplug.stages.ranks import Ranks
+
+log = logging.getLogger("memplug")
+
+VERSIONS = "megatron-core 0.16 to 0.20"
+OLDEST, NEWEST = (0, 16), (0, 20)
+LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
+
+_CONFLICTS = {
+    "recompute_granularity": "memplug recomputes the same layers: leave out --recompute-granularity",
+    "cpu_offloading": "memplug takes its place: leave out --cpu-offloading-num-layers",
+    "fine_grained_activation_offloading": "memplug takes its place: leave out --fine-grained-activation-offloading",
+    "enable_cuda_graph": "a layer that was captured in a graph has no operators to see: leave out --enable-cuda-graph",
+    "external_cuda_graph": "a layer that was captured in a graph has no operators to see: leave out "
+    "--external-cuda-graph",
+    "cuda_graph_impl": 'a layer that was captured in a graph has no operators to see: set it to "none"',
+    "overlap_moe_expert_parallel_comm": "its schedule runs the parts of two layers in turns, and no layer's own "
+    "forward: leave out --overlap-moe-expert-parallel-comm",
+    "hybrid_context_parallel": "its attention runs inside of Transformer Engine: leave out --hybrid-context-parallel",
+}
+
+
+def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost `TransformerLayer`s, with their names, in the model's order; empty where Megatron-Core is not in
+    use.
+    """
+    package, _, name = LAYER_CLASS.rpartition(".")
+    layer_class = getattr(sys.modules.get(package), name, None)
+    if layer_class is None:
+        return []
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, layer_class)]
+    return [(name, layer) for name, layer in found if not any(name.startswith(f"{outer}.") for outer, _ in found)]
+
+
+def check_chunks(chunks: Sequence[nn.Module]) -> None:
+    """Whether these are the chunks of one Megatron-Core model.
+
+    Raises:
+        RegionError: one of them is given twice, has no layers, or belongs to another model.
+    """
+    if len({id(chunk) for chunk in chunks}) < len(chunks):
+        raise RegionError("the same model chunk is in the list twice", "Pass each chunk of the model once.")
+    shapes = []
+    for number, chunk in enumerate(chunks):
+        layers = decoder_layers(chunk)
+        if not layers:
+            raise RegionError(
+                f"chunk {number} of the list, a {type(chunk).__name__}, has no Megatron-Core transformer layers",
+                "A list is for the chunks of one Megatron-Core model, as `get_model` returns it; attach to other "
+                "models one by one.",
+            )
+        config = layers[0][1].config
+        shapes.append((config.num_layers, config.hidden_size, config.pipeline_model_parallel_size))
+    if len(set(shapes)) > 1:
+        raise RegionError(
+            f"the chunks belong to several models: (layers, hidden size, pipeline size) are {shapes}",
+            "Attach to each model by itself.",
+        )
+
+
+def check(layers: Sequence[tuple[str, nn.Module]]) -> None:
+    """Whether layers can run as regions.
+
+    Raises:
+        UnsupportedVersionError: Megatron-Core is older than 0.16.
+        ConflictError: the model's configuration recomputes, offloads or captures the same layers, or splits attention
+            over ranks where no operator shows it.
+        RegionError: a layer's forward is no plain method.
+    """
+    check_version()
+    for name, layer in layers:
+        config = layer.config
+        asked = {key: getattr(config, key, None) for key in _CONFLICTS}
+        reasons = [f"{key}={value!r}: {_CONFLICTS[key]}" for key, value in asked.items() if value not in _OFF]
+        if reasons:
+            raise ConflictError(f"layer {name} is handled by Megatron-Core too: {'; '.join(reasons)}")
+        hidden = [
+            part for part in layer.modules() if is_transformer_engine(part) and "Attention" in type(part).__name__
+        ]
+        if config.context_parallel_size > 1 and hidden:
+            raise ConflictError(
+                f"layer {name} splits its sequence over {config.context_parallel_size} ranks inside of "
+                f"{type(hidden[0]).__name__}, and no operator shows what they exchange",
+                "Use tensor and sequence parallelism, or a core attention made of torch's operators.",
+            )
+        if not inspect.isfunction(inspect.unwrap(type(layer).forward)) or hasattr(layer, "cudagraph_manager"):
+            raise RegionError(
+                f"the forward of layer {name}, a {type(layer).__name__}, is no plain method: memplug cannot run it as "
+                "a region",
+                "Attach before it is compiled, scripted or captured.",
+            )
+
+
+_OFF = (None, False, "none", 0)
+
+
+def check_version() -> None:
+    """Raises `UnsupportedVersionError` where Megatron-Core is older than is known; warns where it is newer."""
+    text = str(getattr(sys.modules.get("megatron.core"), "__version__", "0.16"))
+    version = tuple(int(part) for part in text.split(".")[:2])
+    if version < OLDEST:
+        raise UnsupportedVersionError(f"megatron-core {text} is installed; memplug supports {VERSIONS}")
+    if version > NEWEST:
+        log.warning("memplug: megatron-core %s is newer than what memplug knows (%s)", text, VERSIONS)
+
+
+def arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a layer in training, as they are.
+
+    Raises:
+        ConflictError: an inference context, whose cache a recompute pass would fill again.
+    """
+    if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
+        raise ConflictError(
+            "a Megatron-Core layer runs with an inference context and with gradients",
+            "Run inference under `torch.no_grad()`.",
+        )
+    return args, kwargs
+
+
+def is_transformer_engine(module: nn.Module) -> bool:
+    """Whether a module is Transformer Engine's, or Megatron-Core's wrapper of one: its operators cannot be seen."""
+    return any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(module).__mro__)
+
+
+def check_ranks_agree(config: MemplugConfig) -> None:
+    """Whether all ranks were given the same block; called by all of them.
+
+    Raises:
+        ConfigError: they were not: layers would run other collectives on one rank than on another.
+    """
+    blocks = Ranks().gather(config.model_dump(mode="json"))
+    others = [rank for rank, block in enumerate(blocks) if block != blocks[0]]
+    if others:
+        keys = sorted(key for key in blocks[0] if blocks[0][key] != blocks[others[0]][key])
+        raise ConfigError(
+            [f'the "memplug" block of rank {others[0]} differs from that of rank 0, in {", ".join(keys)}'],
+            "Give all ranks the same file.",
+        )
+
+
+def hook(chunks: Sequence[nn.Module], session: Session) -> None:
+    """Mark micro-batches, and keep out of the regions what is not their own.
+
+    Raises:
+        PatchError: this Megatron-Core lacks a symbol of the table above.
+    """
+    _hook_schedules(session)
+    _hook_memory_buffer(session)
+    _hook_losses(session)
+    for chunk in chunks:
+        _hook_gathering(chunk, session)
+    session.executor.surroundings.append(_random_states)
+    session.at_detach(lambda: session.executor.surroundings.remove(_random_states))
+
+
+def _hook_schedules(session: Session) -> None:
+    schedules = _module("megatron.core.pipeline_parallel.schedules")
+    executor = session.executor
+
+    def forward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # backward takes micro-batches in the schedule's order: what ran forward before is not what it asks for next
+        executor.newest = None
+        with session.explaining("forward of a micro-batch"):
+            return original(*args, **kwargs)
+
+    def backward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with session.explaining("backward of a micro-batch"):
+            return original(*args, **kwargs)
+
+    patch(schedules, "forward_step", forward_step, session, VERSIONS)
+    patch(schedules, "backward_step", backward_step, session, VERSIONS)
+
+
+def _hook_memory_buffer(session: Session) -> None:
+    """Scratch memory that all layers share: sequence parallelism gathers into it, the unfused attention scores in it."""
+    state = _module("megatron.core.parallel_state")
+    if getattr(state, "_GLOBAL_MEMORY_BUFFER", None) is None:
+        return  # model parallelism was not initialized: nothing asks for it
+    buffer, executor = state.get_global_memory_buffer(), session.executor
+
+    def get_tensor(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with executor.paused():
+            return original(*args, **kwargs)
+
+    patch(buffer, "get_tensor", get_tensor, session, VERSIONS)
+    executor.is_scratch = lambda tensor: any(storage_of(tensor) == storage_of(one) for one in buffer.buffer.values())
+    session.at_detach(lambda: setattr(executor, "is_scratch", lambda tensor: False))
+
+
+def _hook_losses(session: Session) -> None:
+    executor = session.executor
+
+    def record(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if executor.recomputing:
+            return None
+        with executor.paused():
+            return original(*args, **kwargs)
+
+    router = _module("megatron.core.transformer.moe.router")
+    if hasattr(router, "save_to_aux_losses_tracker"):
+        patch(router, "save_to_aux_losses_tracker", record, session, VERSIONS)
+    else:
+        logging_of_losses = _module("megatron.core.transformer.moe.moe_logging")
+        patch(logging_of_losses.MoEMetricsTracker, "record", record, session, VERSIONS)
+
+
+def _hook_gathering(chunk: nn.Module, session: Session) -> None:
+    """The distributed optimizer's parameters, gathered by hooks of the modules that are about to use them."""
+    executor = session.executor
+
+    def outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with executor.paused():
+            return original(*args, **kwargs)
+
+    groups = [*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())]
+    for group in groups:
+        patch(group, "start_param_sync", outside, session, VERSIONS)
+        patch(group, "finish_param_sync", outside, session, VERSIONS)
+
+
+def _random_states() -> Callable[[], Any]:
+    """The generator states that Megatron-Core keeps by name, as they are now; returns what brings them back for a
+    while.
+    """
+    tracker = _module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker()
+    states, name = tracker.get_states(), getattr(tracker, "_current_state_name", None)
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        now, name_now = tracker.get_states(), getattr(tracker, "_current_state_name", None)
+        tracker.set_states(dict(states))
+        _set_name(tracker, name)
+        try:
+            yield
+        finally:
+            tracker.set_states(now)
+            _set_name(tracker, name_now)
+
+    return again
+
+
+def _set_name(tracker: Any, name: str | None) -> None:
+    if name is not None:
+        tracker._current_state_name = name
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise PatchError(name, VERSIONS) from error

@@ -1,0 +1,52 @@
+"""How a hook replaces what belongs to somebody else: marked, with the original kept, undone when the session detaches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from memplug.errors import PatchError
+from memplug.session import Session
+
+ORIGINAL = "__memplug_original__"
+
+
+def patch(target: Any, name: str, wrapper: Callable[..., Any], session: Session, versions: str) -> None:
+    """Replace an attribute of one instance, class or module by `wrapper(original, ...)`, until the session detaches.
+
+    Args:
+        versions: in which the attribute is known, as in "deepspeed 0.16 to 0.19".
+
+    Raises:
+        PatchError: there is no such attribute.
+    """
+    original = getattr(target, name, None)
+    if original is None:
+        owner = getattr(target, "__name__", type(target).__name__)
+        raise PatchError(f"{owner}.{name}", versions)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(patched, ORIGINAL, original)
+    # past the `__setattr__` of modules, which sorts what it is given
+    put = type.__setattr__ if isinstance(target, type) else object.__setattr__
+    before = vars(target).get(name)  # None: inherited; else maybe someone else's patch
+    put(target, name, patched)
+
+    def undo() -> None:
+        if vars(target).get(name) is not patched:
+            return  # patched again since: what is there now goes through `patched`, which a detached session ignores
+        if before is None:
+            delattr(target, name)
+        else:
+            put(target, name, before)
+
+    session.at_detach(undo)
+
+
+def is_patched(target: Any, name: str) -> bool:
+    """Whether the attribute is a patch of ours."""
+    return hasattr(vars(target).get(name), ORIGINAL)
