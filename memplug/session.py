@@ -31,7 +31,9 @@ from memplug.profile.trace import Trace
 from memplug.recording import Recording, of_rank
 from memplug.stages import budgets
 from memplug.stages.adjuster import Adjuster
+from memplug.stages.ranks import Ranks
 from memplug.stages.serving import Serving
+from memplug.stages.shortage import Shortage
 from memplug.stages.table import Stage
 
 log = logging.getLogger("memplug")
@@ -69,7 +71,9 @@ class Session:
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
         self._last_step: float | None = None
         begin = Stage.WARM_UP if self._plans else Stage.STABLE
-        self._adjuster = Adjuster(config, self.regions, self.executor, begin, self._step_peak)
+        self._ranks = Ranks()
+        self._adjuster = Adjuster(config, self.regions, self.executor, begin, self._step_peak, self._ranks)
+        self._shortage = Shortage(self.executor, self._ranks)
         if self._plans:
             self.executor.on_frame = self._observe
             self._adjuster.tell(f"{len(self.regions)} regions, planned for once the program repeats")
@@ -91,10 +95,16 @@ class Session:
         if self._serving is not None:
             self._serving.pause()
         self.executor.transfer.drain()
+        for region in self.regions:
+            region.end_step()
         self._time_step()
         operators, nodes = self._take()
         if self._recording is not None:
             self._recording.end_step()
+        if self.regions and self.stage is Stage.STABLE:
+            self._shortage.end_step()
+        else:
+            self._shortage.skip_step()
         if self._plans:
             program = Program(operators, self._adjuster.observer.take_sizes(), nodes)
             self._adjuster.end_step(self.steps, program)
@@ -132,9 +142,10 @@ class Session:
     def report(self) -> dict[str, Any]:
         """Counters and predictions: bytes, seconds and counts, by name.
 
-        `step_s` is the median of the last steps, from one `step()` to the next; `predicted_*` come from the plan and
-        are None before there is one; `program` is the index of the current one among the `programs` remembered, and
-        `replans` counts how often a plan was made.
+        `swapped_share` is how much of what was to be swapped still is, below 1 once the host memory of a rank has run
+        out; `step_s` is the median of the last steps, from one `step()` to the next; `predicted_*` come from the plan
+        and are None before there is one; `program` is the index of the current one among the `programs` remembered,
+        and `replans` counts how often a plan was made.
         """
         solution, programs = self.solution, self._adjuster.programs
         return {
@@ -146,6 +157,7 @@ class Session:
             "programs": len(programs),
             "replans": self._adjuster.replans,
             "swapped_fraction": self._swapped_fraction(),
+            "swapped_share": self.executor.share,
             "step_s": statistics.median(self._step_seconds) if self._step_seconds else None,
             "predicted_regions_s": solution.step_s if solution else None,
             "predicted_host_bytes": solution.host_bytes if solution else None,

@@ -54,7 +54,7 @@ def transformer_config(
 
     Args:
         shape: fields of Hugging Face's LlamaConfig or MixtralConfig, as in configs/models.
-        fields: more of TransformerConfig's.
+        fields: of TransformerConfig's, more or other ones.
     """
     experts = {}
     if "num_local_experts" in shape:
@@ -65,7 +65,7 @@ def transformer_config(
             "moe_aux_loss_coeff": shape.get("router_aux_loss_coef", 0.02),
             "moe_token_dispatcher_type": parallel.dispatcher,
         }
-    return TransformerConfig(
+    common = dict(
         num_layers=shape["num_hidden_layers"],
         hidden_size=shape["hidden_size"],
         ffn_hidden_size=shape["intermediate_size"],
@@ -87,15 +87,19 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        deallocate_pipeline_outputs=True,
+        # gloo may still be sending an output whose memory this gives back
+        deallocate_pipeline_outputs=torch.cuda.is_available(),
+        # with two stages, batched messages of the interleaved schedule could be taken for one another
+        overlap_p2p_comm=parallel.chunks > 1,
+        batch_p2p_comm=parallel.chunks == 1,
         # fused kernels are Transformer Engine's or Apex's, or compiled; these are torch's operators
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
-        **{**experts, **fields},
     )
+    return TransformerConfig(**{**common, **experts, **fields})
 
 
 def build_chunks(

@@ -39,8 +39,8 @@ from memplug.execute.saved import (
     leaf_of,
     unpack,
 )
-from memplug.execute.tape import Action, Tape, is_plain, storage_of
-from memplug.execute.transfer import Swapped, swappable
+from memplug.execute.tape import Action, Form, Tape, fills_storage, is_plain, storage_of
+from memplug.execute.transfer import Swapped
 
 if TYPE_CHECKING:
     from memplug.execute.tokenwise import Executor, Region
@@ -102,7 +102,7 @@ class Frame:
         if not isinstance(value, torch.Tensor):
             return value
         swaps = value.requires_grad and not value.is_leaf and self.executor.worth_swapping(value)
-        part = self.executor.swap_input(value) if swaps else None
+        part = self.executor.swap_input(value, self.region.lingers) if swaps else None
         if part is None:
             return Held(value)
         if not part.uses:
@@ -171,9 +171,11 @@ class Frame:
     ) -> None:
         """Start the outputs of one operator on their way to the host, the first `fraction` of the rows of each."""
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
+        kind = operators.kind_of(func)
+        if kind is operators.Kind.ROWS and not keep:
+            fraction *= self.executor.share
         rows = round(fraction * outputs[0].shape[0]) if outputs[0].dim() else 0
         whole = rows == (outputs[0].shape[0] if outputs[0].dim() else 0)
-        kind = operators.kind_of(func)
         launch = self._launch(args[0]) if kind is operators.Kind.COLLECTIVE else None
         if kind is operators.Kind.COLLECTIVE and launch is None:
             return
@@ -204,7 +206,7 @@ class Frame:
         """
         written = operators.written_arguments(func, args, kwargs)
         fills = operators.kind_of(func) is operators.Kind.COLLECTIVE and operators.is_over(func, args, kwargs)
-        if not fills or len(written) != 1 or not operators.can_stand_in() or not swappable(written[0]):
+        if not fills or len(written) != 1 or not operators.can_stand_in() or not fills_storage(written[0]):
             return
         maker = self.tape.sole_maker(index)
         if maker is None:
@@ -227,7 +229,8 @@ class Frame:
             return value
         if keep or not self.executor.worth_swapping(value):
             return Kept(value) if rows is None else None
-        part = self.executor.transfer.offload(value, value.shape[0] if rows is None else rows)
+        rows = value.shape[0] if rows is None else rows
+        part = self.executor.transfer.offload(value, rows, later=self.region.lingers)
         if part is None and kind in (operators.Kind.COLLECTIVE, operators.Kind.CHOICE):
             return Kept(value)  # recomputing it alone would leave other ranks waiting, or choose differently
         return part
@@ -295,7 +298,10 @@ class Frame:
         if not shared:
             return set()
         actions = self.tape.actions(shared, self.launches)
-        return {index for index in shared if actions[index] is Action.SUBSTITUTE}
+        asked = {index for index in shared if actions[index] is Action.SUBSTITUTE}
+        self.tape.spared = {index for index in shared if self.tape.records[index].form is Form.EXCHANGE}
+        self.tape.fetched.update(*(self.tape.records[index].outputs for index in asked & self.tape.spared))
+        return asked
 
     def _decide(self) -> None:
         self.actions = self.tape.actions({i: c.whole for i, c in self.captures.items()}, self.launches)
@@ -315,6 +321,7 @@ class Frame:
 
     def release(self) -> None:
         """Two regions later: wait for this frame's copies out, and let the device memory go."""
+        self.region.released = True
         self.executor.transfer.release(self.swapped)
         away = [part for part in self.swapped if part.tensor is None]
         self.todo = away[::-1] if any(h is not None for h in self.holders) else away

@@ -2,7 +2,7 @@
 
 From the tape follows what a recompute pass must do with each operator (`Action`): substitute a captured output, run
 it, or skip it because nobody needs its result. The tape keeps names, not tensors. Storages are named by a running
-number, since addresses are reused.
+number; while the forward runs, by their address too, which is then kept from being reused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memplug.execute import operators
 
@@ -51,6 +52,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is all of its storage, be it empty: a rank whose experts get no tokens exchanges nothing."""
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 class Record:
     """One operator of the tape. `inputs` and `outputs` are storage numbers; `outputs` are those that it made."""
 
@@ -86,6 +92,8 @@ class Tape:
         self.asked: set[int] = set()  # storages that backward asks for, in whatever way
         self.read: set[int] = set()  # storages that Python reads: a recompute pass must find the same there
         self.given: set[int] = set()
+        self.spared: set[int] = set()  # exchanges that no recompute pass runs again
+        self.fetched: set[int] = set()  # storages that such an exchange filled, and a recompute pass puts in
         self.bytes: dict[int, int] = {}
         self.random = False
         self.communicates = False
@@ -95,6 +103,8 @@ class Tape:
         self.recompute_span: Any = None
         self.backward_begin: Any = None
         self._names: dict[int, int] = {}
+        # while these are held, no other storage gets the address of one that is gone, seen or unseen
+        self._addresses: list[StorageWeakRef] = []
 
     def add(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
         """Note one operator; returns its index."""
@@ -178,6 +188,7 @@ class Tape:
         """
         self.opaque = self.opaque or bool(self.blank)
         self._names.clear()
+        self._addresses.clear()
 
     def maker_of(self, tensor: torch.Tensor) -> int | None:
         """Index of the operator that made a living tensor's storage; None for a given one."""
@@ -228,8 +239,10 @@ class Tape:
 
     def _new(self, address: int, tensor: torch.Tensor) -> int:
         number = len(self.bytes)
+        storage = tensor.untyped_storage()
         self._names[address] = number
-        self.bytes[number] = tensor.untyped_storage().nbytes()
+        self._addresses.append(StorageWeakRef(storage))
+        self.bytes[number] = storage.nbytes()
         return number
 
     def _outputs(self, inputs: tuple[int, ...], out: Any) -> tuple[tuple[int, ...], list[Any]]:

@@ -51,6 +51,9 @@ class Region:
             recompute alike.
         opaque: its forward does work that no operator shows (see `Tape`).
         seen: it has run forward.
+        lingers: in the last step, backward always found its tensors on the device still, as it followed at once (MEMO,
+            section 4.1: the last two layers): their copies out start only when they have to go after all.
+        released: since that was found out, they had to go.
         familiar: its last forward ran as many operators as the one before, and Python read nothing that they made;
             only a forward of an unfamiliar region is watched for such work.
     """
@@ -65,15 +68,24 @@ class Region:
         self.opaque = False
         self.familiar = False
         self.seen = False
+        self.lingers = False
+        self.released = False
         self._operators = -1
+        self._forwards = 0
 
     def ran(self, frame: Frame) -> None:
         """A forward is over."""
         self.seen = True
+        self._forwards += 1
         self.communicates = self.communicates or frame.communicates
         self.opaque = self.opaque or frame.tape.opaque
         self.familiar = self._operators == len(frame.tape.records) and not frame.tape.read
         self._operators = len(frame.tape.records)
+
+    def end_step(self) -> None:
+        """Find out whether its tensors stay until backward."""
+        self.lingers = self._forwards > 0 and not self.released
+        self.released, self._forwards = False, 0
 
     def decide(self, index: int, func: Any) -> tuple[float, bool]:
         """Fraction of rows to swap of operator `index`, and whether to keep it on the device instead. The plan is
@@ -109,6 +121,7 @@ class Executor:
         self.transfer = Transfer(device, self.pool)
         self.min_offload_bytes = min_offload_bytes
         self.regathers = regathers
+        self.share = 1.0  # of the rows that regions say, that are swapped: less where host memory has run out
         self.pauses = 0
         self.recomputing = 0  # recompute passes under way
         self.timing = False
@@ -174,9 +187,9 @@ class Executor:
             and swappable(tensor)
         )
 
-    def swap_input(self, value: torch.Tensor) -> Swapped | None:
-        """Start a region input on its way to the host, whole; a neighbour region's copy of the same tensor is shared.
-        None: the host is full.
+    def swap_input(self, value: torch.Tensor, later: bool) -> Swapped | None:
+        """Start a region input on its way to the host, whole, now or `later`; a neighbour region's copy of the same
+        tensor is shared. None: the host is full.
         """
         for reference in self._resident:
             frame = reference()
@@ -190,7 +203,7 @@ class Executor:
                     same = (part.size, part.stride, part.dtype) == (value.shape, value.stride(), value.dtype)
                     if same and storage_of(part.tensor) == storage_of(value):
                         return part
-        return self.transfer.offload(value, value.shape[0])
+        return self.transfer.offload(value, value.shape[0], later)
 
     def empty(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for the output of a skipped operator."""

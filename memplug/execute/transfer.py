@@ -1,6 +1,6 @@
 """Rows on their way between device and host: two copy streams, events, and the pinned pool. The only file that copies.
 
-A `Swapped` tensor is in one of three places:
+A `Swapped` tensor is in one of three places; its copy out starts at once, or only when it has to go:
 
     resident ──release()──► away ──prefetch()──► fetched ──drop()──► away ...
        └── acquire() hands out the tensor in any of them ──┘
@@ -43,14 +43,14 @@ class Swapped:
         "fetched", "version", "mutated", "uses_left", "uses",
     )  # fmt: skip
 
-    def __init__(self, transfer: Transfer, tensor: torch.Tensor, rows: int, slot: Slot):
+    def __init__(self, transfer: Transfer, tensor: torch.Tensor, rows: int):
         self.transfer = transfer
-        self.order = transfer.offloads  # of its copy out among all copies out
+        self.order = 0  # of its copy out among all copies out
         self.tensor: torch.Tensor | None = alias_of(tensor)
         self.size, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.nbytes = tensor.untyped_storage().nbytes()
         self.rows = rows
-        self.slot = slot
+        self.slot: Slot | None = None  # until its copy out starts
         self.resident = True
         self.offloaded: Any = None  # event that compute has not waited for yet
         self.fetched: Any = None  # likewise
@@ -98,25 +98,49 @@ class Transfer:
         self.prefetched_total_bytes = 0
         self.closed = False
         self.refused = 0  # times the pool had no room
+        self.refused_bytes = 0
         self._abandoned: collections.deque[Any] = collections.deque()
 
-    def offload(self, tensor: torch.Tensor, rows: int) -> Swapped | None:
-        """Start copying rows `[0, rows)` of a dense device tensor to the host; None when the pool is exhausted."""
+    def offload(self, tensor: torch.Tensor, rows: int, later: bool = False) -> Swapped | None:
+        """Start copying rows `[0, rows)` of a dense device tensor to the host; None when the pool is exhausted.
+
+        Args:
+            later: only when its device memory is to be let go, which may never be.
+        """
         self.drain()
-        nbytes = tensor.untyped_storage().nbytes() // tensor.shape[0] * rows
+        slot = None if later else self._take(tensor.untyped_storage().nbytes() // tensor.shape[0] * rows)
+        if slot is None and not later:
+            return None
+        swapped = Swapped(self, tensor, rows)
+        self.resident_bytes += swapped.nbytes
+        if slot is not None:
+            self._send(swapped, slot)
+        return swapped
+
+    def _take(self, nbytes: int) -> Slot | None:
         slot = self.pool.take(nbytes)
         if slot is None:
             self.refused += 1
-            return None
+            self.refused_bytes += nbytes
+        return slot
+
+    def _send(self, swapped: Swapped, slot: Slot) -> None:
         self.offloads += 1
-        swapped = Swapped(self, tensor, rows, slot)
-        self.resident_bytes += swapped.nbytes
+        swapped.order, swapped.slot = self.offloads, slot
         present = self.device.record(self.device.compute_stream())
         self.device.wait(self.offload_stream, present, Wait.OFFLOAD_FOR_COMPUTE)
-        self.device.copy(self.offload_stream, swapped.host_rows(), swapped.tensor[:rows])
+        self.device.copy(self.offload_stream, swapped.host_rows(), swapped.tensor[: swapped.rows])
         swapped.offloaded = self.device.record(self.offload_stream)
-        self.offloaded_total_bytes += nbytes
-        return swapped
+        self.offloaded_total_bytes += slot.data.numel()
+
+    def _send_late(self, group: Sequence[Swapped]) -> None:
+        """Start the copies out that have not been; where the pool has no room, the tensor stays."""
+        for swapped in group:
+            if swapped.slot is None:
+                self._check_version(swapped)
+                slot = self._take(swapped.nbytes // swapped.size[0] * swapped.rows)
+                if slot is not None:
+                    self._send(swapped, slot)
 
     def release(self, group: Sequence[Swapped]) -> None:
         """Let the device memory of resident tensors go, once the last of their copies out is done.
@@ -128,6 +152,8 @@ class Transfer:
                 value.
         """
         group = [swapped for swapped in group if swapped.resident and swapped.tensor is not None]
+        self._send_late(group)
+        group = [swapped for swapped in group if swapped.slot is not None]
         pending = [swapped for swapped in group if swapped.offloaded is not None]
         if pending:
             last = max(pending, key=lambda swapped: swapped.order)
@@ -141,6 +167,7 @@ class Transfer:
         """An operator is about to write to the captured tensor in place: finish the copy out, and forget the device
         memory.
         """
+        self._send_late([swapped])
         if swapped.offloaded is not None:
             self.device.wait(self.device.compute_stream(), swapped.offloaded, Wait.MUTATE_FOR_OFFLOAD)
             swapped.offloaded = None
@@ -178,8 +205,13 @@ class Transfer:
         return swapped.tensor, swapped.size[0] if swapped.resident else swapped.rows
 
     def drop(self, swapped: Swapped) -> None:
-        """The device memory has had its last use in this backward pass; its host rows stay for another."""
-        if swapped.resident:
+        """The device memory has had its last use in this backward pass; its host rows stay for another, or where there
+        are none, the memory itself.
+        """
+        if swapped.resident and swapped.slot is None:
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                self._leave(swapped)
+        elif swapped.resident:
             self.release([swapped])
         elif swapped.tensor is not None:
             self.fetched_bytes -= swapped.nbytes
@@ -198,7 +230,7 @@ class Transfer:
             del tensor
             self.resident_bytes -= resident_bytes
             self.fetched_bytes -= fetched_bytes
-            if not self.closed:
+            if not self.closed and slot is not None:
                 self.pool.give(slot)
 
     def close(self) -> None:

@@ -205,7 +205,7 @@ def _hook_schedules(session: Session) -> None:
 
 
 def _hook_memory_buffer(session: Session) -> None:
-    """Scratch memory that all layers share: sequence parallelism gathers into it, the unfused attention scores in it."""
+    """Scratch memory that all layers share: sequence parallelism gathers into it, unfused attention scores in it."""
     state = _module("megatron.core.parallel_state")
     if getattr(state, "_GLOBAL_MEMORY_BUFFER", None) is None:
         return  # model parallelism was not initialized: nothing asks for it

@@ -60,6 +60,7 @@ class Adjuster:
         executor: which runs them.
         stage: to begin with.
         step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
+        ranks: who agree on every change.
 
     Attributes:
         policy: that the regions run by; None at the safest setting, and while plans are tried.
@@ -74,6 +75,7 @@ class Adjuster:
         executor: Executor,
         stage: Stage,
         step_peak: Callable[[], int | None],
+        ranks: Ranks,
     ):
         self.config, self.regions, self.executor, self.stage = config, regions, executor, stage
         self.observer = planning.Observer()
@@ -82,7 +84,7 @@ class Adjuster:
         self.history: collections.deque[tuple[int, Stage, int, str]] = collections.deque(maxlen=LONGEST_HISTORY)
         self.replans = 0
         self._step_peak = step_peak
-        self._ranks = Ranks()
+        self._ranks = ranks
         self._search: Search | None = None
         self._ballot: _Ballot | None = None
         self._passing: tuple[Remembered, planning.Policy] | None = None

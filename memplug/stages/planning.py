@@ -72,8 +72,10 @@ class Observer:
         self._sizes.append(sum(map(_given_bytes, frame.inputs)))
         if not frame.timed:
             return
-        self.tapes[frame.region.name] = frame.tape
-        self.input_bytes[frame.region.name] = frame.input_bytes
+        tape = frame.tape
+        self.tapes[frame.region.name] = tape
+        # what collectives gave is swapped like inputs: always, and whole
+        self.input_bytes[frame.region.name] = frame.input_bytes + sum(tape.bytes[number] for number in tape.fetched)
 
 
 def group_regions(regions: Sequence[Region], observer: Observer) -> dict[str, list[Region]]:
@@ -102,16 +104,17 @@ def describe(
     for key, members in groups.items():
         tapes = [observer.tapes[region.name] for region in members]
         in_flight = max(1, max(executor.peak_live[region.name] for region in members))
+        lingering = sum(region.lingers for region in members)
         described.append(
             plan.Region(
                 key=key,
-                instances=len(members) * in_flight,
+                instances=max(1, len(members) * in_flight - lingering),
                 operators=tuple(
                     _operator(tapes, index, seconds, executor.min_offload_bytes)
                     for index in range(len(tapes[0].records))
                 ),
                 saved=frozenset(tapes[0].asked),
-                given=frozenset(tapes[0].given),
+                given=frozenset(tapes[0].given | tapes[0].fetched),
                 input_bytes=max(observer.input_bytes[region.name] for region in members),
                 forward_s=median(seconds(*tape.span) for tape in tapes),
                 backward_s=median(backward_s[region.name] for region in members),
@@ -230,7 +233,7 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes
         outputs=record.outputs if record.form is not Form.WRITE else record.outputs + record.inputs,
         output_bytes=output_bytes,
         capture=_capture(record, kind, output_bytes, min_offload_bytes),
-        always_runs=record.form is Form.FIXED and record.root,
+        always_runs=record.root and record.form in (Form.FIXED, Form.EXCHANGE) and index not in tapes[0].spared,
         always_swapped=kind is Kind.ATTENTION,
     )
 

@@ -33,6 +33,19 @@ class Ranks:
 
         return agreed
 
+    def least(self, value: float) -> Callable[[], float]:
+        """Start the minimum of a number over all ranks; returns what waits for the result."""
+        if self._alone:
+            return lambda: value
+        values = torch.tensor([value], dtype=torch.float64, device="cpu")
+        work = dist.all_reduce(values, dist.ReduceOp.MIN, self._made_group(), async_op=True)
+
+        def agreed() -> float:
+            work.wait()
+            return float(values.item())
+
+        return agreed
+
     def gather(self, value: Any) -> list[Any]:
         """What every rank passed, in rank order."""
         if self._alone:

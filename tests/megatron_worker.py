@@ -1,0 +1,154 @@
+"""Trains a tiny Megatron-Core model on this rank, once for every case, and writes what came of it to a file per rank.
+
+Started by a launcher: `torchrun --nproc-per-node 2 -m tests.megatron_worker FOLDER LAYOUT CASES`. `LAYOUT` is a JSON
+object of `Parallel`'s fields (examples/megatron_llama2/model.py) and of
+
+* "experts": how many, 0: a dense model; "micro_batches" of a step; "distributed_optimizer"; "steps";
+* "fields": of TransformerConfig's.
+
+`CASES`: name -> the "memplug" block, or null to train without; a block may hold "short_of_host_memory": [rank, step],
+where the pool of that rank has room for half of what it took in the step before, from that step on.
+
+`FOLDER/RANK.pt` gets name -> {"losses": of each micro-batch, on the last pipeline stage, "gradients": of the first
+step, "digests": of all gradients in each step, "report", "shares"}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+RECIPE = Path(__file__).resolve().parents[1] / "examples" / "megatron_llama2"
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+}
+TOKENS, SEQUENCES = 32, 2  # of a micro-batch
+
+
+def _loss_function(losses: list[float], output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    loss = output.float().mean()
+    losses.append(loss.item())
+    return loss, {}
+
+
+def _micro_batches(step: int) -> Any:
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
+    while True:
+        yield torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, TOKENS + 1), generator=generator)
+
+
+def _gradients(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
+    return [parameter.main_grad.clone() for chunk in chunks for parameter in chunk.parameters()]
+
+
+def _digest(tensors: list[torch.Tensor]) -> str:
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+def _run_out_of_host_memory(session: Any) -> None:
+    pool, take = session.executor.pool, session.executor.pool.take
+    limit_bytes = pool.peak_bytes // 2
+    pool.take = lambda nbytes: take(nbytes) if pool.used_bytes + nbytes <= limit_bytes else None
+
+
+def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
+    """Trains a new model under a block and returns what came of it."""
+    import functools
+
+    import model as recipe
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import memplug
+
+    fields = {"tensor", "sequence", "pipeline", "chunks", "expert", "dispatcher"} & set(layout)
+    parallel = recipe.Parallel(**{field: layout[field] for field in fields})
+    recipe.initialize(parallel, seed=0)
+    experts = {"num_local_experts": layout["experts"], "num_experts_per_tok": 2} if layout.get("experts") else {}
+    config = recipe.transformer_config({**SHAPE, **experts}, parallel, torch.float32, **layout.get("fields", {}))
+    distributed = layout.get("distributed_optimizer", False)
+    chunks = recipe.build_chunks(config, {**SHAPE, **experts}, TOKENS, distributed)
+    optimizer = recipe.build_optimizer(chunks, torch.float32, 1e-2, distributed)
+    block = dict(block) if block is not None else None
+    short = block.pop("short_of_host_memory", None) if block else None
+    session = memplug.attach(chunks, block) if block is not None else None
+    forward_backward = get_forward_backward_func()
+    losses: list[float] = []
+    found: dict[str, Any] = {"losses": losses, "digests": [], "shares": []}
+
+    def forward_step(batches: Any, module: torch.nn.Module) -> Any:
+        tokens = next(batches)
+        positions = torch.arange(TOKENS)[None].expand(SEQUENCES, -1)
+        output = module(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        return output, functools.partial(_loss_function, losses)
+
+    for step in range(layout.get("steps", 20)):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        if short and short[1] == step + 1:
+            session.executor.pool.peak_bytes = 0  # of that step alone
+        if short == [dist.get_rank(), step]:
+            _run_out_of_host_memory(session)
+        batches = [_micro_batches(step) for _ in chunks]
+        forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=batches if len(chunks) > 1 else batches[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=layout.get("micro_batches", 2),
+            seq_length=TOKENS,
+            micro_batch_size=SEQUENCES,
+            forward_only=False,
+        )
+        gradients = _gradients(chunks)
+        found.setdefault("gradients", gradients)
+        found["digests"].append(_digest(gradients))
+        optimizer.step()
+        if session is not None:
+            session.step()
+            found["shares"].append(session.executor.share)
+    if session is not None:
+        found["report"] = session.report()
+        found["history"] = [(step, stage.value) for step, stage, _, _ in session.history]
+        session.detach()
+    return found
+
+
+def main() -> None:
+    """Runs all cases on this rank."""
+    from megatron.core import parallel_state
+
+    folder, layout, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    dist.init_process_group("gloo")
+    results = {}
+    for name, block in cases.items():
+        results[name] = run(layout, block)
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+    torch.save(results, folder / f"{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(RECIPE))
+    import cpu
+
+    cpu.pretend()
+    main()

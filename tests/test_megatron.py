@@ -1,0 +1,85 @@
+"""Megatron-Core on two processes: the same gradients and losses with memplug as without, however the model is split."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launching import launch
+
+pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+pytestmark = pytest.mark.distributed
+
+MEMPLUG = {"enabled": True, "profiler": {"warmup_steps": 1, "policy_steps": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor": 2},
+    "tensor and sequence": {"tensor": 2, "sequence": True},
+    "pipeline": {"pipeline": 2, "micro_batches": 8, "fields": {"deallocate_pipeline_outputs": True}},
+    "interleaved": {"pipeline": 2, "chunks": 2, "micro_batches": 4},
+    "all-to-all": {"expert": 2, "experts": 8},
+    "all-gather": {"expert": 2, "experts": 8, "dispatcher": "allgather"},
+    "tensor, sequence and expert": {"tensor": 2, "sequence": True, "expert": 2, "experts": 8},
+    "distributed optimizer": {"distributed_optimizer": True},
+}
+
+
+def block(alpha: float | str, arena: bool) -> dict[str, Any]:
+    """That swaps even the smallest tensor."""
+    return {**MEMPLUG, "tokenwise": {"alpha": alpha, "min_offload_bytes": 1}, "arena": {"enabled": arena}}
+
+
+def train(folder: Path, layout: dict[str, Any], cases: dict[str, Any], processes: int = 2) -> list[dict[str, Any]]:
+    """What came of each case, of every rank."""
+    launch(
+        ["tests.megatron_worker", folder, json.dumps(layout), json.dumps(cases)],
+        module=True,
+        processes=processes,
+        time_limit_s=300,
+    )
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
+
+
+def relative_error(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    ours, theirs = torch.cat([one.flatten() for one in ours]), torch.cat([one.flatten() for one in theirs])
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_and_losses_are_those_without_memplug(layout, tmp_path):
+    cases = {
+        "without": None,
+        "0": block(0.0, arena=False),
+        "1": block(1.0, arena=True),
+        "0.5": block(0.5, arena=False),
+        "auto": block("auto", arena=True),
+        "arena alone": {**MEMPLUG, "tokenwise": {"enabled": False}},
+    }
+    for rank in train(tmp_path, LAYOUTS[layout], cases):
+        plain = rank["without"]
+        for exact in ("0", "1", "arena alone"):
+            assert rank[exact]["digests"] == plain["digests"], f"alpha {exact}"
+            assert rank[exact]["losses"] == plain["losses"], f"alpha {exact}"
+        for rounded in ("0.5", "auto"):
+            assert relative_error(rank[rounded]["gradients"], plain["gradients"]) < 1e-5, f"alpha {rounded}"
+            assert rank[rounded]["losses"] == pytest.approx(plain["losses"], abs=2e-3), f"alpha {rounded}"
+        assert "stable" in dict((stage, step) for step, stage in rank["auto"]["history"])
+        assert rank["1"]["report"]["offloaded_bytes"] > rank["0"]["report"]["offloaded_bytes"] > 0
+        assert all(rank[case]["report"]["recomputed_in_full"] == 0 for case in ("0", "1", "0.5", "auto"))
+        assert rank["1"]["report"]["arena_served"] > 0 and rank["arena alone"]["report"]["arena_served"] > 0
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_all_ranks_swap_less_together_once_one_is_short_of_host_memory(alpha, tmp_path):
+    short = {**block(alpha, arena=False), "short_of_host_memory": [1, 4]}
+    layout = {"tensor": 2, "sequence": True, "steps": 12}
+    ranks = train(tmp_path, layout, {"without": None, "short": short})
+    assert ranks[0]["short"]["shares"] == ranks[1]["short"]["shares"], "in the same steps, by as much"
+    shares = ranks[0]["short"]["shares"]
+    assert shares[:5] == [1.0] * 5 and sorted(shares, reverse=True) == shares and shares[-1] < 0.9
+    for rank in ranks:
+        assert rank["short"]["losses"] == pytest.approx(rank["without"]["losses"], abs=2e-3)
+    assert ranks[1]["short"]["report"]["host_refusals"] > 0 == ranks[0]["short"]["report"]["host_refusals"]
