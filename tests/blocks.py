@@ -79,11 +79,14 @@ def tokenwise(
     host_budget_bytes: int = 1 << 30,
     **settings: Any,
 ) -> Executor:
-    """Make every entry of `model.layers` a region of a new executor, without any hook of the package."""
+    """Make every entry of `model.layers` a region of a new executor, without any hook of the package; `model.regions`
+    has them.
+    """
     executor = Executor(device or Device(), host_budget_bytes, **{"min_offload_bytes": 1, **settings})
+    model.regions = []
     for index, layer in enumerate(model.layers):
-        region = Region(f"layers.{index}", type(layer).__name__, alpha)
-        layer.forward = _through(executor, region, layer.forward)
+        model.regions.append(Region(f"layers.{index}", type(layer).__name__, alpha))
+        layer.forward = _through(executor, model.regions[-1], layer.forward)
     return executor
 
 

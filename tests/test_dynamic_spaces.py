@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from memplug.plan.layout import search
+from memplug.plan.layout import auto
 from memplug.plan.layout.dynamic import dynamic_peak_bytes, dynamic_spaces, served
 from memplug.plan.layout.from_trace import last_step, problem_of
 from memplug.plan.replay import judge_plan
@@ -16,7 +16,7 @@ from tests.traces import Recording, recordings
 
 def planned(step: Trace):
     problem = problem_of(step)
-    solution = search.solve(problem, improve=False)
+    solution = auto.plan(problem, time_limit_s=0.1)
     return problem, solution, dynamic_spaces(step, problem, solution)
 
 

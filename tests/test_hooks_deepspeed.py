@@ -13,6 +13,7 @@ import torch
 import memplug
 from memplug.errors import ConfigError, ConflictError, PatchError
 from memplug.hooks import deepspeed as deepspeed_hooks
+from memplug.hooks.patching import ORIGINAL
 from memplug.session import Session
 from tests.hosts import DISABLED, block, ds_config, make_engine, tiny_llama, train_engine
 
@@ -45,7 +46,7 @@ def test_an_engine_whose_block_is_off_trains_untouched(
     if way == "attach":
         memplug.attach(engine)
     assert type(engine) is type(plain)
-    assert not any(hasattr(value, deepspeed_hooks._ORIGINAL) for value in engine.__dict__.values())
+    assert not any(hasattr(value, ORIGINAL) for value in engine.__dict__.values())
     for name in names:
         one, other = engine.module.get_submodule(name), plain.module.get_submodule(name)
         assert type(one) is type(other)
@@ -72,7 +73,7 @@ def test_detach_puts_an_engine_back_and_it_trains_on_as_it_would_have(cpu_engine
     session.detach()
     assert [type(module) for module in engine.modules()] == types
     for one, names in zip(patchable, attributes, strict=True):
-        assert not any(hasattr(value, deepspeed_hooks._ORIGINAL) for value in one.__dict__.values())
+        assert not any(hasattr(value, ORIGINAL) for value in one.__dict__.values())
         assert not any("memplug" in name or name in PATCHED for name in set(one.__dict__) - names)
     assert losses + train_engine(engine, 2, first=2) == expected
     assert session.report()["steps"] == 2
@@ -130,7 +131,7 @@ def test_install_is_idempotent_marked_and_undone(cpu_engine: None) -> None:
     memplug.install()
     patched = deepspeed.initialize
     assert patched is not original
-    assert getattr(patched, deepspeed_hooks._ORIGINAL) is original
+    assert getattr(patched, ORIGINAL) is original
     memplug.install()
     assert deepspeed.initialize is patched
     memplug.uninstall()

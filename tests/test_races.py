@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from memplug.execute.device import Wait
+from memplug.profile.trace import Pass
 from tests.blocks import Block, Stack, assert_same, gradients, tokenwise, twin
+from tests.schedules import Schedule, order
 from tests.simulated import SimulatedDevice
 
 SCHEDULES = ["late", "early"]
@@ -91,3 +93,56 @@ def _fails(device: SimulatedDevice, in_place: bool) -> bool:
     except (AssertionError, RuntimeError, IndexError):
         return device.waits[device.missing] > 0
     return False
+
+
+def pipeline(device: SimulatedDevice, alpha: float, schedule: Schedule, seed: int = 0) -> None:
+    """Steps of one pipeline stage in the schedule's order; AssertionError where a gradient differs or a copy hits
+    memory let go.
+    """
+    torch.manual_seed(seed)
+    model = Stack(schedule.chunks * schedule.layers)
+    reference = twin(model)
+    executor = tokenwise(model, alpha, device)
+    with device:
+        for _ in range(3):
+            inputs = torch.randn(schedule.micro_batches, schedule.chunks, 2, 6, 16)
+            outer = torch.randn(schedule.micro_batches, schedule.chunks, 2, 6, 16)
+            for network in (model, reference):
+                outputs: dict[tuple[int, int], torch.Tensor] = {}
+                for action, micro_batch, chunk in order(schedule):
+                    key = micro_batch, chunk
+                    if action is Pass.BACKWARD:
+                        outputs.pop(key).backward(outer[key])
+                        continue
+                    executor.newest = None  # as at the beginning of a micro-batch
+                    x = inputs[key].clone().requires_grad_()  # received from another stage
+                    x = x * 1.0 if schedule.stage == chunk == 0 else x
+                    for layer in network.layers[chunk * schedule.layers : (chunk + 1) * schedule.layers]:
+                        x = layer(x)
+                    outputs[key] = x
+            assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+            executor.transfer.drain()
+            for region in model.regions:
+                region.end_step()
+    device.synchronize()
+    assert not device.violations, device.violations
+    assert executor.pool.used_bytes == 0 and executor.transfer.fetched_bytes == 0 and executor.recomputed_bytes == 0
+    follows = schedule.stage == schedule.stages - 1  # the backward of a micro-batch, its forward
+    assert model.regions[-1].lingers == follows and not model.regions[0].lingers
+
+
+PIPELINES = {
+    "1F1B, first stage": Schedule(source="", layers=3, micro_batches=5, stages=3, stage=0),
+    "1F1B, last stage": Schedule(source="", layers=3, micro_batches=5, stages=3, stage=2),
+    "interleaved, first stage": Schedule(source="", layers=2, micro_batches=4, stages=2, stage=0, chunks=2),
+    "interleaved, last stage": Schedule(source="", layers=2, micro_batches=4, stages=2, stage=1, chunks=2),
+}
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_gradients_hold_in_every_pipeline_schedule(name: str, alpha: float) -> None:
+    for schedule in SCHEDULES:
+        pipeline(SimulatedDevice(schedule), alpha, PIPELINES[name])
+    for seed in range(5):
+        pipeline(SimulatedDevice("random", seed), alpha, PIPELINES[name], seed)

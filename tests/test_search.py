@@ -175,7 +175,8 @@ def test_a_plan_is_made_for_the_forwards_in_flight_of_its_own_program() -> None:
         del model.forward, run.reference.forward
         run.step(6, times=2)
         run.reach_stable(6)
-        assert instances(run) == 3 and run.session.report()["replans"] == 2
+        # the last of the three layers still has its tensors when backward comes for them
+        assert instances(run) == 2 and run.session.report()["replans"] == 2
 
 
 def instances(run: Led) -> int:

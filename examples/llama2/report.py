@@ -77,7 +77,7 @@ def make_report(engine: Any, losses: list[float], step_s: list[float], seq_len: 
         "ranks": dist.get_world_size(),
         "device": engine.device.type,
         "dtype": str(config.dtype).removeprefix("torch."),
-        "zero_stage": engine.zero_optimization_stage(),
+        "split": f"ZeRO stage {engine.zero_optimization_stage()}",
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "step_s": statistics.median(step_s),
@@ -96,7 +96,7 @@ def render(report: dict[str, Any]) -> str:
     memory = ", ".join(f"{kind} {peak:.2f} GiB" for kind, peak in report["memory_gib"].items())
     rows = {
         "model": f"{report['parameters']:,} parameters, {report['dtype']}",
-        "on": f"{report['ranks']} × {report['device']}, ZeRO stage {report['zero_stage']}",
+        "on": f"{report['ranks']} × {report['device']}, {report['split']}",
         "training loss": f"{report['first_loss']:.4f} → {report['last_loss']:.4f}",
         "validation loss": f"{report['validation_loss']:.4f}",
         "throughput": f"{report['tokens_per_s']:,.0f} tokens/s, {report['step_s']:.3f} s a step (median)",

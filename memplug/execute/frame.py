@@ -26,12 +26,11 @@ from memplug.errors import RecomputeError
 from memplug.execute import operators
 from memplug.execute.ambient import Ambient
 from memplug.execute.buffers import Buffers
+from memplug.execute.captures import Captures
 from memplug.execute.modes import AddressMode, Diverged, ForwardMode, RecomputeMode
 from memplug.execute.saved import (
-    Capture,
     Held,
     Holder,
-    Kept,
     View,
     can_view,
     check_version,
@@ -39,7 +38,7 @@ from memplug.execute.saved import (
     leaf_of,
     unpack,
 )
-from memplug.execute.tape import Action, Form, Tape, fills_storage, is_plain, storage_of
+from memplug.execute.tape import Action, Tape, is_plain, storage_of
 from memplug.execute.transfer import Swapped
 
 if TYPE_CHECKING:
@@ -56,12 +55,8 @@ class Frame:
         self.direct = executor.direct(region)
         self.timed = executor.timing
         self.tape = Tape()
-        self.captures: dict[int, Capture] = {}
-        # where a collective is launched, or the memory made that it fills -> where its result is there, captured
-        self.launches: dict[int, int] = {}
-        self.swapped: list[Swapped] = []  # in the order of their copies out
+        self.captured = Captures(self.tape, region, executor)
         self.todo: list[Swapped] = []  # away and needed in backward, the soonest last
-        self.storages: dict[int, Swapped | Kept] = {}  # while the forward runs
         self.holders: list[weakref.ref[Holder] | None] = []
         self.own: set[int] = set()  # storages from outside whose former value is safe, while the forward runs
         self.buffers = Buffers()
@@ -107,8 +102,8 @@ class Frame:
             return Held(value)
         if not part.uses:
             self.input_bytes += part.nbytes
-        self.swapped.append(part)
-        self.storages[storage_of(value)] = part
+        self.captured.swapped.append(part)
+        self.captured.storages[storage_of(value)] = part
         return part
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -121,7 +116,7 @@ class Frame:
             number = self.tape.number(tensor)
             if number is not None:
                 self.tape.asked.add(number)
-            part = self.storages.get(storage_of(tensor))
+            part = self.captured.storages.get(storage_of(tensor))
             if part is not None and self.direct and can_view(part, tensor):
                 if isinstance(part, Swapped):
                     part.uses += 1
@@ -146,100 +141,11 @@ class Frame:
             self.pending_bytes += 0 if captured else nbytes
             self.largest_saved_bytes = max(self.largest_saved_bytes, nbytes)
 
-    def leave_out(self, index: int, args: Any) -> None:
-        """A collective whose result no backward ever asked for: neither captured nor launched again."""
-        launch = self._launch(args[0])
-        if launch is not None:
-            self.captures[index] = Capture([], False, True)
-            self.launches[launch] = index
-
-    def _launch(self, waited: torch.Tensor) -> int | None:
-        """The operator that launched the collective whose result is waited for; None where it is not this region's, or
-        gives more results.
-        """
-        launch = self.tape.maker_of(waited)
-        if (
-            launch is None
-            or len(self.tape.records[launch].shapes) > 1
-            or operators.returns_list(self.tape.records[launch].func)
-        ):
-            return None
-        return launch
-
-    def capture(
-        self, index: int, func: Any, args: Any, kwargs: dict[str, Any], out: Any, fraction: float, keep: bool
-    ) -> None:
-        """Start the outputs of one operator on their way to the host, the first `fraction` of the rows of each."""
-        outputs = list(out) if isinstance(out, (tuple, list)) else [out]
-        kind = operators.kind_of(func)
-        if kind is operators.Kind.ROWS and not keep:
-            fraction *= self.executor.share
-        rows = round(fraction * outputs[0].shape[0]) if outputs[0].dim() else 0
-        whole = rows == (outputs[0].shape[0] if outputs[0].dim() else 0)
-        launch = self._launch(args[0]) if kind is operators.Kind.COLLECTIVE else None
-        if kind is operators.Kind.COLLECTIVE and launch is None:
-            return
-        if not whole and (kind is not operators.Kind.ROWS or not operators.splits_by_rows(func, args)):
-            whole, rows = fraction >= 0.5, 0
-        if not whole and rows == 0:
-            return
-        parts: list[Any] = []
-        for value in outputs:
-            part = self._part(value, None if whole else rows, keep, kind)
-            if part is None and isinstance(value, torch.Tensor):
-                return  # the host is full: recomputed instead; parts that did leave are let go
-            parts.append(part)
-        rng_after = self.executor.device.get_rng_state() if operators.draws(func, args, kwargs) else None
-        self.captures[index] = Capture(parts, isinstance(out, (tuple, list)), whole, rng_after)
-        for value, part in zip(outputs, parts, strict=True):
-            if isinstance(value, torch.Tensor):
-                self.storages[storage_of(value)] = part
-            if isinstance(part, Swapped):
-                self.swapped.append(part)
-        if launch is not None:
-            self.launches[launch] = index
-        self.executor.trim(self)
-
-    def capture_exchange(self, index: int, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Start the result of a collective that fills a tensor on its way to the host, where a recompute pass can put
-        it in: on every rank or on none, since it follows from the operators alone. Else the pass runs it again.
-        """
-        written = operators.written_arguments(func, args, kwargs)
-        fills = operators.kind_of(func) is operators.Kind.COLLECTIVE and operators.is_over(func, args, kwargs)
-        if not fills or len(written) != 1 or not operators.can_stand_in() or not fills_storage(written[0]):
-            return
-        maker = self.tape.sole_maker(index)
-        if maker is None:
-            return
-        self.launches[maker] = index
-        if self.captures.pop(maker, None) is not None:
-            self.region.unneeded[maker] = self.tape.records[maker].func
-        if self.region.unneeded.get(index) is func:
-            self.captures[index] = Capture([], False, True)
-            return
-        part = self._part(written[0], None, False, operators.Kind.COLLECTIVE)
-        self.captures[index] = Capture([part], False, True)
-        self.storages[storage_of(written[0])] = part
-        if isinstance(part, Swapped):
-            self.swapped.append(part)
-        self.executor.trim(self)
-
-    def _part(self, value: Any, rows: int | None, keep: bool, kind: operators.Kind | None) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if keep or not self.executor.worth_swapping(value):
-            return Kept(value) if rows is None else None
-        rows = value.shape[0] if rows is None else rows
-        part = self.executor.transfer.offload(value, rows, later=self.region.lingers)
-        if part is None and kind in (operators.Kind.COLLECTIVE, operators.Kind.CHOICE):
-            return Kept(value)  # recomputing it alone would leave other ranks waiting, or choose differently
-        return part
-
     def before_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """An operator is about to write in place: what is captured must keep the value of now."""
         for tensor in operators.written_arguments(func, args, kwargs):
             number = self.tape.number(tensor)
-            part = self.storages.pop(storage_of(tensor), None)
+            part = self.captured.storages.pop(storage_of(tensor), None)
             if isinstance(part, Swapped):
                 self.executor.transfer.before_write(part)
                 if part in self.inputs:
@@ -271,8 +177,8 @@ class Frame:
         for part in self.inputs:
             if isinstance(part, Swapped) and recomputes:
                 part.uses += 1
-        asked = self._asked_of_ranks()
-        for index, capture in list(self.captures.items()):
+        asked = self.captured.asked_of_ranks()
+        for index, capture in list(self.captured.by_operator.items()):
             substituted = recomputes and self.actions[index] is Action.SUBSTITUTE
             for part in capture.parts:
                 if isinstance(part, Swapped):
@@ -280,36 +186,26 @@ class Frame:
             used = substituted or index in asked or any(getattr(part, "uses", 0) for part in capture.parts)
             if not used and operators.kind_of(self.tape.records[index].func) is not operators.Kind.CHOICE:
                 self.region.unneeded[index] = self.tape.records[index].func
-        self.swapped = [part for part in self.swapped if part.uses]
-        for part in self.swapped:
+        self.captured.swapped = [part for part in self.captured.swapped if part.uses]
+        for part in self.captured.swapped:
             part.uses_left = part.uses
         self.executor.note(self)
         self.executor.trim(self)
-        self.storages.clear()
+        self.captured.storages.clear()
         self.own.clear()
         self._counted.clear()
 
-    def _asked_of_ranks(self) -> set[int]:
-        """The captured collectives that a recompute pass could ask for, whatever else this rank had room to capture: to
-        leave one out is for all ranks to do.
-        """
-        kinds = {index: operators.kind_of(self.tape.records[index].func) for index in self.captures}
-        shared = {index: True for index, kind in kinds.items() if kind is operators.Kind.COLLECTIVE}
-        if not shared:
-            return set()
-        actions = self.tape.actions(shared, self.launches)
-        asked = {index for index in shared if actions[index] is Action.SUBSTITUTE}
-        self.tape.spared = {index for index in shared if self.tape.records[index].form is Form.EXCHANGE}
-        self.tape.fetched.update(*(self.tape.records[index].outputs for index in asked & self.tape.spared))
-        return asked
-
     def _decide(self) -> None:
-        self.actions = self.tape.actions({i: c.whole for i, c in self.captures.items()}, self.launches)
-        asked = [i for i, c in self.captures.items() if c.absent and self.actions[i] is Action.SUBSTITUTE]
+        self.actions = self.tape.actions(
+            {i: c.whole for i, c in self.captured.by_operator.items()}, self.captured.launches
+        )
+        asked = [i for i, c in self.captured.by_operator.items() if c.absent and self.actions[i] is Action.SUBSTITUTE]
         if asked:  # this forward is another than those before: run the collectives again after all
             for index in asked:
-                del self.captures[index]
-            self.launches = {launch: index for launch, index in self.launches.items() if index in self.captures}
+                del self.captured.by_operator[index]
+            self.captured.launches = {
+                launch: index for launch, index in self.captured.launches.items() if index in self.captured.by_operator
+            }
             self.region.unneeded.clear()
             self._decide()
         runs = (
@@ -322,8 +218,8 @@ class Frame:
     def release(self) -> None:
         """Two regions later: wait for this frame's copies out, and let the device memory go."""
         self.region.released = True
-        self.executor.transfer.release(self.swapped)
-        away = [part for part in self.swapped if part.tensor is None]
+        self.executor.transfer.release(self.captured.swapped)
+        away = [part for part in self.captured.swapped if part.tensor is None]
         self.todo = away[::-1] if any(h is not None for h in self.holders) else away
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -360,7 +256,7 @@ class Frame:
             mode = RecomputeMode(self)
             self._run(mode, mode.finish)
         except Diverged as divergence:
-            if self.launches or self.tape.communicates:
+            if self.captured.launches or self.tape.communicates:
                 raise RecomputeError(f"region {self.region.name}: {divergence}") from None
             self.executor.diverged(self.region, str(divergence))
             self._forget()

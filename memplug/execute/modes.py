@@ -57,13 +57,15 @@ class ForwardMode(TorchDispatchMode):
             frame.tape.records[index].stamps = (begin, device.stamp())
         if operators.is_exchange(func):
             out = operators.over(func, args, kwargs, out)
-            frame.capture_exchange(index, func, args, kwargs)
+            frame.captured.capture_exchange(index, func, args, kwargs)
+            frame.executor.trim(frame)
             return out
         fraction, keep = frame.region.decide(index, func)
         if fraction > 0 and frame.tape.records[index].capturable:
-            frame.capture(index, func, args, kwargs, out, fraction, keep)
+            frame.captured.capture(index, func, args, kwargs, out, fraction, keep)
+            frame.executor.trim(frame)
         elif fraction == 0 and operators.kind_of(func) is operators.Kind.COLLECTIVE:
-            frame.leave_out(index, args)
+            frame.captured.leave_out(index, args)
         return out
 
 
@@ -112,9 +114,9 @@ class RecomputeMode(TorchDispatchMode):
             expected = records[index].func if index < len(records) else "the end"
             raise Diverged(f"the recompute pass ran {func} as operator {index} where forward had {expected}")
         action = frame.actions[index]
-        if index in frame.launches:
-            return self._collective(records[index], frame.launches[index], func, args, kwargs)
-        if index in frame.captures and operators.kind_of(func) is operators.Kind.COLLECTIVE:
+        if index in frame.captured.launches:
+            return self._collective(records[index], frame.captured.launches[index], func, args, kwargs)
+        if index in frame.captured.by_operator and operators.kind_of(func) is operators.Kind.COLLECTIVE:
             # the launch, or what made the memory, gave the result already
             return operators.finished_exchange(func, args) if operators.is_exchange(func) else args[0]
         if action is Action.RUN:
@@ -122,7 +124,7 @@ class RecomputeMode(TorchDispatchMode):
             if operators.has_dynamic_shape(func):
                 self._check_shape(records[index], out)
             return operators.over(func, args, kwargs, out) if operators.is_exchange(func) else out
-        capture = frame.captures.get(index)
+        capture = frame.captured.by_operator.get(index)
         if capture is not None and capture.rng_after is not None:
             frame.executor.device.set_rng_state(capture.rng_after)
         if action is Action.SUBSTITUTE:
@@ -147,7 +149,7 @@ class RecomputeMode(TorchDispatchMode):
         """
         if self.frame.actions[waited] is not Action.SUBSTITUTE:
             return self._skip(record, func, args, kwargs)
-        result = self._substitute(self.frame.captures[waited], func, args, kwargs)
+        result = self._substitute(self.frame.captured.by_operator[waited], func, args, kwargs)
         size, stride, _, _ = record.shapes[0]
         return result.as_strided(size, stride, 0)
 

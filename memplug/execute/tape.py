@@ -195,19 +195,22 @@ class Tape:
         number = self.number(tensor)
         return next((i for i in range(len(self.records) - 1, -1, -1) if number in self.records[i].outputs), None)
 
-    def actions(self, captured: Mapping[int, bool], launches: Collection[int] = ()) -> list[Action]:
+    def actions(
+        self, captured: Mapping[int, bool], launches: Collection[int] = (), asked: Collection[int] | None = None
+    ) -> list[Action]:
         """What a recompute pass does with each operator.
 
         Args:
             captured: operators with captured outputs, by index; True where all rows are there, so that inputs are not
                 needed.
             launches: collectives whose waited result is captured, by index: they are left out.
+            asked: storages that it is to give; None: those that only it can give.
 
         Walks the tape backwards. An operator runs when something reads a storage that it made or writes, when it has
         effects of its own, when it draws random numbers, when other ranks take part, or when it writes to memory that
         is not the region's own.
         """
-        needed = set(self.bytes) if self.opaque else self.saved | self.read
+        needed = set(self.bytes) if self.opaque else {*(self.saved if asked is None else asked), *self.read}
         actions = [Action.SKIP] * len(self.records)
         for index in range(len(self.records) - 1, -1, -1):
             record = self.records[index]

@@ -1,0 +1,246 @@
+"""Trains a Llama-2 or a Mixtral of Megatron-Core on text with memplug.
+
+Start it with a launcher, for example `torchrun --nproc-per-node 2 examples/megatron_llama2/train.py --tensor 2`;
+README.md says more.
+"""
+
+import argparse
+import logging
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "examples"))  # llama2: the same text, and the same words in the report
+ON_CPU = not torch.cuda.is_available()
+if ON_CPU:
+    import cpu
+
+    cpu.pretend()
+
+import model as megatron_model  # noqa: E402
+from llama2.data import Batches, ByteTokenizer, load_tokens, split  # noqa: E402
+from llama2.report import model_flop_per_token, peak_flop_per_s, peak_memory_gib, render  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: E402
+
+log = logging.getLogger("megatron_llama2")
+WARM_UP_STEPS = 10
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, default=ROOT / "configs/models/tiny.yaml", help="shape of the model, as YAML")
+    add("--tensor", type=int, default=1, help="ranks that share each matmul")
+    add("--sequence", action="store_true", help="they share the rest of a layer too, by tokens")
+    add("--pipeline", type=int, default=1, help="stages")
+    add("--chunks", type=int, default=1, help="of layers in a stage; more than 1: the interleaved schedule")
+    add("--expert", type=int, default=1, help="ranks that share the experts of a mixture")
+    add("--dispatcher", choices=("alltoall", "allgather"), default="alltoall", help="of tokens to experts")
+    add("--distributed-optimizer", action="store_true", help="data-parallel ranks share the optimizer's state")
+    add("--bf16", action=argparse.BooleanOptionalAction, default=not ON_CPU, help="dtype of weights and activations")
+    add("--micro-batch", type=int, default=4, help="sequences of a micro-batch")
+    add("--micro-batches", type=int, default=2, help="of a step, on each data-parallel rank")
+    add("--steps", type=int, default=40, help="of the optimizer")
+    add("--seq-len", type=int, default=256, help="tokens of a sequence")
+    add("--learning-rate", type=float, default=3e-3 if ON_CPU else 3e-4, help="after the first steps")
+    add("--data", type=Path, help="file or folder of text; if not given, Python's own standard library")
+    add("--eval-batches", type=int, default=2, help="micro-batches of the validation at the end")
+    add("--seed", type=int, default=0, help="of the weights and of the order of the data")
+    add("--memplug-config", type=Path, default=ROOT / "configs/ds_tiny.json", help='JSON with the "memplug" block')
+    add("--memplug", action=argparse.BooleanOptionalAction, default=True, help="train with memplug")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start me with torchrun, or with a script in launch/")
+    return args
+
+
+def start(args: argparse.Namespace) -> dict[str, Any]:
+    """Joins the other ranks; returns the shape of the model."""
+    if ON_CPU:
+        dist.init_process_group("gloo")
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+    level = logging.INFO if dist.get_rank() == 0 else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
+    # Megatron-Core calls collectives by names that newer torch deprecates, at every step
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    shape = yaml.safe_load(args.model.read_text())
+    if shape["vocab_size"] < ByteTokenizer.vocab_size:
+        raise ValueError(f"{args.model}: vocab_size is {shape['vocab_size']}, bytes need {ByteTokenizer.vocab_size}")
+    return shape
+
+
+def load_data(args: argparse.Namespace) -> tuple[Batches, Batches]:
+    """Returns this rank's batches to train on and to validate with; one token longer, for the last one's label."""
+    where = {
+        "seq_len": args.seq_len + 1,
+        "micro_batch": args.micro_batch,
+        "rank": parallel_state.get_data_parallel_rank(),
+        "world_size": parallel_state.get_data_parallel_world_size(),
+        "seed": args.seed,
+    }
+    train_tokens, validation_tokens = split(load_tokens(args.data))
+    return Batches(tokens=train_tokens, **where), Batches(tokens=validation_tokens, **where)
+
+
+def micro_batches(batches: Batches, first: int) -> Iterator[torch.Tensor]:
+    index = first
+    while True:
+        yield batches[index].to(torch.cuda.current_device())
+        index += 1
+
+
+def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def forward_step(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """One micro-batch through one chunk, as Megatron-Core's schedules ask for it."""
+    tokens = next(batches)
+    positions = torch.arange(tokens.shape[1] - 1, device=tokens.device).expand(tokens.shape[0], -1)
+    return chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), loss_of
+
+
+def run_batches(args: argparse.Namespace, chunks: list[Any], batches: Batches, indices: range, train: bool) -> float:
+    """Runs micro-batches through all stages; returns their mean loss over all ranks."""
+    many = len(chunks) > 1
+    iterators = [micro_batches(batches, indices.start) for _ in chunks]
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if many else iterators[0],
+        model=chunks if many else chunks[0],
+        num_microbatches=len(indices),
+        seq_length=args.seq_len,
+        micro_batch_size=args.micro_batch,
+        forward_only=not train,
+    )
+    total = torch.zeros(2, device=torch.cuda.current_device())
+    for one in losses:  # of the last stage
+        total += torch.stack([one["loss"], torch.ones_like(one["loss"])])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def validate(args: argparse.Namespace, chunks: list[Any], batches: Batches) -> float:
+    with torch.no_grad():
+        for chunk in chunks:
+            chunk.eval()
+        loss = run_batches(args, chunks, batches, range(args.eval_batches), train=False)
+        for chunk in chunks:
+            chunk.train()
+    return loss
+
+
+def train(
+    args: argparse.Namespace, chunks: list[Any], optimizer: Any, batches: Batches, session: Any
+) -> tuple[list[float], list[float]]:
+    """Trains for --steps; returns the loss and the seconds of each step."""
+    losses, step_s = [], []
+    watched = dist.get_rank() == 0 and sys.stderr.isatty()
+    with logging_redirect_tqdm(), tqdm(total=args.steps, unit="step", disable=not watched) as bar:
+        for step in range(1, args.steps + 1):
+            started = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * min(1.0, step / WARM_UP_STEPS)
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            indices = range((step - 1) * args.micro_batches, step * args.micro_batches)
+            losses.append(run_batches(args, chunks, batches, indices, train=True))
+            optimizer.step()
+            if session is not None:
+                session.step()
+            step_s.append(time.perf_counter() - started)
+            bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
+            bar.update()
+            if bar.disable and (step % max(1, args.steps // 10) == 0 or step in (1, args.steps)):
+                log.info("step %d of %d, loss %.4f", step, args.steps, losses[-1])
+    return losses, step_s
+
+
+def make_report(
+    args: argparse.Namespace, shape: dict[str, Any], chunks: list[Any], losses: list[float], step_s: list[float]
+) -> dict[str, Any]:
+    """Returns the numbers of a run, ready for JSON; all ranks call it."""
+    device = torch.device(torch.cuda.current_device())
+    memory_gib = peak_memory_gib(device)  # before the matmul, which is not part of training
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    own = torch.tensor(sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters()), device=device)
+    dist.all_reduce(own)
+    parameters = own.item() // parallel_state.get_data_parallel_world_size()  # norms that ranks share count for each
+    shape_of = argparse.Namespace(num_hidden_layers=shape["num_hidden_layers"], hidden_size=shape["hidden_size"])
+    flop_per_token = model_flop_per_token(shape_of, parameters, args.seq_len)
+    peak, source = peak_flop_per_s(device, dtype)
+    data_parallel = parallel_state.get_data_parallel_world_size()
+    tokens = args.micro_batch * args.micro_batches * data_parallel * args.seq_len
+    tokens_per_s = tokens / statistics.median(step_s)
+    return {
+        "parameters": parameters,
+        "ranks": dist.get_world_size(),
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "split": f"tensor {args.tensor}, pipeline {args.pipeline}, expert {args.expert}, data {data_parallel}",
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "step_s": statistics.median(step_s),
+        "tokens_per_s": tokens_per_s,
+        "mfu": tokens_per_s * flop_per_token / dist.get_world_size() / peak,
+        "peak_flop_per_s": peak,
+        "peak_source": source,
+        "memory_gib": memory_gib,
+    }
+
+
+def main() -> None:
+    args = parse_args()
+    shape = start(args)
+    parallel = megatron_model.Parallel(
+        tensor=args.tensor,
+        sequence=args.sequence,
+        pipeline=args.pipeline,
+        chunks=args.chunks,
+        expert=args.expert,
+        dispatcher=args.dispatcher,
+    )
+    megatron_model.initialize(parallel, args.seed)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    config = megatron_model.transformer_config(shape, parallel, dtype)
+    chunks = megatron_model.build_chunks(config, shape, args.seq_len, args.distributed_optimizer)
+    optimizer = megatron_model.build_optimizer(chunks, dtype, args.learning_rate, args.distributed_optimizer)
+    session = None
+    if args.memplug:
+        import memplug  # not above: with --no-memplug this is a plain Megatron-Core script
+
+        session = memplug.attach(chunks, args.memplug_config)
+    train_set, validation_set = load_data(args)
+    losses, step_s = train(args, chunks, optimizer, train_set, session)
+    report = make_report(args, shape, chunks, losses, step_s)
+    report["validation_loss"] = validate(args, chunks, validation_set)
+    report["memplug"] = session.report() if session else None
+    if dist.get_rank() == 0:
+        sys.stdout.write(render(report))
+    if session is not None:
+        session.detach()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Collectives that fill a tensor, as Megatron-Core calls them: captured or run again, on all ranks alike."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplug.execute import operators
+from memplug.execute.operators import Kind, kind_of
+from tests.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path: Path) -> Iterator[None]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Launches(TorchDispatchMode):
+    """Counts collectives that reach the process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operators.is_exchange(func):
+            self.calls[func._schema.name.partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _InPlace(torch.autograd.Function):
+    """A row-parallel layer's exit: the matmul's own output is reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class _Filled(torch.autograd.Function):
+    """Fills new memory, or memory that is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, collective: Any, memory: torch.Tensor | None) -> torch.Tensor:
+        out = torch.empty_like(x) if memory is None else memory
+        collective(out, x.contiguous())
+        return out.clone() if memory is not None else out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient, None, None
+
+
+FILLS = {
+    "_allgather_base_": dist.all_gather_into_tensor,
+    "_reduce_scatter_base_": dist.reduce_scatter_tensor,
+    "alltoall_base_": dist.all_to_all_single,
+}
+
+
+class Reduces(Layer):
+    """One result that backward needs, and one at the end that it does not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = _InPlace.apply(self.inner(self.norm(x))).sigmoid()
+        return x + _InPlace.apply(self.out(y))
+
+
+def filling(collective: Any, memory: torch.Tensor | None = None) -> type[Layer]:
+    """Layers whose tokens go through a collective."""
+
+    class Fills(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = _Filled.apply(self.norm(x), collective, memory)
+            return x + self.out(self.inner(y).tanh())
+
+    return Fills
+
+
+def launched_again(layer: type[Layer], alpha: float, **settings: Any) -> list[int]:
+    """Collectives that backward launched in each of four steps, whose gradients were compared."""
+    torch.manual_seed(0)
+    model = Stack(3, layer)
+    reference = twin(model)
+    executor = tokenwise(model, alpha, **settings)
+    counts = []
+    for x in torch.randn(4, 2, 6, 16):
+        loss = model(x)
+        with Launches() as launches:
+            loss.backward()
+        counts.append(launches.calls.total())
+        reference(x).backward()
+        assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+        del loss
+    assert_clean(executor)
+    return counts
+
+
+@pytest.mark.parametrize("settings", [{}, {"min_offload_bytes": 1 << 30}, {"host_budget_bytes": 2000}])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_a_reduced_matmul_is_not_reduced_again(alpha, settings):
+    assert launched_again(Reduces, alpha, **settings) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", FILLS)
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_a_result_in_new_memory_is_not_fetched_again(name, alpha):
+    assert kind_of(getattr(torch.ops.c10d, name).default) is Kind.COLLECTIVE
+    assert launched_again(filling(FILLS[name]), alpha) == [0, 0, 0, 0]
+
+
+def test_a_result_in_memory_that_was_there_is_fetched_again_by_every_recompute_pass():
+    memory = torch.zeros(2, 6, 16)
+    assert launched_again(filling(dist.all_gather_into_tensor, memory), 1.0) == [3, 3, 3, 3]
+
+
+def test_scratch_memory_of_the_host_is_not_copied():
+    memory = torch.zeros(2, 6, 16)
+    torch.manual_seed(0)
+    model = Stack(3, filling(dist.all_gather_into_tensor, memory))
+    executor = tokenwise(model, 1.0)
+    executor.is_scratch = lambda tensor: tensor.untyped_storage().data_ptr() == memory.data_ptr()
+    model(torch.randn(2, 6, 16)).backward()
+    assert memory.any(), "a recompute pass leaves what it wrote"
+
+
+def test_memory_that_was_there_is_as_before_a_recompute_pass_again():
+    memory = torch.zeros(2, 6, 16)
+    model = Stack(1, filling(dist.all_gather_into_tensor, memory))
+    tokenwise(model, 1.0)
+    loss = model(torch.randn(2, 6, 16))
+    memory.fill_(7.0)
+    loss.backward()
+    assert (memory == 7.0).all()
+
+
+def test_a_value_that_was_read_before_the_reduction_is_there_when_recomputed():
+    class Reads(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(self.norm(x))
+            before = y.detach().exp()
+            return x + self.out(_InPlace.apply(y) * before)
+
+    for alpha in (0.0, 0.3, 1.0):
+        train_alike(Reads, alpha, steps=3)
+
+
+def test_experts_without_a_token_exchange_nothing_as_the_others_do():
+    class Sparse(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nothing = _Filled.apply(self.norm(x)[:0], dist.all_to_all_single, None)
+            return x + self.out(self.inner(x).tanh()) + self.inner(nothing).sum()
+
+    assert launched_again(Sparse, 0.0) == [0, 0, 0, 0], "captured, however few bytes it has"
+
+
+def test_a_collective_that_is_not_waited_for_runs_again():
+    class Overlaps(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(self.norm(x)).detach()
+            work = dist.all_reduce(y, async_op=True)
+            z = self.inner(x).tanh()
+            work.wait()
+            return x + self.out(z * y)
+
+    assert launched_again(Overlaps, 0.0) == [3, 3, 3, 3]
+
+
+def test_lists_of_tensors_are_exchanged_and_let_go():
+    class Lists(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x).detach()
+            parts = [torch.empty_like(y)]
+            dist.all_gather(parts, y)
+            return x + self.out(self.inner(x).tanh()) * parts[0]
+
+    for alpha in (0.0, 1.0):
+        train_alike(Lists, alpha, steps=3)
+
+
+def test_storages_that_come_and_go_unseen_are_not_taken_for_others():
+    """Memory made while the region is paused may get the address of a tensor of the region's that is gone."""
+    executors: list[Any] = []
+
+    class Pauses(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(20):  # gone at once, their addresses free
+                torch.empty_like(x)
+            with executors[0].paused() if executors else torch.enable_grad():
+                memory = torch.zeros_like(x)
+            y = _Filled.apply(self.norm(x), dist.all_gather_into_tensor, memory)
+            return x + self.out(self.inner(y).tanh())
+
+    model = Stack(3, Pauses)
+    reference = twin(model)
+    executors.append(tokenwise(model, 1.0))
+    launches = Launches()
+    for x in torch.randn(3, 2, 6, 16):
+        loss = model(x)
+        with launches:
+            loss.backward()
+        assert_same(gradients(model), reference_gradients(reference, x, executors))
+    assert launches.calls == {"_allgather_base_": 9}, "memory that was there is filled again, on every rank"
+
+
+def reference_gradients(reference: Stack, x: torch.Tensor, executors: list[Any]) -> dict[str, torch.Tensor]:
+    """Without the executor."""
+    held = executors.pop()
+    try:
+        reference(x).backward()
+    finally:
+        executors.append(held)
+    return gradients(reference)
+
+
+def test_values_that_python_reads_are_those_of_the_forward_without_recomputing_everything():
+    class Splits(Layer):
+        """As a token dispatcher: split sizes come from a tensor's values."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            chosen = (x.detach().sum(-1) > 0).sum(-1).clamp(1, 5)
+            first, second = int(chosen.numpy()[0]), chosen.tolist()[1]
+            y = self.norm(x)
+            return x + self.out(self.inner(y).tanh()) * (first + second)
+
+    for alpha in (0.0, 1.0):
+        executor = train_alike(Splits, alpha, steps=4)
+        assert executor.opaque_regions == 0
