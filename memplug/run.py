@@ -1,6 +1,7 @@
 """Runs an unchanged training script with memplug installed.
 
-`deepspeed --module memplug.run train.py ...`, `torchrun --module memplug.run train.py ...`.
+`deepspeed --module memplug.run train.py ...`, `torchrun --module memplug.run train.py ...`; and for Megatron-LM's
+scripts, `torchrun --module memplug.run pretrain_gpt.py ... --memplug-config ds.json`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import logging
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from memplug.errors import ConfigError
+
+OPTION = "--memplug-config"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -19,26 +23,55 @@ def main(arguments: list[str] | None = None) -> None:
 
     Args:
         arguments: options that the launcher puts first (`--local_rank=0`; handed on to the script), the script, and
-            its own arguments.
+            its own arguments. `--memplug-config FILE` among them is taken out: a JSON with the "memplug" block, for
+            the training loop of Megatron-LM. Without it, DeepSpeed engines are attached to.
 
     Raises:
-        ConfigError: no script was named, or it does not exist.
+        ConfigError: no script was named, it does not exist, or the block cannot be used.
+        PatchError: there is no training loop of Megatron-LM.
     """
-    import memplug
-
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments, config = _take_config(sys.argv[1:] if arguments is None else arguments)
     position = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), None)
     if position is None:
         raise ConfigError(["no script was named"], "Usage: deepspeed --module memplug.run train.py [its arguments]")
     script = Path(arguments[position])
     if not script.is_file():
         raise ConfigError([f"there is no script {script}"], "Name the training script after `memplug.run`.")
-    memplug.install()
     logging.getLogger("memplug").addHandler(_Fallback())
     logging.getLogger("memplug").setLevel(logging.INFO)
     sys.argv = [str(script), *arguments[:position], *arguments[position + 1 :]]
     sys.path[0] = str(script.resolve().parent)
+    _install(config)
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _take_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """The arguments without memplug's own, and its value."""
+    rest: list[str] = []
+    config, expected = None, False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if expected:
+            config, expected = argument, False
+        elif name == OPTION:
+            config, expected = (value, False) if equals else (config, True)
+        else:
+            rest.append(argument)
+    if expected or config == "":
+        raise ConfigError([f"{OPTION} names no file"], f"Usage: {OPTION} ds.json, a JSON with the block.")
+    return rest, config
+
+
+def _install(config: str | None) -> None:
+    import memplug
+
+    if config is None:
+        memplug.install()
+        return
+    from memplug.config import load_config
+    from memplug.hooks import megatron_training
+
+    megatron_training.install(memplug.attach, load_config(config))
 
 
 class _Fallback(logging.StreamHandler):

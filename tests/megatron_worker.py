@@ -3,7 +3,7 @@
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.megatron_worker FOLDER LAYOUT CASES`. `LAYOUT` is a JSON
 object of `Parallel`'s fields (examples/megatron_llama2/model.py) and of
 
-* "experts": how many, 0: a dense model; "micro_batches" of a step; "distributed_optimizer"; "steps";
+* "experts": how many, 0: a dense model; "micro_batches" of a step; "distributed_optimizer"; "learning_rate"; "steps";
 * "fields": of TransformerConfig's.
 
 `CASES`: name -> the "memplug" block, or null to train without; a block may hold "short_of_host_memory": [rank, step],
@@ -84,7 +84,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
     config = recipe.transformer_config({**SHAPE, **experts}, parallel, torch.float32, **layout.get("fields", {}))
     distributed = layout.get("distributed_optimizer", False)
     chunks = recipe.build_chunks(config, {**SHAPE, **experts}, TOKENS, distributed)
-    optimizer = recipe.build_optimizer(chunks, torch.float32, 1e-2, distributed)
+    optimizer = recipe.build_optimizer(chunks, torch.float32, layout.get("learning_rate", 1e-2), distributed)
     block = dict(block) if block is not None else None
     short = block.pop("short_of_host_memory", None) if block else None
     session = memplug.attach(chunks, block) if block is not None else None

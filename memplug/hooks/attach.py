@@ -109,9 +109,11 @@ class _Target:
 
 def _target_of(target: Any) -> _Target:
     engine = target if deepspeed_hooks.is_engine(target) else None
+    if isinstance(target, (list, tuple)) and len(target) == 1:
+        target = target[0]
     if isinstance(target, (list, tuple)) and target and all(isinstance(part, nn.Module) for part in target):
         megatron_hooks.check_chunks(target)
-        return _Target(target[0] if len(target) == 1 else nn.ModuleList(target), tuple(target), None)
+        return _Target(nn.ModuleList(target), tuple(target), None)
     model = engine.module if engine is not None else target
     if not isinstance(model, nn.Module):
         raise RegionError(

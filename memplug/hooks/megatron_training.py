@@ -1,0 +1,90 @@
+"""Megatron-LM's own scripts (such as `pretrain_gpt.py`): attaches to the model that they set up, marks their steps.
+
+| patched | on | why |
+|---|---|---|
+| `setup_model_and_optimizer` | `megatron.training.training` | to attach to the model chunks that it returns |
+| `train_step` | the same | the end of a training step |
+
+`megatron.training` comes with Megatron-LM's repository, not with the package megatron-core.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from memplug.config import MemplugConfig
+from memplug.errors import PatchError
+from memplug.hooks.megatron import VERSIONS
+from memplug.hooks.patching import ORIGINAL
+from memplug.session import Session
+
+log = logging.getLogger("memplug")
+
+MODULE = "megatron.training.training"
+_NAMES = ("setup_model_and_optimizer", "train_step")
+
+
+def install(attach: Callable[..., Session], config: MemplugConfig) -> None:
+    """Patch the training loop to attach to its model, and to mark its steps. A second call does nothing.
+
+    Args:
+        config: the "memplug" block; where it is off, nothing is patched.
+
+    Raises:
+        PatchError: Megatron-LM's repository is not on the path, or lacks one of the functions.
+    """
+    if not config.active:
+        log.info('memplug: off: the "memplug" block says so')
+        return
+    try:
+        training = importlib.import_module(MODULE)
+    except ImportError as error:
+        raise PatchError(
+            MODULE,
+            f"Megatron-LM's repository, {VERSIONS}",
+            f"Start the script from Megatron-LM's repository, or put that on PYTHONPATH ({error}). In a loop of your "
+            "own, call `memplug.attach(chunks, config)`.",
+        ) from error
+    missing = [name for name in _NAMES if not hasattr(training, name)]
+    if missing:
+        raise PatchError(f"{MODULE}.{missing[0]}", f"Megatron-LM's repository, {VERSIONS}")
+    if hasattr(training.train_step, ORIGINAL):
+        return
+    sessions: list[Session] = []
+
+    def set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        sessions.append(attach(result[0], config))
+        return result
+
+    def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        for session in sessions:
+            session.step()
+        return result
+
+    for name, wrapper in zip(_NAMES, (set_up, train_step), strict=True):
+        setattr(training, name, _patched(getattr(training, name), wrapper))
+
+
+def uninstall() -> None:
+    """Put the originals back. Sessions stay attached."""
+    training = sys.modules.get(MODULE)
+    for name in _NAMES if training is not None else ():
+        original = getattr(getattr(training, name, None), ORIGINAL, None)
+        if original is not None:
+            setattr(training, name, original)
+
+
+def _patched(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(patched, ORIGINAL, original)
+    return patched
