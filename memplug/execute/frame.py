@@ -70,7 +70,7 @@ class Frame:
         self.writes_input = False
         self._counted: set[int | None] = set()
         self.input_bytes = 0
-        self.tape.opaque = region.opaque
+        self.tape.opaque = region.opaque or region.hidden
         self.previous: weakref.ref[Frame] | None = executor.newest
         executor.born(self)
         self.ambient = Ambient(executor.device, executor.surroundings)
@@ -122,7 +122,7 @@ class Frame:
                     part.uses += 1
                 self._saves(tensor, number, captured=True)
                 return View(self, part, tensor)
-            given = number is None or number in self.tape.given
+            given = not self.region.hidden and (number is None or number in self.tape.given)
             if given and part is None and not (self.executor.regathers and is_parameter(tensor)):
                 return Held(tensor)
             if number is not None:
@@ -253,8 +253,11 @@ class Frame:
         self._forget()
         begin = self.executor.device.stamp() if self.timed else None
         try:
-            mode = RecomputeMode(self)
-            self._run(mode, mode.finish)
+            if self.region.hidden:
+                self._run(contextlib.nullcontext(), _done)
+            else:
+                mode = RecomputeMode(self)
+                self._run(mode, mode.finish)
         except Diverged as divergence:
             if self.captured.launches or self.tape.communicates:
                 raise RecomputeError(f"region {self.region.name}: {divergence}") from None

@@ -57,14 +57,15 @@ class ForwardMode(TorchDispatchMode):
             frame.tape.records[index].stamps = (begin, device.stamp())
         if operators.is_exchange(func):
             out = operators.over(func, args, kwargs, out)
-            frame.captured.capture_exchange(index, func, args, kwargs)
-            frame.executor.trim(frame)
+            if not frame.region.hidden:
+                frame.captured.capture_exchange(index, func, args, kwargs)
+                frame.executor.trim(frame)
             return out
         fraction, keep = frame.region.decide(index, func)
         if fraction > 0 and frame.tape.records[index].capturable:
             frame.captured.capture(index, func, args, kwargs, out, fraction, keep)
             frame.executor.trim(frame)
-        elif fraction == 0 and operators.kind_of(func) is operators.Kind.COLLECTIVE:
+        elif fraction == 0 and operators.kind_of(func) is operators.Kind.COLLECTIVE and not frame.region.hidden:
             frame.captured.leave_out(index, args)
         return out
 

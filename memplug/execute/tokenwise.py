@@ -50,6 +50,8 @@ class Region:
         communicates: its forward contains collectives that a recompute pass runs again, so that all ranks must
             recompute alike.
         opaque: its forward does work that no operator shows (see `Tape`).
+        hidden: so much of it that nothing inside is captured, and a recompute pass runs it as it is: its input is all
+            that is swapped.
         seen: it has run forward.
         lingers: in the last step, backward always found its tensors on the device still, as it followed at once (MEMO,
             section 4.1: the last two layers): their copies out start only when they have to go after all.
@@ -66,6 +68,7 @@ class Region:
         self.unneeded: dict[int, Any] = {}
         self.communicates = False
         self.opaque = False
+        self.hidden = False
         self.familiar = False
         self.seen = False
         self.lingers = False
@@ -90,7 +93,7 @@ class Region:
     def decide(self, index: int, func: Any) -> tuple[float, bool]:
         """Fraction of rows to swap of operator `index`, and whether to keep it on the device instead. The plan is
         advice: a forward that runs other operators than the planned one is captured by kind."""
-        if self.unneeded.get(index) is func:
+        if self.hidden or self.unneeded.get(index) is func:
             return 0.0, False
         kind = operators.kind_of(func)
         if self.plan is not None and kind not in (Kind.CHOICE, Kind.COLLECTIVE):
@@ -233,7 +236,7 @@ class Executor:
         self.peak_input_bytes = max(self.peak_input_bytes, self.input_bytes)
         self.largest_region_bytes = max(self.largest_region_bytes, frame.saved_bytes)
         self.largest_saved_bytes = max(self.largest_saved_bytes, frame.largest_saved_bytes)
-        if frame.tape.opaque and not frame.region.opaque:
+        if frame.tape.opaque and not frame.region.opaque and not frame.region.hidden:
             self._warn_opaque(frame.region)
         frame.region.ran(frame)
         if self.on_frame is not None:

@@ -157,7 +157,7 @@ def _attach(target: _Target, config: MemplugConfig, device: Device) -> Session:
         if engine is not None:
             deepspeed_hooks.hook_engine(engine, session)
         if target.is_megatron:
-            megatron_hooks.hook(target.chunks, session)
+            megatron_hooks.hook(target.chunks, [module for _, module in modules], session)
         session.watch(functools.partial(_make_recording, target, found, device))
     except BaseException:
         session.detach()

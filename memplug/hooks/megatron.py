@@ -9,6 +9,21 @@
 | `MoEMetricsTracker.record` | `moe.moe_logging`, from 0.18 | the same |
 
 Known in megatron-core 0.16 to 0.20. Each patch is marked, keeps the original, and is undone by `Session.detach`.
+
+What a layer is made of decides what memplug can do with it:
+
+| made of | swapped, recomputed | run on |
+|---|---|---|
+| Megatron-Core's linear layers, SDPA or unfused attention | row by row | CPU |
+| SequentialMLP, all-gather and all-to-all dispatchers | row by row, in permuted order; collectives captured | CPU |
+| flash-attn 2 and 3, by their registered operators | attention whole, the rest row by row | nothing yet |
+| grouped matmul (`torch._grouped_mm`) | row by row | CPU, outside of Megatron-Core |
+| GroupedMLP (`grouped_gemm`), DeepEP and HybridEP (flex dispatcher) | the input swapped, all recomputed | nothing yet |
+| any module of Transformer Engine, FP8 or not | the input swapped, all recomputed | nothing yet |
+
+Transformer Engine's modules call its kernels past torch's dispatcher: nothing inside of a layer that has one is
+captured or left out. Its own recompute contexts say which pass is which, so that FP8 scales are those of the forward
+and amax histories are not advanced twice.
 """
 
 from __future__ import annotations
@@ -26,6 +41,7 @@ from torch import nn
 from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
 from memplug.execute.tape import storage_of
+from memplug.execute.tokenwise import Region
 from memplug.hooks.patching import patch
 from memplug.session import Session
 from memplug.stages.ranks import Ranks
@@ -155,6 +171,13 @@ def is_transformer_engine(module: nn.Module) -> bool:
     return any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(module).__mro__)
 
 
+def hides_operators(layer: nn.Module) -> bool:
+    """Whether a part of a layer calls kernels past torch's dispatcher."""
+    parts = list(layer.modules())
+    flex = any("Flex" in type(getattr(part, "token_dispatcher", None)).__name__ for part in parts)
+    return flex or any(is_transformer_engine(part) or type(part).__name__ == "GroupedMLP" for part in parts)
+
+
 def check_ranks_agree(config: MemplugConfig) -> None:
     """Whether all ranks were given the same block; called by all of them.
 
@@ -171,8 +194,11 @@ def check_ranks_agree(config: MemplugConfig) -> None:
         )
 
 
-def hook(chunks: Sequence[nn.Module], session: Session) -> None:
+def hook(chunks: Sequence[nn.Module], modules: Sequence[nn.Module], session: Session) -> None:
     """Mark micro-batches, and keep out of the regions what is not their own.
+
+    Args:
+        modules: of the session's regions, in their order.
 
     Raises:
         PatchError: this Megatron-Core lacks a symbol of the table above.
@@ -182,6 +208,11 @@ def hook(chunks: Sequence[nn.Module], session: Session) -> None:
     _hook_losses(session)
     for chunk in chunks:
         _hook_gathering(chunk, session)
+    hidden = [module for module in modules if hides_operators(module)]
+    for region, module in zip(session.regions, modules, strict=True):
+        region.hidden = module in hidden
+    if any(is_transformer_engine(part) for module in hidden for part in module.modules()):
+        _hook_transformer_engine(session)
     session.executor.surroundings.append(_random_states)
     session.at_detach(lambda: session.executor.surroundings.remove(_random_states))
 
@@ -249,6 +280,27 @@ def _hook_gathering(chunk: nn.Module, session: Session) -> None:
     for group in groups:
         patch(group, "start_param_sync", outside, session, VERSIONS)
         patch(group, "finish_param_sync", outside, session, VERSIONS)
+
+
+def _hook_transformer_engine(session: Session) -> None:
+    """Tell it which pass a region is in: in FP8, a forward keeps its scales for the recompute pass, which leaves the
+    amax histories alone.
+    """
+    contexts = getattr(_module("transformer_engine.pytorch.distributed"), "activation_recompute_forward", None)
+    if contexts is None:
+        raise PatchError("transformer_engine.pytorch.distributed.activation_recompute_forward", "1.13 to 2.20")
+    executor, guard = session.executor, session.executor.guard
+
+    @contextlib.contextmanager
+    def guarded(phase: str, region: Region) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(guard(phase, region))
+            if region.hidden:
+                stack.enter_context(contexts(activation_recompute=True, recompute_phase=phase == "recompute"))
+            yield
+
+    executor.guard = guarded
+    session.at_detach(lambda: setattr(executor, "guard", guard))
 
 
 def _random_states() -> Callable[[], Any]:
