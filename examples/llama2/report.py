@@ -22,9 +22,12 @@ PEAK_BF16_FLOP_PER_S = {
 def model_flop_per_token(config: Any, parameters: int, seq_len: int) -> int:
     """Returns the FLOPs that training on one token takes, forward and backward (MEMO, section 5.1).
 
-    6 for each parameter, and 6 · layers · hidden size · seq_len for attention under the causal mask. Recomputation is
-    not the model's: a run that recomputes does more than this.
+    6 for each parameter, and 6 · layers · hidden size · seq_len for attention under the causal mask. Of a mixture's
+    experts those count that a token goes to. Recomputation is not the model's: a run that recomputes does more than
+    this.
     """
+    if idle := getattr(config, "num_local_experts", 0) - getattr(config, "num_experts_per_tok", 0):
+        parameters -= idle * config.num_hidden_layers * 3 * config.hidden_size * config.intermediate_size
     return 6 * parameters + 6 * config.num_hidden_layers * config.hidden_size * seq_len
 
 

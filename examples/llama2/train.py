@@ -1,4 +1,4 @@
-"""Trains a Llama-2 model on text with DeepSpeed and memplug.
+"""Trains a Llama-2 or a Mixtral on text with DeepSpeed and memplug.
 
 Start it with a launcher, for example `torchrun --nproc-per-node 2 examples/llama2/train.py`; README.md says more.
 """
@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from report import make_report, render
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 log = logging.getLogger("llama2")
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,11 +31,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Trains a Llama-2 model on text with DeepSpeed and memplug.",
+        description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", type=Path, default=ROOT / "configs/models/tiny.yaml", help="fields of LlamaConfig, as YAML")
+    add(
+        "--model",
+        type=Path,
+        default=ROOT / "configs/models/tiny.yaml",
+        help="fields of LlamaConfig or MixtralConfig, as YAML",
+    )
     add("--deepspeed_config", type=Path, default=ROOT / "configs/ds_tiny.json", help="DeepSpeed's JSON")
     add("--steps", type=int, default=60, help="optimizer steps, counted from the first run's start")
     add("--seq-len", type=int, default=256, help="tokens of a sequence")
@@ -91,16 +96,20 @@ def set_up_logging() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
-def build_model(args: argparse.Namespace, ds_config: dict[str, Any], device: torch.device) -> LlamaForCausalLM:
+def build_model(args: argparse.Namespace, ds_config: dict[str, Any], device: torch.device) -> PreTrainedModel:
     """Builds the model with random weights, the same for every ZeRO stage; with ZeRO-3, no rank holds all of them."""
-    config = LlamaConfig(**yaml.safe_load(args.model.read_text()), use_cache=False)
+    fields = yaml.safe_load(args.model.read_text())
+    if "num_local_experts" in fields:  # the loss that balances the experts counts
+        model_class, config = MixtralForCausalLM, MixtralConfig(**fields, use_cache=False, output_router_logits=True)
+    else:
+        model_class, config = LlamaForCausalLM, LlamaConfig(**fields, use_cache=False)
     if config.vocab_size < ByteTokenizer.vocab_size:
         raise ValueError(f"{args.model}: vocab_size is {config.vocab_size}, bytes need {ByteTokenizer.vocab_size}")
     config.max_position_embeddings = max(config.max_position_embeddings, args.seq_len)
     dtype = torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
     zero3 = ds_config.get("zero_optimization", {}).get("stage") == 3
     with deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=dtype, enabled=zero3), device:
-        model = LlamaForCausalLM._from_config(config, dtype=dtype)
+        model = model_class._from_config(config, dtype=dtype)
     # zero.Init rounds the rotary frequencies to the dtype of the weights: make them anew outside of it.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     # It also cuts each weight up before transformers has initialized it: initialize here, module by module.

@@ -175,6 +175,20 @@ def train(
     return losses, step_s
 
 
+def count_parameters(chunks: list[Any]) -> float:
+    """Returns this rank's part of the model's parameters: of those that several ranks have, a fraction."""
+    total = 0.0
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        if not getattr(parameter, "allreduce", True):  # an expert's
+            copies = parallel_state.get_expert_data_parallel_world_size()
+        else:
+            split = getattr(parameter, "tensor_model_parallel", False)
+            ranks = 1 if split else parallel_state.get_tensor_model_parallel_world_size()
+            copies = parallel_state.get_data_parallel_world_size() * ranks
+        total += parameter.numel() / copies
+    return total
+
+
 def make_report(
     args: argparse.Namespace, shape: dict[str, Any], chunks: list[Any], losses: list[float], step_s: list[float]
 ) -> dict[str, Any]:
@@ -182,11 +196,10 @@ def make_report(
     device = torch.device(torch.cuda.current_device())
     memory_gib = peak_memory_gib(device)  # before the matmul, which is not part of training
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    own = torch.tensor(sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters()), device=device)
+    own = torch.tensor(count_parameters(chunks), dtype=torch.float64, device=device)
     dist.all_reduce(own)
-    parameters = own.item() // parallel_state.get_data_parallel_world_size()  # norms that ranks share count for each
-    shape_of = argparse.Namespace(num_hidden_layers=shape["num_hidden_layers"], hidden_size=shape["hidden_size"])
-    flop_per_token = model_flop_per_token(shape_of, parameters, args.seq_len)
+    parameters = round(own.item())
+    flop_per_token = model_flop_per_token(argparse.Namespace(**shape), parameters, args.seq_len)
     peak, source = peak_flop_per_s(device, dtype)
     data_parallel = parallel_state.get_data_parallel_world_size()
     tokens = args.micro_batch * args.micro_batches * data_parallel * args.seq_len
