@@ -161,3 +161,34 @@ def test_step_time_compares_all_modes_in_one_run(tmp_path):
         assert mode in done.stdout
     assert found["full", "peak_allocated_bytes"] < found["keep_all", "peak_allocated_bytes"]
     assert found["memplug", "host_bytes"] > 0
+
+
+def test_step_time_compares_with_megatron_cores_own_recomputation(tmp_path):
+    pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+    output, modes = tmp_path / "rows.json", ["keep_all", "full", "selective", "memplug:1"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.bench.step_time",
+        "--host",
+        "megatron",
+        "--device",
+        "cpu",
+        "--modes",
+        *modes,
+    ]
+    command += ["--tokens", "64", "--layers", "2", "--steps", "1", "--rounds", "1"]
+    command += ["--min-offload-bytes", "4096", "--json", str(output)]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr + done.stdout
+    rows = json.loads(output.read_text())
+    assert {row["case"] for row in rows} == {"megatron tiny 64x2 cpu"}
+    found = {(row["mode"], row["metric"]): row["value"] for row in rows}
+    assert all(found[mode, "gradients_ok"] == 1 for mode in modes)
+    assert found["full", "peak_allocated_bytes"] < found["keep_all", "peak_allocated_bytes"]
+    assert found["memplug:1", "host_bytes"] > 0
+
+
+def test_modes_that_megatron_core_has_not_are_refused():
+    with pytest.raises(SystemExit):
+        step_time.parse_args(["--device", "cpu", "--host", "megatron", "--modes", "deepspeed"])

@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MODES = ("keep_all", "full", "selective", "save_on_cpu", "deepspeed", "memplug")
+HOSTS = ("transformers", "megatron")
+MEGATRON_MODES = ("keep_all", "full", "selective", "memplug")  # the first three its own
 ATTENTION = ("cudnn", "flash", "default")
 MODELS = ("tiny", "7b", "13b")
 
@@ -39,9 +41,12 @@ class Case:
     device: str
     attention: str
     min_offload_bytes: int
+    host: str = "transformers"
+    """Whose layers: a package of HOSTS."""
 
     def __str__(self) -> str:
-        return f"{self.model} {self.tokens}x{self.layers} {self.device}"
+        host = "" if self.host == HOSTS[0] else f"{self.host} "
+        return f"{host}{self.model} {self.tokens}x{self.layers} {self.device}"
 
 
 def gradient_error(measured: dict[str, list[float]], expected: dict[str, list[float]]) -> float:

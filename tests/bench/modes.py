@@ -64,7 +64,7 @@ class Stack(nn.Module):
 class Run:
     """A stack that is ready to train in one mode."""
 
-    stack: Stack
+    stack: Any  # a `Stack`, or Megatron-Core's
     apply: Apply = lambda layer, hidden: layer(hidden)
     around: Callable[[], Any] = contextlib.nullcontext  # forward and backward
     session: Any = None
@@ -104,13 +104,19 @@ class Run:
 @contextlib.contextmanager
 def prepared(mode: str, case: Case) -> Iterator[Run]:
     """Make the stack of a case and let it train in `mode`; afterwards everything is undone."""
-    run = Run(Stack(case))
+    if case.host == "megatron":
+        from tests.bench import megatron
+
+        run = Run(megatron.Stack(case, mode))
+    else:
+        run = Run(Stack(case))
     backend = BACKENDS[case.attention]
     if case.device.startswith("cuda") and backend is not None:
         run.attention = functools.partial(sdpa_kernel, backend)
     base, _, alpha = mode.partition(":")
     try:
-        _PREPARE[base](run, case, alpha)
+        if case.host == "transformers" or base == "memplug":
+            _PREPARE[base](run, case, alpha)
         yield run
     finally:
         if run.session is not None:

@@ -11,6 +11,9 @@ tokens, with a peak no higher than `full`'s.
 Where `keep_all` does not fit, it is measured with a half and a quarter of the layers and extrapolated, which is linear
 in the layers; the table marks it with *. Gradients are then compared with `full`'s.
 
+`--host megatron` runs Megatron-Core's layers: `full` and `selective` are its own recomputation then
+(tests/bench/megatron.py).
+
 The defaults take about 7 minutes on an H200 and 1 minute on two CPU cores; `save_on_cpu` and `deepspeed`, up to three
 times slower than the rest, run at 32,768 tokens only unless --modes names them.
 """
@@ -25,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import worker
-from tests.bench.cases import ATTENTION, MODELS, MODES, Case, gradient_error, is_mode
+from tests.bench.cases import ATTENTION, HOSTS, MEGATRON_MODES, MODELS, MODES, Case, gradient_error, is_mode
 from tests.bench.table import Row, figures, render, write_rows
 
 BENCH = "step_time"
@@ -48,6 +51,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=int, nargs="+", help="lengths of the sequence [cuda: 8192 32768 65536 131072; cpu: 512 2048]")
     add("--layers", type=int, nargs="+", help="decoder layers: one number, or one per length [cuda: 16 8 8 4; cpu: 4]")
     add("--modes", nargs="+", help=f"of {' '.join(MODES)} and memplug:ALPHA [all; on cuda see above]")
+    add(
+        "--host", choices=HOSTS, default=HOSTS[0], help="whose layers; Megatron-Core's are beside its own recomputation"
+    )
     add("--model", choices=MODELS, help="shape of a layer, from configs/models [cuda: 7b; cpu: tiny]")
     add("--attention", choices=ATTENTION, default="cudnn", help="back end of attention on cuda [cudnn]")
     add("--steps", type=int, help="timed steps a round [5; 3 beyond 32768 tokens]")
@@ -59,6 +65,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     unknown = [mode for mode in args.modes or () if not is_mode(mode)]
     if unknown:
         parser.error(f"unknown mode {unknown[0]}")
+    if args.host == "megatron":
+        foreign = [mode for mode in args.modes or () if mode.partition(":")[0] not in MEGATRON_MODES]
+        if foreign:
+            parser.error(f"the mode {foreign[0]} is not one for Megatron-Core's layers: {' '.join(MEGATRON_MODES)}")
+        args.modes = args.modes or list(MEGATRON_MODES)
     if args.device is None:
         import torch
 
@@ -81,7 +92,7 @@ def plan_of(args: argparse.Namespace) -> list[tuple[Case, list[str], int]]:
     """(case, modes, timed steps) in the order in which they run."""
     plan = []
     for tokens, layers in zip(args.tokens, args.layers, strict=True):
-        case = Case(tokens, layers, args.model, args.device, args.attention, args.min_offload_bytes)
+        case = Case(tokens, layers, args.model, args.device, args.attention, args.min_offload_bytes, args.host)
         short = args.device.startswith("cuda") and tokens != 32768
         modes = args.modes or [mode for mode in MODES if not (short and mode in SLOW_MODES)]
         plan.append((case, list(modes), args.steps or (3 if tokens > 32768 else 5)))

@@ -1,0 +1,74 @@
+"""A stack of Megatron-Core's layers for the modes of a benchmark, one process, no parallelism.
+
+`full` and `selective` are Megatron-Core's own recomputation, a layer at a time and of the core attention.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+
+from tests.bench.cases import Case
+
+ROOT = Path(__file__).resolve().parents[2]
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+}
+
+
+class Stack(nn.Module):
+    """Decoder layers without embedding and head; parameters and input depend on the case alone."""
+
+    def __init__(self, case: Case, mode: str):
+        super().__init__()
+        recipe = _recipe(case)
+        shape = yaml.safe_load((ROOT / "configs" / "models" / f"{case.model}.yaml").read_text())
+        shape["num_hidden_layers"] = case.layers
+        dtype = torch.bfloat16 if case.device.startswith("cuda") else torch.float32
+        config = recipe.transformer_config(shape, recipe.Parallel(), dtype, **RECOMPUTE.get(mode, {}))
+
+        from layers import block_spec  # of the recipe
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+        from megatron.core.transformer.transformer_block import TransformerBlock
+
+        torch.manual_seed(0)
+        self.block = TransformerBlock(config, block_spec(config), post_layer_norm=False, post_process=False)
+        self.block.to(device=case.device, dtype=dtype).train()
+        hidden = torch.randn(case.tokens, 1, config.hidden_size, dtype=dtype, device=case.device)
+        self.input = hidden.requires_grad_()
+        self.rotary = RotaryEmbedding(config.kv_channels, rotary_percent=1.0)(case.tokens)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return self.block.layers
+
+    def forward(self, apply: Any) -> torch.Tensor:
+        """All layers, as the block calls them; what surrounds a layer in other modes is Megatron-Core's own here."""
+        return self.block(hidden_states=self.input.clone(), attention_mask=None, rotary_pos_emb=self.rotary)
+
+
+def _recipe(case: Case) -> Any:
+    """The recipe's module `model`, with everything initialized that it asks for."""
+    folder = str(ROOT / "examples" / "megatron_llama2")
+    first = folder not in sys.path
+    if first:
+        sys.path.append(folder)
+    if first and not case.device.startswith("cuda"):
+        import cpu
+
+        cpu.pretend()
+    import model
+
+    if first:
+        backend = "nccl" if case.device.startswith("cuda") else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        model.initialize(model.Parallel(), seed=0)
+    return model

@@ -1,0 +1,70 @@
+"""Hugging Face's Mixtral, top-2 of 8 experts: the same steps with memplug, while tokens go elsewhere each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import memplug
+
+STEPS = 20
+
+
+def mixtral() -> MixtralForCausalLM:
+    """The same weights at every call."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": True}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts))
+
+
+def train(block: dict[str, Any] | None) -> tuple[list[float], list[list[torch.Tensor]], dict[str, Any], set[Any]]:
+    """Losses and gradients of each step, the report, and how many tokens each expert of a layer got, step by step."""
+    model = mixtral()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = memplug.attach(model, block) if block is not None else None
+    losses, gradients, counts = [], [], set()
+    for step in range(STEPS):
+        x = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(step))
+        out = model(input_ids=x, labels=x, use_cache=False)
+        chosen = out.router_logits[0].detach().topk(2).indices
+        counts.add(tuple(chosen.flatten().bincount(minlength=8).tolist()))
+        optimizer.zero_grad()
+        out.loss.backward()
+        losses.append(out.loss.item())
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        optimizer.step()
+        if session is not None:
+            session.step()
+    report = session.report() if session is not None else {}
+    if session is not None:
+        session.detach()
+    return losses, gradients, report, counts
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return train(None)
+
+
+@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 0.5, "auto"])
+def test_a_mixture_trains_as_without_memplug(plain, alpha, arena):
+    tokenwise = {"alpha": alpha, "min_offload_bytes": 1}
+    profiler = {"warmup_steps": 1, "policy_steps": 2}
+    block = {"enabled": True, "tokenwise": tokenwise, "profiler": profiler, "arena": {"enabled": arena}}
+    losses, gradients, report, counts = train(block)
+    assert len(plain[3]) > STEPS / 2, "experts get other numbers of tokens in most steps"
+    assert report["offloaded_bytes"] > 0 and (report.get("arena_served", 0) > 0) == arena
+    if alpha in (0.0, 1.0):
+        assert losses == plain[0] and counts == plain[3]
+        for ours, theirs in zip(gradients, plain[1], strict=True):
+            assert all(map(torch.equal, ours, theirs))
+    else:
+        assert losses == pytest.approx(plain[0], abs=1e-3)
+        for one, other in zip(gradients[0], plain[1][0], strict=True):
+            torch.testing.assert_close(one, other)
