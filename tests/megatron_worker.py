@@ -7,7 +7,8 @@ object of `Parallel`'s fields (examples/megatron_llama2/model.py) and of
 * "fields": of TransformerConfig's.
 
 `CASES`: name -> the "memplug" block, or null to train without; a block may hold "short_of_host_memory": [rank, step],
-where the pool of that rank has room for half of what it took in the step before, from that step on.
+where the pool of that rank has room for half of what it took in the step before, from that step on;
+or "alpha_of_rank": a number for each, and what is written is the "error" of attaching.
 
 `FOLDER/RANK.pt` gets name -> {"losses": of each micro-batch, on the last pipeline stage, "gradients": of the first
 step, "digests": of all gradients in each step, "report", "shares"}.
@@ -75,7 +76,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
     import model as recipe
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    import memplug
+    import memplug.errors
 
     fields = {"tensor", "sequence", "pipeline", "chunks", "expert", "dispatcher"} & set(layout)
     parallel = recipe.Parallel(**{field: layout[field] for field in fields})
@@ -87,7 +88,13 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
     optimizer = recipe.build_optimizer(chunks, torch.float32, layout.get("learning_rate", 1e-2), distributed)
     block = dict(block) if block is not None else None
     short = block.pop("short_of_host_memory", None) if block else None
-    session = memplug.attach(chunks, block) if block is not None else None
+    alphas = block.pop("alpha_of_rank", None) if block else None
+    if alphas is not None:
+        block["tokenwise"] = {**block["tokenwise"], "alpha": alphas[dist.get_rank()]}
+    try:
+        session = memplug.attach(chunks, block) if block is not None else None
+    except memplug.errors.ConfigError as error:
+        return {"error": str(error)}
     forward_backward = get_forward_backward_func()
     losses: list[float] = []
     found: dict[str, Any] = {"losses": losses, "digests": [], "shares": []}

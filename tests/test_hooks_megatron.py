@@ -15,6 +15,7 @@ import memplug
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
 from memplug.hooks import megatron as hooks
 from tests.blocks import assert_same, gradients, twin
+from tests.hosts import ds_config, make_engine, process_group
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 from megatron.core.pipeline_parallel import schedules
@@ -196,6 +197,31 @@ def test_a_missing_symbol_is_named_and_nothing_stays_patched(name):
     assert caught.value.expected == hooks.VERSIONS
     assert all(type(layer) is Decoder for layer in model.layers)
     assert not hasattr(schedules.forward_step, "__memplug_original__")
+
+
+def test_gradients_and_an_inference_context_are_refused_together():
+    model = Model()
+    with memplug.attach(model, BLOCK), pytest.raises(ConflictError, match="inference context"):
+        model.layers[0](hidden_states=torch.randn(3, 2, 16), inference_context=object())
+
+
+def test_under_deepspeed_both_hooks_work_and_the_engine_marks_the_steps(tmp_path):
+    with process_group(tmp_path):
+        engines = [make_engine(ds_config(memplug=BLOCK), Model()) for _ in range(2)]
+        engines[1].module.load_state_dict(engines[0].module.state_dict())
+        session = memplug.attach(engines[0])
+        assert schedules.forward_step.__memplug_original__ and len(session.regions) == 2
+        for step in range(3):
+            x = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(step))
+            losses = []
+            for engine in engines:
+                loss = engine(x)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            assert losses[0] == losses[1]
+        assert session.steps == 3 and session.report()["offloaded_bytes"] > 0
+        session.detach()
 
 
 def test_detach_puts_everything_back():

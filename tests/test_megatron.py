@@ -84,3 +84,8 @@ def test_all_ranks_swap_less_together_once_one_is_short_of_host_memory(alpha, tm
     for rank in ranks:
         assert rank["short"]["losses"] == pytest.approx(rank["without"]["losses"], abs=2e-3)
     assert ranks[1]["short"]["report"]["host_refusals"] > 0 == ranks[0]["short"]["report"]["host_refusals"]
+
+
+def test_ranks_with_other_blocks_are_refused_before_the_first_step(tmp_path):
+    ranks = train(tmp_path, {"tensor": 2}, {"other": {**block(0.0, arena=False), "alpha_of_rank": [0.0, 0.5]}})
+    assert all("rank 1 differs from that of rank 0, in tokenwise" in rank["other"]["error"] for rank in ranks)

@@ -55,7 +55,7 @@ class Disabled(Session):
 
 
 def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | None = None) -> Session:
-    """Run a model's layers token-wise, and its training from a planned arena.
+    """Run a model's layers token-wise, and its training from a planned arena. In a distributed run, all ranks attach.
 
     Args:
         target: a DeepSpeed engine, a Megatron-Core model or the list of its chunks, or any `nn.Module`; on one device.
@@ -152,12 +152,13 @@ def _attach(target: _Target, config: MemplugConfig, device: Device) -> Session:
         if not modules:
             session.at_detach(region_hooks.mark(target.chunks[0], session))
         for (_, module), region, around in zip(modules, regions, layers, strict=True):
-            prepare = functools.partial(transformers_hooks.arguments, around)
+            of_transformers = functools.partial(transformers_hooks.arguments, around)
+            prepare = megatron_hooks.arguments if target.is_megatron else of_transformers
             session.at_detach(region_hooks.make_region(module, region, session, prepare))
         if engine is not None:
             deepspeed_hooks.hook_engine(engine, session)
         if target.is_megatron:
-            megatron_hooks.hook(target.chunks, [module for _, module in modules], session)
+            megatron_hooks.hook([module for _, module in modules], session)
         session.watch(functools.partial(_make_recording, target, found, device))
     except BaseException:
         session.detach()

@@ -4,7 +4,7 @@
 |---|---|---|
 | `forward_step`, `backward_step` | `pipeline_parallel.schedules` | micro-batches; a note on an out-of-memory error |
 | `get_tensor` | the global memory buffer | scratch memory, made once and cut anew: no operators of a region |
-| `start_param_sync`, `finish_param_sync` | DDP's bucket groups | gathering parameters is no part of a region |
+| `start_param_sync`, `finish_param_sync` | DDP's class of bucket groups | gathering parameters is no part of a region |
 | `save_to_aux_losses_tracker` | `moe.router`, up to 0.17 | a recompute pass must not log a loss twice |
 | `MoEMetricsTracker.record` | `moe.moe_logging`, from 0.18 | the same |
 
@@ -117,7 +117,9 @@ def check(layers: Sequence[tuple[str, nn.Module]]) -> None:
     for name, layer in layers:
         config = layer.config
         asked = {key: getattr(config, key, None) for key in _CONFLICTS}
-        reasons = [f"{key}={value!r}: {_CONFLICTS[key]}" for key, value in asked.items() if value not in _OFF]
+        reasons = [
+            f"{key}={value!r}: {_CONFLICTS[key]}" for key, value in asked.items() if value not in (None, False, "none")
+        ]
         if reasons:
             raise ConflictError(f"layer {name} is handled by Megatron-Core too: {'; '.join(reasons)}")
         hidden = [
@@ -135,9 +137,6 @@ def check(layers: Sequence[tuple[str, nn.Module]]) -> None:
                 "a region",
                 "Attach before it is compiled, scripted or captured.",
             )
-
-
-_OFF = (None, False, "none", 0)
 
 
 def check_version() -> None:
@@ -194,7 +193,7 @@ def check_ranks_agree(config: MemplugConfig) -> None:
         )
 
 
-def hook(chunks: Sequence[nn.Module], modules: Sequence[nn.Module], session: Session) -> None:
+def hook(modules: Sequence[nn.Module], session: Session) -> None:
     """Mark micro-batches, and keep out of the regions what is not their own.
 
     Args:
@@ -206,8 +205,7 @@ def hook(chunks: Sequence[nn.Module], modules: Sequence[nn.Module], session: Ses
     _hook_schedules(session)
     _hook_memory_buffer(session)
     _hook_losses(session)
-    for chunk in chunks:
-        _hook_gathering(chunk, session)
+    _hook_gathering(session)
     hidden = [module for module in modules if hides_operators(module)]
     for region, module in zip(session.regions, modules, strict=True):
         region.hidden = module in hidden
@@ -268,7 +266,7 @@ def _hook_losses(session: Session) -> None:
         patch(logging_of_losses.MoEMetricsTracker, "record", record, session, VERSIONS)
 
 
-def _hook_gathering(chunk: nn.Module, session: Session) -> None:
+def _hook_gathering(session: Session) -> None:
     """The distributed optimizer's parameters, gathered by hooks of the modules that are about to use them."""
     executor = session.executor
 
@@ -276,10 +274,9 @@ def _hook_gathering(chunk: nn.Module, session: Session) -> None:
         with executor.paused():
             return original(*args, **kwargs)
 
-    groups = [*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())]
-    for group in groups:
-        patch(group, "start_param_sync", outside, session, VERSIONS)
-        patch(group, "finish_param_sync", outside, session, VERSIONS)
+    groups = _module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
+    patch(groups, "start_param_sync", outside, session, VERSIONS)
+    patch(groups, "finish_param_sync", outside, session, VERSIONS)
 
 
 def _hook_transformer_engine(session: Session) -> None:
