@@ -27,6 +27,9 @@ from memplug.errors import ConflictError, InPlaceError
 from memplug.execute.device import Device, Wait
 from memplug.execute.host_pool import HostPool, Slot
 
+# whether the running backward is to leave its graph alive; a torch that does not say may want to
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
 
 class Swapped:
     """A tensor whose first `rows` of dimension 0 have a copy on the host.
@@ -209,7 +212,7 @@ class Transfer:
         are none, the memory itself.
         """
         if swapped.resident and swapped.slot is None:
-            if not torch._C._autograd._get_current_graph_task_keep_graph():
+            if not _keeps_graph():
                 self._leave(swapped)
         elif swapped.resident:
             self.release([swapped])
