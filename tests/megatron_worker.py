@@ -118,7 +118,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
             forward_step_func=forward_step,
             data_iterator=batches if len(chunks) > 1 else batches[0],
             model=chunks if len(chunks) > 1 else chunks[0],
-            num_microbatches=layout.get("micro_batches", 2),
+            num_microbatches=layout.get("micro_batches", 1),
             seq_length=TOKENS,
             micro_batch_size=SEQUENCES,
             forward_only=False,

@@ -19,13 +19,13 @@ MEMPLUG = {"enabled": True, "profiler": {"warmup_steps": 1, "policy_steps": 2}}
 MIXTURE = {"experts": 8, "learning_rate": 1e-3}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
-    "tensor and sequence": {"tensor": 2, "sequence": True},
+    "tensor and sequence": {"tensor": 2, "sequence": True, "micro_batches": 2},
     "pipeline": {"pipeline": 2, "micro_batches": 8, "fields": {"deallocate_pipeline_outputs": True}},
     "interleaved": {"pipeline": 2, "chunks": 2, "micro_batches": 4},
     "all-to-all": {"expert": 2, **MIXTURE},
     "all-gather": {"expert": 2, "dispatcher": "allgather", **MIXTURE},
     "tensor, sequence and expert": {"tensor": 2, "sequence": True, "expert": 2, **MIXTURE},
-    "distributed optimizer": {"distributed_optimizer": True},
+    "distributed optimizer": {"distributed_optimizer": True, "micro_batches": 2},
 }
 
 

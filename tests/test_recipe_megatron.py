@@ -34,7 +34,6 @@ def loss(report: str, which: str) -> str:
     ("script", "split"),
     [
         ("megatron_torchrun.sh", ["--tensor", "2", "--sequence"]),
-        ("megatron_torchrun.sh", ["--pipeline", "2", "--chunks", "2"]),
         ("mixtral_megatron.sh", ["--expert", "2", "--distributed-optimizer"]),
     ],
 )
