@@ -22,27 +22,21 @@ class Ranks:
 
     def vote(self, mask: int) -> Callable[[], int]:
         """Start the bitwise and of a non-negative number over all ranks; returns what waits for the result."""
-        if self._alone:
-            return lambda: mask
-        votes = torch.tensor([mask], dtype=torch.int64, device="cpu")
-        work = dist.all_reduce(votes, dist.ReduceOp.BAND, self._made_group(), async_op=True)
-
-        def agreed() -> int:
-            work.wait()
-            return int(votes.item())
-
-        return agreed
+        return self._reduce(mask, torch.int64, dist.ReduceOp.BAND)
 
     def least(self, value: float) -> Callable[[], float]:
         """Start the minimum of a number over all ranks; returns what waits for the result."""
+        return self._reduce(value, torch.float64, dist.ReduceOp.MIN)
+
+    def _reduce(self, value: Any, dtype: torch.dtype, operation: Any) -> Callable[[], Any]:
         if self._alone:
             return lambda: value
-        values = torch.tensor([value], dtype=torch.float64, device="cpu")
-        work = dist.all_reduce(values, dist.ReduceOp.MIN, self._made_group(), async_op=True)
+        values = torch.tensor([value], dtype=dtype, device="cpu")
+        work = dist.all_reduce(values, operation, self._made_group(), async_op=True)
 
-        def agreed() -> float:
+        def agreed() -> Any:
             work.wait()
-            return float(values.item())
+            return values.item()
 
         return agreed
 
