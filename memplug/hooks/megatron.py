@@ -206,10 +206,9 @@ def hook(modules: Sequence[nn.Module], session: Session) -> None:
     _hook_memory_buffer(session)
     _hook_losses(session)
     _hook_gathering(session)
-    hidden = [module for module in modules if hides_operators(module)]
     for region, module in zip(session.regions, modules, strict=True):
-        region.hidden = module in hidden
-    if any(is_transformer_engine(part) for module in hidden for part in module.modules()):
+        region.hidden = hides_operators(module)
+    if any(is_transformer_engine(part) for module in modules for part in module.modules()):
         _hook_transformer_engine(session)
     session.executor.surroundings.append(_random_states)
     session.at_detach(lambda: session.executor.surroundings.remove(_random_states))

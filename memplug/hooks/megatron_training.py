@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 from memplug.config import MemplugConfig
 from memplug.errors import PatchError
 from memplug.hooks.megatron import VERSIONS
-from memplug.hooks.patching import ORIGINAL
+from memplug.hooks.patching import ORIGINAL, wrapped
 from memplug.session import Session
 
 log = logging.getLogger("memplug")
@@ -69,7 +68,7 @@ def install(attach: Callable[..., Session], config: MemplugConfig) -> None:
         return result
 
     for name, wrapper in zip(_NAMES, (set_up, train_step), strict=True):
-        setattr(training, name, _patched(getattr(training, name), wrapper))
+        setattr(training, name, wrapped(getattr(training, name), wrapper))
 
 
 def uninstall() -> None:
@@ -79,12 +78,3 @@ def uninstall() -> None:
         original = getattr(getattr(training, name, None), ORIGINAL, None)
         if original is not None:
             setattr(training, name, original)
-
-
-def _patched(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    setattr(patched, ORIGINAL, original)
-    return patched

@@ -26,11 +26,7 @@ def patch(target: Any, name: str, wrapper: Callable[..., Any], session: Session,
         owner = getattr(target, "__name__", type(target).__name__)
         raise PatchError(f"{owner}.{name}", versions)
 
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    setattr(patched, ORIGINAL, original)
+    patched = wrapped(original, wrapper)
     # past the `__setattr__` of modules, which sorts what it is given
     put = type.__setattr__ if isinstance(target, type) else object.__setattr__
     before = vars(target).get(name)  # None: inherited; else maybe someone else's patch
@@ -45,6 +41,17 @@ def patch(target: Any, name: str, wrapper: Callable[..., Any], session: Session,
             put(target, name, before)
 
     session.at_detach(undo)
+
+
+def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """`wrapper(original, ...)`, marked as ours."""
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(patched, ORIGINAL, original)
+    return patched
 
 
 def is_patched(target: Any, name: str) -> bool:
