@@ -36,12 +36,16 @@ class Multiplies(Reads):
 class Gathers(Reads):
     """Gathers a child's parameter itself, for as long as it needs it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [self.a.weight]  # read past the module, for which DeepSpeed would gather it once more
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters([self.a.weight]):
-            scale = self.a.weight.detach().abs().mean()
-        return x + super().forward(x) * scale
+        with deepspeed.zero.GatheredParameters(self.weights):
+            scale = self.weights[0].detach().abs().mean()
+        return x + self.b(functional.gelu(self.a(x))) * scale
 
 
 class WithBias(nn.Linear):
