@@ -50,9 +50,11 @@ class Source:
         self._trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(package.rglob("*.py"))}
         self._functions: dict[str, list[ast.FunctionDef]] = defaultdict(list)
         self._attributes: dict[str, list[ast.expr]] = defaultdict(list)
-        for tree in self._trees.values():
+        self._homes: dict[ast.AST, Path] = {}
+        for path, tree in self._trees.items():
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef):
+                    self._homes[node] = path
                     self._functions[node.name].append(node)
                 elif isinstance(node, ast.Assign):
                     for target in node.targets:
@@ -99,6 +101,8 @@ class Source:
                 return self._joined(between, parts, function, depth)
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
                 defined = self._functions.get(name, [])
+                near = [each for each in defined if self._homes.get(each) == self._homes.get(function)]
+                defined = near if len(defined) > 1 else defined
                 function = defined[0] if len(defined) == 1 else None
                 found = _returned(function) if function is not None else []
             case ast.IfExp() | ast.JoinedStr():
@@ -109,13 +113,14 @@ class Source:
         return texts if any(re.search(r"\w{3}", text.replace(FILLED, "")) for text in texts) else [FILLED]
 
     def _joined(self, between: str, parts: ast.expr, function: ast.AST | None, depth: int) -> list[str]:
+        """Lines of one text belong together; what is only listed, part after part, is a message each."""
         if isinstance(parts, ast.Call) and isinstance(parts.func, ast.Name) and parts.func.id == "filter":
             parts = parts.args[1]
-        if isinstance(parts, ast.Name):
-            parts = next((each for each in _assigned(parts.id, function) if isinstance(each, ast.List)), parts)
-        if not isinstance(parts, (ast.List, ast.Tuple)):
-            return [FILLED]
-        return _product(between, [self._texts(part, function, depth + 1) for part in parts.elts])
+        elements = _elements(parts.id, function) if isinstance(parts, ast.Name) else getattr(parts, "elts", [])
+        choices = [self._texts(each, function, depth + 1) for each in elements]
+        if "\n" in between:
+            return _product(between, choices)
+        return [text for choice in choices for text in choice if text not in ("", FILLED)] or [FILLED]
 
 
 def _with_function(tree: ast.AST, function: ast.AST | None = None) -> Iterator[tuple[ast.AST | None, ast.AST]]:
@@ -159,6 +164,18 @@ def _assigned(name: str, function: ast.AST | None) -> list[ast.expr]:
             for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         )
     ]
+
+
+def _elements(name: str, function: ast.AST | None) -> list[ast.expr]:
+    """What a list of that name is made of, and what is added to it."""
+    found = [each for value in _assigned(name, function) for each in getattr(value, "elts", [])]
+    for node in ast.walk(function) if function is not None else ():
+        match node:
+            case ast.AugAssign(target=ast.Name(id=target), value=ast.List(elts=added)) if target == name:
+                found += added
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=target), attr="append"), args=[added]) if target == name:
+                found.append(added)
+    return found
 
 
 def _returned(function: ast.FunctionDef) -> list[ast.expr]:

@@ -100,6 +100,11 @@ def refuse(problems):
     problems.append(f"{name}: unknown")
     self._note(Stage.STABLE, "; ".join(filter(None, [_named(1), self.how])))
     self.how = "slowly"
+    lines = [f"first line of {name}", "  second line"]
+    self.tell("\\n".join(lines))
+    parts = ["only part"]
+    parts += ["part added", str(name)]
+    self.tell("; ".join(parts))
 """
 
 
@@ -113,8 +118,12 @@ def test_the_inventory_has_every_branch_of_a_text(tmp_path):
         ("RegionError", "no … in the module …; look again"),
         ("RegionError", "no … in the model; look again"),
         ("ConfigError", "…: unknown"),
-        ("_note", "the module …; slowly"),
-        ("_note", "the model; slowly"),
+        ("_note", "the module …"),
+        ("_note", "the model"),
+        ("_note", "slowly"),
+        ("tell", "first line of … second line"),
+        ("tell", "only part"),
+        ("tell", "part added"),
     ]
 
 
