@@ -1,5 +1,6 @@
 """What a run will stumble over, found before its model is built; shared with the recipe of Megatron-Core."""
 
+import json
 import logging
 import os
 from argparse import ArgumentParser, Namespace
@@ -81,8 +82,9 @@ def read_shape(inputs: Inputs, path: Path) -> None:
     if path.is_dir():
         path = path / "config.json"
     try:
-        shape = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        # YAML takes JSON too, but 1e-06 for a word
+        shape = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
         inputs.problems.append(f"cannot read the model's shape from {path}: {error}")
         return
     missing = [name for name in _SIZES if not isinstance(shape, dict) or not isinstance(shape.get(name), int)]

@@ -1,8 +1,8 @@
 """Logits and loss of a few tokens at a time: the logits of a long sequence can take more memory than its layers.
 
 DeepSpeed's `TiledFusedLogitsLoss` runs backward within forward, as if the loss were not scaled: with gradient
-accumulation or a loss scale the head's gradients come out too large. Here each tile is a checkpoint of torch's, computed
-again in backward, so that gradients follow the loss whatever is done to it.
+accumulation or a loss scale the head's gradients come out too large. Here each tile is a checkpoint of torch's,
+computed again in backward, so that gradients follow the loss whatever is done to it.
 """
 
 import functools
