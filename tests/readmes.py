@@ -17,6 +17,7 @@ GPUS = re.compile(
     r"(?:, (?P<host_gb>\d+) GB of host memory)?"
 )
 FOREIGN = {"train.py", "pretrain_gpt.py"}  # the reader's own, and Megatron-LM's
+PLACEHOLDERS = {"FILE", "FOLDER"}  # the reader's, after an option
 LARGE_BYTES = 2**30  # states of a model that wants a GPU
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SETTING = re.compile(r"[A-Z_]+=\S*$")
@@ -163,7 +164,10 @@ def _check_recipe(command: Command, script: str, arguments: list[str], ranks: in
         argv += ["--check", str(ranks), "--gpu-gib", str(_gib(named["gb"]))]
         argv += ["--host-gib", str(_gib(named["host_gb"]))] if named["host_gb"] else []
     recipe = layout if megatron else settings
-    args = recipe.parse_args([word.replace("\N{HORIZONTAL ELLIPSIS}", "") for word in argv])
+    args = recipe.parse_args(argv)
+    for name, value in vars(args).items():
+        if str(value) in PLACEHOLDERS:
+            setattr(args, name, None)
     inputs = recipe.read(args, checks.Ranks(count=ranks, machines=machines))
     assert not inputs.problems, f"{command}: {inputs.problems}"
     assert named or inputs.estimate.states_bytes < LARGE_BYTES, f"{command}: on which GPUs?"

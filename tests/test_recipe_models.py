@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import memplug
 from tests.launching import ROOT, launch
-from tests.recipes import checks, settings, text, tiled_loss
+from tests.recipes import checks, memory, settings, text, tiled_loss
 
 SIZES = {
     "vocab_size": 300,
@@ -182,6 +185,46 @@ def test_a_tiled_loss_has_the_gradients_of_the_whole_one(mixture: bool, with_mem
     torch.testing.assert_close(tiled, whole)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes that tensors made within have held at once."""
+
+    live_bytes = peak_bytes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.storages:
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        place, nbytes = storage.data_ptr(), storage.nbytes()
+        self.storages.add(place)
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+        def freed() -> None:
+            self.live_bytes -= nbytes
+            self.storages.discard(place)
+
+        weakref.finalize(storage, freed)
+
+
+@pytest.mark.parametrize("tiles", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_and_loss_take_the_memory_of_the_estimate(dtype: torch.dtype, tiles: int) -> None:
+    sizes = {**SIZES, "vocab_size": 8000, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = tiled_loss.tile_loss(LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype), tiles)
+    tokens = torch.randint(0, 8000, (1, 513))
+    with Memory() as held:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    assert held.peak_bytes == pytest.approx(memory.logits_bytes(8000, 512, tiles), rel=0.15)
 
 
 def test_a_tile_at_a_time_has_its_logits() -> None:

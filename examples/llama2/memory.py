@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-LOGIT_BYTES = 10
-"""For each logit at the peak, with weights of 2 bytes: log-softmax and its gradient in float32, and the logit's."""
+LOGIT_BYTES = 12
+"""For each logit at the peak, in backward: the log-softmax, its gradient and the logit's, in float32."""
 GIB = 2**30
 
 
@@ -94,10 +94,9 @@ class Estimate:
         return "estimate of memory:\n" + "".join(f"  {name:<{width}}  {value}\n" for name, value in rows.items())
 
 
-def logits_bytes(vocab_size: int, tokens: int, weight_bytes: int, tiles: int = 1) -> int:
+def logits_bytes(vocab_size: int, tokens: int, tiles: int = 1) -> int:
     """Returns the memory of the logits of so many tokens and of their loss, one of `tiles` at a time."""
-    each = LOGIT_BYTES if weight_bytes == 2 else LOGIT_BYTES - 2
-    return -(-tokens // max(tiles, 1)) * vocab_size * each
+    return -(-tokens // tiles) * vocab_size * LOGIT_BYTES
 
 
 def deepspeed_estimate(

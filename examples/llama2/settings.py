@@ -68,8 +68,7 @@ def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
     checks.read_text(inputs, args, args.seq_len * micro_batch * ranks.count)
     if args.memplug != "none":
         checks.read_memplug(inputs, inputs.config)
-    bytes_each = 2 if any(inputs.config.get(name, {}).get("enabled") for name in ("bf16", "fp16")) else 4
-    logits = logits_bytes(inputs.shape["vocab_size"], args.seq_len * micro_batch, bytes_each, args.tiled_loss)
+    logits = logits_bytes(inputs.shape["vocab_size"], args.seq_len * micro_batch, args.tiled_loss)
     inputs.estimate = deepspeed_estimate(inputs.shape, inputs.config, ranks.count, ranks.machines, logits)
     return inputs
 

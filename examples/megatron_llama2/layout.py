@@ -127,8 +127,7 @@ def estimate(args: argparse.Namespace, shape: Mapping[str, Any], ranks: int) -> 
         states = experts * state_bytes(args, expert_data_parallel) + rest * state_bytes(args, data_parallel)
         stages[stage] = round(states), experts, rest
     states, experts, rest = max(stages.values())
-    weight_bytes = 2 if args.bf16 else 4
-    logits = logits_bytes(shape["vocab_size"], args.seq_len * args.micro_batch, weight_bytes) // args.tensor
+    logits = logits_bytes(shape["vocab_size"], args.seq_len * args.micro_batch) // args.tensor
     split = f"tensor {args.tensor}, pipeline {args.pipeline}, data {data_parallel}"
     notes = {"model": f"{count(shape).total:,} parameters", "on": f"{ranks} rank{'s' if ranks > 1 else ''}, {split}"}
     notes["of them on a rank"] = f"{experts + rest:,}"
