@@ -40,6 +40,7 @@ log = logging.getLogger("memplug")
 
 RECENT_STEPS = 50
 TIMELINE_FOLDER = "memplug_timeline"
+FORWARDS_UNTOLD = 100  # of the model, after which `step()` seems to have been forgotten
 WATCHED_STEPS = 8  # one in so many is watched while stable; of the others, autograd's node count and sizes are compared
 
 
@@ -64,6 +65,8 @@ class Session:
         self._planned_steps = 0
         self._timelines = 0
         self._claim: Claim | None = None
+        self.forwards = 0  # with gradients, of regions, or of a model that has none
+        self._missed_steps = False
         self._in_program = False  # of a step: its first forward with gradients has begun
         self.on_step: list[Callable[[Session], None]] = []
         self._undo: list[Callable[[], None]] = []
@@ -234,6 +237,9 @@ class Session:
 
     def begin_forward(self) -> None:
         """The model, or a region of it, runs forward with gradients: the first time in a step, its program begins."""
+        self.forwards += 1
+        if not self.steps and self.forwards == FORWARDS_UNTOLD * max(1, len(self.regions)):
+            self.miss_steps(f"the model ran forward {FORWARDS_UNTOLD} times")
         if self._in_program or self.stage is Stage.DETACHED:
             return
         self._in_program = True
@@ -242,6 +248,16 @@ class Session:
         elif self._recording is not None:
             self._recording.recorder.begin_program()
         self._adjuster.begin_program()
+
+    def miss_steps(self, seen: str) -> None:
+        """Training goes on, and nobody says where its steps end: tell it once."""
+        if self._missed_steps:
+            return
+        self._missed_steps = True
+        log.warning(
+            "memplug: %s, and no step has ended: nothing is planned. Add `session.step()` after `optimizer.step()`",
+            seen,
+        )
 
     def _make_serving(self) -> Serving:
         config, folder = self.config, self.config.plan_dir
@@ -315,6 +331,8 @@ class Session:
 
     def _begin_step(self) -> None:
         """All that is done between two steps is done."""
+        if not self._in_program and self._claim is not None and self._claim.take():
+            self._use_recorder()  # it trains, in forwards that nobody told of
         self._in_program = False
         recording, serving = self._recording, self._serving
         if recording is not None:

@@ -220,6 +220,7 @@ def test_what_runs_between_steps_is_no_part_of_a_program() -> None:
 
 def test_a_recorder_is_stopped_with_its_session() -> None:
     with led() as run:
+        run.step()
         assert not run.recorder.stopped
     assert run.recorder.stopped
 

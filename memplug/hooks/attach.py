@@ -17,9 +17,9 @@ from memplug.errors import ConflictError, RecorderError, RegionError, Unsupporte
 from memplug.execute.device import Device, device_of
 from memplug.hooks import deepspeed as deepspeed_hooks
 from memplug.hooks import megatron as megatron_hooks
+from memplug.hooks import optimizers
 from memplug.hooks import regions as region_hooks
 from memplug.hooks import transformers as transformers_hooks
-from memplug.hooks.forwards import Forwards
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Recorder
 from memplug.recording import Recording
@@ -156,7 +156,7 @@ def _attach(target: _Target, config: MemplugConfig, device: Device) -> Session:
             of_transformers = functools.partial(transformers_hooks.arguments, around)
             prepare = megatron_hooks.arguments if target.is_megatron else of_transformers
             session.at_detach(region_hooks.make_region(module, region, session, prepare))
-        Forwards(target.chunks, session)
+        optimizers.watch(target.chunks, session)
         if engine is not None:
             deepspeed_hooks.hook_engine(engine, session, modules)
         if target.is_megatron:

@@ -151,8 +151,19 @@ def _region_class(original: type) -> type:
 
 @functools.cache
 def _marked_class(original: type) -> type:
-    """A subclass of `original` that runs as it does."""
-    return _subclass(original)
+    """A subclass of `original` that runs as it does, and tells the session of it."""
+
+    @torch.compiler.disable
+    def begin(self: nn.Module) -> None:
+        bound = self.__dict__.get(_REGION)
+        if bound is not None and torch.is_grad_enabled():
+            bound.session.begin_forward()
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        begin(self)
+        return original.forward(self, *args, **kwargs)
+
+    return _subclass(original, forward=functools.update_wrapper(forward, original.forward))
 
 
 def _subclass(original: type, **members: Any) -> type:
