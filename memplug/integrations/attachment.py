@@ -1,4 +1,4 @@
-"""What the callbacks have in common: one session from the begin of a training to its end, or none beside DeepSpeed's."""
+"""What the callbacks have in common: one session from begin to end of a training, or none beside DeepSpeed's."""
 
 from __future__ import annotations
 

@@ -38,6 +38,8 @@ class MemplugCallback(Attachment, TrainerCallback):
         """After the optimizer; micro-batches before that end in `on_substep_end`."""
         self.end_step()
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
         """Undo everything."""
         self.end()
