@@ -1,4 +1,4 @@
-"""Cases of other loops in one process: Accelerate, Lightning, two models that both train."""
+"""Cases of other loops: Accelerate, Lightning, two models that both train, DDP and FSDP2 on two processes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.clients.parts import batches, block, llama, run_lines, write_ds
-
-STEPS = 8
-Outcome = dict[str, Any]
+from tests.clients.parts import STEPS, Block, Case, Outcome, batches, block, llama, run_lines, write_ds
 
 
 def watched(model: nn.Module) -> tuple[nn.Module, list[float]]:
@@ -22,43 +19,59 @@ def watched(model: nn.Module) -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
-def accelerate(memplug: bool, stage: int | None) -> Outcome:
+def accelerate(memplug: Block | None, stage: int | None) -> Outcome:
     """Accelerate, with DeepSpeed where there is a ZeRO stage."""
     from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, DummyOptim
+    from accelerate.utils import DeepSpeedPlugin
 
-    write_ds(block() if memplug else None, stage)
+    write_ds(memplug, stage, optimizer=False)
     model, losses = watched(llama())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if stage is None else DummyOptim(model.parameters())
     left = run_lines(
         "Accelerate" if stage is None else "Accelerate, with DeepSpeed",
         memplug,
-        Accelerator=functools.partial(Accelerator, cpu=True),
+        Accelerator=functools.partial(Accelerator, cpu=True) if stage is None else Accelerator,
         DeepSpeedPlugin=DeepSpeedPlugin,
         model=model,
-        optimizer=optimizer,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         loader=torch.utils.data.DataLoader(batches(STEPS), batch_size=None),
     )
-    return {"losses": losses, "model": left["accelerator"].unwrap_model(left["model"])}
+    model = left["accelerator"].unwrap_model(left["model"])
+    return {"losses": losses, "model": model, "steps": STEPS}
 
 
-def lightning(memplug: bool, several: bool = False, fails_at: int | None = None, **fields: Any) -> Outcome:
+def lightning(memplug: Block | None, several: bool = False, accumulation: int = 1) -> Outcome:
     """Lightning; `several` makes two models, each with an optimizer, that are stepped in turn."""
     import lightning.pytorch as pl
 
-    write_ds(block() if memplug else None)
-    module = (_pair if several else _single)(pl)(fails_at)
-    names: dict[str, Any] = {}
+    write_ds(memplug)
+    module = (_pair if several else _single)(pl)()
     left = run_lines(
         "Lightning",
         memplug,
         Trainer=functools.partial(pl.Trainer, **_QUIET),
         module=module,
         loader=torch.utils.data.DataLoader(batches(STEPS), batch_size=None),
-        settings={"max_epochs": 1, **fields},
-        **names,
+        settings={"max_epochs": 1, **({"accumulate_grad_batches": accumulation} if accumulation > 1 else {})},
     )
-    return {"losses": module.losses, "model": module, "global_step": left["trainer"].global_step}
+    assert left["trainer"].global_step == STEPS // accumulation * (2 if several else 1)
+    return {"losses": module.losses, "model": module, "steps": STEPS // accumulation}
+
+
+def broken_off(memplug: Block | None) -> Outcome:
+    """Lightning, where the fourth step fails."""
+    import lightning.pytorch as pl
+
+    from memplug.integrations.lightning import MemplugCallback
+
+    module = _single(pl)(fails_at=3)
+    callback = MemplugCallback(memplug)
+    trainer = pl.Trainer(callbacks=[callback] if memplug is not None else [], **_QUIET)
+    try:
+        trainer.fit(module, torch.utils.data.DataLoader(batches(STEPS), batch_size=None))
+    except ArithmeticError:
+        stage = callback.session.stage.value if memplug is not None else None
+        return {"losses": module.losses, "model": module, "steps": 3, "stage": stage}
+    raise AssertionError("the step did not fail")
 
 
 _QUIET = {
@@ -72,7 +85,7 @@ _QUIET = {
 
 def _single(pl: Any) -> type:
     class Single(pl.LightningModule):
-        def __init__(self, fails_at: int | None) -> None:
+        def __init__(self, fails_at: int | None = None) -> None:
             super().__init__()
             self.model, self.losses, self.fails_at = llama(), [], fails_at
 
@@ -94,7 +107,7 @@ def _single(pl: Any) -> type:
 
 def _pair(pl: Any) -> type:
     class Pair(pl.LightningModule):
-        def __init__(self, fails_at: int | None) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.first, self.second, self.losses = llama(), llama(seed=1), []
             self.automatic_optimization = False
@@ -113,17 +126,17 @@ def _pair(pl: Any) -> type:
     return Pair
 
 
-def two_models(memplug: bool) -> Outcome:
-    """Two models that both train, each attached by itself, the one on what the other gives out."""
+def two_models(memplug: Block | None) -> Outcome:
+    """Two models that both train, each attached by itself; the one learns from what the other says."""
     import memplug as package
 
     models = [llama(), llama(seed=1)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
-    sessions = [package.attach(model, block()) for model in models] if memplug else []
+    sessions = [package.attach(model, memplug) for model in models] if memplug is not None else []
     return _in_turn(models, _plain_steps(optimizers), sessions)
 
 
-def two_engines(memplug: bool, stage: int) -> Outcome:
+def two_engines(memplug: Block | None, stage: int) -> Outcome:
     """Two DeepSpeed engines that both train, as an unchanged script makes them."""
     import json
     from pathlib import Path
@@ -132,8 +145,8 @@ def two_engines(memplug: bool, stage: int) -> Outcome:
 
     import memplug as package
 
-    write_ds(block() if memplug else None, stage)
-    if memplug:
+    write_ds(memplug, stage)
+    if memplug is not None:
         package.install()
     config = json.loads(Path("ds.json").read_text())
     models = [llama(), llama(seed=1)]
@@ -160,25 +173,50 @@ def _plain_steps(optimizers: list[torch.optim.Optimizer]) -> list[Callable[[torc
 def _in_turn(models: list[Any], ends: list[Callable[[torch.Tensor], None]], sessions: list[Any]) -> Outcome:
     losses = []
     for batch in batches(STEPS):
+        with torch.no_grad():  # as a critic is asked before the actor learns
+            weight = models[1](**batch).loss
         for i, (model, end) in enumerate(zip(models, ends, strict=True)):
-            loss = model(**batch).loss
-            if i == 1:
-                with torch.no_grad():  # as a critic judges what the actor has learned
-                    loss = loss * models[0](**batch).loss
+            loss = model(**batch).loss * (weight if i == 0 else 1)
             end(loss)
             losses.append(loss.item())
             for session in sessions[i : i + 1]:
                 session.step()
-    return {"losses": losses, "model": nn.ModuleList(getattr(model, "module", model) for model in models)}
+    both = nn.ModuleList(getattr(model, "module", model) for model in models)
+    return {"losses": losses, "model": both, "steps": STEPS}
 
 
-def cases() -> Iterator[tuple[str, Callable[..., Outcome]]]:
-    """By name."""
+def wrapped(memplug: Block | None, title: str) -> Outcome:
+    """The lines of a section on wrappers, each rank on its own batches."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    write_ds(memplug)
+    model, losses = watched(llama())
+    left = run_lines(
+        title,
+        memplug,
+        DistributedDataParallel=nn.parallel.DistributedDataParallel,
+        fully_shard=fully_shard,
+        AdamW=functools.partial(torch.optim.AdamW, lr=1e-3),
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        loader=batches(STEPS, seed=1 + dist.get_rank()),
+    )
+    return {"losses": losses, "model": left["model"], "steps": STEPS}
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    """By name; without a ZeRO stage there is no DeepSpeed."""
     for stage in (None, 2, 3):
-        yield "Accelerate" + ("" if stage is None else f", ZeRO {stage}"), functools.partial(accelerate, stage=stage)
-    yield "Lightning", lightning
-    yield "Lightning, accumulation", functools.partial(lightning, accumulate_grad_batches=2)
-    yield "Lightning, two optimizers", functools.partial(lightning, several=True)
-    yield "two models", two_models
+        run = functools.partial(accelerate, stage=stage)
+        name = "Accelerate" if stage is None else f"Accelerate, ZeRO {stage}"
+        yield name, Case((run,), ("accelerate",), planned=block())
+    yield "Lightning", Case((lightning,), ("lightning",), planned=block())
+    yield "Lightning, accumulation", Case((functools.partial(lightning, accumulation=2),), ("lightning",))
+    yield "Lightning, two optimizers", Case((functools.partial(lightning, several=True),), ("lightning",))
+    yield "Lightning, broken off", Case((broken_off,), ("lightning",))
+    yield "two models", Case((two_models,))
     for stage in (0, 3):
-        yield f"two engines, ZeRO {stage}", functools.partial(two_engines, stage=stage)
+        yield f"two engines, ZeRO {stage}", Case((functools.partial(two_engines, stage=stage),))
+    for title in ("DDP", "FSDP2"):
+        yield title, Case((functools.partial(wrapped, title=title),), ranks=2, planned=block())

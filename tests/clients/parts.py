@@ -1,4 +1,4 @@
-"""What the cases train: tiny models, text, tokenizers, the lines of examples/README.md, and digests of weights."""
+"""What cases are, and what they train: tiny models, text, tokenizers, the lines of examples/README.md, digests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,46 @@ README = Path(__file__).resolve().parents[2] / "examples/README.md"
 VOCABULARY = 96
 LENGTH = 32
 WORDS = [f"w{i}" for i in range(VOCABULARY - 4)]
+STEPS = 8
+Block = dict[str, Any]
+Outcome = dict[str, Any]
 
 
-def block(alpha: float | str = 1, **fields: Any) -> dict[str, Any]:
-    """One that swaps even the smallest tensor and plans after two steps.
+@dataclass(frozen=True)
+class Case:
+    """One training, with memplug and without.
 
-    A number for alpha keeps rows together, so that results are equal to the bit wherever rows of a matmul are not.
+    Attributes:
+        parts: each runs in a process of its own, one after the other in one folder, with memplug's block or without;
+            returns the "losses", the "model", how many "steps" there were, and what else a test wants to see.
+        ranks: so many processes for each part.
+        needs: packages without which the case is left out.
+        planned: the block to run with too, with a plan.
+    """
+
+    parts: tuple[Callable[[Block | None], Outcome], ...]
+    needs: tuple[str, ...] = ()
+    ranks: int = 1
+    planned: Block | None = None
+
+    @property
+    def ways(self) -> dict[str, Block | None]:
+        """The blocks to run with, by name."""
+        ways: dict[str, Block | None] = {"without": None, "with": block(alpha=1)}
+        return ways if self.planned is None else {**ways, "planned": self.planned}
+
+
+def block(warmup_steps: int = 0, policy_steps: int = 0, **tokenwise: Any) -> Block:
+    """One that swaps even the smallest tensor, and plans as soon as it may unless there is an alpha.
+
+    With 1 for alpha, results are equal to the bit; a plan may split the rows of a matmul, which rounds otherwise. No
+    value is "auto": Accelerate would want to fill it in.
     """
     return {
         "enabled": True,
         "plan_dir": False,
-        "profiler": {"warmup_steps": 0, "policy_steps": 0},
-        "tokenwise": {"alpha": alpha, "min_offload_bytes": 1},
-        **fields,
+        "profiler": {"warmup_steps": warmup_steps, "policy_steps": policy_steps},
+        "tokenwise": {"min_offload_bytes": 1, **tokenwise},
     }
 
 
@@ -67,13 +95,9 @@ def batches(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
 
 
 def sentences(count: int, words: int, seed: int = 1) -> list[str]:
-    """Of at most so many words; they differ in length."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(words // 2, words + 1, (count,), generator=generator).tolist()
-    return [
-        " ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (length,), generator=generator).tolist())
-        for length in lengths
-    ]
+    """Each of so many words."""
+    rows = torch.randint(0, len(WORDS), (count, words), generator=torch.Generator().manual_seed(seed))
+    return [" ".join(WORDS[i] for i in row) for row in rows.tolist()]
 
 
 def tokenizer() -> Any:
@@ -114,7 +138,7 @@ def _gathered(parameters: list[nn.Parameter]) -> Iterator[None]:
         yield
 
 
-def write_ds(memplug: Mapping[str, Any] | None, stage: int | None = None, accumulation: int = 1) -> None:
+def write_ds(memplug: Block | None, stage: int | None = None, accumulation: int = 1, optimizer: bool = True) -> None:
     """ds.json in the working directory; without a stage, no more than memplug's block."""
     config: dict[str, Any] = {}
     if stage is not None:
@@ -122,8 +146,9 @@ def write_ds(memplug: Mapping[str, Any] | None, stage: int | None = None, accumu
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": accumulation,
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         }
+        if optimizer:
+            config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
         if stage == 3:
             config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     Path("ds.json").write_text(json.dumps(config if memplug is None else {**config, "memplug": memplug}))
@@ -140,7 +165,7 @@ def lines_of(title: str, memplug: bool) -> str:
     return "\n".join(line for line in code.splitlines() if not re.search(r"memplug|Memplug|session", line))
 
 
-def run_lines(title: str, memplug: bool, **names: Any) -> dict[str, Any]:
+def run_lines(title: str, memplug: Block | None, **names: Any) -> dict[str, Any]:
     """Runs a section's lines; returns the names that they leave."""
-    exec(compile(lines_of(title, memplug), f"examples/README.md, {title}", "exec"), names)
+    exec(compile(lines_of(title, memplug is not None), f"examples/README.md, {title}", "exec"), names)
     return names

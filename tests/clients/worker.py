@@ -1,58 +1,135 @@
-"""Runs cases with memplug and without, each in a fork of a process that has imported everything; writes what came of them.
+"""Runs cases with memplug and without, each in forks of a process that has imported everything.
 
-`python -m tests.clients.worker FOLDER NAMES` runs the named cases (a JSON list), several at a time. Under torchrun, each
-rank forks in turn with the others. `FOLDER/RANK.json` gets case -> "with" or "without" -> {"losses", "digest", "reports":
-one a session, "seconds": of the processor, or "error": a traceback}, and what else the case gives.
+`python -m tests.clients.worker FILE NAMES` runs the named cases (a JSON list), some at a time. FILE gets, as JSON, case
+-> way -> for each rank {"losses", "steps", "digest" of the weights, "reports": one a session with the "history" of its
+stages, "told": memplug's lines} and what else the case gives; or {"error": a traceback and the end of the output}.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import importlib
 import json
 import logging
 import os
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-TIME_LIMIT_S = 120
+from tests.clients import loops, trainers
+from tests.clients.parts import Block, Case, Outcome
+
+TIME_LIMIT_S = 300  # of one process, on a machine that has other work too
 AT_ONCE = 2
+IMPORTED = (
+    "memplug.hooks.attach",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.original_muon",  # compiles functions: two seconds of torch's inductor
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "trl.trainer.sft_trainer",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.grpo_trainer",
+    "lightning.pytorch",
+)
+
+
+def known_cases() -> dict[str, Case]:
+    """All cases, by name."""
+    return dict([*trainers.cases(), *loops.cases()])
 
 
 def import_clients() -> None:
-    """All that the cases import, the parts that are imported late included; what is not installed is left out."""
-    import importlib
-
+    """All that the cases import, so that their processes have it already; without the packages that are missing."""
     import torch
 
     torch.set_num_threads(1)
-    late = (
-        "memplug.hooks.attach",
-        "deepspeed",
-        "transformers.models.llama.modeling_llama",
-        "transformers.trainer",
-        "trl.trainer.sft_trainer",
-        "trl.trainer.dpo_trainer",
-        "trl.trainer.grpo_trainer",
-        "peft",
-        "accelerate",
-        "lightning.pytorch",
-    )
-    for name in late:
-        try:
+    for name in IMPORTED:
+        with contextlib.suppress(ImportError):
             importlib.import_module(name)
-        except ImportError:
-            logging.getLogger(__name__).info("not installed: %s", name)
-    deepspeed = sys.modules["deepspeed"]
     # DeepSpeed would first compile a shared-memory all-reduce, which takes half a minute
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def run_part(run: Callable[..., Any], memplug: bool) -> dict[str, Any]:
-    """One process's part of a case; the sessions that it makes are reported."""
+class Run:
+    """One case in one way: processes one part after the other, until one fails."""
+
+    def __init__(self, folder: Path, case: Case, block: Block | None):
+        self.folder, self.case, self.block = folder, case, block
+        self._parts = iter(case.parts)
+        self._running: set[int] = set()
+        for rank in range(case.ranks):
+            self._place(rank).mkdir(parents=True)
+
+    def begin(self) -> set[int]:
+        """Starts the next part; returns its processes, none where all parts are done or one has failed."""
+        written = [self._place(rank) / "outcome.json" for rank in range(self.case.ranks)]
+        part = next(self._parts, None)
+        if part is None or any("error" in json.loads(file.read_text()) for file in written if file.exists()):
+            return set()
+        for stale in [*written, self.folder / "rendezvous"]:
+            stale.unlink(missing_ok=True)
+        self._running = {self._fork(part, rank) for rank in range(self.case.ranks)}
+        return set(self._running)
+
+    def ended(self, child: int) -> bool:
+        """A process has ended; returns whether it was the last of its part."""
+        self._running.discard(child)
+        return not self._running
+
+    def outcomes(self) -> list[Outcome]:
+        """What each rank of the last part wrote."""
+        return [self._outcome(self._place(rank)) for rank in range(self.case.ranks)]
+
+    def _place(self, rank: int) -> Path:
+        return self.folder / str(rank)
+
+    def _outcome(self, place: Path) -> Outcome:
+        written = place / "outcome.json"
+        outcome = (
+            json.loads(written.read_text()) if written.exists() else {"error": "the process died or took too long"}
+        )
+        if "error" in outcome:
+            outcome["error"] += "\n" + (place / "output.txt").read_text(errors="replace")[-4000:]
+        return outcome
+
+    def _fork(self, part: Callable[[Block | None], Outcome], rank: int) -> int:
+        return os.fork() or self._child(part, rank)
+
+    def _child(self, part: Callable[[Block | None], Outcome], rank: int) -> NoReturn:
+        try:
+            os.chdir(self._place(rank))
+            with open("output.txt", "a") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+            faulthandler.dump_traceback_later(TIME_LIMIT_S, exit=True)
+            self._join(rank)
+            outcome = run_part(part, self.block)
+        except BaseException:
+            outcome = {"error": traceback.format_exc()}
+        try:
+            Path("outcome.json").write_text(json.dumps(outcome))
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(0)  # without what the parent has registered for its exit
+
+    def _join(self, rank: int) -> None:
+        import torch.distributed as dist
+
+        ranks = self.case.ranks
+        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+        os.environ.update({name: str(value) for name, value in where.items()})
+        dist.init_process_group("gloo", f"file://{self.folder}/rendezvous", rank=rank, world_size=ranks)
+
+
+def run_part(part: Callable[[Block | None], Outcome], block: Block | None) -> Outcome:
+    """In the process of a part: trains, then looks at the weights and at the sessions that were made."""
     from memplug.hooks import attach as attach_module
     from tests.clients.parts import digest
 
@@ -64,120 +141,55 @@ def run_part(run: Callable[..., Any], memplug: bool) -> dict[str, Any]:
         return sessions[-1]
 
     attach_module._attach = attach
-    outcome = run(memplug)
-    outcome["digest"] = digest(outcome.pop("model"))
-    return {**outcome, "reports": [session.report() for session in sessions]}
+    with listening() as told:
+        outcome = part(block)
+        outcome["digest"] = digest(outcome.pop("model"))
+        reports = [{**one.report(), "history": [stage.value for _, stage, _, _ in one.history]} for one in sessions]
+        return {**outcome, "reports": reports, "told": told}
 
 
-def in_fork(run: Callable[..., Any], memplug: bool, folder: Path, group: Callable[[Path], None]) -> int:
-    """Starts a part in a fork; returns its process id. `folder/outcome.json` is there when it ends."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        os.chdir(folder)
-        with open("output.txt", "w") as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-        logging.getLogger("memplug").setLevel(logging.INFO)
-        logging.getLogger("memplug").addHandler(logging.StreamHandler())
-        group(folder)
-        outcome = run_part(run, memplug)
-        outcome["seconds"] = time.process_time() - STARTED
-        status = 0
-    except BaseException:
-        outcome = {"error": traceback.format_exc()}
-    try:
-        Path("outcome.json").write_text(json.dumps(outcome))
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(status)
+@contextlib.contextmanager
+def listening() -> Iterator[list[str]]:
+    """Yields the list that gets memplug's lines."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("memplug")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield told
+    logger.removeHandler(handler)
 
 
-STARTED = 0.0
-
-
-def join_alone(folder: Path) -> None:
-    """A group of this process, for DeepSpeed."""
-    import torch.distributed as dist
-
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-
-
-def join_others(folder: Path) -> None:
-    """A group of all ranks."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{folder.parent}/rendezvous", rank=rank(), world_size=world())
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def world() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def variant(folder: Path, runs: list[Callable[..., Any]], memplug: bool) -> Iterator[int]:
-    """Starts the parts of a case one after the other, in the same folder; yields the process id of each."""
-    for run in runs:
-        for stale in ("outcome.json", "rendezvous"):
-            (folder / stale).unlink(missing_ok=True)
-        yield in_fork(run, memplug, folder, join_alone if world() == 1 else join_others)
-
-
-def outcome_of(folder: Path) -> dict[str, Any]:
-    """What the last part of a case wrote, with the end of its output where it failed."""
-    written = folder / "outcome.json"
-    outcome = json.loads(written.read_text()) if written.exists() else {"error": "the process died, or took too long"}
-    if "error" in outcome:
-        outcome["error"] += "\n" + (folder / "output.txt").read_text(errors="replace")[-4000:]
-    return outcome
-
-
-def run_cases(folder: Path, cases: dict[str, Any], at_once: int) -> dict[str, dict[str, Any]]:
-    """Runs all cases in both ways."""
-    waiting, running, results = [], {}, {name: {} for name in cases}
-    for number, (name, runs) in enumerate(cases.items()):
-        for way in ("without", "with"):
-            place = folder / f"{number}-{way}" / str(rank())
-            place.mkdir(parents=True)
-            runs = runs if isinstance(runs, list) else [runs]
-            waiting.append((name, way, place, variant(place, runs, way == "with")))
-    waiting.reverse()
+def run_cases(folder: Path, cases: dict[str, Case]) -> dict[str, dict[str, list[Outcome]]]:
+    """Runs all cases in all their ways."""
+    runs = {
+        (name, way): Run(folder / f"{number}-{way}", case, block)
+        for number, (name, case) in enumerate(cases.items())
+        for way, block in case.ways.items()
+    }
+    waiting, running = list(runs.values()), {}
     while waiting or running:
-        while waiting and len(running) < at_once:
-            _begin(waiting.pop(), running)
-        child, _, usage = os.wait4(-1, 0)
-        case = running.pop(child)
-        name, way, place, _ = case
-        results[name][way] = outcome = outcome_of(place)
-        outcome["seconds"] = usage.ru_utime + usage.ru_stime
-        if "error" not in outcome:
-            _begin(case, running)
+        while waiting and len(running) < AT_ONCE:
+            run = waiting.pop(0)
+            running.update(dict.fromkeys(run.begin(), run))
+        run = running.pop(child := os.wait()[0])
+        if run.ended(child):
+            running.update(dict.fromkeys(run.begin(), run))
+    results: dict[str, dict[str, list[Outcome]]] = {name: {} for name in cases}
+    for (name, way), run in runs.items():
+        results[name][way] = run.outcomes()
     return results
-
-
-def _begin(case: tuple[Any, ...], running: dict[int, Any]) -> None:
-    child = next(case[3], None)
-    if child is not None:
-        running[child] = case
 
 
 def main() -> None:
     """Runs the named cases."""
-    from tests.clients import loops, trainers, wrapped
-
-    folder, names = Path(sys.argv[1]), json.loads(sys.argv[2])
-    known = dict([*trainers.cases(), *loops.cases(), *wrapped.cases()])
+    file, names = Path(sys.argv[1]), json.loads(sys.argv[2])
+    known = known_cases()
     import_clients()
-    results = run_cases(folder / "runs", {name: known[name] for name in names}, AT_ONCE if world() == 1 else 1)
-    results["imports"] = {"seconds": time.process_time()}
-    (folder / f"{rank()}.json").write_text(json.dumps(results))
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_cases(Path(folder), {name: known[name] for name in names})
+    file.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
