@@ -32,15 +32,16 @@ def counters(executor: Executor) -> dict[str, int]:
     }
 
 
-def arena(serving: Serving | None) -> dict[str, Any]:
-    """What the planned arena did so far, holds now and promises; `serving` None: there is none.
+def arena(serving: Serving | None, why: str) -> dict[str, Any]:
+    """What the planned arena did so far, holds now and promises; `serving` None: there is none, for the reason `why`,
+    or none yet.
 
     `arena_fallback` counts requests that the native allocator got although a plan was there, `arena_step_served` is the
     share of the last step's requests that the arena had bytes for, `arena_peak_bytes` the most in use of it since the
     last plan, in whole blocks; `native_bytes` is what the native allocator has in use, None on the CPU.
     """
     if serving is None:
-        return {"arena": "off"}
+        return {"arena": "off" if why else "waiting", "arena_off_because": why or None}
     counters, step, plan = serving.counters, serving.step, serving.plan
     asked = step.served + step.mismatched + step.dynamic_missed
     reserved = counters.reserved_bytes

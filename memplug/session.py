@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from memplug import report
+from memplug.claim import Claim
 from memplug.config import MemplugConfig
-from memplug.errors import MemplugError, RecorderError
+from memplug.errors import RecorderError
 from memplug.execute.arena import Arena
 from memplug.execute.device import Device
 from memplug.execute.frame import Frame
@@ -41,7 +42,6 @@ log = logging.getLogger("memplug")
 RECENT_STEPS = 50
 TIMELINE_FOLDER = "memplug_timeline"
 WATCHED_STEPS = 8  # one in so many is watched while stable; of the others, autograd's node count and sizes are compared
-FORWARDS_WITHOUT_STEP = 100  # of each region, after which `step()` seems to have been forgotten
 
 
 class Session:
@@ -62,10 +62,10 @@ class Session:
         self.executor = Executor(device, host_bytes, config.tokenwise.min_offload_bytes, regathers)
         self.executor.guard = self.explaining
         self.steps = 0
+        self._planned_steps = 0
         self._timelines = 0
-        self._recording: Recording | None = None
-        self._make_recording: Callable[[], Recording] | None = None
-        self._serving: Serving | None = None
+        self._claim: Claim | None = None
+        self._in_program = False  # of a step: its first forward with gradients has begun
         self.on_step: list[Callable[[Session], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
@@ -75,7 +75,7 @@ class Session:
         self._adjuster = Adjuster(config, self.regions, self.executor, begin, self._step_peak, self._ranks)
         self._shortage = Shortage(self.executor, self._ranks)
         if self._plans:
-            self.executor.on_frame = self._observe
+            self.executor.on_frame = self._adjuster.observer
             self._adjuster.tell(f"{len(self.regions)} regions, planned for once the program repeats")
         elif config.tokenwise.enabled:
             self._adjuster.tell(f"{len(self.regions)} regions, alpha {config.tokenwise.alpha}")
@@ -92,26 +92,28 @@ class Session:
         if self.stage is Stage.DETACHED:
             return
         self.steps += 1
-        if self._serving is not None:
-            self._serving.pause()
+        recording, serving = self._recording, self._serving
+        if serving is not None:
+            serving.pause()
         self.executor.transfer.drain()
         for region in self.regions:
             region.end_step()
         self._time_step()
         operators, nodes = self._take()
-        if self._recording is not None:
-            self._recording.end_step()
+        if recording is not None:
+            recording.end_step()
         if self.regions and self.stage is Stage.STABLE:
             self._shortage.end_step()
         else:
             self._shortage.skip_step()
         if self._plans:
+            self._planned_steps += self._adjuster.policy is not None
             program = Program(operators, self._adjuster.observer.take_sizes(), nodes)
             self._adjuster.end_step(self.steps, program)
-        if self._serving is not None:
-            if not self._recording.able:
-                self._serving.close("steps cannot be recorded")
-            self._serving.end_step(self._adjuster.lasting, self._recording.step_trace)
+        if serving is not None:
+            if not recording.able:
+                serving.close("steps cannot be recorded")
+            serving.end_step(self._adjuster.lasting, recording.step_trace)
         for callback in self.on_step:
             callback(self)
         self._begin_step()
@@ -127,11 +129,11 @@ class Session:
             NativeError: there is no compiler here.
             RecorderError: another session of this process has the recorder, or this one is off or detached.
         """
-        if self._recording is None or self.stage is Stage.DETACHED:
-            if self._make_recording is None:
-                raise RecorderError("a session that is detached records nothing", "Attach again.")
-            self._start_recording(self._make_recording())
-            self._recording.recorder.watch(self._watches)
+        if self._claim is None or self.stage is Stage.DETACHED:
+            raise RecorderError("a session that is detached records nothing", "Attach again.")
+        if self._recording is None:
+            self._claim.demand()
+            self._use_recorder()
         self._recording.want(None if file is None else of_rank(Path(file)))
 
     @property
@@ -165,7 +167,9 @@ class Session:
             "predicted_peak_bytes": self._adjuster.policy.peak_bytes if solution else None,
             "bound": solution.bound if solution else None,
             **report.counters(self.executor),
-            **report.arena(self._serving),
+            "profiler": "operators" if self._recording is not None and self._watches else "sizes",
+            "profiler_off_because": (self._claim.profiler_off_because or None) if self._claim else None,
+            **report.arena(self._serving, self._claim.arena_off_because if self._claim else ""),
         }
 
     def detach(self) -> None:
@@ -178,11 +182,8 @@ class Session:
         self._adjuster.close()
         while self._undo:
             self._undo.pop()()
-        if self._serving is not None:
-            self._serving.close("the session is detached")
-        if self._recording is not None:
-            self._recording.stop()
-        self._make_recording = None
+        if self._claim is not None:
+            self._claim.release("the session is detached")
         self.executor.own = contextlib.nullcontext()
         self.executor.on_frame = None
         self.executor.close()
@@ -217,21 +218,27 @@ class Session:
         Without a compiler, or where another session has the recorder, one warning says what is missing.
 
         Args:
-            make: gives the session's recording, and with it the recorder; called at once or when a step is to be
-                recorded.
+            make: gives the session's recording, and with it the recorder; called once the model trains, or when a step
+                is to be recorded.
         """
-        self._make_recording = make
-        if not self._watches and not self.config.report.timeline and not self.config.arena.enabled:
+        config = self.config
+        self._claim = Claim(
+            make,
+            self._make_serving if config.arena.enabled else None,
+            watches=self._watches,
+            wanted=self._watches or bool(config.report.timeline) or config.arena.enabled,
+        )
+
+    def begin_forward(self) -> None:
+        """The model, or a region of it, runs forward with gradients: the first time in a step, its program begins."""
+        if self._in_program or self.stage is Stage.DETACHED:
             return
-        try:
-            self._start_recording(make())
-            if self.config.arena.enabled:
-                self._serving = self._make_serving()
-        except MemplugError as error:
-            missing = "without the arena" if self._recording is not None else "without the profiler and the arena"
-            log.warning("memplug: goes on %s: %s", missing, error)
-        if self._recording is not None:
-            self._recording.recorder.watch(self._watches)
+        self._in_program = True
+        if self._claim is not None and self._claim.take():
+            self._use_recorder()
+        elif self._recording is not None:
+            self._recording.recorder.begin_program()
+        self._adjuster.begin_program()
 
     def _make_serving(self) -> Serving:
         config, folder = self.config, self.config.plan_dir
@@ -269,13 +276,13 @@ class Session:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _observe(self, frame: Frame) -> None:
-        self._adjuster.observer(frame)
-        if not self.steps and self.executor.frames == FORWARDS_WITHOUT_STEP * len(self.regions):
-            log.warning(
-                "memplug: %d forwards of each region and no end of a step: call session.step() after optimizer.step()",
-                FORWARDS_WITHOUT_STEP,
-            )
+    @property
+    def _recording(self) -> Recording | None:
+        return self._claim.recording if self._claim is not None else None
+
+    @property
+    def _serving(self) -> Serving | None:
+        return self._claim.serving if self._claim is not None else None
 
     @property
     def _plans(self) -> bool:
@@ -285,9 +292,10 @@ class Session:
     def _watches(self) -> bool:
         return self._plans and self.config.profiler.enabled
 
-    def _start_recording(self, recording: Recording) -> None:
-        self._recording = recording
-        self.executor.own = recording.recorder.suspended
+    def _use_recorder(self) -> None:
+        recorder = self._recording.recorder
+        self.executor.own = recorder.suspended
+        recorder.watch(self._watches)
 
     def _take(self) -> tuple[np.ndarray | None, int]:
         """Operators and nodes of the step; whether the next one is watched too is settled by where the session stands
@@ -299,21 +307,20 @@ class Session:
         return recorder.take(), recorder.take_nodes()
 
     def _begin_step(self) -> None:
-        """All that is done between two steps is done; what it ran is no part of a step."""
-        if self._recording is not None:
-            self._take()
+        """All that is done between two steps is done."""
+        self._in_program = False
+        recording, serving = self._recording, self._serving
+        if recording is not None:
             stable = self.stage is Stage.STABLE
-            self._recording.recorder.watch(self._watches and not (stable and self.steps % WATCHED_STEPS))
+            recording.recorder.watch(self._watches and not (stable and self.steps % WATCHED_STEPS))
             self._want_timeline()
-            serving = self._serving
-            self._recording.begin_step(
+            recording.begin_step(
                 self._adjuster.detail,
                 traced=serving is not None and serving.records,
                 placed=serving is not None and serving.places,
             )
-        self._adjuster.begin_step()
-        if self._serving is not None:
-            self._serving.begin_step()
+        if serving is not None:
+            serving.begin_step()
 
     def _want_timeline(self) -> None:
         """`report.timeline`: the step after each plan; where nothing is planned, the third one."""

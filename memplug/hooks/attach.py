@@ -19,6 +19,7 @@ from memplug.hooks import deepspeed as deepspeed_hooks
 from memplug.hooks import megatron as megatron_hooks
 from memplug.hooks import regions as region_hooks
 from memplug.hooks import transformers as transformers_hooks
+from memplug.hooks.forwards import Forwards
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Recorder
 from memplug.recording import Recording
@@ -155,8 +156,9 @@ def _attach(target: _Target, config: MemplugConfig, device: Device) -> Session:
             of_transformers = functools.partial(transformers_hooks.arguments, around)
             prepare = megatron_hooks.arguments if target.is_megatron else of_transformers
             session.at_detach(region_hooks.make_region(module, region, session, prepare))
+        Forwards(target.chunks, session)
         if engine is not None:
-            deepspeed_hooks.hook_engine(engine, session)
+            deepspeed_hooks.hook_engine(engine, session, modules)
         if target.is_megatron:
             megatron_hooks.hook([module for _, module in modules], session)
         session.watch(functools.partial(_make_recording, target, found, device))

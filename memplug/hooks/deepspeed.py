@@ -7,6 +7,9 @@
 | `backward` | the engine instance | a note on an out-of-memory error |
 | `pre_` and `post_sub_module_forward_function` | ZeRO 3's `parameter_offload` | gathering is no part of a region |
 | `pre_` and `post_sub_module_backward_function` | the same | a recompute pass must not release what backward gathered |
+| `_all_gather`, `_partition` | `zero.partition_parameters.Init` | the same of what is gathered elsewhere: when a module reads another's parameter, or returns its own (external parameters), or by `GatheredParameters` |
+
+An engine without an optimizer, such as a reference or a teacher, trains nothing: `install` leaves it alone.
 
 Known in deepspeed 0.16 to 0.19. Each patch is marked, keeps the original, and is undone by `uninstall` or
 `Session.detach`.
@@ -14,15 +17,20 @@ Known in deepspeed 0.16 to 0.19. Each patch is marked, keeps the original, and i
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 from memplug import report
 from memplug.config import MemplugConfig, read_ds_config
 from memplug.errors import ConflictError, PatchError
+from memplug.execute.tokenwise import Region
 from memplug.hooks.patching import ORIGINAL, is_patched, patch
 from memplug.session import Session
 
@@ -34,7 +42,7 @@ VERSIONS = "deepspeed 0.16 to 0.19"
 def install(attach: Callable[..., Session]) -> None:
     """Patch `deepspeed.initialize` to attach to the engine it returns. A second call does nothing.
 
-    An engine without the block is left alone. Where a block says `"enabled": false`, the patch is taken away again.
+    An engine without the block, or without an optimizer, is left alone. Where a block says `"enabled": false`, the patch is taken away again.
 
     Raises:
         PatchError: this DeepSpeed has no `initialize`.
@@ -51,7 +59,9 @@ def install(attach: Callable[..., Session]) -> None:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         config = read_block(result[0])
-        if config.active:
+        if config.active and not trains(result[0]):
+            log.info("memplug: off for this engine, which has no optimizer: nothing is trained with it")
+        elif config.active:
             attach(result[0], config)
         elif has_block(result[0]):
             uninstall()
@@ -101,6 +111,11 @@ def _configuration(engine: Any) -> Mapping[str, Any]:
     return read
 
 
+def trains(engine: Any) -> bool:
+    """Whether an engine has an optimizer; without one, ZeRO 3 puts what gathers parameters in its place."""
+    return type(engine.optimizer).__name__ not in ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
+
+
 def is_hooked(engine: Any) -> bool:
     """Whether a session sees the engine's steps."""
     return is_patched(engine, "step")
@@ -122,8 +137,12 @@ def check_checkpointing_is_off() -> None:
         )
 
 
-def hook_engine(engine: Any, session: Session) -> None:
-    """Let the engine mark steps, explain out-of-memory errors, and keep parameter gathering out of the regions."""
+def hook_engine(engine: Any, session: Session, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Let the engine mark steps, explain out-of-memory errors, and keep parameter gathering out of the regions.
+
+    Args:
+        modules: of the session's regions, with their names.
+    """
 
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         steps = engine.global_steps  # of the optimizer, whoever tells where accumulation ends
@@ -143,6 +162,7 @@ def hook_engine(engine: Any, session: Session) -> None:
     patch(engine, "backward", backward, session, VERSIONS)
     if regathers(engine):
         _hook_gathering(engine, session)
+        _hook_external_parameters(session, dict(modules))
     monitor = getattr(engine, "monitor", None)
     if session.config.report.monitor and getattr(monitor, "enabled", False):
         session.on_step.append(lambda s: monitor.write_events(report.monitor_events(s.report(), engine.global_samples)))
@@ -154,8 +174,8 @@ def _hook_gathering(engine: Any, session: Session) -> None:
     The module whose backward asks for the first saved tensor of a region has its parameters gathered when the recompute
     pass runs that very module forward; releasing them after its forward would leave its backward with empty ones.
     """
-    offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)
-    if offload is None:
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # the latter where nothing is trained
+    if not hasattr(offload, "pre_sub_module_forward_function"):
         raise PatchError("engine.optimizer.parameter_offload", VERSIONS)
     in_backward: set[int] = set()
     session.on_step.append(lambda _: in_backward.clear())
@@ -183,3 +203,39 @@ def _hook_gathering(engine: Any, session: Session) -> None:
     patch(offload, "post_sub_module_forward_function", after_forward, session, VERSIONS)
     patch(offload, "pre_sub_module_backward_function", before_backward, session, VERSIONS)
     patch(offload, "post_sub_module_backward_function", after_backward, session, VERSIONS)
+
+
+def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]) -> None:
+    """ZeRO 3: the same for parameters that a module reads of another one, or returns, wherever they are gathered.
+
+    DeepSpeed finds those in the first forward, as they are read, and lets the module that runs gather them beforehand
+    from then on. A recompute pass does not enter its region, so the region is put where DeepSpeed looks for the
+    module that runs.
+    """
+    executor = session.executor
+
+    def outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with executor.paused():
+            return original(*args, **kwargs)
+
+    partitioning = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    patch(partitioning.Init, "_all_gather", outside, session, VERSIONS)
+    patch(partitioning.Init, "_partition", outside, session, VERSIONS)
+
+    running = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+    guard = executor.guard
+
+    @contextlib.contextmanager
+    def guarded(phase: str, region: Region) -> Iterator[None]:
+        before = list(running)
+        if phase == "recompute":
+            running.append(modules[region.name])
+        try:
+            with guard(phase, region):
+                yield
+        finally:
+            if phase == "recompute":
+                running[:] = before
+
+    executor.guard = guarded
+    session.at_detach(lambda: setattr(executor, "guard", guard))

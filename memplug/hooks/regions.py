@@ -129,6 +129,7 @@ def _region_class(original: type) -> type:
         call = functools.partial(original.forward, self)
         if bound is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        bound.session.begin_forward()
         if bound.prepare is not None:
             args, kwargs = bound.prepare(self, args, kwargs)
         return bound.session.executor.run(bound.region, call, args, kwargs)

@@ -120,8 +120,12 @@ Place enter(Place next) {
   return former;
 }
 
+bool owns(const Thread& thread) {
+  return thread.owned == ownership.load(std::memory_order_relaxed);
+}
+
 bool trains(const Thread& thread) {
-  return thread.owned == ownership.load(std::memory_order_relaxed) || in_backward();
+  return owns(thread) || in_backward();
 }
 
 } // namespace
@@ -133,7 +137,7 @@ void own_thread() {
 
 bool in_program() {
   const Thread& thread = this_thread;
-  return thread.suspensions == 0 && trains(thread);
+  return thread.suspensions == 0 && (in_backward() || (owns(thread) && c10::GradMode::is_enabled()));
 }
 
 bool trains() {

@@ -159,8 +159,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("tracked_bytes", &tracked_bytes);
   module.def("usage", [] {
     const Usage u = usage();
-    return py::make_tuple(u.base_bytes, u.in_use_bytes, u.peak_bytes);
+    return py::make_tuple(u.base_bytes, u.in_use_bytes, u.peak_bytes, u.marked_peak_bytes);
   });
+  module.def("mark_peak", &mark_peak);
   module.def("install_cpu", [] { install_cpu(RECORDER); });
   module.def("uninstall_cpu", [] { uninstall_cpu(RECORDER); });
 #ifdef MEMPLUG_CUDA

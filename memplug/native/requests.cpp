@@ -55,6 +55,7 @@ void add(Log& l, int32_t kind, Block block, int64_t nbytes) {
       {kind, block.request, nbytes, block.stream, running_operator(), pack(place), place.layer, thread_number()});
   l.usage.in_use_bytes += kind == 0 ? block.nbytes : -block.nbytes;
   l.usage.peak_bytes = std::max(l.usage.peak_bytes, l.usage.in_use_bytes);
+  l.usage.marked_peak_bytes = std::max(l.usage.marked_peak_bytes, l.usage.in_use_bytes);
   in_use.store(l.usage.in_use_bytes, std::memory_order_relaxed);
 }
 
@@ -72,7 +73,7 @@ void begin_requests(int64_t base_bytes) {
   l.streams.clear();
   l.requests = 0;
   base_bytes = base_bytes < 0 ? l.tracked_bytes + unrecorded : base_bytes;
-  l.usage = {base_bytes, base_bytes, base_bytes};
+  l.usage = {base_bytes, base_bytes, base_bytes, base_bytes};
   in_use = base_bytes;
   recording = true;
 }
@@ -130,6 +131,12 @@ Usage usage() {
   auto& l = log();
   const std::lock_guard<std::mutex> lock(l.mutex);
   return l.usage;
+}
+
+void mark_peak() {
+  auto& l = log();
+  const std::lock_guard<std::mutex> lock(l.mutex);
+  l.usage.marked_peak_bytes = l.usage.in_use_bytes;
 }
 
 int64_t in_use_bytes() {

@@ -25,6 +25,7 @@ struct Usage {
   int64_t base_bytes; // in use when the recording began
   int64_t in_use_bytes;
   int64_t peak_bytes;
+  int64_t marked_peak_bytes; // since `mark_peak`, or the recording's beginning
 };
 
 // Begin a recording. `base_bytes`: in use on the device now, as its allocator counts, of which what was recorded earlier
@@ -44,6 +45,7 @@ void forget_blocks();
 // Bytes of blocks that were recorded, ever, and are still alive.
 int64_t tracked_bytes();
 Usage usage();
+void mark_peak();
 int64_t in_use_bytes(); // without a lock
 std::vector<RequestEvent> take_requests();
 

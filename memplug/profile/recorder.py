@@ -86,7 +86,7 @@ class Recorder:
     def take(self) -> np.ndarray | None:
         """Numbers of the program's operators since the last call, int32, in order; None where they are not watched.
 
-        A step of more than 4 million operators is cut there.
+        Operators that run without gradients outside of a backward (a validation, the optimizer) are not among them. A step of more than 4 million operators is cut there.
         """
         buffer, _ = self._native.take_sequence()
         return np.frombuffer(buffer, np.int32) if self._watching or self.recording else None
@@ -97,6 +97,12 @@ class Recorder:
         """
         before, self._nodes = self._nodes, self._native.nodes()
         return self._nodes - before
+
+    def begin_program(self) -> None:
+        """A step's first forward with gradients begins: what ran since the step before is no part of its program."""
+        self.take()
+        self.take_nodes()
+        self._native.mark_peak()
 
     def watch(self, on: bool) -> None:
         """Whether operators are watched from now on. Off, they cost nothing."""
@@ -145,7 +151,7 @@ class Recorder:
         duration_s = time.perf_counter() - self._begun
         self._native.end_requests()  # first: other threads may be asking for memory now
         operators, uses, tensors = self._native.end_records()
-        base_bytes, _, peak_bytes = self._native.usage()
+        base_bytes, _, peak_bytes, _ = self._native.usage()
         events = np.frombuffer(self._end_requests(), REQUEST_EVENT)
         self.recording = False
         self._native.watch(self._watching)
@@ -173,9 +179,11 @@ class Recorder:
 
     @property
     def peak_bytes(self) -> int:
-        """Largest memory in use since the recording began; on the CPU, of what was allocated while one ran."""
+        """Largest memory in use since the program began, or the recording where that began later; on the CPU, of what
+        was allocated while one ran.
+        """
         assert self.recording, "`begin` comes first"
-        _, _, peak_bytes = self._native.usage()
+        _, _, _, peak_bytes = self._native.usage()
         return peak_bytes
 
     def _begin_requests(self) -> None:

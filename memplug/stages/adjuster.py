@@ -107,10 +107,10 @@ class Adjuster:
                 return
         self._follow(self._call(program))
 
-    def begin_step(self) -> None:
-        """All that is done between two steps is done."""
+    def begin_program(self) -> None:
+        """The step's first forward with gradients begins."""
         if self._search is not None:
-            self._search.begin_step()
+            self._search.begin_program()
 
     @property
     def detail(self) -> Detail | None:
@@ -229,7 +229,7 @@ class Adjuster:
         self._changes += 1
         self._run(seen, None)
         self.programs.renew(program)
-        self._note(before, f"{_named(seen)} has no plan of its own: {change}")
+        self._note(before, f"{_named(seen)} is planned for once it repeats: {change}")
         if self._changes == RESTLESS_CHANGES:
             self._stop_comparing(change)
 

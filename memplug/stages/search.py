@@ -89,8 +89,8 @@ class Search:
         executor.peak_live.clear()  # forwards in flight of this program, not of another
         step_peak()
 
-    def begin_step(self) -> None:
-        """The boundary is over: what the session does in it is no part of a step's time."""
+    def begin_program(self) -> None:
+        """The step's first forward with gradients begins: what comes before it is no part of the step's time."""
         self.executor.device.synchronize()
         self._begun = time.perf_counter()
 
