@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from memplug.execute.arena import Counters
 from memplug.execute.tokenwise import Executor
 from memplug.plan.tokenwise import TokenwisePlan
+from memplug.show.words import size
 
 if TYPE_CHECKING:
     from memplug.stages.serving import Serving
@@ -33,22 +35,23 @@ def counters(executor: Executor) -> dict[str, int]:
 
 
 def arena(serving: Serving | None, why: str) -> dict[str, Any]:
-    """What the planned arena did so far, holds now and promises; `serving` None: there is none, for the reason `why`,
-    or none yet.
+    """What the planned arena did so far, holds now and promises.
 
     `arena_fallback` counts requests that the native allocator got although a plan was there, `arena_step_served` is the
     share of the last step's requests that the arena had bytes for, `arena_peak_bytes` the most in use of it since the
     last plan, in whole blocks; `native_bytes` is what the native allocator has in use, None on the CPU.
+
+    Args:
+        serving: None: there is no arena, or none yet.
+        why: there is none; "": there may be one, once the model trains.
     """
-    if serving is None:
-        return {"arena": "off" if why else "waiting", "arena_off_because": why or None}
-    counters, step, plan = serving.counters, serving.step, serving.plan
+    counters, step, plan = (serving.counters, serving.step, serving.plan) if serving else (Counters(), Counters(), None)
     asked = step.served + step.mismatched + step.dynamic_missed
     reserved = counters.reserved_bytes
     return {
-        "arena": serving.state.value,
-        "arena_off_because": serving.why or None,
-        "arena_plans": serving.plans,
+        "arena": serving.state.value if serving else "off" if why else "waiting",
+        "arena_off_because": (serving.why if serving else why) or None,
+        "arena_plans": serving.plans if serving else 0,
         "arena_bytes": reserved,
         "arena_live_bytes": counters.live_bytes,
         "arena_peak_bytes": counters.peak_size,
@@ -64,7 +67,7 @@ def arena(serving: Serving | None, why: str) -> dict[str, Any]:
         "arena_lent_bytes": counters.lent_bytes,
         "arena_fallback": counters.unplanned + counters.occupied + counters.dynamic_missed,
         "arena_fallback_bytes": counters.native_bytes,
-        "native_bytes": serving.native_bytes,
+        "native_bytes": serving.native_bytes if serving else None,
         "arena_step_served": step.served / asked if asked else None,
     }
 
@@ -74,8 +77,8 @@ def planned(solution: TokenwisePlan) -> str:
     swapped = sum(region.swapped_bytes for region in solution.regions.values())
     recompute_s = sum(region.recompute_s for region in solution.regions.values())
     return (
-        f"planned: {swapped / GIB:.3f} GiB of outputs swapped and {solution.device_bytes / GIB:.3f} GiB kept a step, "
-        f"{recompute_s:.3f} s recomputed, {solution.host_bytes / GIB:.3f} GiB of host memory, bound by {solution.bound}"
+        f"planned: {size(swapped)} of outputs swapped and {size(solution.device_bytes)} kept a step, "
+        f"{recompute_s:.3f} s recomputed, {size(solution.host_bytes)} of host memory, bound by {solution.bound}"
     )
 
 

@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from memplug import report
+from memplug import closing, report
 from memplug.claim import Claim
 from memplug.config import MemplugConfig
 from memplug.errors import RecorderError
 from memplug.execute.arena import Arena
 from memplug.execute.device import Device
-from memplug.execute.frame import Frame
 from memplug.execute.tokenwise import Executor, Region
 from memplug.plan import tokenwise as plan
 from memplug.profile.similarity import Program
@@ -74,6 +73,7 @@ class Session:
         self._ranks = Ranks()
         self._adjuster = Adjuster(config, self.regions, self.executor, begin, self._step_peak, self._ranks)
         self._shortage = Shortage(self.executor, self._ranks)
+        self.at_detach(closing.at_exit(self, self._adjuster.tell))
         if self._plans:
             self.executor.on_frame = self._adjuster.observer
             self._adjuster.tell(f"{len(self.regions)} regions, planned for once the program repeats")
@@ -158,10 +158,12 @@ class Session:
             "program": programs.current.index if programs.current else None,
             "programs": len(programs),
             "replans": self._adjuster.replans,
+            "planned_steps": self._planned_steps,
             "swapped_fraction": self._swapped_fraction(),
             "swapped_share": self.executor.share,
             "step_s": statistics.median(self._step_seconds) if self._step_seconds else None,
             "predicted_regions_s": solution.step_s if solution else None,
+            "predicted_full_recomputation_s": self._adjuster.policy.full_recomputation_s if solution else None,
             "predicted_host_bytes": solution.host_bytes if solution else None,
             "predicted_kept_bytes": solution.device_bytes if solution else None,
             "predicted_peak_bytes": self._adjuster.policy.peak_bytes if solution else None,
@@ -179,6 +181,7 @@ class Session:
         """
         if self.stage is Stage.DETACHED:
             return
+        line = closing.line(self)
         self._adjuster.close()
         while self._undo:
             self._undo.pop()()
@@ -187,7 +190,7 @@ class Session:
         self.executor.own = contextlib.nullcontext()
         self.executor.on_frame = None
         self.executor.close()
-        self._adjuster.tell(f"after {self.steps} steps")
+        self._adjuster.tell(line)
 
     def __enter__(self) -> Session:
         return self

@@ -1,4 +1,4 @@
-"""ZeRO 3's external parameters: gathered where a module reads, returns or names them, and no part of a region."""
+"""ZeRO 3's external parameters: gathered where a module reads or returns them, and no part of a region."""
 
 from __future__ import annotations
 
@@ -31,17 +31,6 @@ class Multiplies(Reads):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.b(functional.gelu(functional.linear(x, self.a.weight, self.a.bias)))
-
-
-class Gathers(Reads):
-    """Gathers a child's parameter itself, for as long as it needs it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([self.a.weight]):
-            scale = self.a.weight.detach().abs().mean()
-        return x + super().forward(x) * scale
 
 
 class WithBias(nn.Linear):
@@ -127,7 +116,7 @@ def _batch(seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("alpha", [0, 1])
-@pytest.mark.parametrize("kind", [Reads, Multiplies, Gathers, Returns, Borrows])
+@pytest.mark.parametrize("kind", [Reads, Multiplies, Returns, Borrows])
 def test_external_parameters_train_as_without_memplug(cpu_engine: None, kind: type[nn.Module], alpha: float) -> None:
     losses, weights, external = trained(kind, None)
     measured = trained(kind, block(alpha=alpha, regions=["layers.*"]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import memplug
-from memplug import session as session_module
+from memplug.hooks import forwards
 from memplug.errors import ConflictError, RegionError
 from tests.blocks import Stack, assert_same, gradients, twin
 from tests.hosts import block, ds_config, make_engine
@@ -56,7 +56,7 @@ def test_backward_after_detach_says_that_the_rows_are_gone() -> None:
 
 
 def test_a_forgotten_step_is_mentioned_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "FORWARDS_WITHOUT_STEP", 3)
+    monkeypatch.setattr(forwards, "FORWARDS_UNTOLD", 3)
     model = Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"), memplug.attach(model, block(alpha="auto", regions=["layers.*"])):
         for _ in range(6):

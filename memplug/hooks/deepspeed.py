@@ -7,7 +7,7 @@
 | `backward` | the engine instance | a note on an out-of-memory error |
 | `pre_` and `post_sub_module_forward_function` | ZeRO 3's `parameter_offload` | gathering is no part of a region |
 | `pre_` and `post_sub_module_backward_function` | the same | a recompute pass must not release what backward gathered |
-| `_all_gather`, `_partition` | `zero.partition_parameters.Init` | the same of what is gathered elsewhere: when a module reads another's parameter, or returns its own (external parameters), or by `GatheredParameters` |
+| `_all_gather`, `_partition` | `zero.partition_parameters.Init` | gathering of external parameters likewise |
 
 An engine without an optimizer, such as a reference or a teacher, trains nothing: `install` leaves it alone.
 
@@ -42,7 +42,8 @@ VERSIONS = "deepspeed 0.16 to 0.19"
 def install(attach: Callable[..., Session]) -> None:
     """Patch `deepspeed.initialize` to attach to the engine it returns. A second call does nothing.
 
-    An engine without the block, or without an optimizer, is left alone. Where a block says `"enabled": false`, the patch is taken away again.
+    An engine without the block, or without an optimizer, is left alone. Where a block says `"enabled": false`, the
+    patch is taken away again.
 
     Raises:
         PatchError: this DeepSpeed has no `initialize`.

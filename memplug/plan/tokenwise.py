@@ -27,7 +27,18 @@ from memplug.plan.tokenwise_model import (
     needed,
 )
 
-__all__ = ["Budget", "Group", "Operator", "Region", "RegionPlan", "TokenwisePlan", "memo_alpha", "needed", "solve"]
+__all__ = [
+    "Budget",
+    "Group",
+    "Operator",
+    "Region",
+    "RegionPlan",
+    "TokenwisePlan",
+    "full_recomputation",
+    "memo_alpha",
+    "needed",
+    "solve",
+]
 
 TIME_LIMIT_S = 5.0
 """For the whole search; the best plan found until then counts."""
@@ -64,6 +75,12 @@ def solve(regions: Sequence[Region], budget: Budget, alpha: float | Literal["aut
     if alpha != "auto":
         return _fixed(regions, budget, alpha, room_bytes, inputs_swapped)
     return _Search(regions, budget, room_bytes, inputs_swapped).best()
+
+
+def full_recomputation(regions: Sequence[Region], budget: Budget) -> TokenwisePlan:
+    """What plans are compared with: every operator runs again, and the regions' inputs stay on the device."""
+    groups = [[group_of(region, region.instances, {}, ())] for region in regions]
+    return measure(regions, groups, budget, inputs_swapped=False)
 
 
 def memo_alpha(

@@ -86,7 +86,8 @@ class Recorder:
     def take(self) -> np.ndarray | None:
         """Numbers of the program's operators since the last call, int32, in order; None where they are not watched.
 
-        Operators that run without gradients outside of a backward (a validation, the optimizer) are not among them. A step of more than 4 million operators is cut there.
+        Operators that run without gradients outside of a backward (a validation, the optimizer) are not among them. A
+        step of more than 4 million operators is cut there.
         """
         buffer, _ = self._native.take_sequence()
         return np.frombuffer(buffer, np.int32) if self._watching or self.recording else None

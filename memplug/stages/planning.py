@@ -48,6 +48,8 @@ class Policy:
     settings: Mapping[str, Setting]
     peak_bytes: int | None = None
     """Predicted largest allocation total of the device."""
+    full_recomputation_s: float | None = None
+    """Predicted time of all regions in a step that recomputes everything."""
 
 
 class Observer:
@@ -128,10 +130,12 @@ def policy_of(
     groups: dict[str, list[Region]],
     observer: Observer,
     observed_peak_bytes: int | None = None,
+    full_recomputation_s: float | None = None,
 ) -> Policy:
     """Each observed region's part of a plan.
 
     Args:
+        full_recomputation_s: see `Policy`.
         observed_peak_bytes: largest allocation total of the device at the safest setting, None where unknown.
     """
     settings = {}
@@ -147,7 +151,9 @@ def policy_of(
             captured.update({i: (tape.records[i].func, 1.0, True) for i in group.keep})
             settings[region.name] = Setting(key, captured, _mean_fraction(tape.records, group, tape))
     peak_bytes = None if observed_peak_bytes is None else observed_peak_bytes + solution.device_bytes
-    return Policy(solution=solution, settings=settings, peak_bytes=peak_bytes)
+    return Policy(
+        solution=solution, settings=settings, peak_bytes=peak_bytes, full_recomputation_s=full_recomputation_s
+    )
 
 
 def put(policy: Policy | None, regions: Sequence[Region]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,9 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, or the only process."""
-        return not dist.is_initialized() or dist.get_rank() == 0
+        """Whether this is rank 0, or the only process; where no group is there (yet, or any more), as launchers say."""
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        return rank == 0
 
     def vote(self, mask: int) -> Callable[[], int]:
         """Start the bitwise and of a non-negative number over all ranks; returns what waits for the result."""

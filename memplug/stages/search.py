@@ -12,6 +12,7 @@ from typing import Any
 
 from memplug.config import MemplugConfig
 from memplug.execute.tokenwise import Executor, Region
+from memplug.plan import tokenwise as plan
 from memplug.stages import budgets, planning
 
 log = logging.getLogger("memplug")
@@ -133,7 +134,8 @@ class Search:
             log.warning("memplug: no region ran in the step to plan from, for example %s", self.regions[0].name)
         if solutions:
             total_bytes = budgets.peak_bytes(device) if peak_bytes is None else peak_bytes
-            self._policies = [planning.policy_of(one, groups, self.observer, total_bytes) for one in solutions]
+            full_s = plan.full_recomputation(*own).step_s
+            self._policies = [planning.policy_of(one, groups, self.observer, total_bytes, full_s) for one in solutions]
             self.executor.pool.reserve(max(one.host_bytes for one in solutions))
             self.stop()
         return bool(solutions)

@@ -1,0 +1,72 @@
+"""The last line of a session: what it did, in figures; when it is detached, or else when the process ends."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from memplug.show.words import size
+
+if TYPE_CHECKING:
+    from memplug.session import Session
+
+
+def line(session: Session) -> str:
+    """For example "after 40 steps; 33 of them planned; 1.21 GiB swapped; 99.8 % of requests served by the arena"."""
+    report = session.report()
+    parts = [f"after {report['steps']:,} steps", _planned(session, report)]
+    if report["regions"]:
+        parts.append(f"{size(report['offloaded_bytes'])} swapped")
+    parts += [_arena(report), _saved(report)]
+    return "; ".join(filter(None, parts))
+
+
+def at_exit(session: Session, tell: Callable[[str], None]) -> Callable[[], None]:
+    """Tell the line of a session that is still there, and attached, when the process ends; returns how to undo it."""
+    reference = weakref.ref(session)
+
+    def close() -> None:
+        found = reference()
+        if found is not None:
+            tell(line(found))
+
+    atexit.register(close)
+    weakref.finalize(session, atexit.unregister, close).atexit = False
+    return lambda: atexit.unregister(close)
+
+
+def _planned(session: Session, report: dict[str, Any]) -> str:
+    tokenwise = session.config.tokenwise
+    if not tokenwise.enabled or tokenwise.alpha != "auto":
+        return ""
+    if report["replans"]:
+        return f"{report['planned_steps']:,} of them planned"
+    return f"nothing was planned: {_why_unplanned(session, report)}"
+
+
+def _why_unplanned(session: Session, report: dict[str, Any]) -> str:
+    if not report["forwards"]:
+        return "no region ran forward with gradients"
+    if not report["steps"]:
+        return "`session.step()` was never called"
+    if session.history:
+        return session.history[-1][-1]
+    earliest = session.config.profiler.warmup_steps + 2
+    return f"that takes {earliest} steps of one program at least"
+
+
+def _arena(report: dict[str, Any]) -> str:
+    served = report["arena_served"] + report["arena_dynamic"] + report["arena_lent"]
+    if served:
+        return f"{served / (served + report['arena_fallback']):.1%} of requests served by the arena"
+    return f"no arena: {report['arena_off_because']}" if report["arena_off_because"] else ""
+
+
+def _saved(report: dict[str, Any]) -> str:
+    full_s, regions_s = report["predicted_full_recomputation_s"], report["predicted_regions_s"]
+    if not full_s:
+        return ""
+    saved = f"{full_s - regions_s:.3f} s a step of the {full_s:.3f} s that its regions take recomputed in full"
+    return f"by its own estimate the plan saves {saved}"
