@@ -12,7 +12,7 @@ from torch import nn
 from memplug.config import MemplugConfig, load_config
 from memplug.hooks.attach import attach
 from memplug.hooks.regions import session_of
-from memplug.session import Session
+from memplug.session import Session, Stage
 
 log = logging.getLogger("memplug")
 
@@ -52,7 +52,12 @@ class Attachment:
             self._tell(deepspeed)
             return
         self.session = attach(model, self.config)
-        self._attached = True
+        self._attached = self.session.stage is not Stage.OFF
+
+    def begin_batch(self) -> None:
+        """The model is about to run, maybe by another method than its forward, which the session would see."""
+        if self._attached:
+            self.session.begin_forward()
 
     def end_step(self) -> None:
         """The optimizer has stepped."""

@@ -45,6 +45,10 @@ class MemplugCallback(Attachment, _callback_class()):
         self._steps = trainer.global_step
         self.begin(pl_module, deepspeed=is_engine(trainer.strategy.model))
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Lightning calls `training_step`, which need not call the module's forward."""
+        self.begin_batch()
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """A step is a batch in which an optimizer stepped, however many of them did."""
         if trainer.global_step != self._steps:

@@ -39,11 +39,11 @@ def accelerate(memplug: Block | None, stage: int | None) -> Outcome:
     return {"losses": losses, "model": model, "steps": STEPS}
 
 
-def lightning(memplug: Block | None, several: bool = False, accumulation: int = 1) -> Outcome:
+def lightning(memplug: Block | None, several: bool = False, accumulation: int = 1, regions: bool = True) -> Outcome:
     """Lightning; `several` makes two models, each with an optimizer, that are stepped in turn."""
     import lightning.pytorch as pl
 
-    write_ds(memplug)
+    write_ds(memplug if regions or memplug is None else {**memplug, "tokenwise": {"enabled": False}})
     module = (_pair if several else _single)(pl)()
     left = run_lines(
         "Lightning",
@@ -214,6 +214,8 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "Lightning", Case((lightning,), ("lightning",), planned=block())
     yield "Lightning, accumulation", Case((functools.partial(lightning, accumulation=2),), ("lightning",))
     yield "Lightning, two optimizers", Case((functools.partial(lightning, several=True),), ("lightning",))
+    without_regions = functools.partial(lightning, regions=False)
+    yield "Lightning, arena alone", Case((without_regions,), ("lightning",))
     yield "Lightning, broken off", Case((broken_off,), ("lightning",))
     yield "two models", Case((two_models,))
     for stage in (0, 3):
