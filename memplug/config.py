@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ from memplug.block import SECTIONS, UNBUILT, Allowed, MemplugConfig
 from memplug.errors import ConfigError
 
 _log = logging.getLogger("memplug")
+
+# Keys of the block that mean nothing at the top level of a DeepSpeed JSON; others may be another tool's.
+_PARTS = frozenset(MemplugConfig.model_fields) - {"profiler", "report"}
 
 
 def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
@@ -46,7 +49,8 @@ def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
 def read_ds_config(ds_config: Mapping[str, Any]) -> MemplugConfig:
     """Reads the "memplug" block of a whole DeepSpeed configuration.
 
-    DeepSpeed accepts any top-level key in silence, so keys that look like a misspelt "memplug" get one logged warning.
+    DeepSpeed accepts any top-level key in silence, so a block under a misspelt key, in another section, or without its
+    own key is a logged warning.
 
     Args:
         ds_config: The DeepSpeed configuration; not modified.
@@ -57,9 +61,13 @@ def read_ds_config(ds_config: Mapping[str, Any]) -> MemplugConfig:
     Raises:
         ConfigError: The block has problems, all of them listed.
     """
-    near = [key for key in ds_config if isinstance(key, str) and key != "memplug" and _near_memplug(key)]
+    near = [key for key in ds_config if key != "memplug" and _near_memplug(key)]
     if near:
         _log.warning('top-level %s is ignored: did you mean "memplug"?', ", ".join(f'"{key}"' for key in near))
+    for key in sorted(_PARTS & ds_config.keys()):
+        _log.warning('top-level "%s" is ignored: it belongs in the "memplug" block', key)
+    for path in _blocks({key: value for key, value in ds_config.items() if key not in {"memplug", *near}}):
+        _log.warning('"%s" is ignored: the "memplug" block belongs at the top level of the JSON', path)
     return parse_block(ds_config["memplug"]) if "memplug" in ds_config else MemplugConfig()
 
 
@@ -81,8 +89,37 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
     if isinstance(source, MemplugConfig):
         return source
     if isinstance(source, (str, Path)):
-        return read_ds_config(_read_object(Path(source)))
+        return read_ds_config(read_json(source))
     return parse_block(source)
+
+
+def read_json(source: str | Path) -> dict[str, Any]:
+    """Reads a whole DeepSpeed JSON; comments and trailing commas pass where DeepSpeed's own reader takes them.
+
+    Args:
+        source: The path of the file.
+
+    Raises:
+        ConfigError: The file cannot be read or is not a JSON object.
+    """
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: no such file"], "Give the path of your DeepSpeed JSON.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: unreadable: {error}"], "Give the path of your DeepSpeed JSON.") from None
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        content = _read_relaxed(text)
+        if not isinstance(content, dict):
+            place = f"line {error.lineno}, column {error.colno}"
+            raise ConfigError([f"{path}: not JSON: {error.msg} at {place}"], f"Correct the file at {place}.") from None
+    if not isinstance(content, dict):
+        advice = 'Make the file one JSON object: {"train_batch_size": ..., "memplug": {"enabled": true}}.'
+        raise ConfigError([f"{path}: holds {_shown(content)}, not a JSON object"], advice)
+    return content
 
 
 def json_schema() -> dict[str, Any]:
@@ -167,8 +204,19 @@ def _plain(key: str) -> str:
     return re.sub(r"[^a-z0-9]", "", key.lower())
 
 
-def _near_memplug(key: str) -> bool:
-    return SequenceMatcher(None, _plain(key), "memplug").ratio() >= 0.8
+def _near_memplug(key: object) -> bool:
+    return isinstance(key, str) and SequenceMatcher(None, _plain(key), "memplug").ratio() >= 0.8
+
+
+def _blocks(value: object, path: str = "") -> Iterator[str]:
+    """Paths of what looks like a block anywhere in a value of a JSON."""
+    children = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        here = f"{path}[{key}]" if isinstance(value, list) else f"{path}.{key}".lstrip(".")
+        if _near_memplug(key):
+            yield here
+        else:
+            yield from _blocks(child, here)
 
 
 def _shown(value: object) -> str:
@@ -184,27 +232,6 @@ def _this_version() -> str:
         return f"memplug {version('memplug')}"
     except PackageNotFoundError:
         return "this version of memplug"
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; comments and trailing commas pass where DeepSpeed's own reader takes them."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError([f"{path}: no such file"], "Give the path of your DeepSpeed JSON.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: unreadable: {error}"], "Give the path of your DeepSpeed JSON.") from None
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        content = _read_relaxed(text)
-        if not isinstance(content, dict):
-            place = f"line {error.lineno}, column {error.colno}"
-            raise ConfigError([f"{path}: not JSON: {error.msg} at {place}"], f"Correct the file at {place}.") from None
-    if not isinstance(content, dict):
-        advice = 'Make the file one JSON object: {"train_batch_size": ..., "memplug": {"enabled": true}}.'
-        raise ConfigError([f"{path}: holds {_shown(content)}, not a JSON object"], advice)
-    return content
 
 
 def _read_relaxed(text: str) -> object:

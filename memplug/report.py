@@ -65,7 +65,7 @@ def arena(serving: Serving | None, why: str) -> dict[str, Any]:
         "arena_dynamic_missed": counters.dynamic_missed,
         "arena_lent": counters.lent,
         "arena_lent_bytes": counters.lent_bytes,
-        "arena_fallback": counters.unplanned + counters.occupied + counters.dynamic_missed,
+        "arena_fallback": counters.fallback,
         "arena_fallback_bytes": counters.native_bytes,
         "native_bytes": serving.native_bytes if serving else None,
         "arena_step_served": step.served / asked if asked else None,

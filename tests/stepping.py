@@ -49,6 +49,11 @@ class Played:
         taken, self.nodes = self.nodes, 0
         return taken
 
+    def begin_program(self) -> None:
+        """What was put there before counts for nothing."""
+        self.take()
+        self.take_nodes()
+
     def watch(self, on: bool) -> None:
         """Noted."""
         self.watches.append(on)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import memplug
-from memplug.hooks import forwards
 from memplug.errors import ConflictError, RegionError
+from memplug.hooks import forwards
 from tests.blocks import Stack, assert_same, gradients, twin
 from tests.hosts import block, ds_config, make_engine
 

@@ -56,9 +56,9 @@ def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
         memplug.install()
         engine = make_engine(ds_config(case["stage"], block))
         memplug.uninstall()
-    session = memplug.attach(engine)
-    lengths = case["lengths"][rank] if "lengths" in case else [12] * STEPS
-    losses, stages = train(engine, session, lengths, operators, recorder, rank)
+        session = memplug.attach(engine)
+        lengths = case["lengths"][rank] if "lengths" in case else [12] * STEPS
+        losses, stages = train(engine, session, lengths, operators, recorder, rank)
     result = {
         "losses": losses,
         "gathered": [name for name, parameter in engine.module.named_parameters() if parameter.numel()],

@@ -1,5 +1,7 @@
 """The `memplug` command: one module for each of its commands, and what they print with."""
 
+from typing import Annotated
+
 import typer
 
 from memplug.cli.check import check
@@ -7,6 +9,7 @@ from memplug.cli.diff import diff
 from memplug.cli.doctor import doctor
 from memplug.cli.plan import plan
 from memplug.cli.show import show
+from memplug.cli.versions import echo_version
 
 app = typer.Typer(
     help="Training memory as cheap as the hardware allows: a plugin for DeepSpeed.",
@@ -15,6 +18,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print memplug's version and leave.", is_eager=True, callback=echo_version)
+    ] = False,
+) -> None:
+    """Options of the command itself; typer calls it before any of the commands."""
+
+
 app.command(epilog="Example: memplug check ds_config.json")(check)
 app.command(epilog="Example: memplug doctor > doctor.txt, to paste into a bug report")(doctor)
 app.command(epilog="Example: memplug show trace.npz --html memory.html")(show)

@@ -23,9 +23,11 @@ def check(
 ) -> None:
     """Check the "memplug" block of a DeepSpeed JSON and say what memplug will do; no GPU is used.
 
-    All problems are listed at once. Exit code 0: usable; 1: not usable.
+    All problems are listed at once; settings of DeepSpeed that conflict or compete with memplug are warnings.
+    Exit code 0: usable; 1: not usable.
     """
-    from memplug.config import json_schema, load_config
+    from memplug.cli import neighbours
+    from memplug.config import json_schema, read_ds_config, read_json
     from memplug.errors import ConfigError
 
     if schema:
@@ -35,7 +37,8 @@ def check(
         raise typer.BadParameter("give a DeepSpeed JSON, or --schema", param_hint="DS_JSON")
     with collected_warnings() as warnings:
         try:
-            config = load_config(ds_json)
+            ds_config = read_json(ds_json)
+            config = read_ds_config(ds_config)
         except ConfigError as error:
             if as_json:
                 failed = {"ok": False, "problems": error.problems, "advice": error.advice, "warnings": warnings}
@@ -44,6 +47,7 @@ def check(
                 typer.echo(str(error), err=True)
                 echo_warnings(warnings)
             raise typer.Exit(1) from None
+        neighbours.warn(ds_config, config)
     if as_json:
         typer.echo(json.dumps({"ok": True, "config": config.model_dump(), "warnings": warnings}, indent=2))
         return

@@ -3,14 +3,12 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
 
 import typer
 
 from memplug.cli.output import AsJson, print_rows, progress
-
-_PACKAGES = ("torch", "deepspeed", "transformers", "megatron-core", "transformer-engine", "flash-attn", "ortools")
+from memplug.cli.versions import versions
 
 # Settings of others that take away what memplug builds on: variable, pattern in its value, what it does.
 _CONFLICTS = (
@@ -38,12 +36,14 @@ def doctor(as_json: AsJson = False) -> None:
 
     Builds the native core and the address search of `memplug plan` where that was not done yet.
     """
-    facts = {"versions": _versions(), "compiler": _compiler()}
+    facts = {"versions": versions(), "compiler": _compiler()}
     with progress("building the native core, where that was not done yet (half a minute)"):
         facts["native_core"] = _native_core()
         facts["address_search"] = _address_search()
     with progress("importing torch and measuring the device (a few seconds)"):
         facts["hardware"] = _hardware()
+        facts["host_budget_bytes"] = _host_budget_bytes()
+    facts["memlock"] = _memlock(facts["hardware"], facts["host_budget_bytes"])
     facts["conflicts"] = _conflicts(os.environ)
     facts["missing"] = [package for package in ("torch", "deepspeed") if facts["versions"][package] == "absent"]
     if as_json:
@@ -52,19 +52,6 @@ def doctor(as_json: AsJson = False) -> None:
         print_rows(_doctor_rows(facts))
     if facts["missing"] or facts["conflicts"]:
         raise typer.Exit(1)
-
-
-def _versions() -> dict[str, str]:
-    # Read from the installed metadata: importing some of these takes seconds, prints, or fails without a GPU.
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"python": sys.version.split()[0]}
-    for package in ("memplug", *_PACKAGES):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "absent"
-    return found
 
 
 def _compiler() -> str:
@@ -117,6 +104,31 @@ def _hardware() -> dict[str, object]:
     return {"device": str(device), **asdict(measure(device))}
 
 
+def _host_budget_bytes() -> int:
+    """What `"host_budget_gib": "auto"` would be for this process now."""
+    from memplug.config import MemplugConfig
+    from memplug.stages.budgets import host_budget_bytes
+
+    return host_budget_bytes(MemplugConfig())
+
+
+def _memlock(hardware: Mapping[str, object], host_budget_bytes: int) -> str:
+    """The limit on locked memory, and what follows for pinned host memory."""
+    limit = hardware["memlock_limit_bytes"]
+    if limit is None:
+        return "unlimited: no limit on pinned memory"
+    words = f"{limit / 2**20:,.0f} MiB" if limit >= 2**20 else f"{limit / 2**10:,.0f} KiB"
+    if not hardware["device"].startswith("cuda"):
+        return f"{words}: no matter on the CPU, where nothing is pinned"
+    if limit >= host_budget_bytes:
+        return f"{words}: more than the host budget (auto), {_gib(host_budget_bytes)}"
+    # Whether memory that a driver registers counts against the limit is up to the driver.
+    return (
+        f"{words}: less than the host budget (auto), {_gib(host_budget_bytes)}. If a run warns that the driver refused "
+        "to register host memory, raise it: `ulimit -l unlimited`, or `--ulimit memlock=-1` for a container"
+    )
+
+
 def _conflicts(environment: Mapping[str, str]) -> list[dict[str, str]]:
     return [
         {"setting": f"{variable}={environment[variable]}", "effect": effect}
@@ -127,7 +139,6 @@ def _conflicts(environment: Mapping[str, str]) -> list[dict[str, str]]:
 
 def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
     hardware = facts["hardware"]
-    limit = hardware["memlock_limit_bytes"]
     core = facts["native_core"]
     rows = [*facts["versions"].items(), ("C++ compiler", facts["compiler"])]
     rows.append(("native core", f"built, in {core['folder']}" if core["ready"] else f"absent: {core['problem']}"))
@@ -145,7 +156,8 @@ def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
         ("host to device", f"{hardware['h2d_bytes_per_s'] / 1e9:.1f} GB/s, both directions running"),
         ("pinned allocation", f"{hardware['pinned_alloc_bytes_per_s'] / 1e9:.2f} GB/s"),
         ("matmul", f"{hardware['matmul_flops_per_s'] / 1e12:.2f} TFLOP/s"),
-        ("memlock limit", "none" if limit is None else f"{limit / 2**20:,.0f} MiB"),
+        ("host budget", f"{_gib(facts['host_budget_bytes'])} a rank (auto)"),
+        ("memlock limit", facts["memlock"]),
     ]
     conflicts = [("conflict", f"{conflict['setting']}: {conflict['effect']}") for conflict in facts["conflicts"]]
     return [*rows, *(conflicts or [("conflicts", "none")]), ("ready", _verdict(facts))]

@@ -85,11 +85,11 @@ def _planned(
     else:
         recorded = last_step(load(source), step)
         problem = problem_of(recorded)
-    with time_bar(f"planning {len(problem):,} requests", time_limit_s) as tell:
-        solution = auto.plan(problem, planner, time_limit_s=time_limit_s, capacity_bytes=capacity_bytes, progress=tell)
+    with time_bar(f"planning {len(problem):,} requests", time_limit_s) as say:
+        solution = auto.plan(problem, planner, time_limit_s=time_limit_s, capacity_bytes=capacity_bytes, progress=say)
         if recorded is None:
             return memory_plan(problem, solution), (0, 0)
-        tell("dynamic spaces")
+        say("dynamic spaces")
         made = dynamic.plan_with_spaces(recorded, problem, solution)
         return made, dynamic.served(recorded, made.dynamic)
 

@@ -79,8 +79,9 @@ class Counters:
         lent, lent_bytes: served from what was idle: of validations and the like, or because the address was in use.
         unplanned: left to the native allocator: the plan has no such request,
         occupied: its address was still in use,
-        dynamic_missed: or its group's idle space had no room.
-        native_bytes: of those three.
+        dynamic_missed: or its group's idle space had no room,
+        without_gradients: or it is a validation's or the like, and nothing idle was large enough.
+        native_bytes: of those four.
         elsewhere: likewise, of threads that do not train.
         written_freed: blocks that were written to after they had been given back, in the mode that checks,
         written_beyond: or beyond their end.
@@ -98,6 +99,7 @@ class Counters:
     unplanned: int = 0
     occupied: int = 0
     dynamic_missed: int = 0
+    without_gradients: int = 0
     native_bytes: int = 0
     elsewhere: int = 0
     written_freed: int = 0
@@ -112,6 +114,11 @@ class Counters:
     def served(self) -> int:
         """Requests that the arena had bytes for."""
         return self.planned + self.dynamic + self.lent
+
+    @property
+    def fallback(self) -> int:
+        """Requests of threads that train that the native allocator served."""
+        return self.unplanned + self.occupied + self.dynamic_missed + self.without_gradients
 
     @property
     def mismatched(self) -> int:

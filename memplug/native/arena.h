@@ -100,7 +100,8 @@ struct ArenaCounters {
   int64_t unplanned = 0; // left to the native allocator: there is no such request in the plan,
   int64_t occupied = 0; // its address was in use,
   int64_t dynamic_missed = 0; // or no idle space of its group was large enough
-  int64_t native_bytes = 0; // of all three
+  int64_t without_gradients = 0; // or it is a validation's or the like, and nothing idle was large enough
+  int64_t native_bytes = 0; // of all four
   int64_t elsewhere = 0; // likewise, of threads that do not train
   int64_t written_freed = 0; // blocks that somebody wrote to after they were given back,
   int64_t written_beyond = 0; // or past their end
@@ -110,6 +111,13 @@ struct ArenaCounters {
   int64_t peak_size = 0; // the most of it since the last plan
   int64_t peak_bytes = 0; // likewise, as asked for
   int64_t unwanted_bytes = 0; // now, while there is a plan: of blocks whose end nobody wants to be told of
+};
+
+// Whether a request that the plan does not know is lent what is idle.
+enum class Lends {
+  NOTHING, // it is part of what is trained
+  BETWEEN, // it comes between two passes
+  WITHOUT_GRADIENTS, // likewise, and may come in any step: a validation
 };
 
 class Arena {
@@ -129,8 +137,8 @@ class Arena {
   // The program begins anew.
   void begin_step();
 
-  // Memory for a request, null: ask the native allocator. `between`: it is no part of what is trained.
-  void* request(int32_t phase, int32_t layer, size_t nbytes, Stream stream, bool between);
+  // Memory for a request, null: ask the native allocator.
+  void* request(int32_t phase, int32_t layer, size_t nbytes, Stream stream, Lends lends);
 
   // A request of a thread that does not train.
   void elsewhere(size_t nbytes);

@@ -95,6 +95,7 @@ py::dict arena_counters() {
   all["unplanned"] = c.unplanned;
   all["occupied"] = c.occupied;
   all["dynamic_missed"] = c.dynamic_missed;
+  all["without_gradients"] = c.without_gradients;
   all["native_bytes"] = c.native_bytes;
   all["elsewhere"] = c.elsewhere;
   all["written_freed"] = c.written_freed;

@@ -1,6 +1,7 @@
 #include "serving.h"
 
 #include <c10/core/Allocator.h>
+#include <c10/core/GradMode.h>
 
 #include <atomic>
 #include <map>
@@ -90,7 +91,9 @@ void* serve_request(size_t nbytes, Stream stream) {
     place.micro_batch = last_forward();
   }
   const bool between = place.pass == OTHER || place.pass == NO_GRAD;
-  return a.request(pack(place), place.layer, nbytes, stream, between);
+  const bool gradients = place.pass == OTHER && c10::GradMode::is_enabled();
+  const Lends lends = !between ? Lends::NOTHING : gradients ? Lends::BETWEEN : Lends::WITHOUT_GRADIENTS;
+  return a.request(pack(place), place.layer, nbytes, stream, lends);
 }
 
 void give_back_served(void* pointer) {

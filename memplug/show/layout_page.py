@@ -13,7 +13,7 @@ import numpy as np
 from memplug.plan.schema import MemoryPlan
 from memplug.show.groups import GRID, INK, PEAK, Group, by_phase, layer_colours, phase_letters, phase_words, short_names
 from memplug.show.layout_map import LayoutMap, largest, layout_map, raster
-from memplug.show.page import require_plotly, strip
+from memplug.show.page import require_plotly, strip, whole_page
 from memplug.show.timeline import Runs
 from memplug.show.words import axis_unit, plan_heading, size
 
@@ -49,7 +49,7 @@ map.addEventListener('mousemove', event => {
   box.style.top = (event.clientY + 16) + 'px';
   const number = value => value.toLocaleString('en-US');
   const words = [`request ${ids[row]}: ${number(nbytes[row])} bytes at ${number(start[row])}`,
-    `in use from ${number(lower[row])} up to ${number(upper[row])}`];
+    `in use from ${facts.clock} ${number(lower[row])} up to ${number(upper[row])}`];
   if (phase[row] >= 0) words.push(facts.phases[phase[row]]);
   if (layer[row] >= 0) words.push(facts.layers[layer[row]]);
   box.textContent = words.join('\\n');
@@ -73,22 +73,15 @@ def write_layout_page(plan: MemoryPlan, path: str | Path) -> None:
     figure = make_subplots(
         rows=4, shared_xaxes=True, row_heights=[0.2, 0.72, 0.04, 0.04], vertical_spacing=0.012, specs=[[{}]] * 4
     )
-    _add_curve(figure, plan, drawn, unit_bytes)
+    _add_curve(figure, plan, drawn, unit, unit_bytes)
     views = [_view(plan, drawn, name, unit_bytes, visible=at == 0) for at, name in enumerate(drawn.views)]
     for traces in views:
         figure.add_traces(traces, rows=2, cols=1)
     _add_strips(figure, plan, drawn)
     _lay_out(figure, plan, drawn, unit, unit_bytes)
     _add_switch(figure, [len(traces) for traces in views], tuple(drawn.views))
-    page = figure.to_html(
-        include_plotlyjs=True,
-        div_id="layout",
-        default_height="96vh",
-        config={"displaylogo": False, "scrollZoom": True},
-        post_script=_SCRIPT,
-    )
-    head = f"<head><title>{html.escape(plan_heading(plan))}</title>{_facts(plan, drawn, unit_bytes)}"
-    Path(path).write_text(page.replace("<head>", head, 1), encoding="utf-8")
+    page = whole_page(figure, "layout", plan_heading(plan), _facts(plan, drawn, unit_bytes), [_SCRIPT])
+    Path(path).write_text(page, encoding="utf-8")
 
 
 def _facts(plan: MemoryPlan, drawn: LayoutMap, unit_bytes: int) -> str:
@@ -105,6 +98,7 @@ def _facts(plan: MemoryPlan, drawn: LayoutMap, unit_bytes: int) -> str:
     }
     facts: dict[str, Any] = {
         "unit_bytes": unit_bytes,
+        "clock": _clock(plan),
         "numbers": _packed(problem.ids) if numbered else None,
         "names": None if numbered else problem.ids.tolist(),
         "phases": [f"asked for in {phase_words(phase)}" for phase in problem.phases],
@@ -112,6 +106,11 @@ def _facts(plan: MemoryPlan, drawn: LayoutMap, unit_bytes: int) -> str:
         **{name: _packed(column) for name, column in values.items()},
     }
     return f'<script id="facts" type="application/json">{json.dumps(facts).replace("<", chr(92) + "u003c")}</script>'
+
+
+def _clock(plan: MemoryPlan) -> str:
+    """What the axis counts."""
+    return "event" if plan.problem.phases else "time"
 
 
 def _packed(values: np.ndarray) -> tuple[str, str]:
@@ -185,7 +184,7 @@ def _scale(groups: tuple[Group, ...]) -> list[tuple[float, str]]:
     return [(float(edge), colour) for at, colour in enumerate(colours) for edge in steps[at : at + 2]]
 
 
-def _add_curve(figure: go.Figure, plan: MemoryPlan, drawn: LayoutMap, unit_bytes: int) -> None:
+def _add_curve(figure: go.Figure, plan: MemoryPlan, drawn: LayoutMap, unit: str, unit_bytes: int) -> None:
     import plotly.graph_objects as go
 
     figure.add_trace(
@@ -196,7 +195,7 @@ def _add_curve(figure: go.Figure, plan: MemoryPlan, drawn: LayoutMap, unit_bytes
             mode="lines",
             line={"width": 0, "shape": "hv"},
             fillcolor="#9fb4c7",
-            hovertemplate="%{y:.3f} in use<extra></extra>",
+            hovertemplate=f"%{{y:.3f}} {unit} in use<extra></extra>",
             showlegend=False,
         ),
         row=1,
@@ -230,11 +229,11 @@ def _add_strips(figure: go.Figure, plan: MemoryPlan, drawn: LayoutMap) -> None:
         grouping = by_phase(problem.phases)
         colours = [grouping.groups[group].colour for group in grouping.of]
         words, letters = ([name(phase) for phase in problem.phases] for name in (phase_words, phase_letters))
-        figure.add_trace(strip(moved(drawn.phase_runs), words, letters, colours), row=3, col=1)
+        figure.add_trace(strip(moved(drawn.phase_runs), words, letters, colours, _clock(plan)), row=3, col=1)
     if len(drawn.layer_runs.value):
         names = [layer.name for layer in problem.layers]
-        short = short_names(problem.layers)
-        figure.add_trace(strip(moved(drawn.layer_runs), names, short, layer_colours(len(short))), row=4, col=1)
+        short, colours = short_names(problem.layers), layer_colours(len(problem.layers))
+        figure.add_trace(strip(moved(drawn.layer_runs), names, short, colours, _clock(plan)), row=4, col=1)
 
 
 def _lay_out(figure: go.Figure, plan: MemoryPlan, drawn: LayoutMap, unit: str, unit_bytes: int) -> None:
@@ -248,7 +247,7 @@ def _lay_out(figure: go.Figure, plan: MemoryPlan, drawn: LayoutMap, unit: str, u
         margin={"l": 80, "r": 20, "t": 90, "b": 60},
     )
     figure.update_xaxes(range=[drawn.begin, drawn.end], tickformat=",.0f", showgrid=False)
-    clock = "event of the step, running number" if plan.problem.phases else "time"
+    clock = "event of the step, running number" if _clock(plan) == "event" else "time"
     figure.update_xaxes(title={"text": clock}, row=4, col=1)
     figure.update_yaxes(title={"text": f"in use, {unit}"}, range=[0, 1.35 * top], gridcolor=GRID, row=1, col=1)
     figure.update_yaxes(title={"text": f"address, {unit}"}, range=[0, top], showgrid=False, row=2, col=1)
@@ -287,6 +286,14 @@ def _add_switch(figure: go.Figure, counts: list[int], names: tuple[str, ...]) ->
         buttons.append({"label": f"by {names[chosen]}", "method": "restyle", "args": [{"visible": visible}]})
     figure.update_layout(
         updatemenus=[
-            {"type": "buttons", "direction": "right", "x": 1, "xanchor": "right", "y": 1.07, "buttons": buttons}
+            {
+                "type": "buttons",
+                "direction": "right",
+                "x": 1,
+                "xanchor": "right",
+                "y": 1.01,
+                "yanchor": "bottom",
+                "buttons": buttons,
+            }
         ]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ from memplug.show.words import axis_unit, heading, moment, sampling, size
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+# Plotly's own "responsive" does the same 100 ms later: a page printed or captured in between has an empty band.
+_FOLLOW_WINDOW = "addEventListener('resize', () => Plotly.relayout('{plot_id}', {autosize: true}));"
+
 
 def write_page(trace: Trace, path: str | Path) -> None:
     """Writes a page of 5 to 8 MB, of which plotly's script is 4.8.
@@ -51,11 +55,7 @@ def write_page(trace: Trace, path: str | Path) -> None:
     _lay_out(figure, trace, line, unit)
     _mark_peak(figure, trace, line, unit_bytes)
     _add_switch(figure, len(by_phase), len(by_layer))
-    page = figure.to_html(
-        include_plotlyjs=True, div_id="memory", default_height="96vh", config={"displaylogo": False, "scrollZoom": True}
-    )
-    title = f"<head><title>{html.escape(heading(trace))}</title>"
-    Path(path).write_text(page.replace("<head>", title, 1), encoding="utf-8")
+    Path(path).write_text(whole_page(figure, "memory", heading(trace)), encoding="utf-8")
 
 
 def require_plotly() -> None:
@@ -66,6 +66,29 @@ def require_plotly() -> None:
         raise MemplugError(
             "a page needs plotly, which is not installed", "Run `pip install 'memplug[pictures]'`."
         ) from None
+
+
+def whole_page(figure: go.Figure, div_id: str, title: str, head: str = "", scripts: Sequence[str] = ()) -> str:
+    """A page that its figure fills, whatever the window's size, and that never scrolls.
+
+    Args:
+        figure: without a height of its own.
+        div_id: of the element that plotly draws into.
+        title: of the window; escaped here.
+        head: markup for the end of the page's head.
+        scripts: what runs once the figure is drawn; plotly puts `div_id` in place of {plot_id}.
+    """
+    page = figure.to_html(
+        include_plotlyjs=True,
+        div_id=div_id,
+        default_height="100vh",
+        config={"displaylogo": False, "scrollZoom": True},
+        post_script=[_FOLLOW_WINDOW, *scripts],
+    )
+    # The encoding first: a browser looks for it in the first kilobyte only. Without the margins that browsers give a
+    # body, its height is the window's.
+    first = f'<head><meta charset="utf-8"><title>{html.escape(title)}</title><style>body {{margin: 0}}</style>'
+    return page.replace("<head>", first + head, 1)
 
 
 def _bands(line: Timeline, levels: np.ndarray, groups: tuple[Group, ...], unit: str, visible: bool) -> list[dict]:
@@ -103,14 +126,23 @@ def _total(trace: Trace, line: Timeline, unit: str, unit_bytes: int) -> dict[str
 def _add_strips(figure: go.Figure, trace: Trace, line: Timeline) -> None:
     words, letters = ([name(phase) for phase in trace.phases] for name in (phase_words, phase_letters))
     colours = [line.phases.groups[group].colour for group in line.phases.of]
-    figure.add_trace(strip(line.phase_runs, words, letters, colours), row=2, col=1)
+    figure.add_trace(strip(line.phase_runs, words, letters, colours, line.clock), row=2, col=1)
     names = short_names(trace.layers)
     full_names = [layer.name + (" (dynamic)" if layer.dynamic else "") for layer in trace.layers]
-    figure.add_trace(strip(line.layer_runs, full_names, names, layer_colours(len(names))), row=3, col=1)
+    colours = layer_colours(len(names))
+    figure.add_trace(strip(line.layer_runs, full_names, names, colours, line.clock), row=3, col=1)
 
 
-def strip(runs: Runs, words: list[str], labels: list[str], colours: list[str]) -> go.Bar:
-    """What ran, as a row of coloured stretches; a label that does not fit is left out. Words are escaped here."""
+def strip(runs: Runs, words: list[str], labels: list[str], colours: list[str], clock: str) -> go.Bar:
+    """What ran, as a row of coloured stretches; a label that does not fit is left out. Words are escaped here.
+
+    Args:
+        runs: the stretches.
+        words: of each value, shown under the pointer.
+        labels: of each value, short.
+        colours: of each value.
+        clock: what the axis counts, such as "operator".
+    """
     import plotly.graph_objects as go
 
     inside = np.flatnonzero(runs.value >= 0)
@@ -128,7 +160,7 @@ def strip(runs: Runs, words: list[str], labels: list[str], colours: list[str]) -
         insidetextfont={"color": ["white" if is_dark(colours[value]) else INK for value in values]},
         textangle=0,
         customdata=[html.escape(words[value]) for value in values],
-        hovertemplate="%{customdata}: from %{base:,} up to %{x:,}<extra></extra>",
+        hovertemplate=f"%{{customdata}}: from {clock} %{{base:,}} up to %{{x:,}}<extra></extra>",
         showlegend=False,
     )
 

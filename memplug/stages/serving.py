@@ -24,7 +24,7 @@ from memplug.plan.layout import auto, dynamic
 from memplug.plan.layout.from_trace import last_step, problem_of
 from memplug.plan.layout.problem import Problem
 from memplug.plan.schema import MemoryPlan
-from memplug.profile.trace import Trace
+from memplug.profile.trace import Pass, Trace
 from memplug.stages.addresses import tables_of
 
 log = logging.getLogger("memplug")
@@ -200,7 +200,9 @@ class Serving:
             return
         self._recorded.clear()
         step = last_step(trace)
-        self._plan(step, problem_of(step, margin_bytes=MARGIN_BYTES if self._config.checks else 0), amendments=0)
+        margin_bytes = MARGIN_BYTES if self._config.checks else 0
+        # a validation that came in this step may not come in the next: what is idle is lent to it
+        self._plan(step, problem_of(step, margin_bytes=margin_bytes, without_gradients=False), amendments=0)
 
     @property
     def _tired(self) -> bool:
@@ -302,10 +304,14 @@ def _save(plan: MemoryPlan, file: Path) -> None:
 
 
 def _alike(one: Trace, other: Trace) -> bool:
-    """Whether two steps ask for the same, in any order, but for few requests; dynamic ones are not compared."""
+    """Whether two steps ask for the same, in any order, but for few requests; dynamic ones are not compared, nor those
+    of a validation.
+    """
     counts = []
     for trace in (one, other):
-        rows = trace.requests[~trace.requests["dynamic"]]
+        without_gradients = [at for at, phase in enumerate(trace.phases) if phase.kind is Pass.NO_GRAD]
+        left_out = trace.requests["dynamic"] | np.isin(trace.requests["malloc_phase"], without_gradients)
+        rows = trace.requests[~left_out]
         counts.append(collections.Counter(rows[["nbytes", "malloc_layer"]].tolist()))
     differing = (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
     return differing <= DIFFERING_SHARE * max(counts[0].total(), counts[1].total())

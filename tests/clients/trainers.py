@@ -239,8 +239,11 @@ def cases() -> Iterator[tuple[str, Case]]:
         saved = functools.partial(trainer, stage=stage, save_strategy="steps", save_steps=STEPS)
         parts = (functools.partial(saved, steps=STEPS), functools.partial(saved, steps=2 * STEPS, resume=True))
         yield at("Trainer, resumed", stage), Case(parts)
+    yield "Trainer, DDP", Case((functools.partial(trainer, stage=None, accumulation=2),), ranks=2)
     for stage in (None, 2, 3):
-        yield at("LoRA", stage), Case((functools.partial(lora, stage=stage),), ("peft",), planned=block())
+        ranks = 2 if stage == 3 else 1  # where weights are gathered from another rank
+        run = functools.partial(lora, stage=stage)
+        yield at("LoRA", stage), Case((run,), ("peft",), ranks=ranks, planned=block())
     yield at("SFT", 2), Case((functools.partial(sft, stage=2),), ("trl",), planned=block())
     yield "SFT, checkpointed", Case((checkpointed,), ("trl",))
     for stage in (0, 2, 3):

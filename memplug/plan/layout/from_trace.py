@@ -9,7 +9,7 @@ import numpy as np
 
 from memplug.errors import LayoutError
 from memplug.plan.layout.problem import BUFFER, Problem
-from memplug.profile.trace import Trace, cut, earlier_frees, freed_elsewhere, still_live
+from memplug.profile.trace import Pass, Trace, cut, earlier_frees, freed_elsewhere, still_live
 
 GRANULARITY_BYTES = 512
 """What torch's CUDA allocator rounds every request up to (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
@@ -38,7 +38,9 @@ def last_step(trace: Trace, step: int | None = None) -> Trace:
     return cut(trace, number) if trace.steps else trace
 
 
-def problem_of(step: Trace, alignment_bytes: int = GRANULARITY_BYTES, margin_bytes: int = 0) -> Problem:
+def problem_of(
+    step: Trace, alignment_bytes: int = GRANULARITY_BYTES, margin_bytes: int = 0, *, without_gradients: bool = True
+) -> Problem:
     """What is to be placed of one step: a buffer for each static request that asks for any bytes, in their order.
 
     Sizes are rounded up to the alignment, as an allocator of that granularity hands them out. What is still in use
@@ -52,6 +54,7 @@ def problem_of(step: Trace, alignment_bytes: int = GRANULARITY_BYTES, margin_byt
         step: One step, see `last_step`.
         alignment_bytes: Above 0.
         margin_bytes: That follow each buffer, to be looked after; a multiple of the alignment.
+        without_gradients: Whether requests of forwards without gradients are placed too, or left out.
 
     Returns:
         Its clock is the index into `step.events`, its ids are the requests' running numbers in the step; what the step
@@ -63,6 +66,9 @@ def problem_of(step: Trace, alignment_bytes: int = GRANULARITY_BYTES, margin_byt
     assert alignment_bytes > 0 and margin_bytes % alignment_bytes == 0, "an alignment above 0, and multiples of it"
     requests = step.requests
     requests = requests[~requests["dynamic"] & (requests["nbytes"] > 0) & (requests["malloc_thread"] == TRAINING)]
+    if not without_gradients:
+        phases = [number for number, phase in enumerate(step.phases) if phase.kind is Pass.NO_GRAD]
+        requests = requests[~np.isin(requests["malloc_phase"], phases)]
     if (requests["stream"] > np.iinfo(BUFFER["stream"]).max).any():
         raise LayoutError(
             f"a request is on stream {requests['stream'].max()}: streams have running numbers",

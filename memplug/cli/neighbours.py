@@ -1,0 +1,61 @@
+"""What a DeepSpeed JSON says outside of the "memplug" block that bears on it: `memplug check` warns of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memplug.config import MemplugConfig
+
+_log = logging.getLogger("memplug")
+
+
+def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
+    """Logs a warning for each setting of DeepSpeed that conflicts or competes with row-cached recompute.
+
+    Args:
+        ds_config: The whole DeepSpeed configuration.
+        config: Its block.
+    """
+    if not config.enabled or not config.tokenwise.enabled:
+        return
+    if "activation_checkpointing" in ds_config:
+        _log.warning(
+            '"activation_checkpointing" does nothing unless the script calls deepspeed.checkpointing.configure, and '
+            "then memplug refuses to attach: remove both, memplug takes their place"
+        )
+    offloads = " and ".join(_offloads(ds_config.get("zero_optimization")))
+    if not offloads:
+        return
+    if config.host_budget_gib == "auto":
+        _log.warning(
+            "DeepSpeed offloads too (%s), and shares host memory and the link with swapping: set "
+            '"memplug": {"host_budget_gib": ...} to what it leaves a rank',
+            offloads,
+        )
+    else:
+        _log.warning(
+            "DeepSpeed offloads too (%s), and shares the link with swapping, and host memory: host_budget_gib, %g GiB "
+            "a rank, has to be free beside what it takes",
+            offloads,
+            config.host_budget_gib,
+        )
+
+
+def _offloads(zero: object) -> Iterator[str]:
+    """What ZeRO is told to keep in host memory or on NVMe, as in "zero_optimization.offload_param: cpu"."""
+    if not isinstance(zero, Mapping):
+        return
+    for key in ("offload_optimizer", "offload_param"):
+        section = zero.get(key)
+        device = section.get("device", "none") if isinstance(section, Mapping) else "none"
+        if device != "none":
+            variant = " with super_offload" if section.get("super_offload") else ""
+            yield f"zero_optimization.{key}: {device}{variant}"
+    for key in ("cpu_offload", "cpu_offload_param"):  # deprecated, and still read
+        if zero.get(key):
+            yield f"zero_optimization.{key}"
+    if isinstance(zero.get("zenflow"), Mapping):
+        yield "zero_optimization.zenflow"

@@ -1,0 +1,212 @@
+"""What `memplug check` says of the rest of a DeepSpeed JSON; `memplug --version`; the doctor's word on memlock."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from memplug.cli import app
+from memplug.config import load_config, read_ds_config
+from memplug.execute import host_pool
+from memplug.stages import budgets
+
+run = CliRunner().invoke
+
+
+@pytest.fixture
+def warnings_of(tmp_path):
+    """Warnings of `memplug check`, which must be the same in words and in JSON."""
+
+    def check(ds_config: dict) -> list[str]:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps(ds_config))
+        in_words, as_json = run(app, ["check", str(path)]), run(app, ["check", str(path), "--json"])
+        assert in_words.exit_code == as_json.exit_code == 0
+        warnings = json.loads(as_json.stdout)["warnings"]
+        assert in_words.stderr.splitlines() == [f"Warning: {warning}" for warning in warnings]
+        return warnings
+
+    return check
+
+
+ON = {"enabled": True}
+
+
+@pytest.mark.parametrize("section", [{}, {"partition_activations": True, "cpu_checkpointing": True}])
+def test_check_says_what_becomes_of_activation_checkpointing(warnings_of, section):
+    (warning,) = warnings_of({"memplug": ON, "activation_checkpointing": section})
+    for expected in ('"activation_checkpointing"', "deepspeed.checkpointing.configure", "refuses to attach"):
+        assert expected in warning
+
+
+OFFLOADS = [
+    ({"offload_optimizer": {"device": "cpu"}}, "zero_optimization.offload_optimizer: cpu"),
+    ({"offload_param": {"device": "nvme", "nvme_path": "/n"}}, "zero_optimization.offload_param: nvme"),
+    (
+        {"offload_optimizer": {"device": "cpu", "super_offload": True}},
+        "zero_optimization.offload_optimizer: cpu with super_offload",
+    ),
+    ({"cpu_offload": True}, "zero_optimization.cpu_offload"),
+    ({"cpu_offload_param": True}, "zero_optimization.cpu_offload_param"),
+    ({"zenflow": {"topk_ratio": 0.1}}, "zero_optimization.zenflow"),
+]
+
+
+@pytest.mark.parametrize(("zero", "named"), OFFLOADS)
+def test_check_names_what_zero_offloads_and_advises_a_host_budget(warnings_of, zero, named):
+    (warning,) = warnings_of({"memplug": ON, "zero_optimization": {"stage": 3, **zero}})
+    assert f"({named})" in warning and "host memory and the link" in warning
+    assert 'set "memplug": {"host_budget_gib": ...}' in warning
+
+
+def test_check_names_all_that_zero_offloads_in_one_warning(warnings_of):
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    (warning,) = warnings_of({"memplug": ON, "zero_optimization": zero})
+    assert "offload_optimizer: cpu and zero_optimization.offload_param: cpu" in warning
+
+
+def test_check_does_not_advise_a_host_budget_that_is_set(warnings_of):
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    (warning,) = warnings_of({"memplug": {**ON, "host_budget_gib": 64}, "zero_optimization": zero})
+    assert "64 GiB a rank" in warning and "set" not in warning
+
+
+@pytest.mark.parametrize(
+    "ds_config",
+    [
+        {"memplug": ON},
+        {"memplug": ON, "zero_optimization": True},
+        {"memplug": ON, "zero_optimization": {"offload_optimizer": {"device": "none"}, "offload_param": None}},
+        {"memplug": ON, "zero_optimization": {"cpu_offload": False, "zenflow": None}},
+        # Nothing is swapped or recomputed: there is nothing to conflict or compete with.
+        {"memplug": {"enabled": False}, "activation_checkpointing": {}, "zero_optimization": {"cpu_offload": True}},
+        {
+            "memplug": {**ON, "tokenwise": {"enabled": False}},
+            "activation_checkpointing": {},
+            "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+        },
+    ],
+)
+def test_check_does_not_warn_where_nothing_conflicts_or_competes(warnings_of, ds_config):
+    assert warnings_of(ds_config) == []
+
+
+def test_deepspeed_knows_the_settings_that_check_looks_for():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+    known = set(DeepSpeedZeroConfig.model_fields)
+    assert {key for zero, _ in OFFLOADS for key in zero} <= known
+    assert "super_offload" in DeepSpeedZeroOffloadOptimizerConfig.model_fields
+    others = {key for key in known if "offload" in key} - {key for zero, _ in OFFLOADS for key in zero}
+    assert others <= {"cpu_offload_use_pin_memory"}, "a new way to offload that check does not know"
+
+
+MISPLACED = [
+    ({"zero_optimization": {"memplug": ON}}, '"zero_optimization.memplug"'),
+    ({"optimizer": {"type": "Adam", "params": {"lr": 1, "mem_plug": ON}}}, '"optimizer.params.mem_plug"'),
+    ({"train": [{}, {"MemPlug": ON}]}, '"train[1].MemPlug"'),
+    ({"a.b": {"c": {"memplugs": True}}}, '"a.b.c.memplugs"'),
+]
+
+
+@pytest.mark.parametrize(("ds_config", "path"), MISPLACED)
+@pytest.mark.parametrize("block", [{}, {"memplug": ON}])
+def test_a_block_below_the_top_level_is_found_and_its_path_named(warnings_of, block, ds_config, path):
+    (warning,) = warnings_of({**ds_config, **block})
+    assert warning.startswith(f"{path} is ignored") and "top level" in warning
+
+
+@pytest.mark.parametrize("key", ["tokenwise", "arena", "host_budget_gib", "device_budget_gib", "plan_dir", "enabled"])
+def test_a_part_of_the_block_at_the_top_level_is_a_warning(warnings_of, key):
+    (warning,) = warnings_of({key: {}, "memplug": {"enabled": False}})
+    assert warning == f'top-level "{key}" is ignored: it belongs in the "memplug" block'
+
+
+def test_keys_of_other_tools_are_no_warning(warnings_of):
+    others = {"profiler": {}, "report": {}, "flops_profiler": {"enabled": True}, "plugins": {"memory": {"plug": 1}}}
+    assert warnings_of({"memplug": {"enabled": False}, **others}) == []
+
+
+def test_training_logs_a_misplaced_block_once_and_nothing_of_what_only_check_says(caplog):
+    ds_config = {
+        "memplug": ON,
+        "activation_checkpointing": {"profile": True},
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "memplug": {}},
+    }
+    with caplog.at_level(logging.INFO, "memplug"):
+        read_ds_config(ds_config)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and record.getMessage().startswith('"zero_optimization.memplug" is')
+
+
+def test_a_file_that_is_the_block_itself_is_off_with_a_warning(tmp_path, caplog):
+    path = tmp_path / "block.json"
+    path.write_text('{"enabled": true}')
+    assert not load_config(path).enabled
+    assert 'top-level "enabled" is ignored: it belongs in the "memplug" block' in caplog.text
+
+
+def test_version_is_one_line_and_imports_no_torch():
+    from importlib.metadata import version
+
+    code = (
+        "import sys; from memplug.cli import app; app(['--version'], standalone_mode=False); "
+        "print([name for name in ('torch', 'deepspeed', 'pydantic') if name in sys.modules], file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    expected = f"memplug {version('memplug')} (Python {sys.version.split()[0]}, torch {version('torch')})\n"
+    assert result.stdout == expected and result.stderr.strip() == "[]"
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("limit", "device", "expected"),
+    [
+        (None, "cuda:0", "unlimited: no limit on pinned memory"),
+        (64 << 10, "cuda:0", "64 KiB: less than the host budget (auto), 100.0 GiB. If a run warns that the driver"),
+        (8 << 20, "cpu", "8 MiB: no matter on the CPU"),
+        (100 * GIB, "cuda:0", "102,400 MiB: more than the host budget (auto), 100.0 GiB"),
+        (100 * GIB - 1, "cuda:0", "less than the host budget (auto), 100.0 GiB"),
+    ],
+)
+def test_doctor_says_whether_the_limit_on_locked_memory_matters(doctor_of, limit, device, expected):
+    row, facts = doctor_of(limit, device)
+    assert row == facts["memlock"] and expected in row
+    assert facts["host_budget_bytes"] == 100 * GIB
+    assert ("`ulimit -l unlimited`" in row) == ("less than" in row)
+
+
+def test_the_verdict_points_to_the_warning_of_a_refusal(doctor_of):
+    """In the words of that warning, so that a search finds it."""
+    row, _ = doctor_of(0, "cuda:0")
+    words = "the driver refused to register host memory"
+    assert words in row and words in Path(host_pool.__file__).read_text()
+
+
+@pytest.fixture
+def doctor_of(monkeypatch):
+    """The doctor's row on memlock, and its facts, with a host budget of 100 GiB."""
+    module = sys.modules["memplug.cli.doctor"]
+    absent = {"ready": False, "problem": "not asked", "advice": ""}
+    monkeypatch.setattr(module, "_native_core", lambda: absent)
+    monkeypatch.setattr(module, "_address_search", lambda: absent)
+    monkeypatch.setattr(budgets, "host_available_bytes", lambda: 125 * GIB)
+    for name in budgets.LOCAL_SIZES:
+        monkeypatch.delenv(name, raising=False)
+
+    def ask(limit: int | None, device: str) -> tuple[str, dict]:
+        rates = dict.fromkeys(("d2h_bytes_per_s", "h2d_bytes_per_s", "pinned_alloc_bytes_per_s"), 1e9)
+        sizes = dict.fromkeys(("host_available_bytes", "device_free_bytes", "device_total_bytes"), 125 * GIB)
+        hardware = {"device": device, "device_name": "", "matmul_flops_per_s": 1e12, **rates, **sizes}
+        monkeypatch.setattr(module, "_hardware", lambda: {**hardware, "memlock_limit_bytes": limit})
+        lines = dict(line.split("  ", 1) for line in run(app, ["doctor"]).stdout.splitlines())
+        return lines["memlock limit"].strip(), json.loads(run(app, ["doctor", "--json"]).stdout)
+
+    return ask
