@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import logging
@@ -20,13 +21,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from memplug import native
+from memplug.errors import MemplugError
 from tests.clients import loops, trainers
 from tests.clients.parts import Block, Case, Outcome
 
 TIME_LIMIT_S = 300  # of one process, on a machine that has other work too
 AT_ONCE = 2
 IMPORTED = (
-    "memplug.hooks.attach",
+    "memplug.integrations.transformers",
+    "memplug.integrations.lightning",
     "deepspeed",
     "deepspeed.runtime.zero.muon.original_muon",  # compiles functions: two seconds of torch's inductor
     "transformers.trainer",
@@ -50,8 +54,10 @@ def import_clients() -> None:
 
     torch.set_num_threads(1)
     for name in IMPORTED:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError, MemplugError):
             importlib.import_module(name)
+    native.load()
+    gc.freeze()  # what was imported is not looked through again and again, by each process
     # DeepSpeed would first compile a shared-memory all-reduce, which takes half a minute
     sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
