@@ -75,8 +75,8 @@ class TokenwiseConfig(Section):
         default="auto",
         description=(
             "What is recomputed as one unit. A non-empty list of glob patterns over names of modules, in which * stays "
-            'within one part of a name, for example ["model.layers.*.self_attn", "model.layers.*.mlp"], or "auto": '
-            "every decoder layer of a Hugging Face model."
+            'within one part of a name and prefixes of wrappers may be left out, for example ["model.layers.*.self_attn", '
+            '"model.layers.*.mlp"], or "auto": every decoder layer of a Hugging Face or Megatron-Core model.'
         ),
     )
     min_offload_bytes: Bytes = Field(

@@ -23,14 +23,14 @@ def line(session: Session) -> str:
     return "; ".join(filter(None, parts))
 
 
-def at_exit(session: Session, tell: Callable[[str], None]) -> Callable[[], None]:
+def at_exit(session: Session) -> Callable[[], None]:
     """Tell the line of a session that is still there, and attached, when the process ends; returns how to undo it."""
     reference = weakref.ref(session)
 
     def close() -> None:
         found = reference()
         if found is not None:
-            tell(line(found))
+            found.tell(line(found))
 
     atexit.register(close)
     weakref.finalize(session, atexit.unregister, close).atexit = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,13 +120,14 @@ class Recording:
         self.recorder.stop()
 
     def _save(self, file: Path) -> None:
+        replaced = ", in place of an earlier one" if file.exists() else ""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             save(self.trace, file)
         except (OSError, MemplugError) as error:  # a full disk must not end the training
             log.warning("memplug: the trace of this step was not saved in %s: %s", file, error)
         else:
-            log.info("memplug: a trace of this step is in %s: see `memplug show`", file)
+            log.info("memplug: a trace of this step is in %s%s: see `memplug show`", file, replaced)
 
 
 def of_rank(file: Path) -> Path:
@@ -133,3 +135,9 @@ def of_rank(file: Path) -> Path:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return file
     return file.with_name(f"{file.stem}.rank{dist.get_rank()}{file.suffix}")
+
+
+def unused(file: Path) -> Path:
+    """The file, or where an earlier run left one of that name, the first free one of "trace-2.npz", "trace-3.npz"."""
+    others = (file.with_name(f"{file.stem}-{run}{file.suffix}") for run in itertools.count(2))
+    return next(name for name in itertools.chain([file], others) if not of_rank(name).exists())

@@ -28,7 +28,7 @@ from memplug.execute.tokenwise import Executor, Region
 from memplug.plan import tokenwise as plan
 from memplug.profile.similarity import Program
 from memplug.profile.trace import Trace
-from memplug.recording import Recording, of_rank
+from memplug.recording import Recording, of_rank, unused
 from memplug.stages import budgets
 from memplug.stages.adjuster import Adjuster
 from memplug.stages.ranks import Ranks
@@ -73,7 +73,7 @@ class Session:
         self._ranks = Ranks()
         self._adjuster = Adjuster(config, self.regions, self.executor, begin, self._step_peak, self._ranks)
         self._shortage = Shortage(self.executor, self._ranks)
-        self.at_detach(closing.at_exit(self, self._adjuster.tell))
+        self.at_detach(closing.at_exit(self))
         if self._plans:
             self.executor.on_frame = self._adjuster.observer
             self._adjuster.tell(f"{len(self.regions)} regions, planned for once the program repeats")
@@ -190,7 +190,7 @@ class Session:
         self.executor.own = contextlib.nullcontext()
         self.executor.on_frame = None
         self.executor.close()
-        self._adjuster.tell(line)
+        self.tell(line)
 
     def __enter__(self) -> Session:
         return self
@@ -277,6 +277,10 @@ class Session:
             report.add_note(error, report.out_of_memory_note(phase, name, self.report(), peak_bytes))
             raise
 
+    def tell(self, text: str) -> None:
+        """One line, on rank 0."""
+        self._adjuster.tell(text)
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     @property
@@ -331,7 +335,8 @@ class Session:
         folder = self.config.report.timeline
         if folder and self.stage is Stage.STABLE and plans > self._timelines:
             self._timelines = plans
-            self.record(Path(TIMELINE_FOLDER if folder is True else folder) / f"step{self.steps + 1:06}.npz")
+            folder = Path(TIMELINE_FOLDER if folder is True else folder)
+            self.record(unused(folder / f"step{self.steps + 1:06}.npz"))
 
     def _step_peak(self) -> int | None:
         return self._recording.peak_bytes if self._recording is not None else None

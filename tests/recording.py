@@ -87,8 +87,8 @@ def _events(profile: torch.profiler.profile) -> list[Any]:
     return found
 
 
-def trainer(layers: int = 2, rows: int = 4) -> Callable[[], None]:
-    """A training step of a small stack, with its optimizer; the first call makes the optimizer's state."""
+def trainer(layers: int = 2, rows: int = 4, optimizes: bool = True) -> Callable[[], None]:
+    """A training step of a small stack, with its optimizer, which has its state already, or without."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU()) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -96,7 +96,8 @@ def trainer(layers: int = 2, rows: int = 4) -> Callable[[], None]:
 
     def step() -> None:
         model(x).square().mean().backward()
-        optimizer.step()
+        if optimizes:
+            optimizer.step()
         optimizer.zero_grad()
 
     step()

@@ -1,6 +1,5 @@
 """The Llama-2 recipe: its data, its checkpoints, and a run that is killed and resumed."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -13,19 +12,9 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.launching import ROOT, kill_tree, launch, started, wait_until
+from tests.recipes import checkpoint, data, text
 
 RECIPE = ROOT / "examples" / "llama2"
-
-
-def load_module(name: str):
-    spec = importlib.util.spec_from_file_location(f"llama2_{name}", RECIPE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-checkpoint = load_module("checkpoint")
-data = load_module("data")
 
 
 def make_batches(tokens: torch.Tensor, *, rank: int = 0, world_size: int = 1, micro_batch: int = 2, seed: int = 0):
@@ -37,28 +26,38 @@ def test_text_is_read_in_the_order_of_file_names_and_decodes_to_itself(tmp_path)
     (tmp_path / "b.txt").write_bytes(second)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "z.txt").write_bytes(first)
-    tokens = data.load_tokens(tmp_path)
-    end = data.ByteTokenizer.end_of_text
+    tokens = text.load_tokens(tmp_path, text.ByteTokenizer())
+    end = text.ByteTokenizer.end_of_text
     assert tokens.tolist() == [*first, end, *second, end]
-    assert data.ByteTokenizer().decode(tokens.numpy()) == first + second
+    assert text.ByteTokenizer().decode(tokens.numpy()) == first + second
 
 
 def test_folder_without_files_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="--data"):
-        data.load_tokens(tmp_path)
+        text.load_tokens(tmp_path, text.ByteTokenizer())
 
 
-def test_default_text_is_there_on_every_machine_and_bounded():
-    tokens = data.load_tokens()
-    assert 2**20 < len(tokens) <= data.DEFAULT_TEXT_BYTES
-    assert torch.equal(tokens, data.load_tokens())
+def test_default_text_is_there_on_every_machine_and_no_more_of_it_is_read_than_needed():
+    tokens = text.load_tokens(None, text.ByteTokenizer())
+    assert len(tokens) == text.DEFAULT_TOKENS
+    more = text.load_tokens(None, text.ByteTokenizer(), 2 * text.DEFAULT_TOKENS)
+    assert len(more) == 2 * text.DEFAULT_TOKENS, "packages follow the single modules"
+    assert torch.equal(more[: len(tokens)], tokens)
 
 
-def test_validation_is_the_last_twentieth_and_no_part_of_training():
+def test_default_text_lasts_for_a_validation_on_eight_ranks_with_long_sequences():
+    batch_tokens = 8 * 32768
+    tokens = text.load_tokens(None, text.ByteTokenizer(), data.tokens_wanted(batch_tokens))
+    train, validation = data.split(tokens, batch_tokens)
+    assert len(validation) == batch_tokens and len(train) == 19 * batch_tokens
+
+
+def test_validation_is_the_last_twentieth_or_one_micro_batch_and_no_part_of_training():
     tokens = torch.arange(2000, dtype=torch.int16)
-    train, validation = data.split(tokens)
-    assert torch.equal(train, tokens[:1900])
-    assert torch.equal(validation, tokens[1900:])
+    for batch_tokens, cut in ((0, 1900), (99, 1900), (300, 1700), (3000, 0)):
+        train, validation = data.split(tokens, batch_tokens)
+        assert torch.equal(train, tokens[:cut])
+        assert torch.equal(validation, tokens[cut:])
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 1), (2, 4), (3, 2)])
@@ -89,7 +88,9 @@ def test_too_little_text_is_refused_with_what_to_do():
         make_batches(torch.arange(15, dtype=torch.int16))
 
 
-@pytest.mark.parametrize(("size", "parameters"), [("7b", 6_738_415_616), ("13b", 13_015_864_320)])
+@pytest.mark.parametrize(
+    ("size", "parameters"), [("7b", 6_738_415_616), ("13b", 13_015_864_320), ("70b", 68_976_648_192)]
+)
 def test_model_shapes_are_those_of_llama_2(size, parameters):
     shape = yaml.safe_load((ROOT / f"configs/models/{size}.yaml").read_text())
     with torch.device("meta"):

@@ -29,11 +29,46 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 # -- which operators ---------------------------------------------------------------------------------------------------
 
 
-def test_a_step_is_the_operators_that_the_profiler_reports_in_their_order(recorder: Recorder) -> None:
+def test_a_recorded_step_is_the_operators_that_the_profiler_reports_in_their_order(recorder: Recorder) -> None:
     step = trainer()
-    seen = sequence(recorder, step)
+    seen = operator_names(record(recorder, step))
     assert seen == profiled_operators(step)
     assert {"aten::addmm", "aten::native_layer_norm_backward", "aten::addcdiv_"} <= set(seen)  # of all three passes
+
+
+def test_the_sequence_is_forward_and_backward_as_the_profiler_reports_them(recorder: Recorder) -> None:
+    """The optimizer, like all that runs without gradients, is no part of it."""
+    step, passes = trainer(), trainer(optimizes=False)
+    seen = sequence(recorder, step)
+    assert seen == sequence(recorder, passes) == profiled_operators(passes)
+    assert {"aten::addmm", "aten::native_layer_norm_backward"} <= set(seen) and "aten::addcdiv_" not in seen
+
+
+def test_what_runs_without_gradients_is_in_the_sequence_in_a_backward_alone(recorder: Recorder) -> None:
+    x = torch.ones(3, requires_grad=True)
+
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.cosh()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            assert not torch.is_grad_enabled()
+            return gradient.sinh()
+
+    def step() -> None:
+        with torch.no_grad():
+            x.sin()
+        with torch.inference_mode():
+            x.cos()
+        y = Doubles.apply(x.exp()).sum()
+        y.backward()
+
+    seen = sequence(recorder, step)
+    assert "aten::exp" in seen and "aten::sinh" in seen
+    assert not {"aten::sin", "aten::cos"} & set(seen)
+    assert {"aten::sin", "aten::cos"} <= set(operator_names(record(recorder, step))), "a trace has all of it"
 
 
 def test_a_custom_function_and_a_checkpoint_are_the_operators_that_the_profiler_reports(recorder: Recorder) -> None:
@@ -43,12 +78,12 @@ def test_a_custom_function_and_a_checkpoint_are_the_operators_that_the_profiler_
         y.sum().backward()
 
     step()
-    assert sequence(recorder, step) == profiled_operators(step)
+    assert operator_names(record(recorder, step)) == profiled_operators(step)
 
 
 @pytest.mark.parametrize("detail", Detail)
 def test_a_step_is_the_same_while_it_is_recorded_and_its_trace_names_it(recorder: Recorder, detail: Detail) -> None:
-    step = trainer()
+    step = trainer(optimizes=False)
     expected = sequence(recorder, step)
     recorder.take()
     trace = record(recorder, step, detail)

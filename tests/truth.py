@@ -28,11 +28,12 @@ class Truth:
         self._recorder = recorder
         self._spans: list[tuple[Where | None, int]] = []
         self._now: Where | None = None
+        self._seen = 0
         self.running = (Pass.OTHER, -1)
 
     def begin(self) -> None:
         """With the recording."""
-        self._recorder.take()
+        self._seen = self._recorded()
         self._spans.clear()
         self._now = None
 
@@ -51,8 +52,14 @@ class Truth:
 
     def _to(self, where: Where | None) -> Where | None:
         before, self._now = self._now, where
-        self._spans.append((before, len(self._recorder.take())))
+        seen = self._recorded()
+        self._spans.append((before, seen - self._seen))
+        self._seen = seen
         return before
+
+    def _recorded(self) -> int:
+        """Operators of the recording so far, or of all of it once it is over."""
+        return self._recorder._native.running_operator() + 1 if self._recorder.recording else self._seen
 
     def watch_nodes(self, end: torch.Tensor, begins: list[torch.Tensor], layer: int) -> None:
         """All nodes from a tensor back to others are of a layer; parameters' are, too."""
@@ -172,6 +179,7 @@ class Told:
         self.truth.begin()
 
     def end(self) -> Trace:
+        self.truth.operators()
         trace = self.recorder.end(Fingerprint(), self.places.layers)
         self.places.remove()
         return trace

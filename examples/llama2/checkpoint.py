@@ -28,6 +28,11 @@ def latest(save_dir: Path) -> str | None:
     return pointer.read_text().strip() if pointer.is_file() else None
 
 
+def ranks_of(save_dir: Path, tag: str) -> int:
+    """Returns how many ranks have saved a checkpoint."""
+    return len(list((save_dir / tag).glob("random_state_rank*.pt")))
+
+
 def save(engine: Any, save_dir: Path, state: dict[str, Any]) -> None:
     """Writes a checkpoint that `load` continues from; all ranks call it.
 

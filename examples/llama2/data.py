@@ -1,69 +1,29 @@
-"""Text as bytes: the tokenizer, the train/validation split, and batches that depend on nothing but their index."""
+"""The order of the data: the train/validation split, and batches that depend on nothing but their index."""
 
 import functools
-import sysconfig
+import math
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import torch
 
 VALIDATION_FRACTION = 0.05
-DEFAULT_TEXT_BYTES = 4 * 2**20
 
 
-class ByteTokenizer:
-    """One token per byte, and one that ends a file; the model's vocabulary must hold `vocab_size` tokens or more."""
-
-    end_of_text = 256
-    vocab_size = 257
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """Returns the tokens of one file, end included: int16 [len(text) + 1]."""
-        tokens = np.full(len(text) + 1, self.end_of_text, dtype=np.int16)
-        tokens[:-1] = np.frombuffer(text, dtype=np.uint8)
-        return tokens
-
-    def decode(self, tokens: np.ndarray) -> bytes:
-        """Returns the bytes of `tokens`; the end of a file, which is no byte, is left out."""
-        return np.asarray(tokens)[np.asarray(tokens) < self.end_of_text].astype(np.uint8).tobytes()
+def tokens_wanted(batch_tokens: int) -> int:
+    """Returns how long a stream has to be for one micro-batch of all ranks to be the fraction to validate with."""
+    return math.ceil(batch_tokens / VALIDATION_FRACTION)
 
 
-def load_tokens(path: Path | None = None) -> torch.Tensor:
-    """Reads text into one stream of tokens, files in the order of their names.
+def split(tokens: torch.Tensor, batch_tokens: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cuts the stream in two: one part to train on, the rest to validate with.
 
     Args:
-        path: a file, or a folder whose files are all read. None: the modules of Python's own standard library, which
-            every machine has, up to `DEFAULT_TEXT_BYTES`. These differ from one version of Python to another.
-
-    Returns:
-        int16 [tokens].
-
-    Raises:
-        FileNotFoundError: there is no text at `path`.
+        tokens: [tokens].
+        batch_tokens: of one micro-batch of all ranks together. The last 5 % are to validate with, or this many where
+            that is more.
     """
-    if path is None:
-        files, limit = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")), DEFAULT_TEXT_BYTES
-    elif path.is_dir():
-        files, limit = sorted(file for file in path.rglob("*") if file.is_file()), None
-    else:
-        files, limit = [path], None
-    tokenizer = ByteTokenizer()
-    pieces, total = [], 0
-    for file in files:
-        pieces.append(tokenizer.encode(file.read_bytes()))
-        total += len(pieces[-1])
-        if limit is not None and total >= limit:
-            break
-    if not pieces:
-        raise FileNotFoundError(f"no files of text in {path}: give --data a file, or a folder with files in it")
-    return torch.from_numpy(np.concatenate(pieces)[:limit])
-
-
-def split(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cuts the stream in two: the first 95 % to train on, the rest to validate with."""
-    cut = len(tokens) - int(len(tokens) * VALIDATION_FRACTION)
-    return tokens[:cut], tokens[cut:]
+    cut = len(tokens) - max(int(len(tokens) * VALIDATION_FRACTION), batch_tokens)
+    return tokens[: max(cut, 0)], tokens[max(cut, 0) :]
 
 
 @functools.lru_cache(maxsize=4)
@@ -93,7 +53,7 @@ class Batches:
             needed = self.seq_len * self.micro_batch * self.world_size
             raise ValueError(
                 f"{len(self.tokens)} tokens are fewer than one micro-batch of all ranks ({needed}): "
-                "give more text (validation takes 5 % of it), or lower --seq-len or the micro-batch size"
+                "give more text with --data, or lower --seq-len or the micro-batch size"
             )
 
     def order(self) -> dict[str, int]:

@@ -6,73 +6,26 @@ Start it with a launcher, for example `torchrun --nproc-per-node 2 examples/llam
 import argparse
 import json
 import logging
-import os
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import checkpoint
 import deepspeed
 import torch
 import torch.distributed as dist
-import yaml
-from data import Batches, ByteTokenizer, load_tokens, split
+from checks import Inputs, Ranks, agree, describe, make_batches
+from data import Batches
 from deepspeed.accelerator import get_accelerator
 from report import make_report, render
+from settings import parse_args, read
+from tiled_loss import tile_loss
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 log = logging.getLogger("llama2")
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add(
-        "--model",
-        type=Path,
-        default=ROOT / "configs/models/tiny.yaml",
-        help="fields of LlamaConfig or MixtralConfig, as YAML",
-    )
-    add("--deepspeed_config", type=Path, default=ROOT / "configs/ds_tiny.json", help="DeepSpeed's JSON")
-    add("--steps", type=int, default=60, help="optimizer steps, counted from the first run's start")
-    add("--seq-len", type=int, default=256, help="tokens of a sequence")
-    add("--data", type=Path, help="file or folder of text; if not given, Python's own standard library")
-    add("--save-dir", type=Path, help="folder of the checkpoints, shared by all ranks; one is saved at the end")
-    add("--save-every", type=int, default=0, help="steps between checkpoints; 0: at the end only")
-    add("--resume", action="store_true", help="go on from the latest checkpoint in --save-dir, if there is one")
-    add("--eval-every", type=int, default=0, help="steps between validations; 0: at the end only")
-    add("--eval-batches", type=int, default=4, help="micro-batches of a rank in one validation")
-    add("--seed", type=int, default=0, help="of the weights and of the order of the data")
-    add("--memplug", choices=("install", "attach", "none"), default="install", help="how memplug gets in")
-    add("--loss-log", type=Path, help="file to add a JSON line per step to, and the report")
-    add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="instead of the JSON's")
-    add("--alpha", help="instead of the JSON's memplug.tokenwise.alpha: from 0 to 1, or auto")
-    add("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help="set by the launcher")
-    args = parser.parse_args()
-    if "RANK" not in os.environ:
-        parser.error("start me with torchrun, with deepspeed, or with a script in launch/")
-    if args.save_dir is None and (args.resume or args.save_every):
-        parser.error("--resume and --save-every need --save-dir")
-    return args
-
-
-def load_deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Reads DeepSpeed's JSON, which holds the memplug block, and applies what the command line overrides."""
-    config = json.loads(args.deepspeed_config.read_text())
-    if args.zero_stage is not None:
-        config.setdefault("zero_optimization", {})["stage"] = args.zero_stage
-    if args.alpha is not None:
-        alpha = args.alpha if args.alpha == "auto" else float(args.alpha)
-        config.setdefault("memplug", {}).setdefault("tokenwise", {})["alpha"] = alpha
-    return config
 
 
 def init_process_group(local_rank: int) -> torch.device:
@@ -96,58 +49,63 @@ def set_up_logging() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
-def build_model(args: argparse.Namespace, ds_config: dict[str, Any], device: torch.device) -> PreTrainedModel:
-    """Builds the model with random weights, the same for every ZeRO stage; with ZeRO-3, no rank holds all of them."""
-    fields = yaml.safe_load(args.model.read_text())
-    if "num_local_experts" in fields:  # the loss that balances the experts counts
-        model_class, config = MixtralForCausalLM, MixtralConfig(**fields, use_cache=False, output_router_logits=True)
+def build_model(args: argparse.Namespace, inputs: Inputs, device: torch.device) -> PreTrainedModel:
+    """Builds the model, the same for every ZeRO stage, and with ZeRO 3 so that no device holds all of it.
+
+    Its weights are random, or those of --weights, which rank 0 reads into its host memory and hands to the others.
+    """
+    fields = {**inputs.shape, "use_cache": False}
+    if fields.get("num_local_experts"):  # the loss that balances the experts counts
+        model_class = MixtralForCausalLM
+        config = MixtralConfig.from_dict({**fields, "output_router_logits": True})
     else:
-        model_class, config = LlamaForCausalLM, LlamaConfig(**fields, use_cache=False)
-    if config.vocab_size < ByteTokenizer.vocab_size:
-        raise ValueError(f"{args.model}: vocab_size is {config.vocab_size}, bytes need {ByteTokenizer.vocab_size}")
+        model_class, config = LlamaForCausalLM, LlamaConfig.from_dict(fields)
     config.max_position_embeddings = max(config.max_position_embeddings, args.seq_len)
-    dtype = torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
-    zero3 = ds_config.get("zero_optimization", {}).get("stage") == 3
-    with deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=dtype, enabled=zero3), device:
+    dtype = torch.bfloat16 if inputs.config.get("bf16", {}).get("enabled") else torch.float32
+    zero3 = inputs.config.get("zero_optimization", {}).get("stage") == 3
+    with deepspeed.zero.Init(config_dict_or_path=inputs.config, dtype=dtype, enabled=zero3), device:
         model = model_class._from_config(config, dtype=dtype)
     # zero.Init rounds the rotary frequencies to the dtype of the weights: make them anew outside of it.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
-    # It also cuts each weight up before transformers has initialized it: initialize here, module by module.
+    trained = None
+    if args.weights and dist.get_rank() == 0:
+        trained = model_class.from_pretrained(args.weights, config=config, dtype=dtype, local_files_only=True)
+    # zero.Init also cuts each weight up before transformers has initialized it: initialize here, module by module.
     torch.manual_seed(args.seed)
-    for module in model.modules():
+    for name, module in model.named_modules():
         weights = list(module.parameters(recurse=False))
         with torch.no_grad(), deepspeed.zero.GatheredParameters(weights, modifier_rank=0, enabled=zero3):
-            model._init_weights(module)
-    return model
+            if not args.weights:
+                model._init_weights(module)
+            elif trained is not None:  # the other ranks get it from DeepSpeed
+                for own, read_in in zip(weights, trained.get_submodule(name).parameters(recurse=False), strict=True):
+                    own.copy_(read_in)
+    return tile_loss(model, args.tiled_loss)
 
 
-def start(args: argparse.Namespace) -> tuple[deepspeed.DeepSpeedEngine, Any]:
-    """Returns the DeepSpeed engine and memplug's session, which is None with `--memplug none`."""
+def start(args: argparse.Namespace) -> tuple[deepspeed.DeepSpeedEngine, Any, tuple[Batches, Batches]]:
+    """Returns the engine, memplug's session, which is None with `--memplug none`, and the batches of this rank."""
     device = init_process_group(args.local_rank)
     set_up_logging()
-    ds_config = load_deepspeed_config(args)
-    model = build_model(args, ds_config, device)
+    inputs = read(args, Ranks.of(args))
+    agree(inputs, args, log)  # nothing has been built yet
+    model = build_model(args, inputs, device)
     if args.memplug != "none":
         import memplug  # not above: with `--memplug none` this is a plain DeepSpeed script
     if args.memplug == "install":
         memplug.install()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=inputs.config)
     # Once installed, memplug is at work in the engine already, and attach returns the session that it has.
     session = memplug.attach(engine) if args.memplug != "none" else None
-    return engine, session
-
-
-def load_data(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> tuple[Batches, Batches]:
-    """Returns this rank's batches to train on and to validate with."""
-    train_tokens, validation_tokens = split(load_tokens(args.data))
-    where = {
-        "seq_len": args.seq_len,
-        "micro_batch": engine.train_micro_batch_size_per_gpu(),
-        "rank": dist.get_rank(),
-        "world_size": dist.get_world_size(),
-        "seed": args.seed,
-    }
-    return Batches(tokens=train_tokens, **where), Batches(tokens=validation_tokens, **where)
+    batches = make_batches(
+        inputs.tokens,
+        seq_len=args.seq_len,
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        seed=args.seed,
+    )
+    return engine, session, batches
 
 
 def run_batches(engine: deepspeed.DeepSpeedEngine, batches: Batches, indices: range, train: bool) -> float:
@@ -178,13 +136,11 @@ def validate(engine: deepspeed.DeepSpeedEngine, batches: Batches, count: int) ->
 
 def resume(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace, data_order: dict[str, int]) -> int:
     """Restores the latest checkpoint, if --resume asks for it and there is one; returns the steps done before."""
-    tag = checkpoint.latest(args.save_dir) if args.save_dir else None
+    tag = checkpoint.latest(args.save_dir) if args.resume else None
     if tag is None:
         if args.resume:
             log.info("no checkpoint in %s yet: starting from the beginning", args.save_dir)
         return 0
-    if not args.resume:
-        raise FileExistsError(f"{args.save_dir} holds the checkpoint {tag}: add --resume, or choose another --save-dir")
     state = checkpoint.load(engine, args.save_dir)
     if state["data_order"] != data_order:
         log.warning("the data goes on in a new order: %s had %s, this run has %s", tag, state["data_order"], data_order)
@@ -233,8 +189,11 @@ def write_log(args: argparse.Namespace, entry: dict[str, Any]) -> None:
 
 def main() -> None:
     args = parse_args()
-    engine, session = start(args)
-    train_set, validation_set = load_data(engine, args)
+    if args.check is not None:
+        text, fine = describe(read(args, Ranks.of(args)), args)
+        sys.stdout.write(text if args.local_rank == 0 else "")
+        raise SystemExit(0 if fine else 1)
+    engine, session, (train_set, validation_set) = start(args)
     losses, step_s = train(engine, args, train_set, validation_set)
     if losses:
         report = make_report(engine, losses, step_s, args.seq_len)

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "examples"))  # llama2: the same text, and the same words in the report
+sys.path.append(str(ROOT / "examples/llama2"))  # the same text and checks, and the same words in the report
 ON_CPU = not torch.cuda.is_available()
 if ON_CPU:
     import cpu
@@ -28,10 +27,12 @@ if ON_CPU:
     cpu.pretend()
 
 import model as megatron_model  # noqa: E402
-from llama2.data import Batches, ByteTokenizer, load_tokens, split  # noqa: E402
-from llama2.report import model_flop_per_token, peak_flop_per_s, peak_memory_gib, render  # noqa: E402
+from checks import Inputs, Ranks, agree, describe, make_batches  # noqa: E402
+from data import Batches  # noqa: E402
+from layout import parse_args, read  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from report import model_flop_per_token, peak_flop_per_s, peak_memory_gib, render  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: E402
 
@@ -39,38 +40,8 @@ log = logging.getLogger("megatron_llama2")
 WARM_UP_STEPS = 10
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    add = parser.add_argument
-    add("--model", type=Path, default=ROOT / "configs/models/tiny.yaml", help="shape of the model, as YAML")
-    add("--tensor", type=int, default=1, help="ranks that share each matmul")
-    add("--sequence", action="store_true", help="they share the rest of a layer too, by tokens")
-    add("--pipeline", type=int, default=1, help="stages")
-    add("--chunks", type=int, default=1, help="of layers in a stage; more than 1: the interleaved schedule")
-    add("--expert", type=int, default=1, help="ranks that share the experts of a mixture")
-    add("--dispatcher", choices=("alltoall", "allgather"), default="alltoall", help="of tokens to experts")
-    add("--distributed-optimizer", action="store_true", help="data-parallel ranks share the optimizer's state")
-    add("--bf16", action=argparse.BooleanOptionalAction, default=not ON_CPU, help="dtype of weights and activations")
-    add("--micro-batch", type=int, default=4, help="sequences of a micro-batch")
-    add("--micro-batches", type=int, default=2, help="of a step, on each data-parallel rank")
-    add("--steps", type=int, default=40, help="of the optimizer")
-    add("--seq-len", type=int, default=256, help="tokens of a sequence")
-    add("--learning-rate", type=float, default=3e-3 if ON_CPU else 3e-4, help="after the first steps")
-    add("--data", type=Path, help="file or folder of text; if not given, Python's own standard library")
-    add("--eval-batches", type=int, default=2, help="micro-batches of the validation at the end")
-    add("--seed", type=int, default=0, help="of the weights and of the order of the data")
-    add("--memplug-config", type=Path, default=ROOT / "configs/ds_tiny.json", help='JSON with the "memplug" block')
-    add("--memplug", action=argparse.BooleanOptionalAction, default=True, help="train with memplug")
-    args = parser.parse_args()
-    if "RANK" not in os.environ:
-        parser.error("start me with torchrun, or with a script in launch/")
-    return args
-
-
-def start(args: argparse.Namespace) -> dict[str, Any]:
-    """Joins the other ranks; returns the shape of the model."""
+def start(args: argparse.Namespace) -> Inputs:
+    """Joins the other ranks; returns what the run reads, once all ranks have found it right."""
     if ON_CPU:
         dist.init_process_group("gloo")
     else:
@@ -80,23 +51,21 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     # Megatron-Core calls collectives by names that newer torch deprecates, at every step
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    shape = yaml.safe_load(args.model.read_text())
-    if shape["vocab_size"] < ByteTokenizer.vocab_size:
-        raise ValueError(f"{args.model}: vocab_size is {shape['vocab_size']}, bytes need {ByteTokenizer.vocab_size}")
-    return shape
+    inputs = read(args, Ranks.of(args))
+    agree(inputs, args, log)  # nothing has been built yet
+    return inputs
 
 
-def load_data(args: argparse.Namespace) -> tuple[Batches, Batches]:
+def load_data(args: argparse.Namespace, tokens: torch.Tensor) -> tuple[Batches, Batches]:
     """Returns this rank's batches to train on and to validate with; one token longer, for the last one's label."""
-    where = {
-        "seq_len": args.seq_len + 1,
-        "micro_batch": args.micro_batch,
-        "rank": parallel_state.get_data_parallel_rank(),
-        "world_size": parallel_state.get_data_parallel_world_size(),
-        "seed": args.seed,
-    }
-    train_tokens, validation_tokens = split(load_tokens(args.data))
-    return Batches(tokens=train_tokens, **where), Batches(tokens=validation_tokens, **where)
+    return make_batches(
+        tokens,
+        seq_len=args.seq_len + 1,
+        micro_batch=args.micro_batch,
+        rank=parallel_state.get_data_parallel_rank(),
+        world_size=parallel_state.get_data_parallel_world_size(),
+        seed=args.seed,
+    )
 
 
 def micro_batches(batches: Batches, first: int) -> Iterator[torch.Tensor]:
@@ -223,7 +192,12 @@ def make_report(
 
 def main() -> None:
     args = parse_args()
-    shape = start(args)
+    if args.check is not None:
+        text, fine = describe(read(args, Ranks.of(args)), args)
+        sys.stdout.write(text if os.environ.get("LOCAL_RANK", "0") == "0" else "")
+        raise SystemExit(0 if fine else 1)
+    inputs = start(args)
+    shape = inputs.shape
     parallel = megatron_model.Parallel(
         tensor=args.tensor,
         sequence=args.sequence,
@@ -242,7 +216,7 @@ def main() -> None:
         import memplug  # not above: with --no-memplug this is a plain Megatron-Core script
 
         session = memplug.attach(chunks, args.memplug_config)
-    train_set, validation_set = load_data(args)
+    train_set, validation_set = load_data(args, inputs.tokens)
     losses, step_s = train(args, chunks, optimizer, train_set, session)
     report = make_report(args, shape, chunks, losses, step_s)
     report["validation_loss"] = validate(args, chunks, validation_set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,10 @@ class Forwards:
         begin = torch.compiler.disable(self._begin_forward)
         for chunk in chunks:
             session.at_detach(chunk.register_forward_pre_hook(begin).remove)
-        session.at_detach(optimizers.register_optimizer_step_post_hook(self._end_optimizer_step).remove)
+        ended = weakref.WeakMethod(self._end_optimizer_step)  # the hook is torch's own, and keeps no model alive
+        handle = optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: (ended() or _ignore)(optimizer))
+        session.at_detach(handle.remove)
+        weakref.finalize(session, handle.remove)
 
     def _begin_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
@@ -43,7 +47,7 @@ class Forwards:
         if self._forwards == FORWARDS_UNTOLD and not (self._warned or self._session.steps):
             self._warn(f"the model ran forward {FORWARDS_UNTOLD} times")
 
-    def _end_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _end_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._warned or self._session.steps:
             return
         if self._forwards and self._holds_parameters(optimizer):
@@ -61,3 +65,7 @@ class Forwards:
             "memplug: %s, and no step has ended: nothing is planned. Add `session.step()` after `optimizer.step()`",
             seen,
         )
+
+
+def _ignore(optimizer: torch.optim.Optimizer) -> None:
+    """The session is gone."""

@@ -64,12 +64,15 @@ class Places:
         self._inside.clear()
         if self._handles:
             return
+        outside = torch.compiler.disable  # compiled code goes around hooks, which it cannot trace
+        begin, leave = outside(self._begin_forward), outside(self._leaving(_ROOT))
         for chunk in self._chunks:
-            self._handles.append(chunk.register_forward_pre_hook(self._begin_forward, with_kwargs=True))
-            self._handles.append(chunk.register_forward_hook(self._leaving(_ROOT), always_call=True))
+            self._handles.append(chunk.register_forward_pre_hook(begin, with_kwargs=True))
+            self._handles.append(chunk.register_forward_hook(leave, always_call=True))
         for index, (_, module, _) in enumerate(self._modules):
-            self._handles.append(module.register_forward_pre_hook(self._entering(index)))
-            self._handles.append(module.register_forward_hook(self._leaving(index), always_call=True))
+            enter, leave = outside(self._entering(index)), outside(self._leaving(index))
+            self._handles.append(module.register_forward_pre_hook(enter))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
         self._handles.append(optimizers.register_optimizer_step_pre_hook(self._begin_optimizer))
         self._handles.append(optimizers.register_optimizer_step_post_hook(self._leaving(_OPTIMIZER)))
 

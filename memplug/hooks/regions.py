@@ -9,7 +9,7 @@ from __future__ import annotations
 import copyreg
 import fnmatch
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from torch import nn
 from memplug.errors import ConflictError, RegionError
 from memplug.execute.tokenwise import Region
 from memplug.session import Session
+
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""What DistributedDataParallel and engines, torch.compile, FSDP and checkpoint wrappers call the module they wrap."""
 
 _REGION = "_memplug_region"
 Prepare = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -35,22 +38,32 @@ class _Bound:
 def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Modules whose qualified name matches a glob pattern, in the model's order.
 
-    A `*` stays within one part of a name: "model.layers.*" is every layer, and nothing inside of one.
+    A `*` stays within one part of a name: "model.layers.*" is every layer, and nothing inside of one. Names are those
+    of the model as it was written: the parts that wrappers put in (`WRAPPERS`) may be left out of a pattern, and
+    a wrapper and what it wraps count as one module, the latter.
 
     Raises:
         RegionError: a pattern matches no module, or a match lies inside another.
+        ConflictError: a match is compiled.
     """
-    modules = {name: module for name, module in model.named_modules() if name}
+    named = dict(model.named_modules())
+    written = {name: _as_written(name, named) for name in named}
+    wrapped = {written[name]: name for name in named}  # of several, the innermost
+    modules = {name: named[name] for name in wrapped.values() if written[name]}
     for pattern in patterns:
-        if not any(_matches(name, pattern) for name in modules):
+        if not any(_names(pattern, name, written[name]) for name in modules):
             near = [name for name in modules if name.count(".") == pattern.count(".")] or list(modules)
             raise RegionError(
                 f'the pattern "{pattern}" in "tokenwise.regions" matches no module of {type(model).__name__}; '
                 f"it has for example {near[:3]}"
             )
-    found = [(name, module) for name, module in modules.items() if any(_matches(name, p) for p in patterns)]
+    found = [
+        (name, module) for name, module in modules.items() if any(_names(p, name, written[name]) for p in patterns)
+    ]
     check_not_nested([name for name, _ in found])
     for name, module in found:
+        if name.endswith("._orig_mod"):
+            _refuse_compiled(written[name])
         if type(module).forward is nn.Module.forward:
             raise RegionError(
                 f"module {name}, a {type(module).__name__}, is never called itself",
@@ -85,10 +98,7 @@ def make_region(
             f"module {region.name} is attached to another memplug session", "Detach that session first."
         )
     if module.__dict__.get("_compiled_call_impl") is not None or hasattr(module, "_orig_mod"):
-        raise ConflictError(
-            f"module {region.name} is compiled, and memplug needs to see its operators",
-            "Attach to the model before it is compiled, and do not compile the regions themselves.",
-        )
+        _refuse_compiled(region.name)
     if "forward" in module.__dict__:
         raise ConflictError(
             f"the forward of module {region.name} was replaced on the instance, so that memplug's would never run",
@@ -157,6 +167,28 @@ def _subclass(original: type, **members: Any) -> type:
     return type(original)(original.__name__, (original,), {**named, "__reduce_ex__": reduce, **members})
 
 
+def _refuse_compiled(name: str) -> None:
+    raise ConflictError(
+        f"module {name} is compiled, and memplug needs to see its operators",
+        "Attach to the model before it is compiled, and do not compile the regions themselves: `torch.compile` of the "
+        "whole model goes around them.",
+    )
+
+
+def _names(pattern: str, name: str, written: str) -> bool:
+    """Whether a pattern names a module, as it is called now or as it was written."""
+    return _matches(name, pattern) or _matches(written, pattern)
+
+
 def _matches(name: str, pattern: str) -> bool:
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def _as_written(name: str, named: Mapping[str, nn.Module]) -> str:
+    """A module's name without the parts that wrappers put in; a wrapper has one child and no other."""
+    parts = name.split(".") if name else []
+    outer = [named[".".join(parts[:at])] for at in range(len(parts))]
+    return ".".join(
+        part for part, parent in zip(parts, outer, strict=True) if part not in WRAPPERS or len(parent._modules) > 1
+    )

@@ -154,6 +154,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return py::make_tuple(bytes_of(records.operators), bytes_of(records.uses), bytes_of(records.tensors));
   });
 
+  module.def("running_operator", &running_operator);
+
   module.def("begin_requests", &begin_requests);
   module.def("end_requests", &end_requests);
   module.def("take_requests", [] { return bytes_of(take_requests()); });

@@ -25,6 +25,7 @@ from memplug.plan.layout.from_trace import last_step, problem_of
 from memplug.plan.layout.problem import Problem
 from memplug.plan.schema import MemoryPlan
 from memplug.profile.trace import Pass, Trace
+from memplug.show.words import size
 from memplug.stages.addresses import tables_of
 
 log = logging.getLogger("memplug")
@@ -231,8 +232,10 @@ class Serving:
         file = self._folder / f"arena-{step.fingerprint.digest()}.json" if self._folder is not None else None
         try:
             plan = _loaded(file, problem) if file is not None and not amendments else None
+            source = f"reused from {file}"
             if plan is None:
                 plan = self._made(step, problem, AMENDING_S if amendments else auto.TIME_LIMIT_S)
+                source = f"planned in {plan.solution.seconds:.1f} s"
                 self.plans += 1
                 if file is not None:
                     _save(plan, file)
@@ -244,7 +247,7 @@ class Serving:
         self._known[self._program] = known
         while len(self._known) > MOST_PLANS:
             self._known.popitem(last=False)
-        self._serve(known, logging.DEBUG if amendments else logging.INFO)
+        self._serve(known, logging.DEBUG if amendments else logging.INFO, source)
 
     def _made(self, step: Trace, problem: Problem, time_limit_s: float) -> MemoryPlan:
         solution = auto.plan(problem, self._config.planner, time_limit_s=time_limit_s)
@@ -254,7 +257,7 @@ class Serving:
             raise LayoutError(f"the judge refuses the plan: {findings[0].message}", "Please report it, with a trace.")
         return plan
 
-    def _serve(self, known: _Known, level: int) -> None:
+    def _serve(self, known: _Known, level: int, source: str = "remembered") -> None:
         plan = known.plan
         try:
             self._arena.serve(known.tables)
@@ -264,8 +267,9 @@ class Serving:
             return
         promised, self.plan, self.state = plan.predictions, plan, State.SERVING
         self._tell(
-            f"arena: {promised.arena_bytes / 2**30:.3f} GiB for {len(plan.problem):,} requests, "
-            f"fragmentation {promised.fragmentation:.2%}",
+            f"arena: {size(promised.arena_bytes)} for {len(plan.problem):,} requests, the largest "
+            f"{size(int(plan.problem.buffers['size'].max(initial=0)))}, fragmentation {promised.fragmentation:.2%}, "
+            f"{source}",
             level,
         )
 

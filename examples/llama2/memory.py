@@ -1,0 +1,145 @@
+"""How much memory a run will need, by arithmetic: a model's parameters by its shape, and DeepSpeed's own estimates."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+LOGIT_BYTES = 12
+"""For each logit at the peak, in backward: the log-softmax, its gradient and the logit's, in float32."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """How many parameters the parts of a Llama or a Mixtral have; without biases, as those models are."""
+
+    layers: int
+    embedding: int
+    head: int
+    """0 where it is the embedding, tied."""
+    norm: int
+    """Of one norm: two in a layer, and one before the head."""
+    attention: int
+    """Of one layer."""
+    feed_forward: int
+    """Of one layer, all its experts together."""
+    router: int
+    """Of one layer; 0 where there are no experts."""
+    largest: int
+    """Of the module with most that are directly its own: what ZeRO 3 gathers at once."""
+
+    @property
+    def total(self) -> int:
+        """Of the model."""
+        layer = self.attention + self.feed_forward + self.router + 2 * self.norm
+        return self.embedding + self.layers * layer + self.norm + self.head
+
+
+def count(shape: Mapping[str, Any]) -> Parameters:
+    """Counts the parameters of a model with these fields of Hugging Face's LlamaConfig or MixtralConfig."""
+    hidden, feed_forward, experts = shape["hidden_size"], shape["intermediate_size"], shape.get("num_local_experts", 0)
+    head_size = shape.get("head_dim") or hidden // shape["num_attention_heads"]
+    queries, keys = (shape[name] * head_size for name in ("num_attention_heads", "num_key_value_heads"))
+    vocabulary, matmul = shape["vocab_size"] * hidden, hidden * feed_forward
+    # Hugging Face's model has all experts of a layer in one module, two of three matmuls in one parameter
+    widest = 3 * matmul * experts if experts else matmul
+    return Parameters(
+        layers=shape["num_hidden_layers"],
+        embedding=vocabulary,
+        head=0 if shape.get("tie_word_embeddings") else vocabulary,
+        norm=hidden,
+        attention=2 * hidden * (queries + keys),
+        feed_forward=3 * matmul * max(experts, 1),
+        router=hidden * experts,
+        largest=max(vocabulary, widest, hidden * queries),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Memory of the rank that needs most, and of a machine's host."""
+
+    source: str
+    """Whose arithmetic it is."""
+    states_bytes: int
+    """Weights, gradients and the optimizer's state on the device."""
+    logits_bytes: int
+    """Logits, loss and their gradients at the peak."""
+    host_bytes: int = 0
+    """Of a machine, all its ranks together."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """Further lines to print: name and value."""
+
+    def fits(self, device_gib: float | None, host_gib: float | None = None) -> bool:
+        """Tells whether the device, and the host, have more; None: as much as it takes."""
+        on_device = device_gib is None or self.states_bytes + self.logits_bytes < device_gib * GIB
+        return on_device and (host_gib is None or self.host_bytes < host_gib * GIB)
+
+    def render(self, device_gib: float | None, host_gib: float | None = None) -> str:
+        """Returns the estimate as lines for a person to read, beside what the device and the host have."""
+        rows = {**self.notes}
+        rows["weights, gradients, optimizer"] = f"{self.states_bytes / GIB:.1f} GiB a rank, by {self.source}"
+        rows["logits and loss"] = f"{self.logits_bytes / GIB:.1f} GiB a rank"
+        if device_gib is not None:
+            left = device_gib - (self.states_bytes + self.logits_bytes) / GIB
+            rows["the device has"] = f"{device_gib:.1f} GiB, " + (
+                f"{left:.1f} are left for activations and buffers" if left > 0 else f"{-left:.1f} too few"
+            )
+        if self.host_bytes:
+            rows["offloaded to the host"] = f"{self.host_bytes / GIB:.0f} GiB a machine, by {self.source}"
+            if host_gib is not None:
+                enough = self.host_bytes < host_gib * GIB
+                rows["the host has"] = f"{host_gib:.0f} GiB, which is {'enough' if enough else 'too few'}"
+        width = max(map(len, rows))
+        return "estimate of memory:\n" + "".join(f"  {name:<{width}}  {value}\n" for name, value in rows.items())
+
+
+def logits_bytes(vocab_size: int, tokens: int, tiles: int = 1) -> int:
+    """Returns the memory of the logits of so many tokens and of their loss, one of `tiles` at a time."""
+    return -(-tokens // tiles) * vocab_size * LOGIT_BYTES
+
+
+def deepspeed_estimate(
+    shape: Mapping[str, Any], config: Mapping[str, Any], ranks: int, machines: int, logits: int
+) -> Estimate:
+    """Estimates a rank under ZeRO by DeepSpeed's own functions; for stages 0 and 1, which have none, by their numbers.
+
+    Args:
+        shape: of the model.
+        config: DeepSpeed's JSON.
+        ranks: all of them.
+        machines: that share the ranks.
+        logits: bytes of logits and loss.
+    """
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    parameters = count(shape)
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    optimizer, weights = (_is_offloaded(zero, what) for what in ("offload_optimizer", "offload_param"))
+    where = {"num_gpus_per_node": ranks // machines, "num_nodes": machines, "cpu_offload": optimizer}
+    own = "DeepSpeed's estimator"
+    if stage == 3:
+        host, states, _ = estimate_zero3_model_states_mem_needs(
+            parameters.total, parameters.largest, cpu_offload_params=weights, zero_init=True, **where
+        )
+    else:
+        host, states = estimate_zero2_model_states_mem_needs(parameters.total, **where)
+    if stage < 2:
+        # weights and gradients of 2 bytes; gradients, weights and two moments of 4, which ZeRO 1 splits or offloads
+        own = f"the numbers of {own}"
+        states = 4 * parameters.total + (0 if optimizer else 16 * parameters.total // (ranks if stage else 1))
+    offloaded = " and ".join(name for name, is_so in (("optimizer", optimizer), ("parameters", weights)) if is_so)
+    split = f"ZeRO {stage}" + (f", {offloaded} offloaded" if offloaded else "")
+    return Estimate(
+        source=own,
+        states_bytes=states,
+        logits_bytes=logits,
+        host_bytes=host if offloaded else 0,
+        notes={"model": f"{parameters.total:,} parameters", "on": f"{ranks} rank{'s' if ranks > 1 else ''}, {split}"},
+    )
+
+
+def _is_offloaded(zero: Mapping[str, Any], what: str) -> bool:
+    return (zero.get(what) or {}).get("device", "none") != "none"

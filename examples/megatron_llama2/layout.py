@@ -1,0 +1,137 @@
+"""The command line of the Megatron-Core recipe, and how it splits a model: checked, with the memory of a rank, before
+the model is built. Imports nothing of Megatron-Core's.
+"""
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import checks
+import torch
+from checks import Inputs, Ranks
+from memory import Estimate, count, logits_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Trains a Llama-2 or a Mixtral of Megatron-Core on text with memplug.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    on_gpu, add = torch.cuda.is_available(), parser.add_argument
+    add("--model", type=Path, default=ROOT / "configs/models/tiny.yaml", help="shape of the model, as YAML")
+    add("--tensor", type=int, default=1, help="ranks that share each matmul")
+    add("--sequence", action="store_true", help="they share the rest of a layer too, by tokens")
+    add("--pipeline", type=int, default=1, help="stages")
+    add("--chunks", type=int, default=1, help="of layers in a stage; more than 1: the interleaved schedule")
+    add("--expert", type=int, default=1, help="ranks that share the experts of a mixture")
+    add("--dispatcher", choices=("alltoall", "allgather"), default="alltoall", help="of tokens to experts")
+    add("--distributed-optimizer", action="store_true", help="data-parallel ranks share the optimizer's state")
+    add("--bf16", action=argparse.BooleanOptionalAction, help="dtype of weights and activations; if not given: on GPUs")
+    add("--micro-batch", type=int, default=4, help="sequences of a micro-batch")
+    add("--micro-batches", type=int, default=2, help="of a step, on each data-parallel rank")
+    add("--steps", type=int, default=40, help="of the optimizer")
+    add("--seq-len", type=int, default=256, help="tokens of a sequence")
+    add("--learning-rate", type=float, default=3e-4 if on_gpu else 3e-3, help="after the first steps")
+    checks.add_arguments(parser)
+    add("--eval-batches", type=int, default=2, help="micro-batches of the validation at the end")
+    add("--seed", type=int, default=0, help="of the weights and of the order of the data")
+    add("--memplug-config", type=Path, default=ROOT / "configs/ds_tiny.json", help='JSON with the "memplug" block')
+    add("--memplug", action=argparse.BooleanOptionalAction, default=True, help="train with memplug")
+    args = parser.parse_args(argv)
+    if args.check is None and "RANK" not in os.environ:
+        parser.error("start me with torchrun, or with a script in launch/; or give --check")
+    if args.bf16 is None:
+        args.bf16 = on_gpu or (args.check is not None and args.gpu_gib is not None)
+    return args
+
+
+def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
+    """Reads all that a run of `ranks` needs; what is wrong with it is in `problems`, nothing is raised."""
+    inputs = Inputs()
+    counts = ("tensor", "pipeline", "chunks", "expert", "micro_batch", "micro_batches", "steps", "seq_len")
+    checks.positive(inputs, args, *counts, "eval_batches")
+    checks.read_shape(inputs, args.model)
+    if args.memplug:
+        checks.read_memplug(inputs, args.memplug_config)
+    if inputs.problems:
+        return inputs  # what follows would only repeat them
+    _check_split(inputs, args, ranks.count)
+    if inputs.problems:
+        return inputs
+    data_parallel = ranks.count // (args.tensor * args.pipeline)
+    checks.read_text(inputs, args, (args.seq_len + 1) * args.micro_batch * data_parallel)
+    inputs.estimate = estimate(args, inputs.shape, ranks.count)
+    return inputs
+
+
+def _check_split(inputs: Inputs, args: argparse.Namespace, ranks: int) -> None:
+    """What Megatron-Core would refuse, in the order in which it would."""
+    shape, experts = inputs.shape, inputs.shape.get("num_local_experts", 0)
+    checks.divides(inputs, args.tensor * args.pipeline, ranks, "--tensor × --pipeline", "the number of ranks")
+    for name in ("num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size"):
+        checks.divides(inputs, args.tensor, shape[name], "--tensor", f"the model's {name}")
+    checks.divides(
+        inputs, args.pipeline * args.chunks, shape["num_hidden_layers"], "--pipeline × --chunks", "the number of layers"
+    )
+    if args.sequence:
+        checks.divides(inputs, args.tensor, args.seq_len, "--tensor, with --sequence,", "--seq-len")
+    if args.chunks > 1 and args.pipeline == 1:
+        inputs.problems.append("--chunks needs --pipeline of 2 or more")
+    if args.chunks > 1:
+        checks.divides(inputs, args.pipeline, args.micro_batches, "--pipeline, with --chunks,", "--micro-batches")
+        checks.divides(inputs, args.pipeline, args.eval_batches, "--pipeline, with --chunks,", "--eval-batches")
+    if args.expert > 1:
+        if not experts:
+            inputs.problems.append(f"--expert is {args.expert}, and the model has no experts")
+        else:
+            checks.divides(inputs, args.expert, experts, "--expert", "the number of experts")
+        checks.divides(inputs, args.expert * args.pipeline, ranks, "--expert × --pipeline", "the number of ranks")
+    if experts and args.tensor > 1 and not args.sequence:
+        inputs.problems.append("a mixture with --tensor of 2 or more needs --sequence")
+
+
+def parameters_of_rank(args: argparse.Namespace, shape: Mapping[str, Any], stage: int) -> tuple[int, int]:
+    """Returns how many parameters each rank of a pipeline stage has, of experts and of everything else."""
+    whole, experts = count(shape), shape.get("num_local_experts", 0)
+    layers = whole.layers // args.pipeline
+    # with expert parallelism experts are not split by tensor parallelism too: model.py
+    share = (args.expert if args.expert > 1 else args.tensor) if experts else args.tensor
+    feed_forward = layers * whole.feed_forward // share
+    rest = layers * (whole.attention // args.tensor + whole.router + 2 * whole.norm)
+    if stage == 0:
+        rest += whole.embedding // args.tensor
+    if stage == args.pipeline - 1:
+        rest += (whole.head or whole.embedding) // args.tensor + whole.norm
+    return (feed_forward, rest) if experts else (0, feed_forward + rest)
+
+
+def state_bytes(args: argparse.Namespace, copies: int) -> float:
+    """Returns bytes a parameter: weights, gradients in float32, and the optimizer's state, which the `copies` of the
+    parameter on other ranks share with the distributed optimizer. In bfloat16 18, or 6 + 12 / copies.
+    """
+    weights, optimizer = (2, 12) if args.bf16 else (4, 8)  # in float32 the weights are the optimizer's own
+    return weights + 4 + optimizer / (copies if args.distributed_optimizer else 1)
+
+
+def estimate(args: argparse.Namespace, shape: Mapping[str, Any], ranks: int) -> Estimate:
+    """Estimates the memory of the rank that needs most by Megatron's arithmetic."""
+    data_parallel = ranks // (args.tensor * args.pipeline)
+    expert_data_parallel = ranks // ((args.expert if args.expert > 1 else args.tensor) * args.pipeline)
+    stages = {}
+    for stage in range(args.pipeline):
+        experts, rest = parameters_of_rank(args, shape, stage)
+        states = experts * state_bytes(args, expert_data_parallel) + rest * state_bytes(args, data_parallel)
+        stages[stage] = round(states), experts, rest
+    states, experts, rest = max(stages.values())
+    logits = logits_bytes(shape["vocab_size"], args.seq_len * args.micro_batch) // args.tensor
+    split = f"tensor {args.tensor}, pipeline {args.pipeline}, data {data_parallel}"
+    notes = {"model": f"{count(shape).total:,} parameters", "on": f"{ranks} rank{'s' if ranks > 1 else ''}, {split}"}
+    notes["of them on a rank"] = f"{experts + rest:,}"
+    if experts:
+        notes["on"] += f", expert {args.expert}, expert data {expert_data_parallel}"
+        notes["of them on a rank"] += f", {experts:,} of experts"
+    return Estimate(source="Megatron's arithmetic", states_bytes=states, logits_bytes=logits, notes=notes)
