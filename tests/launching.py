@@ -14,7 +14,7 @@ from typing import Literal
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-Launcher = Literal["torchrun", "deepspeed"]
+Launcher = Literal["torchrun", "deepspeed", "python"]
 
 
 def launch(
@@ -31,7 +31,7 @@ def launch(
 
     Args:
         arguments: the script and its arguments.
-        launcher: what starts the processes.
+        launcher: what starts the processes; "python" starts one.
         processes: how many ranks.
         module: the first argument is the name of a module, not a file.
         time_limit_s: all processes are killed after this time.
@@ -127,8 +127,10 @@ def free_port() -> int:
 def _command(arguments: Sequence[str | Path], launcher: Launcher, processes: int, module: bool) -> list[str]:
     if launcher == "torchrun":
         options = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
-    else:
+    elif launcher == "deepspeed":
         options = ["-m", "deepspeed.launcher.runner", f"--num_accelerators={processes}", f"--master_port={free_port()}"]
+    else:
+        return [sys.executable, *(["-m"] if module else []), *map(str, arguments)]
     return [sys.executable, *options, *(["--module"] if module else []), *map(str, arguments)]
 
 

@@ -1,0 +1,85 @@
+"""What the callbacks have in common: one session from begin to end of a training, or none beside DeepSpeed's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from memplug.config import MemplugConfig, load_config
+from memplug.hooks.attach import attach
+from memplug.hooks.regions import session_of
+from memplug.session import Session, Stage
+
+log = logging.getLogger("memplug")
+
+Config = Mapping[str, Any] | str | Path | MemplugConfig | None
+
+
+class Attachment:
+    """Mixed into a framework's callback.
+
+    Args:
+        config: the block as a dict, or the path of a JSON that has it; None: `{"enabled": true}`.
+
+    Attributes:
+        session: of the training that runs or ran last, for `report()`; under DeepSpeed the engine's, where it has one.
+
+    Raises:
+        ConfigError: the block cannot be used.
+    """
+
+    def __init__(self, config: Config = None) -> None:
+        super().__init__()
+        self.config = load_config({"enabled": True} if config is None else config)
+        self.session: Session | None = None
+        self._attached = False  # by this callback
+        self._told = False
+
+    def begin(self, model: nn.Module, deepspeed: bool) -> None:
+        """Attach to the model, unless DeepSpeed drives it or it is attached already.
+
+        Raises:
+            ConflictError, RegionError, UnsupportedVersionError: as `memplug.attach`.
+        """
+        self.end()  # of a training that an error broke off
+        existing = session_of(model)
+        if deepspeed or existing is not None:
+            self.session = existing
+            self._tell(deepspeed)
+            return
+        self.session = attach(model, self.config)
+        self._attached = self.session.stage is not Stage.OFF
+
+    def begin_batch(self) -> None:
+        """The model is about to run, maybe by another method than its forward, which the session would see."""
+        if self._attached:
+            self.session.begin_forward()
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+        if self._attached:
+            self.session.step()
+
+    def end(self) -> None:
+        """Detach; the session stays for `report()`."""
+        if self._attached:
+            self._attached = False
+            self.session.detach()
+
+    def _tell(self, deepspeed: bool) -> None:
+        if self._told:
+            return
+        self._told = True
+        if self.session is None:
+            log.warning(
+                "memplug: off: under DeepSpeed the callback does nothing; put the block into DeepSpeed's JSON and call "
+                "memplug.install() before the trainer is made"
+            )
+        elif deepspeed:
+            log.info("memplug: under DeepSpeed the callback does nothing: the engine has its session")
+        else:
+            log.info("memplug: the model is attached already, and the callback leaves that session alone")

@@ -1,0 +1,64 @@
+"""A callback for Lightning's Trainer (`lightning` or `pytorch_lightning`), in training without DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from memplug.errors import MemplugError
+from memplug.hooks.deepspeed import is_engine
+from memplug.integrations.attachment import Attachment, Config
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def _callback_class() -> type:
+    """Of the package that the script uses: one brings the other along, each with classes of its own."""
+    errors = []
+    for package in sorted(PACKAGES, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(package).Callback
+        except ImportError as error:
+            errors.append(error)
+    raise MemplugError(
+        "memplug.integrations.lightning needs lightning, which cannot be imported",
+        f"Run `pip install 'lightning>=2.5'` ({errors[0]}).",
+    ) from errors[0]
+
+
+class MemplugCallback(Attachment, _callback_class()):
+    """Attaches when training starts, marks each optimizer step, detaches when training ends or an error ends it.
+
+    Under DeepSpeed's strategy it does nothing, since `memplug.install()` attaches to the engine.
+
+    Example:
+        >>> Trainer(callbacks=[MemplugCallback("ds.json")])
+    """
+
+    def __init__(self, config: Config = None) -> None:
+        super().__init__(config)
+        self._steps = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """The module is on its device, and the strategy has wrapped it."""
+        self._steps = trainer.global_step
+        self.begin(pl_module, deepspeed=is_engine(trainer.strategy.model))
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Lightning calls `training_step`, which need not call the module's forward."""
+        self.begin_batch()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """A step is a batch in which an optimizer stepped, however many of them did."""
+        if trainer.global_step != self._steps:
+            self._steps = trainer.global_step
+            self.end_step()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Undo everything."""
+        self.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Undo everything."""
+        self.end()

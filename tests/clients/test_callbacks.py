@@ -1,0 +1,116 @@
+"""Callbacks attach for the time of a training, leave alone what is attached otherwise, and say what they need."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import memplug
+from memplug.errors import ConfigError, MemplugError
+from memplug.hooks.regions import session_of
+from memplug.session import Stage
+from tests.hosts import block, tiny_llama, train
+
+WITHOUT_DEEPSPEED = SimpleNamespace(deepspeed_plugin=None)
+WITH_DEEPSPEED = SimpleNamespace(deepspeed_plugin=object())
+
+
+def callback(config: Any = None) -> Any:
+    """Of the one for transformers' trainers."""
+    from memplug.integrations.transformers import MemplugCallback
+
+    return MemplugCallback(config)
+
+
+def begin(one: Any, model: Any, args: Any = WITHOUT_DEEPSPEED) -> None:
+    """As the trainer does."""
+    one.on_train_begin(args, None, None, model=model, optimizer=None)
+
+
+def test_a_training_has_a_session_from_its_begin_to_its_end_with_each_step_marked() -> None:
+    model, one = tiny_llama(), callback(block(alpha=1))
+    kinds = [type(module) for module in model.modules()]
+    begin(one, model)
+    assert session_of(model) is one.session
+    for step in (1, 2):
+        train(model)
+        one.on_substep_end(WITHOUT_DEEPSPEED, None, None, model=model)
+        train(model)
+        one.on_step_end(WITHOUT_DEEPSPEED, None, None, model=model)
+        assert one.session.report()["steps"] == step
+    one.on_train_end(WITHOUT_DEEPSPEED, None, None, model=model)
+    assert one.session.stage is Stage.DETACHED and one.session.report()["steps"] == 2
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_a_training_after_one_that_an_error_broke_off_has_a_session_of_its_own() -> None:
+    first, second, one = tiny_llama(), tiny_llama(), callback(block())
+    begin(one, first)
+    broken_off = one.session
+    begin(one, second)
+    assert broken_off.stage is Stage.DETACHED and session_of(first) is None
+    assert session_of(second) is one.session is not broken_off
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["not attached", "attached"])
+def test_a_model_that_deepspeed_trains_is_left_alone_and_that_is_said_once(
+    attached: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="memplug")
+    model, one = tiny_llama(), callback(block())
+    session = memplug.attach(model, block(alpha=1)) if attached else None  # in place of an engine's
+    caplog.clear()
+    for _ in range(2):
+        begin(one, model, WITH_DEEPSPEED)
+        one.on_step_end(WITH_DEEPSPEED, None, None, model=model)
+        one.on_train_end(WITH_DEEPSPEED, None, None, model=model)
+    assert one.session is session is session_of(model)
+    (said,) = caplog.messages
+    assert "under DeepSpeed the callback does nothing" in said
+    assert ("memplug.install()" in said) == (not attached)
+    if attached:
+        assert session.stage is Stage.STABLE and session.report()["steps"] == 0
+
+
+def test_a_model_that_is_attached_already_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="memplug")
+    model, one = tiny_llama(), callback(block())
+    with memplug.attach(model, block(alpha=1)) as session:
+        begin(one, model)
+        one.on_step_end(WITHOUT_DEEPSPEED, None, None, model=model)
+        one.on_train_end(WITHOUT_DEEPSPEED, None, None, model=model)
+        assert one.session is session and session.stage is Stage.STABLE and session.report()["steps"] == 0
+    assert any("attached already" in message for message in caplog.messages)
+
+
+def test_a_block_that_is_off_changes_nothing() -> None:
+    model, one = tiny_llama(), callback({"enabled": False})
+    begin(one, model)
+    one.on_step_end(WITHOUT_DEEPSPEED, None, None, model=model)
+    one.on_train_end(WITHOUT_DEEPSPEED, None, None, model=model)
+    assert session_of(model) is None and one.session.report() == {"stage": "off"}
+
+
+def test_a_block_with_a_mistake_is_refused_before_there_is_a_trainer() -> None:
+    with pytest.raises(ConfigError, match="aplha"):
+        callback({"enabled": True, "tokenwise": {"aplha": 1}})
+
+
+@pytest.mark.parametrize(
+    "name, packages",
+    [("transformers", ["transformers"]), ("lightning", ["lightning", "lightning.pytorch", "pytorch_lightning"])],
+)
+def test_a_callback_whose_framework_is_missing_says_what_to_install(
+    name: str, packages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, f"memplug.integrations.{name}", raising=False)
+    for package in packages:
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MemplugError, match=f"needs {name}, which cannot be imported") as error:
+        importlib.import_module(f"memplug.integrations.{name}")
+    assert f"pip install '{name}>=" in error.value.advice

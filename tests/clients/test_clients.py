@@ -1,0 +1,85 @@
+"""Programs that others wrote train the same with memplug as without, to the bit, and swap and use the arena."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.clients.conftest import Results
+from tests.clients.parts import Case
+from tests.clients.worker import known_cases
+
+pytestmark = pytest.mark.distributed
+
+CASES = known_cases()
+REFUSED = "SFT, checkpointed"
+BROKEN_OFF = "Lightning, broken off"
+WITHOUT_REGIONS = "Lightning, arena alone"
+
+
+def chosen(wanted: Callable[[str, Case], bool]) -> list[Any]:
+    """The cases that a test is for; skipped where a package is missing."""
+    return [pytest.param(name, marks=_missing(case)) for name, case in CASES.items() if wanted(name, case)]
+
+
+def _missing(case: Case) -> list[pytest.MarkDecorator]:
+    missing = [package for package in case.needs if importlib.util.find_spec(package) is None]
+    return [pytest.mark.skip(reason=f"{', '.join(missing)} not installed")] if missing else []
+
+
+@pytest.mark.parametrize("case", chosen(lambda name, case: name != REFUSED))
+def test_losses_and_weights_are_those_without_memplug(case: str, results: Results) -> None:
+    for ours, theirs in zip(results(case, "with"), results(case, "without"), strict=True):
+        assert len(set(ours["losses"])) > 2, "the model learns"
+        assert ours["losses"] == theirs["losses"]
+        assert ours.get("evaluations") == theirs.get("evaluations")
+        assert ours["digest"] == theirs["digest"]
+        assert not theirs["reports"], "nothing was attached"
+
+
+@pytest.mark.parametrize("case", chosen(lambda name, case: name not in (REFUSED, BROKEN_OFF)))
+def test_each_step_is_marked_and_swapped_and_the_arena_serves(case: str, results: Results) -> None:
+    several = case.startswith("two ")
+    for rank in results(case, "with"):
+        assert len(rank["reports"]) == 1 + several, "what does not train is left alone"
+        for report in rank["reports"]:
+            assert report["steps"] == rank["steps"]
+            assert (report["offloaded_bytes"] > 0) == (case != WITHOUT_REGIONS)
+            assert report["recomputed_in_full"] == 0
+        served = [report.get("arena_served", 0) > 0 for report in rank["reports"]]
+        assert served[0], rank["reports"][0]
+        # there is one arena in a process; the other model's report says where it is
+        assert all(one or report["arena_off_because"] for one, report in zip(served, rank["reports"], strict=True))
+
+
+@pytest.mark.parametrize("case", chosen(lambda name, case: case.planned is not None))
+def test_training_is_planned(case: str, results: Results) -> None:
+    for ours, theirs in zip(results(case, "planned"), results(case, "without"), strict=True):
+        (report,) = ours["reports"]
+        assert "stable" in report["history"], ours["told"]
+        assert report["steps"] == ours["steps"]
+        assert report["predicted_peak_bytes"] > 0
+        # a plan may split the rows of a matmul, which rounds otherwise
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("case", chosen(lambda name, case: name == REFUSED))
+def test_the_gradient_checkpointing_that_trl_switches_on_is_refused_with_what_to_set(
+    case: str, results: Results
+) -> None:
+    (refused,) = results(case, "with")
+    assert "gradient checkpointing" in refused["refused"] and "is on" in refused["refused"]
+    assert "gradient_checkpointing=False" in refused["refused"] and "TRL" in refused["refused"]
+    assert not refused["losses"], "before the first step"
+
+
+@pytest.mark.parametrize("case", chosen(lambda name, case: name == BROKEN_OFF))
+def test_an_error_in_lightnings_training_detaches(case: str, results: Results) -> None:
+    (broken,) = results(case, "with")
+    (report,) = broken["reports"]
+    assert broken["stage"] == "detached"
+    assert report["steps"] == 3
+    assert report["forwards_in_flight"] == 0
