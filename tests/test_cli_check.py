@@ -95,6 +95,13 @@ def test_check_does_not_warn_where_nothing_conflicts_or_competes(warnings_of, ds
     assert warnings_of(ds_config) == []
 
 
+def test_check_names_each_auto_that_others_who_read_the_file_would_refuse(warnings_of):
+    spelt_out = {**ON, "host_budget_gib": "auto", "tokenwise": {"alpha": "auto", "regions": ["layers.*"]}}
+    (warning,) = warnings_of({"memplug": spelt_out, "train_batch_size": "auto"})
+    assert "memplug.host_budget_gib, memplug.tokenwise.alpha out" in warning and "Accelerate" in warning
+    assert warnings_of({"memplug": ON, "train_batch_size": "auto"}) == []
+
+
 def test_deepspeed_knows_the_settings_that_check_looks_for():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig

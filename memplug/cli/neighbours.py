@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON says outside of the "memplug" block that bears on it: `memplug check` warns of it."""
+"""What a DeepSpeed JSON means to others than memplug, and they to it: `memplug check` warns of it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,23 @@ _log = logging.getLogger("memplug")
 
 
 def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
-    """Logs a warning for each setting of DeepSpeed that conflicts or competes with row-cached recompute.
+    """Logs a warning for each setting of DeepSpeed that conflicts or competes with row-cached recompute, and for what
+    others who read the file would stumble over.
 
     Args:
         ds_config: The whole DeepSpeed configuration.
         config: Its block.
     """
-    if not config.enabled or not config.tokenwise.enabled:
+    if not config.enabled:
+        return
+    spelt_out = list(_autos(ds_config.get("memplug"), "memplug"))
+    if spelt_out:
+        _log.warning(
+            '"auto" is the default: leave %s out where Trainer, TRL or Accelerate reads this file, which fill in every '
+            '"auto" of it and refuse one that they do not know',
+            ", ".join(spelt_out),
+        )
+    if not config.tokenwise.enabled:
         return
     if "activation_checkpointing" in ds_config:
         _log.warning(
@@ -42,6 +52,14 @@ def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
             offloads,
             config.host_budget_gib,
         )
+
+
+def _autos(value: object, path: str) -> Iterator[str]:
+    """Paths of what is "auto" in a block."""
+    if value == "auto":
+        yield path
+    for key, part in value.items() if isinstance(value, Mapping) else ():
+        yield from _autos(part, f"{path}.{key}")
 
 
 def _offloads(zero: object) -> Iterator[str]:

@@ -37,8 +37,8 @@ def check_checkpointing_is_off(layers: Sequence[tuple[str, nn.Module]]) -> None:
         if getattr(layer, "gradient_checkpointing", False):
             raise ConflictError(
                 f"gradient checkpointing of {name or type(layer).__name__} is on, and memplug recomputes it too",
-                "Call `model.gradient_checkpointing_disable()` (Trainer: gradient_checkpointing=False): memplug takes "
-                "its place.",
+                "Set `gradient_checkpointing=False` in the trainer's arguments (TRL's default is True), or call "
+                "`model.gradient_checkpointing_disable()`: memplug takes its place.",
             )
 
 
