@@ -22,7 +22,7 @@ LARGE_BYTES = 2**30  # states of a model that wants a GPU
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SETTING = re.compile(r"[A-Z_]+=\S*$")
 _KINDS = r"(?:[A-Z_]+=\S+ )*(?:launch/\w+\.sh|sbatch |torchrun |deepspeed |python3? |pip |accelerate "
-_INLINE = re.compile(_KINDS + r"|memplug [a-z])")
+_INLINE = re.compile(_KINDS + r"|memplug (?!is )[a-z])")  # "memplug is off" is a message
 _ELSEWHERE = re.compile(_KINDS + r"|memplug (?:check|doctor|show|plan|diff)\b)")  # a report has lines of memplug's
 
 
@@ -100,6 +100,8 @@ def check(command: Command) -> str:
         return _check_python(command, rest)
     if first == "memplug":
         _check_memplug(rest)
+    elif first == "accelerate":
+        _check_accelerate(rest)
     elif first == "pip":
         _check_pip(rest)
     else:
@@ -194,6 +196,15 @@ def _check_memplug(arguments: list[str]) -> None:
     commands[name].make_parser(click.Context(commands[name])).parse_args(list(rest))
     if name == "check" and rest and (ROOT / rest[0]).is_file():
         load_config(ROOT / rest[0])
+
+
+def _check_accelerate(arguments: list[str]) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    assert arguments[0] == "launch", f"accelerate {arguments[0]}"
+    parsed = launch_command_parser().parse_args(arguments[1:])
+    assert (parsed.module, parsed.training_script) == (True, "memplug.run"), f"accelerate starts {parsed}"
+    assert parsed.training_script_args[0] in FOREIGN, f"of unknown kind: {parsed.training_script_args}"
 
 
 def _check_pip(arguments: list[str]) -> None:
