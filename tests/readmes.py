@@ -147,7 +147,7 @@ def _check_python(command: Command, arguments: list[str]) -> str:
     if module.startswith("tests.bench."):
         importlib.import_module(module).parse_args(rest)
     else:
-        assert module in ("venv", "pytest"), f"a module of unknown kind: {module}"
+        assert module in ("venv", "pytest", "memplug.run"), f"a module of unknown kind: {module}"
     return ""
 
 
