@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.forking import launch_forked
 from tests.hosts import QUICK, block
 from tests.launching import ROOT, kill_tree, launch, started, wait_until
 
@@ -42,7 +43,7 @@ def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Lo
     def get(stage: int) -> Losses:
         if stage not in known:
             log = tmp_path_factory.mktemp("plain") / "log.jsonl"
-            launch([*recipe(stage, log), "--memplug", "none"])
+            launch_forked([*recipe(stage, log), "--memplug", "none"])
             known[stage] = read_losses(log)
         return known[stage]
 
@@ -59,13 +60,15 @@ def recipe(stage: int, log: Path) -> list[Any]:
     return [TRAIN, "--steps", STEPS, "--seq-len", "64", *where]
 
 
+@pytest.mark.parametrize("start", [launch_forked, pytest.param(launch, marks=pytest.mark.long)])
 @pytest.mark.parametrize("alpha", ["1", "auto"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_losses_under_torchrun_are_those_without_memplug(
-    stage: int, alpha: str, tmp_path: Path, plain_losses: Callable[[int], Losses]
+def test_losses_are_those_without_memplug(
+    stage: int, alpha: str, start: Callable[..., Any], tmp_path: Path, plain_losses: Callable[[int], Losses]
 ) -> None:
+    """Under torchrun too; by default, the run that is killed and resumed stands for it."""
     log = tmp_path / "log.jsonl"
-    launch([*recipe(stage, log), "--memplug", "install", "--alpha", alpha])
+    start([*recipe(stage, log), "--memplug", "install", "--alpha", alpha])
     losses, expected = read_losses(log), plain_losses(stage)
     assert len(losses) == STEPS
     assert losses == (expected if alpha == "1" else pytest.approx(expected, rel=1e-4))
@@ -93,7 +96,7 @@ def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition
         "1": {"stage": 3, "memplug": block(alpha=1), **unequal},
         "auto": {"stage": 3, "memplug": block(), **unequal},
     }
-    launch(["tests.training_worker", tmp_path, json.dumps(cases)], module=True, time_limit_s=100)
+    launch_forked(["tests.training_worker", tmp_path, json.dumps(cases)], module=True, time_limit_s=100)
     for rank in (0, 1):
         results = json.loads((tmp_path / f"{rank}.json").read_text())
         for name in cases:
@@ -118,7 +121,7 @@ def adapt(folder: Path, **cases: dict[str, Any]) -> list[dict[str, Any]]:
         for stage in (1, 3)
         for way in ("off", "on")
     }
-    launch(["tests.training_worker", folder, json.dumps(every)], module=True, time_limit_s=150)
+    launch_forked(["tests.training_worker", folder, json.dumps(every)], module=True, time_limit_s=150)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     for name in every:
         if name.endswith(" on"):
@@ -156,7 +159,7 @@ def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
         for stage in (1, 3)
         for way in ("on", "off")
     }
-    launch(["tests.training_worker", tmp_path, json.dumps(cases)], module=True, time_limit_s=100)
+    launch_forked(["tests.training_worker", tmp_path, json.dumps(cases)], module=True, time_limit_s=100)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for stage in (1, 3):
         for results in ranks:
@@ -186,6 +189,6 @@ def test_a_run_with_memplug_that_is_killed_resumes_with_the_losses_it_would_have
     expected = read_losses(killed_log)
     assert [path.name for path in (tmp_path / "saves").glob("step-*")] == ["step-00000006"]
 
-    launch([*common, "--steps", "8", "--loss-log", resumed_log, "--resume"])
+    launch_forked([*common, "--steps", "8", "--loss-log", resumed_log, "--resume"])
     assert read_losses(resumed_log) == {step: expected[step] for step in (7, 8)}
     assert read_report(resumed_log)["offloaded_bytes"] > 0

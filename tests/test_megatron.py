@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import launch
+from tests.forking import launch_forked
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 pytestmark = pytest.mark.distributed
@@ -36,8 +36,9 @@ def block(alpha: float | str, arena: bool) -> dict[str, Any]:
 
 def train(folder: Path, layout: dict[str, Any], cases: dict[str, Any], processes: int = 2) -> list[dict[str, Any]]:
     """What came of each case, of every rank."""
-    launch(
+    launch_forked(
         ["tests.megatron_worker", folder, json.dumps(layout), json.dumps(cases)],
+        libraries="megatron",
         module=True,
         processes=processes,
         time_limit_s=300,
