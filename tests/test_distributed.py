@@ -108,17 +108,17 @@ def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition
         assert results["auto"]["report"]["predicted_host_bytes"] <= 1e-6 * 2**30, "the smallest budget counts for all"
 
 
+STAGES = pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.long)])
 ADAPTING = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
 
 
-def adapt(folder: Path, **cases: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs cases on two ranks, each under ZeRO 1 and 3, with memplug and without; all losses agree, and so do the
+def adapt(folder: Path, stage: int, **cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs cases on two ranks under a stage of ZeRO, with memplug and without; all losses agree, and so do the
     ranks' stages and programs. Returns what the first rank knows of the cases with memplug.
     """
     every = {
-        f"{name} {stage} {way}": {"stage": stage, "memplug": ADAPTING if way == "on" else None, **case}
+        f"{name} {way}": {"stage": stage, "memplug": ADAPTING if way == "on" else None, **case}
         for name, case in cases.items()
-        for stage in (1, 3)
         for way in ("off", "on")
     }
     launch_forked(["tests.training_worker", folder, json.dumps(every)], module=True, time_limit_s=150)
@@ -135,11 +135,13 @@ def adapt(folder: Path, **cases: dict[str, Any]) -> list[dict[str, Any]]:
     return [ranks[0][name] for name in every if name.endswith(" on")]
 
 
-def test_a_change_that_one_rank_alone_sees_moves_all_ranks_at_the_same_step(tmp_path: Path) -> None:
+@STAGES
+def test_a_change_that_one_rank_alone_sees_moves_all_ranks_at_the_same_step(stage: int, tmp_path: Path) -> None:
     """Rank 1 gets longer sequences for a while, or runs something else beside them; rank 0 goes on as before."""
     steady, short, long = [12] * 20, [12] * 8, [20] * 7
     found = adapt(
         tmp_path,
+        stage,
         lengths={"lengths": [steady, short + long + [12] * 5], "operators": [[1] * 20] * 2, "ways": ["by alpha"]},
         operators={"lengths": [steady, steady], "operators": [[1] * 20, [1] * 8 + [2] * 7 + [1] * 5]},
     )
@@ -169,11 +171,12 @@ def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
     assert ranks[0]["3 on"]["report"]["programs"] > ranks[0]["1 on"]["report"]["programs"] == 1
 
 
-def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(tmp_path: Path) -> None:
+@STAGES
+def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(stage: int, tmp_path: Path) -> None:
     """A validation by rank 1."""
     operators = [1] * 8 + [2] + [1] * 4 + [2] + [1] * 4
     case = {"lengths": [[12] * 18] * 2, "operators": [[1] * 18, operators]}
-    for result in adapt(tmp_path, default=case, own={**case, "ways": ["own group", "by alpha"]}):
+    for result in adapt(tmp_path, stage, default=case, own={**case, "ways": ["own group", "by alpha"]}):
         assert set(result["stages"][8:]) == {"stable"}
         assert result["report"]["replans"] == 1 and result["report"]["program"] == 0
 

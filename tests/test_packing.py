@@ -156,9 +156,9 @@ def test_processes_that_start_at_once_all_get_a_library(tmp_path):
     code = "from memplug.native import packing; packing.load(); print('loaded')"
     started = [
         subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
-    assert [process.communicate(timeout=300)[0] for process in started] == ["loaded\n"] * 3
+    assert [process.communicate(timeout=300)[0] for process in started] == ["loaded\n"] * 2
     assert [path.name for path in tmp_path.glob("*/*")] == ["memplug_packing.so"]
 
 

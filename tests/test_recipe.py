@@ -185,6 +185,7 @@ def read_losses(log: Path) -> dict[int, float]:
 
 
 @pytest.mark.distributed
+@pytest.mark.long  # tests/test_distributed.py kills and resumes a run with memplug
 def test_run_that_is_killed_resumes_with_the_losses_it_would_have_had(tmp_path):
     """The killed run is its own reference: it trains well past its checkpoint before it dies."""
     config = json.loads((ROOT / "configs/ds_tiny.json").read_text())

@@ -33,8 +33,10 @@ def loss(report: str, which: str) -> str:
 @pytest.mark.parametrize(
     ("script", "split"),
     [
-        ("megatron_torchrun.sh", ["--tensor", "2", "--sequence"]),
-        ("mixtral_megatron.sh", ["--expert", "2", "--distributed-optimizer"]),
+        pytest.param("megatron_torchrun.sh", ["--tensor", "2", "--sequence"], id="llama"),
+        pytest.param(
+            "mixtral_megatron.sh", ["--expert", "2", "--distributed-optimizer"], marks=pytest.mark.long, id="mixtral"
+        ),
     ],
 )
 def test_the_megatron_recipe_trains_as_without_memplug(script, split, tmp_path):
