@@ -10,6 +10,7 @@ tested with `tests.launching.launch`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import json
@@ -113,17 +114,28 @@ class _Forker:
 # -- the process that forks --------------------------------------------------------------------------------------------
 
 
+DEEPSPEED = ("deepspeed", "tests.arena_worker", "tests.hosts", "tests.serving", "tests.stepping", "yaml")
+LATE = (  # what an engine imports when it is made: the compiler too, for an optimizer that nobody asked for
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+)
+
+
 def import_deepspeed() -> None:
     """All that a script that trains a Llama or a Mixtral with DeepSpeed and memplug imports."""
-    for name in ("deepspeed", "tests.arena_worker", "tests.hosts", "tests.serving", "tests.stepping", "yaml"):
+    for name in DEEPSPEED:
         importlib.import_module(name)
-    for kind in ("llama", "mixtral"):
-        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    for name in LATE:
+        with contextlib.suppress(ImportError):  # of other versions
+            importlib.import_module(name)
 
 
 def import_megatron() -> None:
     """All that tests.megatron_worker imports."""
     importlib.import_module("tests.megatron_worker").prepare()
+    for name in ("memplug.session", "memplug.hooks.attach", "memplug.stages.planning", "scipy.optimize"):
+        importlib.import_module(name)
 
 
 def serve(libraries: str) -> int | None:
