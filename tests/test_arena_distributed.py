@@ -29,8 +29,13 @@ def trained(folder: Path, cases: dict[str, Any], time_limit_s: float) -> dict[st
     return {name: [rank[name] for rank in ranks] for name in cases}
 
 
-@pytest.mark.parametrize(("steps", "validate"), [(20, 8), pytest.param(200, 80, marks=pytest.mark.long)])
-def test_steps_at_every_stage_of_zero_are_served_and_no_loss_differs(steps: int, validate: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "validate", "share"), [(20, 8, 0.98), pytest.param(200, 80, 0.999, marks=pytest.mark.long)]
+)
+def test_steps_at_every_stage_of_zero_are_served_and_no_loss_differs(
+    steps: int, validate: int, share: float, tmp_path: Path
+) -> None:
+    """`share`: of the requests from the first plan on; the first served step of ZeRO 3 differs from those that follow."""
     case = {"model": "llama", "memplug": PLANNED, "steps": steps, "validate": validate}
     cases = {f"ZeRO {stage}": {"stage": stage, **case} for stage in range(4)}
     for name, ranks in trained(tmp_path, cases, 400).items():
@@ -39,7 +44,7 @@ def test_steps_at_every_stage_of_zero_are_served_and_no_loss_differs(steps: int,
             assert rank["with"] == rank["without"] and len(rank["with"]) == 2 * steps + 2, name
             served = report["arena_served"] + report["arena_lent"]
             assert report["arena"] == "serving" and report["arena_dynamic"] == 0
-            assert served / (served + report["arena_fallback"]) >= 0.999, (name, report)
+            assert served / (served + report["arena_fallback"]) >= share, (name, report)
 
 
 @pytest.mark.parametrize("alpha", ["1", pytest.param("auto", marks=pytest.mark.long)])
