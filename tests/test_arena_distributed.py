@@ -35,7 +35,7 @@ def trained(folder: Path, cases: dict[str, Any], time_limit_s: float) -> dict[st
 def test_steps_at_every_stage_of_zero_are_served_and_no_loss_differs(
     steps: int, validate: int, share: float, tmp_path: Path
 ) -> None:
-    """`share`: of the requests from the first plan on; the first served step of ZeRO 3 differs from those that follow."""
+    """`share`: of the requests from the first plan on; the first step of ZeRO 3 that is served is not like the next."""
     case = {"model": "llama", "memplug": PLANNED, "steps": steps, "validate": validate}
     cases = {f"ZeRO {stage}": {"stage": stage, **case} for stage in range(4)}
     for name, ranks in trained(tmp_path, cases, 400).items():

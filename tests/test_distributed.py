@@ -60,9 +60,14 @@ def recipe(stage: int, log: Path) -> list[Any]:
     return [TRAIN, "--steps", STEPS, "--seq-len", "64", *where]
 
 
-@pytest.mark.parametrize("start", [launch_forked, pytest.param(launch, marks=pytest.mark.long)])
-@pytest.mark.parametrize("alpha", ["1", "auto"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "alpha", "start"),
+    [
+        (1, "1", launch_forked),
+        (3, "auto", launch_forked),
+        *(pytest.param(stage, alpha, launch, marks=pytest.mark.long) for stage in (1, 3) for alpha in ("1", "auto")),
+    ],
+)
 def test_losses_are_those_without_memplug(
     stage: int, alpha: str, start: Callable[..., Any], tmp_path: Path, plain_losses: Callable[[int], Losses]
 ) -> None:
