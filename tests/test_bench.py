@@ -142,7 +142,7 @@ def test_unknown_modes_are_refused():
         step_time.parse_args(["--device", "cpu", "--modes", "memplug:2"])
 
 
-@pytest.mark.parametrize("modes", [("keep_all", "full", "memplug"), pytest.param(MODES, marks=pytest.mark.long)])
+@pytest.mark.parametrize("modes", [("full", "memplug"), pytest.param(MODES, marks=pytest.mark.long)])
 def test_step_time_compares_all_modes_in_one_run(modes, tmp_path):
     output = tmp_path / "rows.json"
     command = [sys.executable, "-m", "tests.bench.step_time", "--device", "cpu", "--modes", *modes]
@@ -160,7 +160,8 @@ def test_step_time_compares_all_modes_in_one_run(modes, tmp_path):
         assert found[mode, "step_s"] > 0 and found[mode, "over_full"] > 0
         assert found[mode, "peak_allocated_bytes"] > 0
         assert mode in done.stdout
-    assert found["full", "peak_allocated_bytes"] < found["keep_all", "peak_allocated_bytes"]
+    if "keep_all" in modes:
+        assert found["full", "peak_allocated_bytes"] < found["keep_all", "peak_allocated_bytes"]
     assert found["memplug", "host_bytes"] > 0
 
 

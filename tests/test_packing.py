@@ -151,6 +151,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
         packing.load.cache_clear()
 
 
+@pytest.mark.long
 def test_processes_that_start_at_once_all_get_a_library(tmp_path):
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     code = "from memplug.native import packing; packing.load(); print('loaded')"
