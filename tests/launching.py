@@ -74,7 +74,7 @@ def started(
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             _command(arguments, launcher, processes, module),
-            env=_environment(env),
+            env=environment(env),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -134,7 +134,8 @@ def _command(arguments: Sequence[str | Path], launcher: Launcher, processes: int
     return [sys.executable, *options, *(["--module"] if module else []), *map(str, arguments)]
 
 
-def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of this process, with what a script on the CPU needs, and `extra` on top."""
     binaries = str(Path(sys.executable).parent)  # ninja is there, which DeepSpeed looks for on PATH
     return {
         **os.environ,

@@ -16,7 +16,9 @@ step, "digests": of all gradients in each step, "report", "shares"}.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -71,8 +73,6 @@ def _run_out_of_host_memory(session: Any) -> None:
 
 def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
     """Trains a new model under a block and returns what came of it."""
-    import functools
-
     import model as recipe
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -137,8 +137,19 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
     return found
 
 
+@functools.cache
+def prepare() -> None:
+    """Pretends that the CPU is a CUDA device, and imports what trains; once a process."""
+    sys.path.insert(0, str(RECIPE))
+    import cpu
+
+    cpu.pretend()
+    importlib.import_module("model")
+
+
 def main() -> None:
     """Runs all cases on this rank."""
+    prepare()
     from megatron.core import parallel_state
 
     folder, layout, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
@@ -154,8 +165,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(RECIPE))
-    import cpu
-
-    cpu.pretend()
     main()

@@ -22,8 +22,7 @@ LARGE_BYTES = 2**30  # states of a model that wants a GPU
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SETTING = re.compile(r"[A-Z_]+=\S*$")
 _KINDS = r"(?:[A-Z_]+=\S+ )*(?:launch/\w+\.sh|sbatch |torchrun |deepspeed |python3? |pip |accelerate "
-_INLINE = re.compile(_KINDS + r"|memplug (?!is )[a-z])")  # "memplug is off" is a message
-_ELSEWHERE = re.compile(_KINDS + r"|memplug (?:check|doctor|show|plan|diff)\b)")  # a report has lines of memplug's
+_COMMAND = re.compile(_KINDS + r"|memplug (?:check|doctor|show|plan|diff)\b)")  # "memplug is off" is a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +55,8 @@ def commands_of(text: str) -> list[Command]:
             found += list(_commands_of_block(body))
         else:
             for line in body.splitlines():
-                assert not _ELSEWHERE.match(line), f"a command in a block that is not called bash: {line}"
-    found += [_command(span, "") for span in re.findall(r"`([^`\n]+)`", _FENCE.sub("", text)) if _INLINE.match(span)]
+                assert not _COMMAND.match(line), f"a command in a block that is not called bash: {line}"
+    found += [_command(span, "") for span in re.findall(r"`([^`\n]+)`", _FENCE.sub("", text)) if _COMMAND.match(span)]
     assert found, "no command at all"
     return found
 

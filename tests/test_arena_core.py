@@ -12,26 +12,38 @@ import pytest
 from tests.recording import ROOT
 
 PROGRAMS = ("arena_test", "arena_plans_test")
-SOURCES = ["memplug/native/arena.cpp", "memplug/native/arena_plan.cpp"]
+SOURCES = ("memplug/native/arena.cpp", "memplug/native/arena_plan.cpp")
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
 
-def built(folder: Path, inputs: Sequence[str], *flags: str, source: str = "") -> subprocess.CompletedProcess[str]:
-    """Builds a program of these files, or from its text."""
-    command = [COMPILER, "-std=c++17", "-g", "-O1", "-Wall", "-Wextra", "-Werror", *flags, *inputs, "-pthread"]
-    command += ["-o", str(folder / "program")]
+def compiler(arguments: Sequence[str], *flags: str, source: str = "") -> subprocess.CompletedProcess[str]:
+    """What it says of these arguments, and of a program that it reads from standard input."""
+    command = [COMPILER, "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags, *arguments]
     return subprocess.run(command, cwd=ROOT, input=source, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("sanitizers", "optimized", "seeds"),
+    [
+        ("address,undefined", "-O0", 30),
+        pytest.param("address,undefined", "-O1", 300, marks=pytest.mark.long),
+        pytest.param("thread", "-O1", 300, marks=pytest.mark.long),
+    ],
+)
 def test_all_that_must_hold_of_the_core_holds_and_no_sanitizer_finds_anything(
-    program: str, sanitizers: str, tmp_path: Path
+    sanitizers: str, optimized: str, seeds: int, tmp_path: Path
 ) -> None:
-    flags = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
-    if built(tmp_path, ["-x", "c++", "-"], *flags, source="int main() {}").returncode != 0:
+    """`seeds`: of the random requests."""
+    flags = (optimized, f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
+    if compiler(["-x", "c++", "-", "-o", f"{tmp_path}/any"], *flags, source="int main() {}").returncode != 0:
         pytest.skip(f"the compiler has no libraries for -fsanitize={sanitizers}")
-    compiled = built(tmp_path, [f"tests/native/{program}.cpp", *SOURCES], *flags)
-    assert compiled.returncode == 0, compiled.stderr
-    done = subprocess.run([tmp_path / "program"], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "all hold\n", "")
+    objects = {source: f"{tmp_path}/{Path(source).stem}.o" for source in SOURCES}
+    for source, compiled in objects.items():
+        done = compiler(["-c", source, "-o", compiled], *flags)
+        assert done.returncode == 0, done.stderr
+    for program in PROGRAMS:
+        binary = f"{tmp_path}/{program}"
+        done = compiler([f"tests/native/{program}.cpp", *objects.values(), "-o", binary], *flags)
+        assert done.returncode == 0, done.stderr
+        done = subprocess.run([binary, str(seeds)], capture_output=True, text=True, timeout=300)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "all hold\n", ""), program

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.launching import ROOT, launch
+from tests.forking import launch_forked
+from tests.launching import ROOT
 from tests.serving import ALONE
 
 pytestmark = pytest.mark.distributed
@@ -23,26 +24,30 @@ PLANNED = {
 
 def trained(folder: Path, cases: dict[str, Any], time_limit_s: float) -> dict[str, list[dict[str, Any]]]:
     """What each rank wrote of each case."""
-    launch(["tests.arena_worker", folder, json.dumps(cases)], module=True, time_limit_s=time_limit_s)
+    launch_forked(["tests.arena_worker", folder, json.dumps(cases)], module=True, time_limit_s=time_limit_s)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     return {name: [rank[name] for rank in ranks] for name in cases}
 
 
-def test_two_hundred_steps_at_every_stage_of_zero_are_served_and_no_loss_differs(tmp_path: Path) -> None:
-    cases = {
-        f"ZeRO {stage}": {"stage": stage, "model": "llama", "memplug": PLANNED, "steps": 200, "validate": 80}
-        for stage in range(4)
-    }
+@pytest.mark.parametrize(
+    ("steps", "validate", "share"), [(20, 8, 0.98), pytest.param(200, 80, 0.999, marks=pytest.mark.long)]
+)
+def test_steps_at_every_stage_of_zero_are_served_and_no_loss_differs(
+    steps: int, validate: int, share: float, tmp_path: Path
+) -> None:
+    """`share`: of the requests from the first plan on; the first step of ZeRO 3 that is served is not like the next."""
+    case = {"model": "llama", "memplug": PLANNED, "steps": steps, "validate": validate}
+    cases = {f"ZeRO {stage}": {"stage": stage, **case} for stage in range(4)}
     for name, ranks in trained(tmp_path, cases, 400).items():
         for rank in ranks:
             report = rank["report"]
-            assert rank["with"] == rank["without"] and len(rank["with"]) == 402, name
+            assert rank["with"] == rank["without"] and len(rank["with"]) == 2 * steps + 2, name
             served = report["arena_served"] + report["arena_lent"]
             assert report["arena"] == "serving" and report["arena_dynamic"] == 0
-            assert served / (served + report["arena_fallback"]) >= 0.999, (name, report)
+            assert served / (served + report["arena_fallback"]) >= share, (name, report)
 
 
-@pytest.mark.parametrize("alpha", ["1", "auto"])
+@pytest.mark.parametrize("alpha", ["1", pytest.param("auto", marks=pytest.mark.long)])
 def test_the_recipe_trains_as_it_would_have_while_every_byte_is_looked_after(alpha: str, tmp_path: Path) -> None:
     config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
     config["memplug"] |= {"arena": {"checks": True}, "plan_dir": False, "profiler": {"policy_steps": 0}}
@@ -53,7 +58,7 @@ def test_the_recipe_trains_as_it_would_have_while_every_byte_is_looked_after(alp
         logs[way] = tmp_path / f"{way}.jsonl"
         options = ["--deepspeed_config", checked, "--loss-log", logs[way], "--memplug", way, "--alpha", alpha]
         train = ROOT / "examples/llama2/train.py"
-        launch([train, "--steps", 16, "--seq-len", 64, "--eval-every", 5, *options])
+        launch_forked([train, "--steps", 16, "--seq-len", 64, "--eval-every", 5, *options])
     entries = {way: [json.loads(line) for line in log.read_text().splitlines()] for way, log in logs.items()}
     report = entries["install"].pop()["report"]["memplug"]
     plain = entries["none"][:-1]

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from tests.bench import arena
 
 
+@pytest.mark.long  # it compiles a program that replays allocations
 def test_every_case_is_served_and_has_its_figures(tmp_path, capsys):
     output = tmp_path / "rows.json"
     sizes = ["--layers", "1", "--hidden", "64", "--tokens", "32", "--steps", "1", "--rounds", "1"]

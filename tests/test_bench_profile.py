@@ -72,6 +72,7 @@ def test_the_overhead_of_every_mode_is_measured_beside_the_baseline(tmp_path, ca
     assert "a quarter of the tokens" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_long_run_changes_programs_and_ends_with_a_plan_for_each_length(tmp_path, capsys):
     output = tmp_path / "rows.json"
     assert stability.main(["--steps", "150", "--tokens", "8", "--json", str(output)]) == 0
@@ -90,9 +91,10 @@ def test_the_long_run_finds_what_is_wrong():
     assert len(stability.problems(plain, wrong)) == 4
 
 
-def test_memory_over_a_long_run_is_a_curve_whose_growth_is_told(tmp_path):
+@pytest.mark.parametrize("steps", ["100", pytest.param("300", marks=pytest.mark.long)])
+def test_memory_over_a_long_run_is_a_curve_whose_growth_is_told(steps, tmp_path):
     output, picture = tmp_path / "rows.json", tmp_path / "curve.png"
-    leaks.main(["--steps", "300", "--json", str(output), "--png", str(picture)])
+    leaks.main(["--steps", steps, "--json", str(output), "--png", str(picture)])
     rows = json.loads(output.read_text())
     assert sum(row["metric"] == "resident_bytes" for row in rows) == leaks.SAMPLES
     assert picture.read_bytes().startswith(b"\x89PNG")

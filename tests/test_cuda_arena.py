@@ -53,6 +53,7 @@ def compiled(includes: list[str], source: str, *flags: str) -> str:
     return done.stderr
 
 
+@pytest.mark.long  # the next test compiles the allocator's interface
 @pytest.mark.parametrize("source", ["cuda_allocator.cpp", "cuda_device.cpp", "module.cpp"])
 def test_what_is_built_for_cuda_compiles(includes: list[str], source: str) -> None:
     assert "warning" not in compiled(includes, f'#include "{source}"\n', "-Wall")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.forking import launch_forked
 from tests.hosts import QUICK, block
 from tests.launching import ROOT, kill_tree, launch, started, wait_until
 
@@ -42,7 +43,7 @@ def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Lo
     def get(stage: int) -> Losses:
         if stage not in known:
             log = tmp_path_factory.mktemp("plain") / "log.jsonl"
-            launch([*recipe(stage, log), "--memplug", "none"])
+            launch_forked([*recipe(stage, log), "--memplug", "none"])
             known[stage] = read_losses(log)
         return known[stage]
 
@@ -59,13 +60,20 @@ def recipe(stage: int, log: Path) -> list[Any]:
     return [TRAIN, "--steps", STEPS, "--seq-len", "64", *where]
 
 
-@pytest.mark.parametrize("alpha", ["1", "auto"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_losses_under_torchrun_are_those_without_memplug(
-    stage: int, alpha: str, tmp_path: Path, plain_losses: Callable[[int], Losses]
+@pytest.mark.parametrize(
+    ("stage", "alpha", "start"),
+    [
+        (1, "1", launch_forked),
+        (3, "auto", launch_forked),
+        *(pytest.param(stage, alpha, launch, marks=pytest.mark.long) for stage in (1, 3) for alpha in ("1", "auto")),
+    ],
+)
+def test_losses_are_those_without_memplug(
+    stage: int, alpha: str, start: Callable[..., Any], tmp_path: Path, plain_losses: Callable[[int], Losses]
 ) -> None:
+    """Under torchrun too; by default, the run that is killed and resumed stands for it."""
     log = tmp_path / "log.jsonl"
-    launch([*recipe(stage, log), "--memplug", "install", "--alpha", alpha])
+    start([*recipe(stage, log), "--memplug", "install", "--alpha", alpha])
     losses, expected = read_losses(log), plain_losses(stage)
     assert len(losses) == STEPS
     assert losses == (expected if alpha == "1" else pytest.approx(expected, rel=1e-4))
@@ -93,7 +101,7 @@ def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition
         "1": {"stage": 3, "memplug": block(alpha=1), **unequal},
         "auto": {"stage": 3, "memplug": block(), **unequal},
     }
-    launch(["tests.training_worker", tmp_path, json.dumps(cases)], module=True, time_limit_s=100)
+    launch_forked(["tests.training_worker", tmp_path, json.dumps(cases)], module=True, time_limit_s=100)
     for rank in (0, 1):
         results = json.loads((tmp_path / f"{rank}.json").read_text())
         for name in cases:
@@ -105,20 +113,20 @@ def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition
         assert results["auto"]["report"]["predicted_host_bytes"] <= 1e-6 * 2**30, "the smallest budget counts for all"
 
 
+STAGES = pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.long)])
 ADAPTING = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
 
 
-def adapt(folder: Path, **cases: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs cases on two ranks, each under ZeRO 1 and 3, with memplug and without; all losses agree, and so do the
+def adapt(folder: Path, stage: int, **cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs cases on two ranks under a stage of ZeRO, with memplug and without; all losses agree, and so do the
     ranks' stages and programs. Returns what the first rank knows of the cases with memplug.
     """
     every = {
-        f"{name} {stage} {way}": {"stage": stage, "memplug": ADAPTING if way == "on" else None, **case}
+        f"{name} {way}": {"stage": stage, "memplug": ADAPTING if way == "on" else None, **case}
         for name, case in cases.items()
-        for stage in (1, 3)
         for way in ("off", "on")
     }
-    launch(["tests.training_worker", folder, json.dumps(every)], module=True, time_limit_s=150)
+    launch_forked(["tests.training_worker", folder, json.dumps(every)], module=True, time_limit_s=150)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     for name in every:
         if name.endswith(" on"):
@@ -132,11 +140,13 @@ def adapt(folder: Path, **cases: dict[str, Any]) -> list[dict[str, Any]]:
     return [ranks[0][name] for name in every if name.endswith(" on")]
 
 
-def test_a_change_that_one_rank_alone_sees_moves_all_ranks_at_the_same_step(tmp_path: Path) -> None:
+@STAGES
+def test_a_change_that_one_rank_alone_sees_moves_all_ranks_at_the_same_step(stage: int, tmp_path: Path) -> None:
     """Rank 1 gets longer sequences for a while, or runs something else beside them; rank 0 goes on as before."""
     steady, short, long = [12] * 20, [12] * 8, [20] * 7
     found = adapt(
         tmp_path,
+        stage,
         lengths={"lengths": [steady, short + long + [12] * 5], "operators": [[1] * 20] * 2, "ways": ["by alpha"]},
         operators={"lengths": [steady, steady], "operators": [[1] * 20, [1] * 8 + [2] * 7 + [1] * 5]},
     )
@@ -156,7 +166,7 @@ def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
         for stage in (1, 3)
         for way in ("on", "off")
     }
-    launch(["tests.training_worker", tmp_path, json.dumps(cases)], module=True, time_limit_s=100)
+    launch_forked(["tests.training_worker", tmp_path, json.dumps(cases)], module=True, time_limit_s=100)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for stage in (1, 3):
         for results in ranks:
@@ -166,11 +176,12 @@ def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
     assert ranks[0]["3 on"]["report"]["programs"] > ranks[0]["1 on"]["report"]["programs"] == 1
 
 
-def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(tmp_path: Path) -> None:
+@STAGES
+def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(stage: int, tmp_path: Path) -> None:
     """A validation by rank 1."""
     operators = [1] * 8 + [2] + [1] * 4 + [2] + [1] * 4
     case = {"lengths": [[12] * 18] * 2, "operators": [[1] * 18, operators]}
-    for result in adapt(tmp_path, default=case, own={**case, "ways": ["own group", "by alpha"]}):
+    for result in adapt(tmp_path, stage, default=case, own={**case, "ways": ["own group", "by alpha"]}):
         assert set(result["stages"][8:]) == {"stable"}
         assert result["report"]["replans"] == 1 and result["report"]["program"] == 0
 
@@ -186,6 +197,6 @@ def test_a_run_with_memplug_that_is_killed_resumes_with_the_losses_it_would_have
     expected = read_losses(killed_log)
     assert [path.name for path in (tmp_path / "saves").glob("step-*")] == ["step-00000006"]
 
-    launch([*common, "--steps", "8", "--loss-log", resumed_log, "--resume"])
+    launch_forked([*common, "--steps", "8", "--loss-log", resumed_log, "--resume"])
     assert read_losses(resumed_log) == {step: expected[step] for step in (7, 8)}
     assert read_report(resumed_log)["offloaded_bytes"] > 0

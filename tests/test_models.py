@@ -42,6 +42,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 EXACT = (0.0, 1.0)
+# each batch and each dtype once; the long tests run the rest
+SOME = [
+    pytest.param(1, torch.float32, id="1-float32"),
+    pytest.param(3, torch.bfloat16, id="3-bfloat16"),
+    pytest.param(1, torch.bfloat16, id="1-bfloat16", marks=pytest.mark.long),
+    pytest.param(3, torch.float32, id="3-float32", marks=pytest.mark.long),
+]
+OTHERS = [
+    pytest.param(1, torch.bfloat16, id="1-bfloat16"),
+    pytest.param(3, torch.float32, id="3-float32"),
+    pytest.param(1, torch.float32, id="1-float32", marks=pytest.mark.long),
+    pytest.param(3, torch.bfloat16, id="3-bfloat16", marks=pytest.mark.long),
+]
 
 
 class Causal(nn.Module):
@@ -86,16 +99,14 @@ def train_alike(model: Causal, alpha: float, batch: int = 1, steps: int = 2, **s
     assert executor.transfer.offloaded_total_bytes > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "dtype"), SOME)
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_are_those_without_memplug(kind: str, alpha: float, batch: int, dtype: torch.dtype) -> None:
     train_alike(Causal(kind, dtype, attention="eager" if kind == "gemma2" else "sdpa"), alpha, batch)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "dtype"), OTHERS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_are_those_without_memplug_before_and_after_a_plan_is_made(
     kind: str, batch: int, dtype: torch.dtype

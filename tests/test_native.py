@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from memplug import native
+from memplug.errors import NativeError
 from tests.recording import run_python, start_python
 
 FAILS = """
@@ -38,6 +40,28 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "extensions"
 
 
+@pytest.fixture
+def refusal(root: Path) -> Callable[[], str]:
+    """The error of loading the core anew in this process."""
+
+    def refused() -> str:
+        with pytest.raises(NativeError) as error:
+            native.load.__wrapped__()
+        assert not native.is_built() or "cannot be loaded" in str(error.value)
+        return str(error.value)
+
+    return refused
+
+
+def test_a_compiler_that_is_not_there_is_said_with_advice(
+    refusal: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    said = refusal()
+    assert "What to do: Install a C++ compiler" in said and "/nonexistent" in said
+
+
+@pytest.mark.long  # two workers of the tests that start at once build it once too
 def test_processes_that_start_at_once_build_once_after_builds_that_failed_and_were_killed(root: Path) -> None:
     folder = native.build_folder()
     assert folder.parent == root and not native.is_built()
@@ -63,25 +87,25 @@ def test_processes_that_start_at_once_build_once_after_builds_that_failed_and_we
     assert (folder / f"{native.NAME}.so").stat().st_mtime_ns == library
 
 
-def test_a_folder_that_cannot_be_made_is_said_with_advice(root: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_said_with_advice(root: Path, refusal: Callable[[], str]) -> None:
     root.write_text("a file")
-    output = run_python(FAILS)
+    output = refusal()
     assert "What to do:" in output and str(root) in output and "Not a directory" in output
 
 
-def test_a_folder_that_cannot_be_written_to_is_said_with_advice(root: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_said_with_advice(root: Path, refusal: Callable[[], str]) -> None:
     folder = native.build_folder()
     (folder / "build.lock").mkdir(parents=True)  # where not even root can write a file
-    output = run_python(FAILS)
+    output = refusal()
     assert "What to do:" in output and str(folder) in output and "Is a directory" in output
 
 
-def test_a_library_that_is_broken_is_said_with_advice(root: Path) -> None:
+def test_a_library_that_is_broken_is_said_with_advice(root: Path, refusal: Callable[[], str]) -> None:
     folder = native.build_folder()
     folder.mkdir(parents=True)
     (folder / f"{native.NAME}.so").write_bytes(b"cut off")
     (folder / "built").touch()
-    output = run_python(FAILS)
+    output = refusal()
     assert "cannot be loaded" in output and str(folder) in output and "What to do: Delete that folder" in output
     (folder / f"{native.NAME}.so").unlink()
     assert not native.is_built()

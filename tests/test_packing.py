@@ -151,14 +151,15 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
         packing.load.cache_clear()
 
 
+@pytest.mark.long
 def test_processes_that_start_at_once_all_get_a_library(tmp_path):
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     code = "from memplug.native import packing; packing.load(); print('loaded')"
     started = [
         subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
-    assert [process.communicate(timeout=300)[0] for process in started] == ["loaded\n"] * 3
+    assert [process.communicate(timeout=300)[0] for process in started] == ["loaded\n"] * 2
     assert [path.name for path in tmp_path.glob("*/*")] == ["memplug_packing.so"]
 
 

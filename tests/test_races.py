@@ -75,9 +75,13 @@ def test_gradients_hold_however_late_or_early_copies_run(schedule: str, alpha: f
     scenario(SimulatedDevice(schedule), alpha, in_place)
 
 
-@pytest.mark.parametrize("chunk", range(8))
-def test_gradients_hold_on_200_random_schedules(chunk: int) -> None:
-    for seed in range(25 * chunk, 25 * (chunk + 1)):
+@pytest.mark.parametrize(
+    "seeds",
+    [range(8), *(pytest.param(range(first, first + 25), marks=pytest.mark.long) for first in range(0, 200, 25))],
+    ids=str,
+)
+def test_gradients_hold_on_200_random_schedules(seeds: range) -> None:
+    for seed in seeds:
         scenario(SimulatedDevice("random", seed), alpha=(0.4, 1.0)[seed % 2], in_place=seed % 4 > 1, seed=seed)
 
 
@@ -139,10 +143,13 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    ("alpha", "seeds"),
+    [(0.4, 1), (1.0, 1), *(pytest.param(alpha, 5, marks=pytest.mark.long) for alpha in (0.0, 0.4, 1.0))],
+)
 @pytest.mark.parametrize("name", PIPELINES)
-def test_gradients_hold_in_every_pipeline_schedule(name: str, alpha: float) -> None:
+def test_gradients_hold_in_every_pipeline_schedule(name: str, alpha: float, seeds: int) -> None:
     for schedule in SCHEDULES:
         pipeline(SimulatedDevice(schedule), alpha, PIPELINES[name])
-    for seed in range(5):
+    for seed in range(seeds):
         pipeline(SimulatedDevice("random", seed), alpha, PIPELINES[name], seed)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.launching import ROOT, kill_tree, launch, started, wait_until
+from tests.forking import launch_forked
+from tests.launching import ROOT, kill_tree, started, wait_until
 from tests.recipes import checkpoint, data, text
 
 RECIPE = ROOT / "examples" / "llama2"
@@ -185,6 +186,7 @@ def read_losses(log: Path) -> dict[int, float]:
 
 
 @pytest.mark.distributed
+@pytest.mark.long  # tests/test_distributed.py kills and resumes a run with memplug
 def test_run_that_is_killed_resumes_with_the_losses_it_would_have_had(tmp_path):
     """The killed run is its own reference: it trains well past its checkpoint before it dies."""
     config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
@@ -201,9 +203,9 @@ def test_run_that_is_killed_resumes_with_the_losses_it_would_have_had(tmp_path):
     expected = read_losses(killed_log)
     shutil.copytree(saves / "step-00000010", saves / "saving")  # what a kill in the middle of a save leaves
 
-    done = launch([*common, "--steps", "13", "--loss-log", resumed_log, "--resume"])
+    output = launch_forked([*common, "--steps", "13", "--loss-log", resumed_log, "--resume"])
     assert read_losses(resumed_log) == {step: expected[step] for step in (11, 12, 13)}
     assert checkpoint.latest(saves) == "step-00000013"
-    assert "resumed from step-00000010" in done.stdout
+    assert "resumed from step-00000010" in output
     report = json.loads(resumed_log.read_text().splitlines()[-1])["report"]
     assert report["validation_loss"] < expected[1]

@@ -200,7 +200,7 @@ def test_recordings_begin_and_end_in_the_middle_of_a_backward_of_another_thread(
     thread.start()
     threads, met = set(), 0
     try:
-        while met < 100:
+        while met < 30:
             trace = record(recorder, lambda: None, Detail(1 + met % 2))
             assert trace.replays_exactly() is not False and trace.live_bytes.min(initial=0) >= 0
             threads.update(trace.requests["malloc_thread"].tolist())

@@ -70,10 +70,10 @@ def test_host_memory_of_the_plan_is_there_before_the_next_step(monkeypatch: pyte
 
 def test_step_time_is_the_median_from_step_to_step() -> None:
     with memplug.attach(tiny_llama(), block(alpha=0)) as session:
-        for pause_s in (0.0, 0.02, 0.2, 0.02):
+        for pause_s in (0.0, 0.02, 1.0, 0.02):
             time.sleep(pause_s)
             session.step()
-        assert 0.02 <= session.report()["step_s"] < 0.1
+        assert 0.02 <= session.report()["step_s"] < 0.5
 
 
 @pytest.mark.parametrize("monitored", [True, False])

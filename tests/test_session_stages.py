@@ -27,7 +27,11 @@ OTHER = [*range(500, 700)] * 3
 # -- to a plan ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("m", "n"), list(itertools.product([0, 1, 2], [0, 1, 2, 3])))
+SOME = [(0, 0), (0, 3), (1, 1), (2, 2)]
+REST = [pair for pair in itertools.product([0, 1, 2], [0, 1, 2, 3]) if pair not in SOME]
+
+
+@pytest.mark.parametrize(("m", "n"), [*SOME, *(pytest.param(*pair, marks=pytest.mark.long) for pair in REST)])
 def test_m_and_one_steps_warm_up_then_one_is_observed_and_n_plans_are_tried(
     m: int, n: int, plans_by_alpha: None
 ) -> None:

@@ -263,14 +263,15 @@ void a_set_of_starts_is_a_set() {
 
 } // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  const unsigned seeds = count > 1 ? std::strtoul(arguments[1], nullptr, 10) : 300;
   what_is_in_use_outlives_its_plan();
   memory_goes_when_the_last_block_does();
   what_an_earlier_plan_kept_frees_nothing_of_a_later_one();
   a_later_arena_that_cannot_be_reserved_leaves_nothing_of_the_earlier_one();
   an_arena_that_cannot_be_reserved_serves_nothing_and_leaks_nothing();
   writes_that_do_not_belong_there_are_found();
-  for (unsigned seed = 0; seed < 300; ++seed) {
+  for (unsigned seed = 0; seed < seeds; ++seed) {
     no_byte_ever_belongs_to_two(seed, seed % 3 == 0);
   }
   threads_may_give_back_while_others_ask();
