@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import launch
+from tests.forking import launch_forked
 
 pytestmark = pytest.mark.distributed
 
@@ -48,7 +48,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         cases[f"{setup}: plain"] = {**case, "memplug": None}
         for alpha in (0.0, 1.0):
             cases[f"{setup}: {alpha}"] = {**case, "memplug": block(setup, alpha)}
-    launch(["tests.offload_worker", folder, json.dumps(cases)], module=True, time_limit_s=200)
+    launch_forked(["tests.offload_worker", folder, json.dumps(cases)], module=True, time_limit_s=300)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import memplug
-from tests.launching import ROOT, launch
+from tests.forking import launch_forked
+from tests.launching import ROOT
 from tests.recipes import checks, memory, settings, text, tiled_loss
 
 SIZES = {
@@ -112,7 +113,7 @@ def runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
         for tiles in (1, 3):
             where = ["--steps", "4", *short[2:], "--deepspeed_config", str(config)]
             cases[f"{name}, {tiles}"] = [*where, "--tiled-loss", str(tiles)]
-    launch(["tests.recipe_worker", folder, json.dumps(cases)], module=True, time_limit_s=200)
+    launch_forked(["tests.recipe_worker", folder, json.dumps(cases)], module=True, time_limit_s=300)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     return {name: [rank[name] for rank in ranks] for name in cases}
 
