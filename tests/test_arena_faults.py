@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -258,6 +259,19 @@ def test_a_plan_that_was_kept_is_used_again(kept: dict[str, Any]) -> None:
     assert run.losses == train(OFF).losses
     assert run.report["arena_plans"] == 0 and run.report["arena_served"] > 0 and max(run.mismatched) == 0
     assert only_plan(kept).read_bytes() == content
+
+
+def test_a_plan_that_was_kept_is_used_again_though_another_thread_asked_for_memory_in_between(
+    kept: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numbers of requests count those of all threads."""
+    plan = plan_file.load(only_plan(kept))
+    shifted = plan.problem.ids + np.where(np.arange(len(plan.problem)) > 10, 1, 0)
+    plan_file.save(replace(plan, problem=replace(plan.problem, ids=shifted)), only_plan(kept))
+    with caplog.at_level(logging.INFO, "memplug"):
+        run = train(kept)
+    assert run.report["arena_plans"] == 0 and run.report["arena_served"] > 0
+    assert f"reused from {only_plan(kept)}" in caplog.text
 
 
 def truncated(file: Path) -> None:

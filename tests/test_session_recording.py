@@ -139,6 +139,33 @@ def test_a_timeline_without_planning_is_of_the_third_step(tmp_path: Path) -> Non
     assert [file.name for file in folder.iterdir()] == ["step000003.npz"]
 
 
+def test_the_timeline_of_a_second_run_overwrites_none_of_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "traces"
+    config = {**block(alpha=0.5, regions=LAYERS), "report": {"timeline": str(folder)}}
+    for length in (6, 8, 10):
+        model = Stack(2)
+        with memplug.attach(model, config) as session:
+            train(model, session, 5, length)
+    found = {file.name: load(file).fingerprint.inputs[0] for file in folder.iterdir()}
+    named = {f"step000003{run}.npz": f"float32[2, {length}, 16]" for run, length in (("", 6), ("-2", 8), ("-3", 10))}
+    assert found == named
+
+
+def test_a_trace_that_a_user_names_again_is_said_to_replace_the_earlier_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Stack(2)
+    with caplog.at_level(logging.INFO, "memplug"):
+        with memplug.attach(model, block(alpha=0.5, regions=LAYERS)) as session:
+            for _ in range(2):
+                session.record(tmp_path / "trace.npz")
+                train(model, session, 2)
+    told = [line for line in caplog.messages if "a trace of this step" in line]
+    assert ["in place of an earlier one" in line for line in told] == [False, True]
+
+
 def test_an_engine_says_where_its_optimizer_runs(cpu_engine: None, tmp_path: Path) -> None:
     engine = make_engine(ds_config(1, block(alpha=0.5)))
     with memplug.attach(engine) as session:
