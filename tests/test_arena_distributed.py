@@ -38,7 +38,7 @@ def test_steps_at_every_stage_of_zero_are_served_and_no_loss_differs(
     """`share`: of the requests from the first plan on; the first step of ZeRO 3 that is served is not like the next."""
     case = {"model": "llama", "memplug": PLANNED, "steps": steps, "validate": validate}
     cases = {f"ZeRO {stage}": {"stage": stage, **case} for stage in range(4)}
-    for name, ranks in trained(tmp_path, cases, 400).items():
+    for name, ranks in trained(tmp_path, cases, 900).items():
         for rank in ranks:
             report = rank["report"]
             assert rank["with"] == rank["without"] and len(rank["with"]) == 2 * steps + 2, name
