@@ -85,10 +85,10 @@ def paced(clock: Clock, tries: int = 4) -> Iterator[Led]:
     with led(layers=2, policy_steps=tries) as run:
         region = run.session.regions[0]
 
-        def pass_time(module: nn.Module, inputs: Any) -> None:
+        def pass_time(module: nn.Module, inputs: Any, output: Any) -> None:
             clock.now += 1.0 - 0.5 * region.rows
 
-        run.model.register_forward_pre_hook(pass_time)
+        run.model.register_forward_hook(pass_time)
         yield run
 
 
