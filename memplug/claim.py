@@ -22,7 +22,7 @@ TAKEN = "another model that trains in this process has it"
 
 
 class Claim:
-    """What one session has of the two.
+    """One session's hold on the recorder and the arena.
 
     Args:
         make_recording: gives the session's recording, and with it the recorder.
@@ -93,6 +93,7 @@ class Claim:
             self.serving.close(why)
         if self.recording is not None:
             self.recording.stop()
+        self._make_recording, self._make_serving = _detached, None  # they hold the model
 
     def _build(self) -> None:
         """Now, so that no step waits for the compiler, and a missing one is told of at the start."""
@@ -118,3 +119,7 @@ class Claim:
     def _explain(self, why: str) -> None:
         self.profiler_off_because = why if self._watches else NOT_ASKED_FOR
         self.arena_off_because = why if self._make_serving is not None else NOT_ASKED_FOR
+
+
+def _detached() -> Recording:
+    raise RecorderError("a session that is detached records nothing", "Attach again.")

@@ -40,7 +40,7 @@ log = logging.getLogger("memplug")
 
 RECENT_STEPS = 50
 TIMELINE_FOLDER = "memplug_timeline"
-FORWARDS_UNTOLD = 100  # of the model, after which `step()` seems to have been forgotten
+UNMARKED_FORWARDS = 100  # of the model, after which `step()` seems to have been forgotten
 WATCHED_STEPS = 8  # one in so many is watched while stable; of the others, autograd's node count and sizes are compared
 
 
@@ -67,6 +67,8 @@ class Session:
         self._claim: Claim | None = None
         self.forwards = 0  # with gradients, of regions, or of a model that has none
         self._missed_steps = False
+        self.steps_are_marked = False  # by a hook: the user need not call `step`
+        self.owner: Any = None  # a callback that attached, and detaches
         self._in_program = False  # of a step: its first forward with gradients has begun
         self.on_step: list[Callable[[Session], None]] = []
         self._undo: list[Callable[[], None]] = []
@@ -90,7 +92,7 @@ class Session:
     def step(self) -> None:
         """Mark the end of a training step (of the optimizer, not of a micro-batch), on every rank.
 
-        Hooked hosts call it themselves.
+        Frameworks with a hook call it themselves.
         """
         if self.stage is Stage.DETACHED:
             return
@@ -193,7 +195,8 @@ class Session:
         self.executor.own = contextlib.nullcontext()
         self.executor.on_frame = None
         self.executor.close()
-        self.tell(line)
+        if self._claim is not None:  # else attaching failed
+            self.tell(line)
 
     def __enter__(self) -> Session:
         return self
@@ -238,9 +241,10 @@ class Session:
     def begin_forward(self) -> None:
         """The model, or a region of it, runs forward with gradients: the first time in a step, its program begins."""
         self.forwards += 1
-        if not self.steps and self.forwards == FORWARDS_UNTOLD * max(1, len(self.regions)):
-            self.miss_steps(f"the model ran forward {FORWARDS_UNTOLD} times")
-        if self._in_program or self.stage is Stage.DETACHED:
+        if not self.steps and self.forwards == UNMARKED_FORWARDS * max(1, len(self.regions)):
+            self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
+        recomputes = torch._C._current_graph_task_id() != -1  # in a backward, maybe on a thread of autograd's
+        if self._in_program or recomputes or self.stage is Stage.DETACHED:
             return
         self._in_program = True
         if self._claim is not None and self._claim.take():
@@ -251,7 +255,7 @@ class Session:
 
     def miss_steps(self, seen: str) -> None:
         """Training goes on, and nobody says where its steps end: tell it once."""
-        if self._missed_steps:
+        if self._missed_steps or self.steps_are_marked:
             return
         self._missed_steps = True
         log.warning(
@@ -330,9 +334,9 @@ class Session:
         return recorder.take(), recorder.take_nodes()
 
     def _begin_step(self) -> None:
-        """All that is done between two steps is done."""
+        """Called just before the next step starts."""
         if not self._in_program and self._claim is not None and self._claim.take():
-            self._use_recorder()  # it trains, in forwards that nobody told of
+            self._use_recorder()  # it trains, in forwards that no hook sees
         self._in_program = False
         recording, serving = self._recording, self._serving
         if recording is not None:

@@ -215,7 +215,8 @@ def test_requests_that_never_repeat_are_not_planned_for_again_and_again() -> Non
 
 def test_a_block_without_the_arena_says_so_and_has_none() -> None:
     run = train({**ALONE, "tokenwise": {"alpha": 0}, "arena": {"enabled": False}}, steps=6)
-    assert {key: value for key, value in run.report.items() if key.startswith("arena")} == {"arena": "off"}
+    assert run.report["arena"] == "off" and run.report["arena_off_because"] == "the block switches it off"
+    assert run.report["arena_bytes"] == run.report["arena_served"] == run.report["arena_plans"] == 0
 
 
 def test_the_profiler_sees_blocks_of_the_arena() -> None:
@@ -280,7 +281,7 @@ def test_a_session_that_nobody_detached_leaves_nothing_behind() -> None:
             session.step()
         assert serving_of(session).state is State.SERVING
         arena = serving_of(session)._arena
-        session._serving = None
+        session._claim.serving = None
         del arena
         gc.collect()
         assert not owned(torch.ones(64))

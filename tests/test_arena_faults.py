@@ -229,11 +229,13 @@ def test_an_arena_that_cannot_be_reserved_is_said_once_and_training_goes_on(
 
 def test_without_a_recorder_there_is_no_arena_and_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
     first = llama()
+    batch = torch.randint(0, 64, (2, 16))
     with memplug.attach(first, ALONE):
+        first(batch, labels=batch).loss.backward()
         run = train(ALONE)
     assert run.report["arena"] == "off"
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-    assert "without the profiler and the arena" in warning and "recorder of this process is taken" in warning
+    assert "without the profiler and the arena" in warning and "another model that trains" in warning
 
 
 # -- plans that were kept ----------------------------------------------------------------------------------------------

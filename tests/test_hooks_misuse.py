@@ -56,7 +56,7 @@ def test_backward_after_detach_says_that_the_rows_are_gone() -> None:
 
 
 def test_a_forgotten_step_is_mentioned_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "FORWARDS_UNTOLD", 3)
+    monkeypatch.setattr(session_module, "UNMARKED_FORWARDS", 3)
     model = Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"), memplug.attach(model, block(alpha="auto", regions=["layers.*"])):
         for _ in range(6):

@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memplug.errors import RecomputeError
-from memplug.execute import operators
+from memplug.execute import garbage, operators
 from memplug.execute.ambient import Ambient
 from memplug.execute.buffers import Buffers
 from memplug.execute.captures import Captures
@@ -82,7 +82,7 @@ class Frame:
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
         begin = self.executor.device.stamp() if self.timed else None
         watch = contextlib.nullcontext() if self.region.familiar else AddressMode(self)
-        with self.ambient.during_forward(), hooks, ForwardMode(self), watch:
+        with self.ambient.during_forward(), garbage.outside(self.executor), hooks, ForwardMode(self), watch:
             out = self.call(*args, **kwargs)
         if self.timed:
             self.tape.span = (begin, self.executor.device.stamp())
@@ -288,6 +288,7 @@ class Frame:
                 self.buffers.as_before(),
                 self.ambient.during_recompute(self.tape.random),
                 torch.enable_grad(),
+                garbage.outside(executor),
                 hooks,
                 mode,
             ):

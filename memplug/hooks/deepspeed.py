@@ -4,6 +4,7 @@
 |---|---|---|
 | `deepspeed.initialize` | the module, by `install` | to attach to the engine that it returns |
 | `step`, `train_batch` | the engine instance (the latter: a pipeline engine's) | the end of a training step |
+| `destroy` | the engine instance | the session ends with the engine |
 | `backward` | the engine instance | a note on an out-of-memory error |
 | `pre_` and `post_sub_module_forward_function` | ZeRO 3's `parameter_offload` | gathering is no part of a region |
 | `pre_` and `post_sub_module_backward_function` | the same | a recompute pass must not release what backward gathered |
@@ -22,6 +23,7 @@ import functools
 import importlib
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -113,8 +115,9 @@ def _configuration(engine: Any) -> Mapping[str, Any]:
 
 
 def trains(engine: Any) -> bool:
-    """Whether an engine has an optimizer; without one, ZeRO 3 puts what gathers parameters in its place."""
-    return type(engine.optimizer).__name__ not in ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
+    """Whether an engine has an optimizer; without one, DeepSpeed may put something else in its place."""
+    optimizer = getattr(engine, "basic_optimizer", engine.optimizer)
+    return type(optimizer).__name__ not in ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
 
 
 def is_hooked(engine: Any) -> bool:
@@ -157,7 +160,13 @@ def hook_engine(engine: Any, session: Session, modules: Sequence[tuple[str, nn.M
         with session.explaining("backward"):
             return original(*args, **kwargs)
 
+    def destroy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        session.detach()
+        return original(*args, **kwargs)
+
+    session.steps_are_marked = True
     patch(engine, "step", step, session, VERSIONS)
+    patch(engine, "destroy", destroy, session, VERSIONS)
     if hasattr(type(engine), "train_batch"):
         patch(engine, "train_batch", step, session, VERSIONS)
     patch(engine, "backward", backward, session, VERSIONS)
@@ -214,9 +223,11 @@ def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]
     module that runs.
     """
     executor = session.executor
+    attached = weakref.ref(executor)  # the patches are of a class, and keep no session alive
 
     def outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with executor.paused():
+        found = attached()
+        with found.paused() if found is not None else contextlib.nullcontext():
             return original(*args, **kwargs)
 
     partitioning = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
@@ -228,15 +239,17 @@ def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]
 
     @contextlib.contextmanager
     def guarded(phase: str, region: Region) -> Iterator[None]:
+        if phase != "recompute":
+            with guard(phase, region):
+                yield
+            return
         before = list(running)
-        if phase == "recompute":
-            running.append(modules[region.name])
+        running.append(modules[region.name])
         try:
             with guard(phase, region):
                 yield
         finally:
-            if phase == "recompute":
-                running[:] = before
+            running[:] = before
 
     executor.guard = guarded
     session.at_detach(lambda: setattr(executor, "guard", guard))

@@ -11,7 +11,7 @@ from torch.optim import optimizer as optimizers
 
 from memplug.session import Session
 
-STEPS_UNTOLD = 3  # of an optimizer of the model, after which `session.step()` seems to have been forgotten
+UNMARKED_STEPS = 3  # of one optimizer of the model, after which `session.step()` seems to have been forgotten
 
 
 def watch(chunks: Sequence[nn.Module], session: Session) -> None:
@@ -22,16 +22,15 @@ def watch(chunks: Sequence[nn.Module], session: Session) -> None:
     """
     parts = [weakref.ref(chunk) for chunk in chunks]
     attached = weakref.ref(session)
-    steps = 0
+    steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
     def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        nonlocal steps
-        told = attached()
-        if told is None or told.steps or not told.forwards or not _holds_parameters(optimizer, parts):
+        session = attached()
+        if session is None or session.steps or not session.forwards or not _holds_parameters(optimizer, parts):
             return
-        steps += 1
-        if steps >= STEPS_UNTOLD:
-            told.miss_steps(f"the optimizer has stepped {steps} times")
+        steps[optimizer] = steps.get(optimizer, 0) + 1
+        if steps[optimizer] >= UNMARKED_STEPS:
+            session.miss_steps(f"the optimizer has stepped {steps[optimizer]} times")
 
     handle = optimizers.register_optimizer_step_post_hook(stepped)
     session.at_detach(handle.remove)

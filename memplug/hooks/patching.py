@@ -29,16 +29,20 @@ def patch(target: Any, name: str, wrapper: Callable[..., Any], session: Session,
     patched = wrapped(original, wrapper)
     # past the `__setattr__` of modules, which sorts what it is given
     put = type.__setattr__ if isinstance(target, type) else object.__setattr__
-    before = vars(target).get(name)  # None: inherited; else maybe someone else's patch
     put(target, name, patched)
 
     def undo() -> None:
-        if vars(target).get(name) is not patched:
-            return  # patched again since: what is there now goes through `patched`, which a detached session ignores
-        if before is None:
-            delattr(target, name)
-        else:
-            put(target, name, before)
+        below, top = getattr(patched, ORIGINAL), vars(target).get(name)
+        while top is not patched and hasattr(top, ORIGINAL):  # patched again since, by another session
+            if getattr(top, ORIGINAL) is patched:
+                _put_original(top, below)
+                return
+            top = getattr(top, ORIGINAL)
+        if top is not patched:
+            return  # by someone else, who goes through `patched`, which a detached session ignores
+        delattr(target, name)
+        if getattr(target, name, None) != below:  # it was not inherited
+            put(target, name, below)
 
     session.at_detach(undo)
 
@@ -48,10 +52,15 @@ def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callab
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
+        return wrapper(getattr(patched, ORIGINAL), *args, **kwargs)
 
-    setattr(patched, ORIGINAL, original)
+    _put_original(patched, original)
     return patched
+
+
+def _put_original(patched: Any, original: Callable[..., Any]) -> None:
+    setattr(patched, ORIGINAL, original)
+    patched.__wrapped__ = original
 
 
 def is_patched(target: Any, name: str) -> bool:

@@ -47,12 +47,17 @@ class Attachment:
         """
         self.end()  # of a training that an error broke off
         existing = session_of(model)
+        if existing is not None and existing.owner is not None:  # another callback's, whose training broke off
+            existing.owner.end()
+            existing = None
         if deepspeed or existing is not None:
             self.session = existing
             self._tell(deepspeed)
             return
         self.session = attach(model, self.config)
         self._attached = self.session.stage is not Stage.OFF
+        if self._attached:
+            self.session.owner, self.session.steps_are_marked = self, True
 
     def begin_batch(self) -> None:
         """The model is about to run, maybe by another method than its forward, which the session would see."""
@@ -68,6 +73,7 @@ class Attachment:
         """Detach; the session stays for `report()`."""
         if self._attached:
             self._attached = False
+            self.session.owner = None
             self.session.detach()
 
     def _tell(self, deepspeed: bool) -> None:

@@ -22,8 +22,8 @@ void own_thread();
 bool trains();
 
 // Whether what the calling thread runs now is part of the program: a forward with gradients, or a backward, that is not
-// suspended. What runs without gradients (a validation, generation, the optimizer) is not: it may come in any step, and
-// nothing of it lives until a backward.
+// suspended. What runs without gradients (a validation, generation, the optimizer, the inside of an autograd function's
+// forward) is not: it may come in any step, and nothing of it lives until a backward.
 bool in_program();
 
 // 0 for a thread that trains, else a running number that the thread keeps.

@@ -91,7 +91,10 @@ def similar(a: Program, b: Program, length_tolerance: float, cosine_similarity: 
     """
     if a.same(b):
         return True
-    if not (_near(a.nodes, b.nodes, length_tolerance) and _near(a.total_bytes, b.total_bytes, length_tolerance)):
+    counted = a.nodes and b.nodes
+    if counted and not _near(a.nodes, b.nodes, length_tolerance):
+        return False
+    if not _near(a.total_bytes, b.total_bytes, length_tolerance):
         return False
     if a.operators is None or b.operators is None:
         return True

@@ -151,7 +151,7 @@ class Serving:
         self._arena.end_step()
 
     def begin_step(self) -> None:
-        """All that is done between two steps is done."""
+        """Called just before the next step starts."""
         self._arena.begin_step()
 
     def close(self, why: str) -> None:
