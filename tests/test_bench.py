@@ -142,7 +142,8 @@ def test_unknown_modes_are_refused():
         step_time.parse_args(["--device", "cpu", "--modes", "memplug:2"])
 
 
-@pytest.mark.parametrize("modes", [("full", "memplug"), pytest.param(MODES, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("modes", [("full", "memplug"), MODES])
 def test_step_time_compares_all_modes_in_one_run(modes, tmp_path):
     output = tmp_path / "rows.json"
     command = [sys.executable, "-m", "tests.bench.step_time", "--device", "cpu", "--modes", *modes]

@@ -102,8 +102,17 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize("end", ["", "session.detach()", "del session, model; import gc; gc.collect()"])
+GONE = "del session, model; import gc; gc.collect()"
+
+
+@pytest.mark.parametrize(
+    ("end", "rank"),
+    [
+        ("", "0"),
+        (GONE, "0"),
+        *(pytest.param(end, "1", marks=pytest.mark.long) for end in ("", "session.detach()", GONE)),
+    ],
+)
 def test_a_session_that_is_still_attached_says_its_line_when_the_process_ends(end: str, rank: str) -> None:
     config = {**block(regions=LAYERS), "arena": {"enabled": False}, "profiler": {"enabled": False}, "plan_dir": False}
     script = SCRIPT.format(root=str(ROOT), block=config, end=end)

@@ -52,6 +52,7 @@ def test_the_megatron_recipe_trains_as_without_memplug(script, split, tmp_path):
     assert last < first
 
 
+@pytest.mark.long
 def test_the_mixtral_recipe_trains_with_deepspeed():
     report = run("mixtral_torchrun.sh", *SHORT)
     first, last = map(float, loss(report, "training").split(" → "))
