@@ -9,12 +9,7 @@ name -> {"zero": of DeepSpeed's configuration, "model": "llama" or "ulysses", "m
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -23,6 +18,8 @@ import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 from torch.nn import functional
+
+from tests.cases_worker import run_all
 
 STEPS, TOKENS, HIDDEN, HEADS = 10, 16, 32, 4
 
@@ -117,17 +114,7 @@ def _digest(module: nn.Module) -> str:
 
 def main() -> None:
     """Joins the other rank and runs all cases."""
-    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
-    # DeepSpeed would first compile a shared-memory all-reduce, which takes half a minute
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
-    rank = int(os.environ["RANK"])
-    results = {name: train(case, rank) for name, case in cases.items()}
-    (folder / f"{rank}.json").write_text(json.dumps(results))
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # DeepSpeed keeps the groups of all these engines, whose threads may trip over the end of Python
+    run_all(train)
 
 
 if __name__ == "__main__":

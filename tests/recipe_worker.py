@@ -9,15 +9,11 @@ DeepSpeed does, "swapped": bytes by memplug}.
 
 from __future__ import annotations
 
-import gc
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch.distributed as dist
+
+from tests.cases_worker import run_all
 
 
 def run(argv: list[str], rank: int) -> dict[str, Any]:
@@ -56,17 +52,7 @@ def run(argv: list[str], rank: int) -> dict[str, Any]:
 
 def main() -> None:
     """Joins the other rank and runs all cases."""
-    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
-    # DeepSpeed would first compile a shared-memory all-reduce, which takes half a minute
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
-    rank = int(os.environ["RANK"])
-    results = {name: run(argv, rank) for name, argv in cases.items()}
-    (folder / f"{rank}.json").write_text(json.dumps(results))
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # DeepSpeed keeps the groups of all these engines, whose threads may trip over the end of Python
+    run_all(run)
 
 
 if __name__ == "__main__":

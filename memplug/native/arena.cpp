@@ -19,7 +19,7 @@ int64_t rounded(size_t nbytes) {
 
 // -- requests ---------------------------------------------------------------------------------------------------------
 
-void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream, Lends lends) {
+void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream, Reuse reuse) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!open_ || nbytes == 0) {
     return nullptr;
@@ -32,7 +32,7 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     return found;
   };
   Spot* const spot = spot_of(phase, layer);
-  int64_t* missed = lends == Lends::WITHOUT_GRADIENTS ? &counters_.without_gradients : &counters_.unplanned;
+  int64_t* missed = reuse == Reuse::WITHOUT_GRADIENTS ? &counters_.without_gradients : &counters_.unplanned;
   int32_t spare = -1;
   if (spot != nullptr && spot->dynamic_begin < spot->dynamic_end) {
     missed = &counters_.dynamic_missed;
@@ -48,7 +48,7 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     }
   }
   void* found = spare >= 0 ? take_idle(spare, size, nbytes, stream) : nullptr;
-  if (found == nullptr && lends != Lends::NOTHING) {
+  if (found == nullptr && reuse != Reuse::NOTHING) {
     found = lend(size, nbytes, stream);
   }
   if (found == nullptr) {

@@ -113,8 +113,8 @@ struct ArenaCounters {
   int64_t unwanted_bytes = 0; // now, while there is a plan: of blocks whose end nobody wants to be told of
 };
 
-// Whether a request that the plan does not know is lent what is idle.
-enum class Lends {
+// Whether a request that the plan does not know may use reusable space.
+enum class Reuse {
   NOTHING, // it is part of what is trained
   BETWEEN, // it comes between two passes
   WITHOUT_GRADIENTS, // likewise, and may come in any step: a validation
@@ -138,7 +138,7 @@ class Arena {
   void begin_step();
 
   // Memory for a request, null: ask the native allocator.
-  void* request(int32_t phase, int32_t layer, size_t nbytes, Stream stream, Lends lends);
+  void* request(int32_t phase, int32_t layer, size_t nbytes, Stream stream, Reuse reuse);
 
   // A request of a thread that does not train.
   void elsewhere(size_t nbytes);

@@ -92,8 +92,8 @@ void* serve_request(size_t nbytes, Stream stream) {
   }
   const bool between = place.pass == OTHER || place.pass == NO_GRAD;
   const bool gradients = place.pass == OTHER && c10::GradMode::is_enabled();
-  const Lends lends = !between ? Lends::NOTHING : gradients ? Lends::BETWEEN : Lends::WITHOUT_GRADIENTS;
-  return a.request(pack(place), place.layer, nbytes, stream, lends);
+  const Reuse reuse = !between ? Reuse::NOTHING : gradients ? Reuse::BETWEEN : Reuse::WITHOUT_GRADIENTS;
+  return a.request(pack(place), place.layer, nbytes, stream, reuse);
 }
 
 void give_back_served(void* pointer) {

@@ -100,14 +100,14 @@ void writes_that_do_not_belong_there_are_found() {
   Arena arena(device, true);
   arena.load(plan_of({planned(0, 2), planned(2, 2)}, 4)); // a unit for what surrounds each
   arena.begin_step();
-  auto* const first = static_cast<char*>(arena.request(0, 0, 100, MAIN, Lends::NOTHING));
+  auto* const first = static_cast<char*>(arena.request(0, 0, 100, MAIN, Reuse::NOTHING));
   CHECK(first != nullptr);
   std::memset(first, 1, 100);
   arena.give_back(first);
   CHECK(arena.counters().written_beyond == 0);
   first[5] = 0; // after it was freed
   arena.begin_step();
-  auto* const again = static_cast<char*>(arena.request(0, 0, 100, MAIN, Lends::NOTHING));
+  auto* const again = static_cast<char*>(arena.request(0, 0, 100, MAIN, Reuse::NOTHING));
   CHECK(again == first && arena.counters().written_freed == 1);
   again[100] = 0; // beyond its end
   arena.give_back(again);
@@ -156,7 +156,7 @@ void no_byte_ever_belongs_to_two(unsigned seed, bool checks) {
         }
         const auto nbytes = static_cast<size_t>(number(1, 9 * UNIT));
         const int phase = number(0, 5) == 0 ? 8 : number(0, 4);
-        void* const found = arena.request(phase, 0, nbytes, number(0, 9) == 0 ? SIDE : MAIN, static_cast<Lends>(number(0, 2)));
+        void* const found = arena.request(phase, 0, nbytes, number(0, 9) == 0 ? SIDE : MAIN, static_cast<Reuse>(number(0, 2)));
         if (found != nullptr) {
           blocks.push_back({static_cast<char*>(found), nbytes, static_cast<char>(number(0, 255))});
           std::memset(found, blocks.back().mark, nbytes);

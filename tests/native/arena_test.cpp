@@ -132,13 +132,13 @@ void what_lies_between_the_passes_is_lent_as_far_up_as_possible() {
   arena.load(plan_of({planned(0, 2), planned(2, 2), planned(6, 2)}, 8));
   arena.begin_step();
   CHECK(at(arena, ask(arena, 2)) == 0);
-  void* const lent = ask(arena, 3, 9, MAIN, Lends::BETWEEN);
+  void* const lent = ask(arena, 3, 9, MAIN, Reuse::BETWEEN);
   CHECK(at(arena, lent) == 5);
   CHECK(at(arena, ask(arena, 2)) == 2);
   CHECK(ask(arena, 2) == nullptr); // its bytes are lent
-  CHECK(ask(arena, 3, 9, MAIN, Lends::BETWEEN) == nullptr);
+  CHECK(ask(arena, 3, 9, MAIN, Reuse::BETWEEN) == nullptr);
   arena.give_back(lent);
-  CHECK(at(arena, ask(arena, 4, 9, MAIN, Lends::BETWEEN)) == 4);
+  CHECK(at(arena, ask(arena, 4, 9, MAIN, Reuse::BETWEEN)) == 4);
   CHECK(arena.counters().lent == 2);
 }
 
@@ -185,7 +185,7 @@ void what_the_plan_does_not_know_of_is_ordered_all_the_same() {
   arena.load(plan_of({planned(2, 1), planned(0, 2, 1, 1)}, 3, 2));
   arena.begin_step();
   CHECK(ask(arena, 1) != nullptr); // tells which stream is the main one
-  void* const lent = ask(arena, 2, 9, MAIN, Lends::BETWEEN);
+  void* const lent = ask(arena, 2, 9, MAIN, Reuse::BETWEEN);
   CHECK(at(arena, lent) == 0);
   ++device.queued[MAIN];
   arena.give_back(lent);
@@ -228,9 +228,9 @@ void what_is_lent_is_needed_last() {
   plan.lendable = {0, 1};
   arena.load(std::move(plan));
   arena.begin_step();
-  CHECK(at(arena, ask(arena, 1, 9, MAIN, Lends::BETWEEN)) == 2);
-  CHECK(at(arena, ask(arena, 1, 9, MAIN, Lends::BETWEEN)) == 1);
-  CHECK(at(arena, ask(arena, 1, 9, MAIN, Lends::BETWEEN)) == 3);
+  CHECK(at(arena, ask(arena, 1, 9, MAIN, Reuse::BETWEEN)) == 2);
+  CHECK(at(arena, ask(arena, 1, 9, MAIN, Reuse::BETWEEN)) == 1);
+  CHECK(at(arena, ask(arena, 1, 9, MAIN, Reuse::BETWEEN)) == 3);
 }
 
 void one_stream_is_not_taken_for_two() {

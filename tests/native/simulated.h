@@ -109,8 +109,8 @@ ArenaPlan plan_of(std::vector<PlannedRequest> requests, int64_t size, int32_t st
   return plan;
 }
 
-void* ask(Arena& arena, int64_t units, int32_t phase = 0, Stream stream = MAIN, Lends lends = Lends::NOTHING) {
-  return arena.request(phase, 0, static_cast<size_t>(units * UNIT), stream, lends);
+void* ask(Arena& arena, int64_t units, int32_t phase = 0, Stream stream = MAIN, Reuse reuse = Reuse::NOTHING) {
+  return arena.request(phase, 0, static_cast<size_t>(units * UNIT), stream, reuse);
 }
 
 int64_t at(Arena& arena, void* pointer) {
