@@ -34,7 +34,7 @@ class Own(Base):
         return x + 1
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("what", ["class that inherits", "class", "instance"])
 def test_what_is_undone_in_any_order_leaves_the_original(what: str, order: tuple[int, ...]) -> None:
     kind = type("Inherits", (Base,), {}) if what == "class that inherits" else type("Has", (), {"value": Own.value})

@@ -190,7 +190,9 @@ def _requests(step: Trace) -> np.ndarray:
 def _serve(training: Training, steps: int, note: Callable[[str, str, float], None]) -> Trace:
     """A block of steps in a session with the arena, once it serves; the step that its plan was made from."""
     with memplug.attach(training.model, BLOCK) as session:
-        serving = session._serving
+        training.step()
+        session.step()
+        serving = session._serving  # it is claimed at the first forward
         while serving.state.value != "serving":
             training.step()
             session.step()
