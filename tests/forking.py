@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -145,6 +146,8 @@ def serve(libraries: str) -> int | None:
     os.dup2(2, 1)  # what libraries print is no answer
     {"deepspeed": import_deepspeed, "megatron": import_megatron}[libraries]()
     importlib.import_module("memplug.native").load()
+    gc.collect()
+    gc.freeze()  # DeepSpeed collects garbage for every engine of ZeRO 3: ranks need not search the imported modules
     for line in requests:
         request, ranks = json.loads(line), set()
         for rank in range(request["processes"]):

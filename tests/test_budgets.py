@@ -8,6 +8,7 @@ import pytest
 
 from memplug.config import MemplugConfig
 from memplug.execute.device import Device
+from memplug.profile import hardware
 from memplug.stages import budgets
 
 GIB = 1 << 30
@@ -53,3 +54,12 @@ def test_on_the_cpu_nothing_is_kept_unless_it_is_asked_for() -> None:
     assert budgets.device_room_bytes(MemplugConfig(enabled=True), Device(), None) == 0
     assert budgets.device_room_bytes(MemplugConfig(enabled=True, device_budget_gib=2.0), Device(), None) == 2 * GIB
     assert budgets.peak_bytes(Device()) is None
+
+
+def test_the_link_is_measured_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr(hardware, "measure_links", lambda *args: measured.append(args) or (2.0, 3.0))
+    hardware.link_rates.cache_clear()
+    found = [budgets.budget(MemplugConfig(enabled=True), Device(), 100, None) for _ in range(2)]
+    hardware.link_rates.cache_clear()
+    assert len(measured) == 1 and [(one.d2h_bytes_per_s, one.h2d_bytes_per_s) for one in found] == [(2.0, 3.0)] * 2

@@ -109,7 +109,7 @@ GONE = "del session, model; import gc; gc.collect()"
     ("end", "rank"),
     [
         ("", "0"),
-        (GONE, "0"),
+        pytest.param(GONE, "0", marks=pytest.mark.long),
         *(pytest.param(end, "1", marks=pytest.mark.long) for end in ("", "session.detach()", GONE)),
     ],
 )

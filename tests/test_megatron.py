@@ -62,9 +62,7 @@ SELECTION = [
     ("pipeline", ("auto",), 8),
     ("interleaved", ("1",), 8),
     ("all-to-all", ("auto",), 8),
-    ("tensor, sequence and expert", ("0.5",), 8),
-    ("distributed optimizer", ("auto",), 8),
-    *(pytest.param(layout, tuple(CASES), 14, marks=pytest.mark.long) for layout in LAYOUTS),
+    *(pytest.param(layout, tuple(CASES), 10, marks=pytest.mark.long) for layout in LAYOUTS),
 ]
 
 

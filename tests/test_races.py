@@ -145,7 +145,7 @@ PIPELINES = {
 
 @pytest.mark.parametrize(
     ("alpha", "seeds"),
-    [(0.4, 1), (1.0, 1), *(pytest.param(alpha, 5, marks=pytest.mark.long) for alpha in (0.0, 0.4, 1.0))],
+    [(0.4, 1), *(pytest.param(alpha, 5, marks=pytest.mark.long) for alpha in (0.0, 0.4, 1.0))],
 )
 @pytest.mark.parametrize("name", PIPELINES)
 def test_gradients_hold_in_every_pipeline_schedule(name: str, alpha: float, seeds: int) -> None:

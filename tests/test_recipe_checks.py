@@ -237,17 +237,23 @@ def test_parameters_of_a_rank_are_those_that_megatron_builds() -> None:
 
 
 @pytest.mark.distributed
-def test_a_check_ends_with_status_one_where_the_run_would_not_fit_and_zero_where_it_would() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "status", "said"),
+    [(1, 1, "too few"), pytest.param(8, 0, "the run can start", marks=pytest.mark.long)],
+)
+def test_a_check_ends_with_status_one_where_the_run_would_not_fit_and_zero_where_it_would(
+    ranks: int, status: int, said: str
+) -> None:
     script = str(ROOT / "examples/llama2/train.py")
     big = ["--model", "configs/models/7b.yaml", "--deepspeed_config", "configs/ds_zero3.json", "--check"]
-    for ranks, status, said in ((8, 0, "the run can start"), (1, 1, "too few")):
-        command = [sys.executable, script, *big, str(ranks), "--gpu-gib", "80"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert done.returncode == status and said in done.stdout, done.stderr[-2000:]
-        assert f"{ranks} rank" in done.stdout and "DeepSpeed's estimator" in done.stdout
+    command = [sys.executable, script, *big, str(ranks), "--gpu-gib", "80"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status and said in done.stdout, done.stderr[-2000:]
+    assert f"{ranks} rank" in done.stdout and "DeepSpeed's estimator" in done.stdout
 
 
 @pytest.mark.distributed
+@pytest.mark.long  # the tests above find the same problems in one process
 @pytest.mark.parametrize("recipe", ["llama2", "megatron_llama2"])
 def test_a_run_that_cannot_start_says_all_that_is_wrong_once_before_the_model_is_built(
     recipe: str, tmp_path: Path

@@ -56,7 +56,7 @@ def run(where: str, every: int, alpha: Any = "auto", micro_batches: int = 2, ste
 PLACES = ["between steps", "inference mode", "among micro-batches", "before the step ends", "before the first step"]
 
 
-@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.long), 5])
 @pytest.mark.parametrize("where", PLACES)
 def test_a_validation_every_few_steps_keeps_no_session_from_its_plan(
     where: str, every: int, plans_by_alpha: None

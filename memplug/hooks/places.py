@@ -6,9 +6,10 @@ hooks; the recorder knows the nodes of its graph by the forward that made them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -95,7 +96,7 @@ class Places:
             rank=dist.get_rank() if distributed else 0,
             world_size=dist.get_world_size() if distributed else 1,
             device=torch.cuda.get_device_name(self._recorder.device) if cuda else f"cpu: {platform.machine()}",
-            versions=tuple(_versions()),
+            versions=_versions(),
         )
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -163,9 +164,15 @@ def _shapes(values: Sequence[Any]) -> str:
     return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
 
 
-def _versions() -> Iterator[tuple[str, str]]:
-    for package in PACKAGES:
-        try:
-            yield package, metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    """Of the installed packages; they stay as they are while a process runs, and reading them takes milliseconds."""
+    return tuple((package, metadata.version(package)) for package in PACKAGES if _is_installed(package))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -9,12 +9,11 @@ import torch
 from memplug.config import MemplugConfig
 from memplug.execute.device import Device
 from memplug.plan import tokenwise as plan
-from memplug.profile.hardware import host_available_bytes, measure_links
+from memplug.profile.hardware import host_available_bytes, link_rates
 
 GIB = 2**30
 HOST_SHARE = 0.8  # of the memory that is available now, shared by the processes of this machine
 DEVICE_SHARE = 0.92  # of the device's memory, that a plan may fill
-LINK_PROBE_BYTES = 64 << 20
 # processes of this machine, as torchrun, DeepSpeed's launcher, Open MPI, MVAPICH and Slurm tell them
 LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",
@@ -34,13 +33,13 @@ def host_budget_bytes(config: MemplugConfig) -> int:
 
 
 def budget(config: MemplugConfig, device: Device, host_bytes: int, observed_peak_bytes: int | None) -> plan.Budget:
-    """What the planner may use; measures the link.
+    """What the planner may use; the first plan of a process measures the link.
 
     Args:
         host_bytes: of the pool.
         observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown.
     """
-    d2h, h2d = measure_links(torch.device(device.kind), LINK_PROBE_BYTES)
+    d2h, h2d = link_rates(torch.device(device.kind))
     room_bytes = device_room_bytes(config, device, observed_peak_bytes)
     return plan.Budget(d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d, host_bytes=host_bytes, device_bytes=room_bytes)
 

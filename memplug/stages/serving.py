@@ -39,6 +39,7 @@ DIFFERING_SHARE = 0.01  # of the requests of two steps, up to which they are tak
 MOST_RECORDED_STEPS = 8
 MOST_AMENDMENTS = 16  # of a plan
 AMENDING_S = 2.0  # that training waits for one of them at most
+PLANNING_BYTES_PER_S = 64 << 20  # of an arena: the smaller it is, the less time is its plan worth
 
 
 class State(enum.Enum):
@@ -234,7 +235,7 @@ class Serving:
             plan = _loaded(file, problem) if file is not None and not amendments else None
             source = f"reused from {file}"
             if plan is None:
-                plan = self._made(step, problem, AMENDING_S if amendments else auto.TIME_LIMIT_S)
+                plan = self._made(step, problem, _planning_s(problem, amendments))
                 source = f"planned in {plan.solution.seconds:.1f} s"
                 self.plans += 1
                 if file is not None:
@@ -281,6 +282,12 @@ class Serving:
                     "Look for a kernel that writes outside of its tensors, or uses one that is freed: "
                     "`CUDA_LAUNCH_BLOCKING=1` and `compute-sanitizer` name it.",
                 )
+
+
+def _planning_s(problem: Problem, amendments: int) -> float:
+    """Seconds that training may wait for the plan: what they can save is a share of the arena's bytes."""
+    longest_s = AMENDING_S if amendments else auto.TIME_LIMIT_S
+    return min(longest_s, max(0.5, problem.lower_bound / PLANNING_BYTES_PER_S))
 
 
 def _loaded(file: Path, problem: Problem) -> MemoryPlan | None:
