@@ -59,9 +59,9 @@ CASES = {
 }
 SELECTION = [
     ("tensor and sequence", ("0", "1"), 8),
-    ("pipeline", ("auto",), 8),
-    ("interleaved", ("1",), 8),
-    ("all-to-all", ("auto",), 8),
+    ("pipeline", ("auto",), 6),
+    ("interleaved", ("1",), 6),
+    ("all-to-all", ("auto",), 6),
     *(pytest.param(layout, tuple(CASES), 10, marks=pytest.mark.long) for layout in LAYOUTS),
 ]
 

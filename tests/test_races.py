@@ -77,7 +77,7 @@ def test_gradients_hold_however_late_or_early_copies_run(schedule: str, alpha: f
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(8), *(pytest.param(range(first, first + 25), marks=pytest.mark.long) for first in range(0, 200, 25))],
+    [range(4), *(pytest.param(range(first, first + 25), marks=pytest.mark.long) for first in range(0, 200, 25))],
     ids=str,
 )
 def test_gradients_hold_on_200_random_schedules(seeds: range) -> None:
@@ -145,7 +145,7 @@ PIPELINES = {
 
 @pytest.mark.parametrize(
     ("alpha", "seeds"),
-    [(0.4, 1), *(pytest.param(alpha, 5, marks=pytest.mark.long) for alpha in (0.0, 0.4, 1.0))],
+    [(0.4, 0), *(pytest.param(alpha, 5, marks=pytest.mark.long) for alpha in (0.0, 0.4, 1.0))],
 )
 @pytest.mark.parametrize("name", PIPELINES)
 def test_gradients_hold_in_every_pipeline_schedule(name: str, alpha: float, seeds: int) -> None:
