@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,19 @@ settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow
 settings.load_profile("patient")
 
 
-def pytest_sessionstart() -> None:
-    """Build the native core before the first test, so that no test waits for it, or is told of it."""
-    native.load()
+CORE = pytest.StashKey[Future]()
 
 
-def pytest_collection_finish() -> None:
-    """What the imports left is no garbage: tests that collect need not look through it each time."""
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Build the native core while tests are collected."""
+    session.config.stash[CORE] = ThreadPoolExecutor(1).submit(native.load)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Wait for the core, so that no test has to; and what the imports left is no garbage: tests that collect need not
+    look through it each time.
+    """
+    session.config.stash[CORE].result()
     gc.collect()
     gc.freeze()
 

@@ -237,10 +237,8 @@ def test_parameters_of_a_rank_are_those_that_megatron_builds() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("ranks", "status", "said"),
-    [(1, 1, "too few"), pytest.param(8, 0, "the run can start", marks=pytest.mark.long)],
-)
+@pytest.mark.long  # test_readmes.py has the same verdicts in one process
+@pytest.mark.parametrize(("ranks", "status", "said"), [(1, 1, "too few"), (8, 0, "the run can start")])
 def test_a_check_ends_with_status_one_where_the_run_would_not_fit_and_zero_where_it_would(
     ranks: int, status: int, said: str
 ) -> None:
