@@ -139,8 +139,8 @@ class ArenaConfig(Section):
     planner: Planner = Field(
         default="auto",
         description=(
-            'Who finds the addresses: "auto" for the best of all within ten seconds, sooner for a small arena, or one of '
-            '"exact", "bilevel", "spatiotemporal" and "search" alone.'
+            'Who finds the addresses: "auto" for the best of all within ten seconds, sooner for a small arena, or one '
+            'of "exact", "bilevel", "spatiotemporal" and "search" alone.'
         ),
     )
     checks: Switch = Field(
