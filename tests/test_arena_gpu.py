@@ -41,6 +41,7 @@ def session() -> Iterator[memplug.Session]:
         assert serving_of(session).state is State.SERVING
         session.model = model
         yield session
+        model.zero_grad()  # gradients would keep the arena
         del session.model
 
 
@@ -88,8 +89,8 @@ def test_a_block_that_another_stream_reads_is_used_again_only_after_it(session: 
     with torch.no_grad():
         for round in range(20):
             block = torch.full((2**20,), float(round), device="cuda")
+            side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                side.wait_stream(torch.cuda.current_stream())
                 torch.cuda._sleep(2_000_000)
                 read = block.clone()
             block.record_stream(side)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from memplug.config import MemplugConfig
 from memplug.execute.device import Device
@@ -12,17 +13,17 @@ from memplug.profile import hardware
 from memplug.stages import budgets
 
 GIB = 1 << 30
-CUDA = SimpleNamespace(kind="cuda")
+CUDA = SimpleNamespace(kind="cuda", torch_device=torch.device("cuda", 0))
 
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """80 GiB, of which other processes hold 10; the run reserved up to 40 for up to 32 of tensors, and holds 20 now."""
     said = {"free": 50 * GIB, "reserved": 20 * GIB, "most_reserved": 40 * GIB, "most_allocated": 32 * GIB}
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (said["free"], 80 * GIB))
-    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: said["reserved"])
-    monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda: said["most_reserved"])
-    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: said["most_allocated"])
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (said["free"], 80 * GIB))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: said["reserved"])
+    monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda device: said["most_reserved"])
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: said["most_allocated"])
     return said
 
 

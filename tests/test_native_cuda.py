@@ -189,11 +189,11 @@ def test_headers_are_found_where_toolkits_and_wheels_put_them(tmp_path, monkeypa
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path) if TOOLKIT[0] in installed else None)
     monkeypatch.setattr(native, "_package_folders", lambda name: [tmp_path / name])
-    native._cuda_headers.cache_clear()
+    native.cuda_headers.cache_clear()
     try:
-        assert native._cuda_headers() == tuple(tmp_path / folder for folder in found)
+        assert native.cuda_headers() == tuple(tmp_path / folder for folder in found)
     finally:
-        native._cuda_headers.cache_clear()
+        native.cuda_headers.cache_clear()
 
 
 def test_a_package_is_found_without_importing_it(tmp_path, monkeypatch):

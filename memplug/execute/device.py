@@ -47,6 +47,14 @@ class Device:
         """The stream that the caller's operators run on now."""
         return None
 
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Operators inside run on `stream`, and memory that they ask for is its own."""
+        return contextlib.nullcontext()
+
+    def is_capturing(self) -> bool:
+        """Whether operators are captured into a graph now, instead of run."""
+        return False
+
     def record(self, stream: Any) -> Any:
         """An event that completes when the work queued on `stream` so far is done."""
         return None
@@ -106,6 +114,12 @@ class CudaDevice(Device):
 
     def compute_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         return stream.record_event()

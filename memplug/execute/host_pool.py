@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import logging
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -51,6 +52,9 @@ class HostPool:
         self._free: list[list[tuple[int, int]]] = []  # per slab: sorted (offset, size)
         self._pinned: list[bool] = []
         self._warned = False
+        # where it is dropped without having been closed: memory that is freed while it is registered stays mapped
+        self._finalizer = weakref.finalize(self, _give_back, device, self.slabs, self._pinned)
+        self._finalizer.atexit = False  # the driver may be gone by then, and what it knows goes with it
 
     @property
     def capacity_bytes(self) -> int:
@@ -97,11 +101,9 @@ class HostPool:
             self._grow(missing)
 
     def close(self) -> None:
-        """Give the slabs back to the system. Every copy must be done."""
-        for slab, pinned in zip(self.slabs, self._pinned, strict=True):
-            if pinned:
-                self.device.unpin(slab)
-        self.slabs, self._free, self._pinned = [], [], []
+        """Wait for every copy, and give the slabs back to the system."""
+        _give_back(self.device, self.slabs, self._pinned)
+        self._free = []
         self.used_bytes = 0
 
     def _find(self, size: int) -> tuple[int, int] | None:
@@ -137,6 +139,17 @@ class HostPool:
         self._free.append([(0, nbytes)])
         self._pinned.append(pinned)
         return True
+
+
+def _give_back(device: Device, slabs: list[torch.Tensor], pinned: list[bool]) -> None:
+    """Empties both lists."""
+    if slabs:
+        device.synchronize()
+    for slab, registered in zip(slabs, pinned, strict=True):
+        if registered:
+            device.unpin(slab)
+    slabs.clear()
+    pinned.clear()
 
 
 def _touch(slab: torch.Tensor) -> None:

@@ -151,10 +151,11 @@ class Executor:
         self.own: Any = contextlib.nullcontext()
         self._resident: collections.deque[weakref.ref[Frame]] = collections.deque()
         self._warned = False
+        self._told_of_capture = False
 
     def run(self, region: Region, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._is_captured():
             return call(*args, **kwargs)
         with self.guard("forward", region):
             with self.own:
@@ -303,6 +304,17 @@ class Executor:
     def close(self) -> None:
         """Wait for all copies and give back the host memory. Graphs still in flight can no longer run backward."""
         self.transfer.close()
+
+    def _is_captured(self) -> bool:
+        """Whether a CUDA graph is being captured: its replays would write to host rows that are others' by then."""
+        if not self.device.is_capturing():
+            return False
+        if not self._told_of_capture:
+            self._told_of_capture = True
+            log.warning(
+                "memplug: regions inside of a CUDA graph run as they are: nothing of them is swapped or recomputed"
+            )
+        return True
 
     def _warn_opaque(self, region: Region) -> None:
         self.opaque_regions += 1

@@ -5,14 +5,15 @@ A `Swapped` tensor is in one of three places; its copy out starts at once, or on
     resident ──release()──► away ──prefetch()──► fetched ──drop()──► away ...
        └── acquire() hands out the tensor in any of them ──┘
 
-Three rules make every reuse of memory safe, in the order of events alone (`Wait` names each one):
-  1. device memory is let go, or written in place, only after the compute stream has waited for the copy out that reads
+A tensor's stream is the one that its region's forward ran on; its backward runs there too, whoever starts a copy. Three
+rules make every reuse of memory safe, in the order of events alone (`Wait` names each one):
+  1. device memory is let go, or written in place, only after the tensor's stream has waited for the copy out that reads
      it;
-  2. a copy in starts only after the compute stream's present: earlier users of the new device memory are done, and so,
-     by rule 1, is the copy out that filled the host rows;
-  3. host rows go back to the pool only after the compute stream has waited for every copy that touches them, and a
-     copy out starts only after the compute stream's present.
-All device memory belongs to the compute stream, so the caching allocator needs no `record_stream`.
+  2. a copy in starts only after the present of the tensor's stream: earlier users of the new device memory are done,
+     and so, by rule 1, is the copy out that filled the host rows;
+  3. host rows go back to the pool only after the tensor's stream has waited for every copy in that reads them, and
+     a copy out starts only after the present of all streams that regions have run on.
+All device memory belongs to its tensor's stream, so the caching allocator needs no `record_stream`.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ class Swapped:
         rows: rows `[0, rows)` are on the host.
         resident: `tensor` is still the original, with every row valid; afterwards only `[0, rows)` come back.
         mutated: the value was overwritten in place after it was captured: only a recompute pass can replay that.
+        stream: that made it, and that its device memory belongs to.
     """
 
     __slots__ = (
         "transfer", "order", "tensor", "size", "stride", "dtype", "nbytes", "rows", "slot", "resident", "offloaded",
-        "fetched", "version", "mutated", "uses_left", "uses",
+        "fetched", "version", "mutated", "stream", "uses_left", "uses",
     )  # fmt: skip
 
     def __init__(self, transfer: Transfer, tensor: torch.Tensor, rows: int):
@@ -59,6 +61,7 @@ class Swapped:
         self.fetched: Any = None  # likewise
         self.version = self.tensor._version
         self.mutated = False
+        self.stream = transfer.device.compute_stream()
         self.uses = 0  # reads in one backward pass
         self.uses_left = 0
 
@@ -78,7 +81,7 @@ class Swapped:
         # Any thread, any time: only note what is left. The compute stream orders it at the next `Transfer.drain`.
         held_bytes = self.nbytes if self.tensor is not None else 0
         counts = (held_bytes, 0) if self.resident else (0, held_bytes)
-        self.transfer._abandoned.append((self.tensor, self.fetched, self.slot, *counts))
+        self.transfer._abandoned.append((self.tensor, self.stream, self.fetched, self.offloaded, self.slot, *counts))
 
 
 class Transfer:
@@ -103,6 +106,7 @@ class Transfer:
         self.refused = 0  # times the pool had no room
         self.refused_bytes = 0
         self._abandoned: collections.deque[Any] = collections.deque()
+        self._compute_streams: list[Any] = []  # that regions have run on
 
     def offload(self, tensor: torch.Tensor, rows: int, later: bool = False) -> Swapped | None:
         """Start copying rows `[0, rows)` of a dense device tensor to the host; None when the pool is exhausted.
@@ -115,6 +119,8 @@ class Transfer:
         if slot is None and not later:
             return None
         swapped = Swapped(self, tensor, rows)
+        if swapped.stream not in self._compute_streams:
+            self._compute_streams.append(swapped.stream)
         self.resident_bytes += swapped.nbytes
         if slot is not None:
             self._send(swapped, slot)
@@ -130,8 +136,8 @@ class Transfer:
     def _send(self, swapped: Swapped, slot: Slot) -> None:
         self.offloads += 1
         swapped.order, swapped.slot = self.offloads, slot
-        present = self.device.record(self.device.compute_stream())
-        self.device.wait(self.offload_stream, present, Wait.OFFLOAD_FOR_COMPUTE)
+        for stream in self._compute_streams:
+            self.device.wait(self.offload_stream, self.device.record(stream), Wait.OFFLOAD_FOR_COMPUTE)
         self.device.copy(self.offload_stream, swapped.host_rows(), swapped.tensor[: swapped.rows])
         swapped.offloaded = self.device.record(self.offload_stream)
         self.offloaded_total_bytes += slot.data.numel()
@@ -157,10 +163,11 @@ class Transfer:
         group = [swapped for swapped in group if swapped.resident and swapped.tensor is not None]
         self._send_late(group)
         group = [swapped for swapped in group if swapped.slot is not None]
-        pending = [swapped for swapped in group if swapped.offloaded is not None]
-        if pending:
-            last = max(pending, key=lambda swapped: swapped.order)
-            self.device.wait(self.device.compute_stream(), last.offloaded, Wait.RELEASE_FOR_OFFLOAD)
+        for stream in self._compute_streams:
+            pending = [swapped for swapped in group if swapped.offloaded is not None and swapped.stream == stream]
+            if pending:
+                last = max(pending, key=lambda swapped: swapped.order)
+                self.device.wait(stream, last.offloaded, Wait.RELEASE_FOR_OFFLOAD)
         for swapped in group:
             self._check_version(swapped)
             swapped.offloaded = None
@@ -172,7 +179,8 @@ class Transfer:
         """
         self._send_late([swapped])
         if swapped.offloaded is not None:
-            self.device.wait(self.device.compute_stream(), swapped.offloaded, Wait.MUTATE_FOR_OFFLOAD)
+            for stream in self._with_current(swapped.stream):
+                self.device.wait(stream, swapped.offloaded, Wait.MUTATE_FOR_OFFLOAD)
             swapped.offloaded = None
         self._leave(swapped)
         swapped.mutated = True
@@ -189,9 +197,9 @@ class Transfer:
                 "Run backward on the graphs in flight first, then detach.",
             )
         self.drain()
-        swapped.tensor = self.device.empty(swapped.size, swapped.stride, swapped.dtype)
-        present = self.device.record(self.device.compute_stream())
-        self.device.wait(self.prefetch_stream, present, Wait.PREFETCH_FOR_COMPUTE)
+        with self.device.on(swapped.stream):
+            swapped.tensor = self.device.empty(swapped.size, swapped.stride, swapped.dtype)
+        self.device.wait(self.prefetch_stream, self.device.record(swapped.stream), Wait.PREFETCH_FOR_COMPUTE)
         self.device.copy(self.prefetch_stream, swapped.tensor[: swapped.rows], swapped.host_rows())
         swapped.fetched = self.device.record(self.prefetch_stream)
         self.fetched_bytes += swapped.nbytes
@@ -201,7 +209,8 @@ class Transfer:
         """The device tensor, and how many of its first rows the compute stream may read from now on."""
         self.prefetch(swapped)
         if swapped.fetched is not None:
-            self.device.wait(self.device.compute_stream(), swapped.fetched, Wait.USE_FOR_PREFETCH)
+            for stream in self._with_current(swapped.stream):
+                self.device.wait(stream, swapped.fetched, Wait.USE_FOR_PREFETCH)
             swapped.fetched = None
         if swapped.resident:
             self._check_version(swapped)
@@ -223,13 +232,15 @@ class Transfer:
     def drain(self) -> None:
         """Return what abandoned tensors held.
 
-        Device memory that a copy in still writes is let go once compute has waited for it. A copy out that still reads
-        needs no wait: what it writes is never read, and the next copy into the same host rows follows it on its stream.
+        Device memory is let go once its stream has waited for the copy in that writes it, or for the copy out that
+        reads it: what that writes is never read, but memory may be given back to the system while it reads.
         """
         while self._abandoned:
-            tensor, fetched, slot, resident_bytes, fetched_bytes = self._abandoned.popleft()
+            tensor, stream, fetched, offloaded, slot, resident_bytes, fetched_bytes = self._abandoned.popleft()
             if fetched is not None:
-                self.device.wait(self.device.compute_stream(), fetched, Wait.DISCARD_FOR_PREFETCH)
+                self.device.wait(stream, fetched, Wait.DISCARD_FOR_PREFETCH)
+            if offloaded is not None:
+                self.device.wait(stream, offloaded, Wait.RELEASE_FOR_OFFLOAD)
             del tensor
             self.resident_bytes -= resident_bytes
             self.fetched_bytes -= fetched_bytes
@@ -240,8 +251,12 @@ class Transfer:
         """Wait for every copy, and give the host memory back."""
         self.drain()
         self.closed = True
-        self.device.synchronize()
         self.pool.close()
+
+    def _with_current(self, stream: Any) -> list[Any]:
+        """A stream, and the one that operators run on now where that is another."""
+        current = self.device.compute_stream()
+        return [stream] if current == stream else [stream, current]
 
     def _leave(self, swapped: Swapped) -> None:
         if swapped.resident and swapped.tensor is not None:

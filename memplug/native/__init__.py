@@ -80,7 +80,7 @@ def _build(folder: Path) -> None:
     try:
         _compile(folder, sources, _flags())
     except RuntimeError:
-        if not _cuda_headers():
+        if not cuda_headers():
             raise
         _compile(folder, sources, [*_flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # raises again where that was not it
         log.warning(
@@ -94,7 +94,7 @@ def _compile(folder: Path, sources: list[str], flags: list[str]) -> None:
     from torch.utils import cpp_extension
 
     (folder / "lock").unlink(missing_ok=True)  # of a build that was killed: torch would wait for it for ever
-    cuda = _cuda_headers()
+    cuda = cuda_headers()
     with _ninja_on_path():
         cpp_extension.load(
             NAME,
@@ -117,11 +117,11 @@ def _import(folder: Path) -> ModuleType:
 
 def _flags() -> list[str]:
     # NDEBUG is part of torch's ABI: at::RecordFunction has a member more without it
-    return ["-O2", "-std=c++20", "-DNDEBUG", *(["-DMEMPLUG_CUDA"] if _cuda_headers() else [])]
+    return ["-O2", "-std=c++20", "-DNDEBUG", *(["-DMEMPLUG_CUDA"] if cuda_headers() else [])]
 
 
 @functools.cache
-def _cuda_headers() -> tuple[Path, ...]:
+def cuda_headers() -> tuple[Path, ...]:
     """Folders that together hold the headers of CUDA's runtime: of a toolkit, of NVIDIA's packages, or of Triton's,
     which torch's wheels depend on; empty: torch is built without CUDA, or they are not installed.
 

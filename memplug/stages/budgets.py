@@ -39,7 +39,7 @@ def budget(config: MemplugConfig, device: Device, host_bytes: int, observed_peak
         host_bytes: of the pool.
         observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown.
     """
-    d2h, h2d = link_rates(torch.device(device.kind))
+    d2h, h2d = link_rates(device.torch_device)
     room_bytes = device_room_bytes(config, device, observed_peak_bytes)
     return plan.Budget(d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d, host_bytes=host_bytes, device_bytes=room_bytes)
 
@@ -53,15 +53,16 @@ def device_room_bytes(config: MemplugConfig, device: Device, observed_peak_bytes
     asked = config.device_budget_gib
     if device.kind != "cuda":
         return 0 if asked == "auto" else int(asked * GIB)
-    free_bytes, _ = torch.cuda.mem_get_info()
-    ours_bytes = free_bytes + torch.cuda.memory_reserved()  # what other processes hold is theirs
+    which = device.torch_device
+    free_bytes, _ = torch.cuda.mem_get_info(which)
+    ours_bytes = free_bytes + torch.cuda.memory_reserved(which)  # what other processes hold is theirs
     budget_bytes = ours_bytes * DEVICE_SHARE if asked == "auto" else min(asked * GIB, ours_bytes)
-    reserved_bytes = torch.cuda.max_memory_reserved()
+    reserved_bytes = torch.cuda.max_memory_reserved(which)
     if observed_peak_bytes is not None:  # with the allocator's share of it that no tensor has
-        reserved_bytes *= observed_peak_bytes / max(torch.cuda.max_memory_allocated(), 1)
+        reserved_bytes *= observed_peak_bytes / max(torch.cuda.max_memory_allocated(which), 1)
     return max(0, int(budget_bytes - reserved_bytes))
 
 
 def peak_bytes(device: Device) -> int | None:
     """Largest allocation total of the device so far, None where the device does not count."""
-    return torch.cuda.max_memory_allocated() if device.kind == "cuda" else None
+    return torch.cuda.max_memory_allocated(device.torch_device) if device.kind == "cuda" else None

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 import memplug
+from memplug import native
 from memplug.execute.arena import Arena
 from memplug.plan.layout import auto
 from memplug.plan.layout.from_trace import last_step, problem_of
@@ -236,9 +237,15 @@ def _memory(device: torch.device, note: Callable[[str, float], None]) -> Any:
 def _replayer(device: str) -> ModuleType:
     from torch.utils.cpp_extension import load_inline
 
-    source = _SOURCE + (_CPU if device == "cpu" else _CUDA)
-    flags = ["-O2", "-DNDEBUG"]
-    return load_inline(f"replay_{device}", source, functions=["replay"], extra_cflags=flags, with_cuda=device != "cpu")
+    cuda = device != "cpu"
+    return load_inline(
+        f"replay_{device}",
+        _SOURCE + (_CUDA if cuda else _CPU),
+        functions=["replay"],
+        extra_cflags=["-O2", "-DNDEBUG"],
+        extra_include_paths=list(map(str, native.cuda_headers())) if cuda else [],
+        extra_ldflags=["-lc10_cuda"] if cuda else [],
+    )
 
 
 def host_seconds(step: Trace, device: torch.device, rounds: int = 15) -> dict[str, float]:

@@ -1,0 +1,103 @@
+"""What tests ask of the simulated device, and how they set it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_library = ctypes.CDLL(None)  # it is in front of all others
+_library.cudasim_violations.restype = ctypes.c_longlong
+_library.cudasim_tasks.restype = ctypes.c_longlong
+_library.cudasim_blocked.restype = ctypes.c_longlong
+_library.cudasim_memory_used.restype = ctypes.c_size_t
+_library.cudasim_registered.restype = ctypes.c_size_t
+_library.cudasim_pending.restype = ctypes.c_size_t
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which task runs next: "eager", "lazy", "copyfirst", "computefirst", or "random" by a seed."""
+
+    policy: str
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.policy} {self.seed}" if self.policy == "random" else self.policy
+
+
+SCHEDULES = [Schedule("eager"), Schedule("lazy"), Schedule("copyfirst"), Schedule("computefirst")]
+
+
+@contextlib.contextmanager
+def scheduled(schedule: Schedule) -> Iterator[None]:
+    """Within, the device runs tasks in this order; before and after, all of them are done."""
+    set_schedule(schedule)
+    try:
+        yield
+    finally:
+        set_schedule(Schedule("eager"))
+
+
+def set_schedule(schedule: Schedule) -> None:
+    """All tasks that are queued run first."""
+    if _library.cudasim_set_policy(schedule.policy.encode(), ctypes.c_ulonglong(schedule.seed)) != 0:
+        raise ValueError(f"there is no policy {schedule.policy}")
+
+
+def violations() -> int:
+    """How many errors so far: conflicting accesses that are not ordered, memory that goes too early, wrong pointers."""
+    return _library.cudasim_violations()
+
+
+def tasks() -> int:
+    """How many tasks were queued so far."""
+    return _library.cudasim_tasks()
+
+
+def pending() -> int:
+    """How many of them have not run."""
+    return _library.cudasim_pending()
+
+
+def blocked() -> int:
+    """How often the host was made to wait for the device so far."""
+    return _library.cudasim_blocked()
+
+
+def memory_used_bytes() -> int:
+    """Of the device, by all that the driver gave."""
+    return _library.cudasim_memory_used()
+
+
+def registered() -> int:
+    """How many pieces of the program's own memory are registered."""
+    return _library.cudasim_registered()
+
+
+@contextlib.contextmanager
+def memory_of(nbytes: int) -> Iterator[None]:
+    """The device has so much memory within."""
+    before = _total_bytes()
+    _library.cudasim_set_memory(ctypes.c_size_t(nbytes))
+    try:
+        yield
+    finally:
+        _library.cudasim_set_memory(ctypes.c_size_t(before))
+
+
+@contextlib.contextmanager
+def pinned_memory_of(nbytes: int) -> Iterator[None]:
+    """So much host memory can be registered within."""
+    _library.cudasim_set_pinned(ctypes.c_size_t(nbytes))
+    try:
+        yield
+    finally:
+        _library.cudasim_set_pinned(ctypes.c_size_t(1 << 40))
+
+
+def _total_bytes() -> int:
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    _library.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total))
+    return total.value

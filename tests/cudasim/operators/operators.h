@@ -1,0 +1,113 @@
+// An operator of the simulated device: the CPU's kernel over the same memory, queued on the current stream.
+#pragma once
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "../runtime/cudasim.h"
+
+namespace cudasim {
+
+using at::Tensor;
+using c10::IValue;
+using Stack = std::vector<IValue>;
+
+// What a random operator takes from the CUDA generator, so that its states can be kept and replayed.
+struct Draw {
+  uint64_t seed = 0, offset = 0;
+  at::Generator generator() const; // of the CPU; the same one for the same draw
+};
+
+// Results of an operator from arguments whose tensors are the CPU's.
+using Compute = std::function<Stack(const c10::OperatorHandle&, Stack, Draw)>;
+
+// What of an operator's schema matters here.
+struct Info {
+  std::string name;
+  std::vector<bool> written; // arguments that it writes to,
+  std::vector<bool> out;     // and those of them that it does not read
+  std::vector<int> alias;    // which argument each result is; -1: a new one
+  int generator = -1;        // which argument is one,
+  int dropout = -1;          // or is the share that is dropped
+  bool draws = false;
+  bool only_in_place = false;
+  bool tensors_only = true; // of its results
+  Compute compute;          // where the CPU has no such kernel
+};
+
+// Of an operator that is simulated.
+const Info& info_of(const c10::OperatorHandle& op);
+
+// The operators that the CPU has no kernel for, by name.
+std::map<std::string, Compute> attention_operators();
+std::map<std::string, Compute> other_operators();
+
+// What the results look like, on the meta device; false: only the data tells.
+bool infer(const c10::OperatorHandle& op, const Info& info, const Stack& arguments, Stack& metas);
+
+// The boxed kernels that take the place of torch's.
+void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
+void call_copy(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
+
+// What happens inside of a kernel is seen by no mode, no callback and no autograd of the caller.
+struct Quiet {
+  at::RecordFunctionGuard unrecorded{false};
+  c10::impl::ExcludeDispatchKeyGuard excluded{
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset | c10::python_ks |
+      c10::DispatchKeySet({c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::PythonDispatcher})};
+};
+
+// The value with f(tensor) for each defined tensor in it.
+template <typename F>
+IValue map(const IValue& value, const F& f) {
+  if (value.isTensor()) {
+    return value.toTensor().defined() ? IValue(f(value.toTensor())) : value;
+  }
+  if (value.isTensorList()) {
+    c10::List<Tensor> result;
+    for (const Tensor& each : value.toTensorVector()) {
+      result.push_back(each.defined() ? f(each) : each);
+    }
+    return result;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> result;
+    for (const std::optional<Tensor>& each : value.toOptionalTensorList()) {
+      result.push_back(each.has_value() && each->defined() ? std::optional<Tensor>(f(*each)) : each);
+    }
+    return result;
+  }
+  return value;
+}
+
+template <typename F>
+void visit(const IValue& value, const F& f) {
+  map(value, [&](const Tensor& each) {
+    f(each);
+    return each;
+  });
+}
+
+// A number that became a tensor does not decide the type of a result.
+inline void set_wrapped_as(const Tensor& made, const Tensor& of) {
+  if (of.unsafeGetTensorImpl()->is_wrapped_number()) {
+    made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  }
+}
+
+// The type to compute in, of the CPU's.
+inline at::ScalarType wide(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+inline Tensor tensor_at(const Stack& stack, size_t i) {
+  return stack[i].isTensor() ? stack[i].toTensor() : Tensor();
+}
+
+} // namespace cudasim

@@ -1,0 +1,57 @@
+// Operators besides attention that the CPU has no kernel for, or another one: dropout, norms.
+#include "operators.h"
+
+namespace cudasim {
+namespace {
+
+Stack native_dropout(const c10::OperatorHandle&, Stack s, Draw drawn) {
+  const Tensor x = tensor_at(s, 0);
+  const double p = s[1].toDouble();
+  if (!s[2].isNone() && !s[2].toBool()) { // not training
+    return {x.clone(), at::ones(x.sizes(), at::kBool)};
+  }
+  const Tensor mask = at::empty(x.sizes(), at::kFloat).bernoulli_(1 - p, drawn.generator());
+  return {p == 1 ? at::zeros_like(x) : x * mask.to(x.scalar_type()) * (1 / (1 - p)), mask.to(at::kBool)};
+}
+
+Stack fused_dropout(const c10::OperatorHandle&, Stack s, Draw drawn) {
+  const Tensor x = tensor_at(s, 0);
+  const double keep = s[1].toDouble();
+  const Tensor mask = at::empty(x.sizes(), at::kFloat).bernoulli_(keep, drawn.generator());
+  return {x * mask.to(x.scalar_type()) / keep, mask.to(at::kByte)};
+}
+
+Stack layer_norm_backward(const c10::OperatorHandle& op, Stack s, Draw) {
+  for (const size_t statistic : {3, 4}) { // the CPU keeps mean and deviation in the type of its input
+    s[statistic] = tensor_at(s, statistic).to(tensor_at(s, 1).scalar_type());
+  }
+  op.callBoxed(&s);
+  return s;
+}
+
+Stack rms_norm_backward(const c10::OperatorHandle&, Stack s, Draw) {
+  const Tensor x = tensor_at(s, 1).to(wide(tensor_at(s, 1))), grad = tensor_at(s, 0).to(x.scalar_type());
+  const Tensor deviation = tensor_at(s, 3).to(x.scalar_type()), normal = x * deviation, weight = tensor_at(s, 4);
+  const auto normalized = static_cast<int64_t>(s[2].toIntVector().size());
+  std::vector<int64_t> inner, outer;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    (d < x.dim() - normalized ? outer : inner).push_back(d);
+  }
+  const Tensor scaled = weight.defined() ? grad * weight.to(x.scalar_type()) : grad;
+  const Tensor grad_x = deviation * (scaled - normal * (scaled * normal).mean(inner, true));
+  if (!weight.defined()) {
+    return {grad_x, Tensor()};
+  }
+  return {grad_x, outer.empty() ? grad * normal : (grad * normal).sum(outer)};
+}
+
+} // namespace
+
+std::map<std::string, Compute> other_operators() {
+  return {{"aten::native_dropout", native_dropout},
+          {"aten::_fused_dropout", fused_dropout},
+          {"aten::native_layer_norm_backward", layer_norm_backward},
+          {"aten::_fused_rms_norm_backward", rms_norm_backward}};
+}
+
+} // namespace cudasim

@@ -1,0 +1,26 @@
+// What the simulated CUDA runtime offers beside CUDA's own calls: to the operators, and to Python by ctypes.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#define CUDASIM_API extern "C" __attribute__((visibility("default")))
+
+namespace cudasim {
+
+// Bytes [begin, end) that a task reads or writes, for the check that conflicting tasks are ordered.
+struct Range {
+  uintptr_t begin, end;
+  bool write;
+};
+
+using Ranges = std::vector<Range>;
+
+} // namespace cudasim
+
+// Queues `run` on a stream, as the launch of a kernel would. `name` lives as long as the process. Returns false where
+// the task conflicts with one that it is not ordered after, and such a race is to be an error; it is queued all the same.
+CUDASIM_API bool cudasim_enqueue(cudaStream_t stream, const char* name, std::function<void()>* run,
+                                 cudasim::Ranges* ranges);

@@ -1,0 +1,211 @@
+"""The simulated device does what CUDA does: numbers, order, memory, copies, statistics, graphs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.cudasim import device
+from tests.cudasim.device import SCHEDULES, Schedule, scheduled
+from tests.launching import ROOT
+from tests.serving import llama
+
+pytestmark = pytest.mark.gpu
+
+ORDERS = [*SCHEDULES, *(Schedule("random", seed) for seed in range(3))]
+MIB = 1 << 20
+
+
+def train(where: str, dtype: torch.dtype = torch.float32) -> list[float]:
+    """Losses of a tiny Llama; dropout is off, as the devices draw other numbers."""
+    torch.manual_seed(0)
+    model = llama().to(where, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(4):
+        tokens = torch.randint(0, 64, (2, 16), generator=generator).to(where, non_blocking=True)
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tiny_llama_trains_as_on_the_cpu_whatever_the_schedule(dtype: torch.dtype) -> None:
+    runs = []
+    for schedule in ORDERS:
+        with scheduled(schedule):
+            runs.append(train("cuda", dtype))
+    assert runs[0] == pytest.approx(train("cpu", dtype), rel=1e-5 if dtype is torch.float32 else 1e-3)
+    assert all(run == runs[0] for run in runs), "to the bit"
+
+
+@pytest.mark.unordered
+@pytest.mark.parametrize("schedule", ORDERS, ids=str)
+def test_a_missing_wait_is_found_by_the_detector_under_every_schedule(schedule: Schedule) -> None:
+    side = torch.cuda.Stream()
+    with scheduled(schedule):
+        before = device.violations()
+        made = torch.full((1000,), 2.0, device="cuda")
+        with torch.cuda.stream(side):
+            copy = made * 3  # without having waited
+        torch.cuda.synchronize()
+        assert device.violations() > before
+        side.wait_stream(torch.cuda.current_stream())
+        before = device.violations()
+        with torch.cuda.stream(side):
+            again = made * 3
+        torch.cuda.synchronize()
+        assert device.violations() == before and again.unique().tolist() == [6.0]
+        del copy
+
+
+@pytest.mark.unordered
+def test_a_missing_wait_gives_wrong_numbers_under_the_schedule_that_it_loses() -> None:
+    results = {}
+    for schedule in (Schedule("eager"), Schedule("copyfirst")):
+        side = torch.cuda.Stream()
+        with scheduled(schedule):
+            made = torch.empty(1000, device="cuda").fill_(2.0)
+            with torch.cuda.stream(side):
+                copy = made * 3
+            torch.cuda.synchronize()
+            results[schedule.policy] = copy.cpu()
+    assert results["eager"].unique().tolist() == [6.0]
+    assert results["copyfirst"].unique().tolist() != [6.0], "what is read had not been written"
+
+
+def test_memory_ends_at_the_capacity_and_what_is_freed_can_be_had_again() -> None:
+    torch.cuda.empty_cache()
+    with device.memory_of(device.memory_used_bytes() + 64 * MIB):
+        kept = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
+        del kept
+        torch.empty(60 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.empty_cache()
+
+
+def test_registration_is_refused_beyond_what_can_be_pinned_and_for_what_is_registered() -> None:
+    host, cudart, before = torch.zeros(MIB, dtype=torch.uint8), torch.cuda.cudart(), device.registered()
+    with device.pinned_memory_of(0):
+        assert int(cudart.cudaHostRegister(host.data_ptr(), MIB, 0)) == 2, "out of memory"
+    assert int(cudart.cudaHostRegister(host.data_ptr(), MIB, 0)) == 0 and device.registered() == before + 1
+    assert int(cudart.cudaHostRegister(host.data_ptr(), MIB, 0)) == 712, "registered already"
+    assert int(cudart.cudaHostUnregister(host.data_ptr())) == 0 and device.registered() == before
+    with pytest.raises(RuntimeError):
+        torch.zeros(1, device="cuda")  # the last error is told by the next launch, whoever's it is
+    assert torch.zeros(1, device="cuda").item() == 0
+
+
+def test_copies_to_pageable_memory_wait_and_those_to_pinned_memory_do_not() -> None:
+    with scheduled(Schedule("lazy")):
+        source = torch.full((1000,), 5.0, device="cuda")
+        pinned, pageable = torch.zeros(1000, pin_memory=True), torch.zeros(1000)
+        before = device.blocked()
+        pinned.copy_(source, non_blocking=True)
+        assert device.blocked() == before and device.pending() > 0 and pinned.sum() == 0, "not yet"
+        pageable.copy_(source, non_blocking=True)
+        assert device.blocked() > before and pageable.unique().tolist() == [5.0]
+        torch.cuda.synchronize()
+        assert pinned.unique().tolist() == [5.0]
+
+
+LAUNCH = """
+import ctypes, torch
+torch.zeros(1, device="cuda")
+runtime = ctypes.CDLL(None)
+runtime.__getattr__("__cudaRegisterFunction")(None, ctypes.c_void_p(64), None, b"planted_kernel", 0, *[None] * 5)
+runtime.cudaLaunchKernel(ctypes.c_void_p(64), *[ctypes.c_ulonglong(0)] * 6)
+"""
+
+
+def test_a_kernel_that_is_not_simulated_ends_the_process_with_its_name() -> None:
+    done = subprocess.run([sys.executable, "-c", LAUNCH], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == -6 and "not simulated was launched: planted_kernel" in done.stderr, done.stderr[-2000:]
+
+
+def test_statistics_are_torchs_own() -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    block = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() - before == 3 * MIB
+    del block
+    assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() == before + 3 * MIB
+
+
+def test_events_tell_the_time_of_copies_over_the_link() -> None:
+    source, target = torch.zeros(64 * MIB, dtype=torch.uint8, pin_memory=True), None
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    target = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    begin.record()
+    target.copy_(source, non_blocking=True)
+    end.record()
+    torch.cuda.synchronize()
+    assert begin.elapsed_time(end) == pytest.approx(1e3 * 64 * MIB / 25e9, rel=0.2), "25 GB/s"
+
+
+def test_random_numbers_follow_the_generators_state_and_dropout_is_that_of_its_backward() -> None:
+    x = torch.ones(10_000, device="cuda", requires_grad=True)
+    state = torch.cuda.get_rng_state()
+    first = torch.nn.functional.dropout(x, 0.3)
+    first.sum().backward()
+    assert torch.equal(x.grad, first), "the same mask"
+    assert (first == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
+    assert not torch.equal(torch.nn.functional.dropout(x, 0.3), first)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.nn.functional.dropout(x, 0.3), first)
+
+
+def test_a_captured_graph_replays_and_a_stream_that_does_not_join_again_is_refused() -> None:
+    x, side = torch.zeros(100, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.add_(1)
+        torch.cuda.current_stream().wait_stream(side)
+    assert x.sum().item() == 0, "captured, not run"
+    for _ in range(3):
+        graph.replay()
+    assert x.unique().tolist() == [3.0]
+    with pytest.raises(RuntimeError, match="[uU]njoined"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.add_(1)
+    torch.cuda.synchronize()
+
+
+def test_a_host_function_runs_in_its_place_of_the_stream() -> None:
+    seen: list[float] = []
+    host = torch.zeros(1, pin_memory=True)
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
+    runtime = ctypes.CDLL(None)
+    with scheduled(Schedule("lazy")):
+        host.copy_(torch.full((1,), 4.0, device="cuda"), non_blocking=True)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        assert runtime.cudaLaunchHostFunc(stream, ctypes.cast(function, ctypes.c_void_p), None) == 0
+        seen.append(host.item())
+    torch.cuda.synchronize()
+    assert seen == [0.0] and host.item() == 4.0
+
+
+def test_a_child_of_a_fork_has_a_device_of_its_own_as_long_as_the_parent_had_none() -> None:
+    script = (
+        "import os, torch\n"
+        "child = os.fork()\n"
+        "assert torch.full((3,), 2.0, device='cuda').sum().item() == 6\n"
+        "child == 0 and os._exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=120, env=dict(os.environ))

@@ -1,0 +1,151 @@
+"""Several streams, graphs that are dropped, sessions that are dropped, and capture into CUDA graphs."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+
+import memplug
+from tests.cudasim import device
+from tests.cudasim.device import SCHEDULES, Schedule, scheduled
+from tests.cudasim.training import ALONE, block, model
+from tests.launching import ROOT
+
+pytestmark = pytest.mark.gpu
+
+ORDERS = [*SCHEDULES, Schedule("random", 1), Schedule("random", 2)]
+
+
+def tokens(generator: torch.Generator | None = None) -> torch.Tensor:
+    return torch.randint(0, 128, (2, 48), generator=generator).cuda()
+
+
+def gradients(network: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
+
+
+def on_two_streams(alpha: float | str | None) -> torch.Tensor:
+    """Forwards on two streams, then both backwards; the gradients of the last of three steps."""
+    network, generator = model(), torch.Generator().manual_seed(3)
+    session = memplug.attach(network, block(alpha, **ALONE)) if alpha is not None else None
+    streams, found = [torch.cuda.Stream() for _ in range(2)], torch.empty(0)
+    for _ in range(3):
+        network.zero_grad()
+        losses = []
+        for stream in streams:
+            x = tokens(generator)
+            stream.wait_stream(torch.cuda.default_stream())
+            x.record_stream(stream)
+            with torch.cuda.stream(stream):
+                losses.append(network(x, labels=x).loss)
+        for stream, loss in zip(streams, losses, strict=True):
+            with torch.cuda.stream(stream):
+                loss.backward()
+            torch.cuda.default_stream().wait_stream(stream)
+        found = gradients(network).cpu()
+        if session is not None:
+            session.step()
+    torch.cuda.synchronize()
+    if session is not None:
+        session.detach()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ORDERS, ids=str)
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, "auto"])
+def test_forwards_in_flight_on_two_streams_have_the_gradients_without_memplug(
+    alpha: float | str, schedule: Schedule
+) -> None:
+    expected = on_two_streams(None)
+    with scheduled(schedule):
+        found = on_two_streams(alpha)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_session_that_is_dropped_unregisters_its_host_memory_once_its_copies_are_done() -> None:
+    before = device.registered()
+    with scheduled(Schedule("lazy")):
+        network = model()
+        session = memplug.attach(network, block(1.0, **ALONE))
+        for _ in range(3):
+            x = tokens()
+            network(x, labels=x).loss.backward()
+            network.zero_grad()
+            session.step()
+        x = tokens()
+        network(x, labels=x)  # whose copies are under way
+        assert device.registered() > before
+        pool = weakref.ref(session.executor.pool)
+        del session, network, x
+        gc.collect()
+        assert pool() is None and device.registered() == before
+
+
+UNMAP = """
+import torch, memplug
+from tests.cudasim import device
+from tests.cudasim.training import ALONE, block, model
+network = model()
+session = memplug.attach(network, block(1.0, **ALONE))
+x = torch.randint(0, 128, (8, 512)).cuda()
+torch.cuda.synchronize()
+out = network(x, labels=x).loss
+del out  # no backward: what the last two regions hold goes with the graph
+session.executor.transfer.drain()
+torch.cuda.empty_cache()
+assert device.violations() == 0
+torch.cuda.synchronize()
+session.detach()
+print("done")
+"""
+
+
+def test_memory_of_an_abandoned_graph_is_unmapped_once_its_copies_out_have_read_it() -> None:
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDASIM_POLICY": "computefirst"}
+    done = subprocess.run(
+        [sys.executable, "-c", UNMAP], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
+    )
+    assert done.returncode == 0 and "done" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_region_that_is_captured_into_a_graph_runs_as_it_is_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network, reference = model(), model()
+    x, y = tokens(), tokens()
+    with memplug.attach(network, block(1.0, **ALONE)) as session:
+        for _ in range(3):
+            network(y, labels=y).loss.backward()
+            network.zero_grad(set_to_none=False)
+            session.step()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            network(x, labels=x).loss.backward()
+        network.zero_grad(set_to_none=False)
+        loss = network(y, labels=y).loss  # one in flight while the graph replays
+        graph.replay()
+        loss.backward()
+    for batch in (x, y):
+        reference(batch, labels=batch).loss.backward()
+    torch.testing.assert_close(gradients(network), gradients(reference), rtol=1e-4, atol=1e-6)
+    assert sum("inside of a CUDA graph" in message for message in caplog.messages) == 1
+    assert caplog.records and all(record.levelno >= logging.INFO for record in caplog.records)
+
+
+def test_what_the_link_is_measured_with_leaves_the_peak_of_memory_as_it_is() -> None:
+    from memplug.profile import hardware
+
+    hardware.link_rates.cache_clear()
+    kept = torch.empty(300 << 20, dtype=torch.uint8, device="cuda")
+    del kept
+    before = torch.cuda.max_memory_allocated()
+    hardware.link_rates(torch.device("cuda"))
+    assert torch.cuda.max_memory_allocated() == before

@@ -1,0 +1,89 @@
+"""A tiny Llama that trains on the device with a block and without, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import memplug
+
+ALONE = {"profiler": {"enabled": False}, "arena": {"enabled": False}}
+
+
+def block(alpha: float | str = "auto", **parts: Any) -> dict[str, Any]:
+    """That swaps even the smallest tensor."""
+    return {"enabled": True, "plan_dir": False, "tokenwise": {"alpha": alpha, "min_offload_bytes": 1}, **parts}
+
+
+def model(dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> LlamaForCausalLM:
+    """Four layers with grouped queries; the same weights at every call."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        attention_dropout=dropout,
+    )
+    return LlamaForCausalLM(config).cuda().to(dtype).train()
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to train."""
+
+    block: dict[str, Any]
+    steps: int = 5
+    micro_batches: int = 1
+    dtype: torch.dtype = torch.float32
+    dropout: float = 0.0
+    autocast: bool = False
+    side_stream: bool = False
+
+
+@dataclass
+class Trained:
+    """Losses of all micro-batches, gradients of each step (one tensor), and memplug's report."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+def train(case: Case, with_memplug: bool = True) -> Trained:
+    """Everything is on the CPU at the end."""
+    network = model(case.dtype, case.dropout)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    generator, result, losses = torch.Generator().manual_seed(1), Trained(), []
+    session = memplug.attach(network, case.block) if with_memplug else None
+    with contextlib.ExitStack() as stack:
+        if case.side_stream:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            stack.enter_context(torch.cuda.stream(side))
+        for _ in range(case.steps):
+            for _ in range(case.micro_batches):
+                tokens = torch.randint(0, 128, (2, 48), generator=generator).to("cuda", non_blocking=True)
+                with torch.autocast("cuda", torch.bfloat16, enabled=case.autocast):
+                    loss = network(tokens, labels=tokens).loss
+                loss.backward()
+                losses.append(loss.detach())
+            result.gradients.append(torch.cat([parameter.grad.flatten() for parameter in network.parameters()]))
+            optimizer.step()
+            optimizer.zero_grad()
+            if session is not None:
+                session.step()
+        torch.cuda.synchronize()
+    result.losses = [loss.item() for loss in losses]
+    result.gradients = [gradient.cpu() for gradient in result.gradients]
+    if session is not None:
+        result.report = {**session.report(), "stage": session.stage.value}
+        session.detach()
+    return result
