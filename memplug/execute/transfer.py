@@ -5,10 +5,11 @@ A `Swapped` tensor is in one of three places; its copy out starts at once, or on
     resident ──release()──► away ──prefetch()──► fetched ──drop()──► away ...
        └── acquire() hands out the tensor in any of them ──┘
 
-A tensor's stream is the one that its region's forward ran on; its backward runs there too, whoever starts a copy. Three
-rules make every reuse of memory safe, in the order of events alone (`Wait` names each one):
-  1. device memory is let go, or written in place, only after the tensor's stream has waited for the copy out that reads
-     it;
+A tensor's stream is the one that its region's forward ran on. Its backward runs there too, even where a region on
+another stream starts the copy. Three rules make every reuse of memory safe, in the order of events alone (`Wait` names
+each one):
+  1. device memory is released, or written in place, only after the tensor's stream has waited for the copy out that
+     reads it;
   2. a copy in starts only after the present of the tensor's stream: earlier users of the new device memory are done,
      and so, by rule 1, is the copy out that filled the host rows;
   3. host rows go back to the pool only after the tensor's stream has waited for every copy in that reads them, and
@@ -232,7 +233,7 @@ class Transfer:
     def drain(self) -> None:
         """Return what abandoned tensors held.
 
-        Device memory is let go once its stream has waited for the copy in that writes it, or for the copy out that
+        Device memory is released once its stream has waited for the copy in that writes it, or for the copy out that
         reads it: what that writes is never read, but memory may be given back to the system while it reads.
         """
         while self._abandoned:
