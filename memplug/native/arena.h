@@ -29,8 +29,10 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Memory at an address that is a multiple of GRANULARITY; throws where there is not as much.
+  // Memory at an address that is a multiple of GRANULARITY; throws where there is not as much. It is the current
+  // stream's: earlier users of it are ordered before that one alone, and so is whoever has it after `release`.
   virtual char* reserve(size_t nbytes) = 0;
+  virtual Stream current_stream() = 0;
   virtual void release(char* memory) = 0;
 
   // An event completes once all that was queued on its stream before it is done.
@@ -171,6 +173,7 @@ class Arena {
   struct Part { // memory that was reserved at once
     char* begin;
     int64_t nbytes;
+    Stream stream; // that the memory is of, outside of the arena
     int64_t live = 0; // blocks
     bool retired = false;
   };

@@ -50,7 +50,7 @@ void Arena::load(ArenaPlan plan) {
     for (int i = 0; i < 2; ++i) {
       if (wanted[i] > 0) {
         char* const begin = device_.reserve(static_cast<size_t>(wanted[i]));
-        made.push_back(std::make_unique<Part>(Part{begin, wanted[i]}));
+        made.push_back(std::make_unique<Part>(Part{begin, wanted[i], device_.current_stream()}));
         fresh[i] = made.back().get();
       }
     }
@@ -61,6 +61,9 @@ void Arena::load(ArenaPlan plan) {
     close();
     throw;
   }
+  if (!made.empty()) { // any stream may be the first to use it
+    device_.synchronize();
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   std::move(made.begin(), made.end(), std::back_inserter(parts_));
   reused_ = fresh[0] != nullptr ? fresh[0] : reused_;
@@ -70,7 +73,7 @@ void Arena::load(ArenaPlan plan) {
   build();
   for (Part* part : fresh) {
     if (checks_ && part != nullptr) {
-      device_.fill(part->begin, part->nbytes, FREED, nullptr);
+      device_.fill(part->begin, part->nbytes, FREED, part->stream);
     }
   }
   if (checks_) {
@@ -153,18 +156,16 @@ std::vector<std::unique_ptr<Arena::Part>> Arena::take_empty() {
       parts_.begin(), parts_.end(), [](const auto& part) { return !part->retired || part->live > 0; });
   std::vector<std::unique_ptr<Part>> empty(std::make_move_iterator(kept), std::make_move_iterator(parts_.end()));
   parts_.erase(kept, parts_.end());
-  if (!empty.empty()) { // memory goes back as the main stream's
-    for (size_t number = 1; number < streams_.size(); ++number) {
-      if (streams_[0].first && streams_[number].first) {
-        const Event event = device_.record(streams_[number].second);
-        device_.wait(streams_[0].second, event);
+  for (const auto& part : empty) {
+    for (const auto& [known, other] : streams_) {
+      if (known && other != part->stream) {
+        const Event event = device_.record(other);
+        device_.wait(part->stream, event);
         device_.drop(event);
       }
     }
     for (const Pending& pending : pending_) {
-      if (!streams_.empty() && streams_[0].first) {
-        device_.wait(streams_[0].second, pending.event);
-      }
+      device_.wait(part->stream, pending.event);
     }
   }
   return empty;

@@ -90,6 +90,10 @@ class CpuDevice final : public RecordingDevice {
     memory_.erase(found);
   }
 
+  Stream current_stream() override {
+    return nullptr;
+  }
+
   Event record(Stream) override {
     return nullptr;
   }

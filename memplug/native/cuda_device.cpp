@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -29,6 +30,9 @@ class CudaDevice final : public RecordingDevice {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
     const Unheard unheard;
     return static_cast<char*>(native_cuda_allocator().raw_alloc(nbytes));
+  }
+  Stream current_stream() override {
+    return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(index_)).stream();
   }
   void release(char* memory) override {
     const Unheard unheard;

@@ -26,6 +26,7 @@ CASES = {
     "alpha 0.5, arena": Case(block(0.5), steps=10),
     "arena alone": Case(ARENA, steps=10),
     "arena, checked": Case({**ARENA, "arena": {"checks": True}}, steps=10),
+    "arena, checked, side stream": Case({**ARENA, "arena": {"checks": True}}, steps=10, side_stream=True),
     "auto": Case(block(), steps=12),
     "auto, bf16, micro-batches": Case(block(), steps=12, dtype=torch.bfloat16, micro_batches=2),
     "auto, no arena": Case(block(arena={"enabled": False}), steps=12),

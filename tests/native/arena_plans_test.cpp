@@ -93,6 +93,21 @@ void an_arena_that_cannot_be_reserved_serves_nothing_and_leaks_nothing() {
   CHECK(ask(arena, 4) == nullptr && arena.counters().unplanned == 0);
 }
 
+void memory_is_ordered_after_its_users_before_the_arena_and_theirs_after_it() {
+  Simulated device;
+  device.current = SIDE;
+  Arena arena(device, false);
+  ++device.queued[SIDE];
+  arena.load(plan_of({planned(0, 4)}, 4));
+  CHECK(device.finished[SIDE] == device.queued[SIDE]); // the first request may be any stream's
+  arena.begin_step();
+  void* const block = ask(arena, 4);
+  arena.close();
+  ++device.queued[MAIN];
+  CHECK(block != nullptr && !device.is_after(SIDE, MAIN));
+  CHECK(arena.give_back(block) && device.reserved_bytes == 0 && device.is_after(SIDE, MAIN));
+}
+
 // -- checks -----------------------------------------------------------------------------------------------------------
 
 void writes_that_do_not_belong_there_are_found() {
@@ -270,6 +285,7 @@ int main(int count, char** arguments) {
   what_an_earlier_plan_kept_frees_nothing_of_a_later_one();
   a_later_arena_that_cannot_be_reserved_leaves_nothing_of_the_earlier_one();
   an_arena_that_cannot_be_reserved_serves_nothing_and_leaks_nothing();
+  memory_is_ordered_after_its_users_before_the_arena_and_theirs_after_it();
   writes_that_do_not_belong_there_are_found();
   for (unsigned seed = 0; seed < seeds; ++seed) {
     no_byte_ever_belongs_to_two(seed, seed % 3 == 0);

@@ -51,6 +51,9 @@ struct Simulated final : Device {
     reserved.erase(begin);
     std::free(begin);
   }
+  Stream current_stream() override {
+    return current;
+  }
   Event record(Stream stream) override {
     ++events;
     return new std::pair<Stream, int64_t>(stream, queued[stream]);
@@ -93,6 +96,7 @@ struct Simulated final : Device {
   std::map<char*, size_t> reserved;
   size_t reserved_bytes = 0, capacity = size_t{1} << 30;
   int64_t events = 0;
+  Stream current = MAIN;
   std::map<Stream, int64_t> queued, finished;
   std::map<std::pair<Stream, Stream>, int64_t> seen;
 };
