@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memplug.execute.device import Device
+from memplug.execute.device import Device, device_of
 from memplug.execute.tokenwise import Executor, Region
 
 ALPHAS = [0.4, 1.0]  # some of the rows of a matmul are swapped, and all of them
@@ -82,7 +82,7 @@ def tokenwise(
     """Make every entry of `model.layers` a region of a new executor, without any hook of the package; `model.regions`
     has them.
     """
-    executor = Executor(device or Device(), host_budget_bytes, **{"min_offload_bytes": 1, **settings})
+    executor = Executor(device or device_of(torch.get_default_device()), host_budget_bytes, **{"min_offload_bytes": 1, **settings})
     model.regions = []
     for index, layer in enumerate(model.layers):
         model.regions.append(Region(f"layers.{index}", type(layer).__name__, alpha))

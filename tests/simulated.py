@@ -21,7 +21,7 @@ from __future__ import annotations
 import collections
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +30,20 @@ from memplug.execute.device import Device, Wait
 from memplug.execute.operators import tensors_in
 from memplug.execute.tape import storage_of
 
+if TYPE_CHECKING:
+    from tests.cudasim.device import ScheduledDevice
+
+Adversary: TypeAlias = "SimulatedDevice | ScheduledDevice"
 COMPUTE = "compute"
+
+
+def adversarial_device(schedule: str, seed: int = 0, missing: Wait | None = None) -> Adversary:
+    """`SimulatedDevice`; or where tests run on simulated CUDA, that, with a schedule of the same name."""
+    if torch.get_default_device().type == "cpu":
+        return SimulatedDevice(schedule, seed, missing)
+    from tests.cudasim.device import ScheduledDevice
+
+    return ScheduledDevice(schedule, seed, missing)
 
 
 @dataclass

@@ -14,6 +14,8 @@ from tests.hosts import QUICK
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.device
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

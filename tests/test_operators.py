@@ -16,6 +16,8 @@ from memplug.execute import operators
 from memplug.execute.operators import Kind, kind_of, recompute_rows
 from tests.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 
+pytestmark = pytest.mark.device
+
 aten = torch.ops.aten
 
 # -- the last rows ---------------------------------------------------------------------------------------------------
@@ -164,6 +166,7 @@ def flash_calls() -> Iterator[collections.Counter[str]]:
             return (scores - lse[..., None]).exp() @ v, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)
 
         library.impl("_flash_attn_forward", forward, "CPU")
+        library.impl("_flash_attn_forward", forward, "CUDA")
         yield calls
 
 

@@ -14,7 +14,9 @@ from memplug.execute.device import Wait
 from memplug.profile.trace import Pass
 from tests.blocks import Block, Stack, assert_same, gradients, tokenwise, twin
 from tests.schedules import Schedule, order
-from tests.simulated import SimulatedDevice
+from tests.simulated import Adversary, adversarial_device
+
+pytestmark = pytest.mark.device
 
 SCHEDULES = ["late", "early"]
 
@@ -23,7 +25,7 @@ class Stop(Exception):
     """Raised in the middle of backward."""
 
 
-def scenario(device: SimulatedDevice, alpha: float, in_place: bool = False, seed: int = 0) -> None:
+def scenario(device: Adversary, alpha: float, in_place: bool = False, seed: int = 0) -> None:
     """Train a few steps every awkward way; AssertionError where a gradient differs or a copy hits memory let go."""
     torch.manual_seed(seed)
     model = Stack(5, lambda: Block(in_place=in_place))
@@ -72,7 +74,7 @@ def _stop(gradient: torch.Tensor) -> None:
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_gradients_hold_however_late_or_early_copies_run(schedule: str, alpha: float, in_place: bool) -> None:
-    scenario(SimulatedDevice(schedule), alpha, in_place)
+    scenario(adversarial_device(schedule), alpha, in_place)
 
 
 @pytest.mark.parametrize(
@@ -82,16 +84,17 @@ def test_gradients_hold_however_late_or_early_copies_run(schedule: str, alpha: f
 )
 def test_gradients_hold_on_200_random_schedules(seeds: range) -> None:
     for seed in seeds:
-        scenario(SimulatedDevice("random", seed), alpha=(0.4, 1.0)[seed % 2], in_place=seed % 4 > 1, seed=seed)
+        scenario(adversarial_device("random", seed), alpha=(0.4, 1.0)[seed % 2], in_place=seed % 4 > 1, seed=seed)
 
 
+@pytest.mark.unordered
 @pytest.mark.parametrize("missing", list(Wait), ids=lambda wait: wait.name.lower())
 def test_a_missing_wait_is_noticed(missing: Wait) -> None:
     cases = [(schedule, in_place) for schedule in SCHEDULES for in_place in (False, True)]
-    assert any(_fails(SimulatedDevice(schedule, missing=missing), in_place) for schedule, in_place in cases)
+    assert any(_fails(adversarial_device(schedule, missing=missing), in_place) for schedule, in_place in cases)
 
 
-def _fails(device: SimulatedDevice, in_place: bool) -> bool:
+def _fails(device: Adversary, in_place: bool) -> bool:
     try:
         scenario(device, 0.4, in_place)
     except (AssertionError, RuntimeError, IndexError):
@@ -99,7 +102,7 @@ def _fails(device: SimulatedDevice, in_place: bool) -> bool:
     return False
 
 
-def pipeline(device: SimulatedDevice, alpha: float, schedule: Schedule, seed: int = 0) -> None:
+def pipeline(device: Adversary, alpha: float, schedule: Schedule, seed: int = 0) -> None:
     """Steps of one pipeline stage in the schedule's order; AssertionError where a gradient differs or a copy hits
     memory let go.
     """
@@ -150,6 +153,6 @@ PIPELINES = {
 @pytest.mark.parametrize("name", PIPELINES)
 def test_gradients_hold_in_every_pipeline_schedule(name: str, alpha: float, seeds: int) -> None:
     for schedule in SCHEDULES:
-        pipeline(SimulatedDevice(schedule), alpha, PIPELINES[name])
+        pipeline(adversarial_device(schedule), alpha, PIPELINES[name])
     for seed in range(seeds):
-        pipeline(SimulatedDevice("random", seed), alpha, PIPELINES[name], seed)
+        pipeline(adversarial_device("random", seed), alpha, PIPELINES[name], seed)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from memplug.execute.saved import copy_of
 from tests.blocks import Layer, Stack, alphas, assert_clean, assert_same, functional, gradients, tokenwise, twin
-from tests.simulated import SimulatedDevice
+from tests.simulated import adversarial_device
+
+pytestmark = pytest.mark.device
 
 
 class Structured(Layer):
@@ -83,7 +86,7 @@ def test_memory_is_let_go_after_the_last_of_its_copies_whatever_the_order_of_the
     def call(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return new.sigmoid() * old.tanh()
 
-    region, executor = functional(call, 0.0, device := SimulatedDevice("late"))
+    region, executor = functional(call, 0.0, device := adversarial_device("late"))
     gradient = {}
     for run in (region, call):
         with device:
@@ -110,7 +113,7 @@ def test_a_captured_output_may_leave_the_region_as_any_view(alpha: float) -> Non
         return y.t(), y[2:].view(-1), (y.sigmoid() * y)
 
     results = []
-    region, executor = functional(call, alpha, device := SimulatedDevice("late"))
+    region, executor = functional(call, alpha, device := adversarial_device("late"))
     with device:
         for run in (region, call):
             for data in torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0)):

@@ -11,6 +11,8 @@ import torch
 import memplug
 from tests.blocks import Layer, Stack, assert_same, gradients, tokenwise, twin
 
+pytestmark = pytest.mark.device
+
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_functions_compiled_inside_of_a_region_run_as_they_are_written(alpha):

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 from tests.blocks import Layer, Stack, alphas, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 from tests.forwards import FORWARDS, Plain
-from tests.simulated import SimulatedDevice
+from tests.simulated import adversarial_device
+
+pytestmark = pytest.mark.device
 
 
 @alphas
@@ -25,7 +27,7 @@ def test_gradients_hold_whatever_the_forward_does(block: Callable[[], nn.Module]
 def test_gradients_hold_whatever_the_forward_does_while_copies_run_late(
     block: Callable[[], nn.Module], alpha: float
 ) -> None:
-    train_alike(block, alpha, device=SimulatedDevice("late"))
+    train_alike(block, alpha, device=adversarial_device("late"))
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])  # both to the bit: all products run again, and all stay on the device

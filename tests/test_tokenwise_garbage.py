@@ -9,6 +9,8 @@ import torch
 
 from tests.blocks import Layer, Stack, assert_same, gradients, tokenwise, twin
 
+pytestmark = pytest.mark.device
+
 
 class Dies:
     """Garbage in a circle, whose end runs operators."""

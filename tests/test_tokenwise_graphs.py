@@ -20,7 +20,9 @@ from tests.blocks import (
     tokenwise,
     twin,
 )
-from tests.simulated import SimulatedDevice
+from tests.simulated import adversarial_device
+
+pytestmark = pytest.mark.device
 
 
 @alphas
@@ -70,7 +72,7 @@ def test_one_forward_one_backward_keeps_its_graphs_apart(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)
-    executor = tokenwise(model, alpha, late := SimulatedDevice("late"))
+    executor = tokenwise(model, alpha, late := adversarial_device("late"))
     data = torch.randn(6, 2, 6, 16)
     for network, device in ((model, late), (reference, contextlib.nullcontext())):
         with device:

@@ -13,7 +13,9 @@ import torch
 from memplug.errors import InPlaceError
 from tests.blocks import Stack, alphas, assert_clean, assert_same, functional, tokenwise, twin
 from tests.forwards import WritesInput
-from tests.simulated import SimulatedDevice
+from tests.simulated import adversarial_device
+
+pytestmark = pytest.mark.device
 
 # whether tensors are too small to leave the device, and how many regions run after the write: by then the memory of
 # what has left would have been let go
@@ -31,6 +33,7 @@ def _under_no_grad(y: torch.Tensor) -> None:
         y.add_(1)
 
 
+@pytest.mark.unordered
 @alphas
 @pytest.mark.parametrize(("small", "more"), SMALL_AND_MORE)
 @pytest.mark.parametrize("write", WRITES)
@@ -47,7 +50,7 @@ def test_an_output_written_by_the_caller_gives_right_gradients_or_an_error(
         return y, (y * 2).sigmoid()
 
     settings = {"min_offload_bytes": 1 << 30} if small else {}
-    region, executor = functional(call, alpha, device := SimulatedDevice("late"), **settings)
+    region, executor = functional(call, alpha, device := adversarial_device("late"), **settings)
 
     def train(run: Callable[..., Any]) -> dict[str, torch.Tensor]:
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -75,6 +78,7 @@ def test_an_output_written_by_the_caller_gives_right_gradients_or_an_error(
         assert_clean(executor)
 
 
+@pytest.mark.unordered
 @alphas
 @pytest.mark.parametrize(("small", "more"), SMALL_AND_MORE)
 def test_an_input_written_after_its_region_gives_right_gradients_or_an_error(
@@ -86,7 +90,7 @@ def test_an_input_written_after_its_region_gives_right_gradients_or_an_error(
         return (x * 2) @ weight  # saves nothing of x itself
 
     settings = {"min_offload_bytes": 1 << 30} if small else {}
-    region, executor = functional(call, alpha, device := SimulatedDevice("late"), **settings)
+    region, executor = functional(call, alpha, device := adversarial_device("late"), **settings)
 
     def train(run: Callable[..., Any]) -> dict[str, torch.Tensor]:
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()

@@ -24,7 +24,9 @@ from tests.blocks import (
     twin,
 )
 from tests.forwards import Routes
-from tests.simulated import SimulatedDevice
+from tests.simulated import adversarial_device
+
+pytestmark = pytest.mark.device
 
 
 def live_tensors() -> int:
@@ -60,7 +62,7 @@ def test_an_error_leaves_nothing_behind_and_the_next_step_is_right(alpha: float,
     torch.manual_seed(0)
     model = Stack(4, Fails)
     reference = twin(model)
-    executor = tokenwise(model, alpha, device := SimulatedDevice("late"))
+    executor = tokenwise(model, alpha, device := adversarial_device("late"))
     x = torch.randn(3, 2, 6, 16)
     with device, no_garbage_collection():
         model(x[0]).backward()
@@ -79,6 +81,7 @@ def test_an_error_leaves_nothing_behind_and_the_next_step_is_right(alpha: float,
     assert not device.violations
 
 
+@pytest.mark.cpu("its copies raise")
 @alphas
 def test_an_error_before_a_forward_begins_leaves_nothing_behind(alpha: float) -> None:
     class Broken(Device):

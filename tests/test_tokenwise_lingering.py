@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from tests.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, twin
-from tests.simulated import SimulatedDevice
+from tests.simulated import Adversary, adversarial_device
+
+pytestmark = pytest.mark.device
 
 
-def trained(device: SimulatedDevice, alpha: float, **settings: int):
+def trained(device: Adversary, alpha: float, **settings: int):
     """A stack after one step, whose last layer lingers; its twin, its executor."""
     torch.manual_seed(0)
     model = Stack(4)
@@ -38,7 +40,7 @@ def end_step(model: Stack) -> None:
 
 @pytest.fixture(params=["late", "early"])
 def device(request: pytest.FixtureRequest):
-    one = SimulatedDevice(request.param)
+    one = adversarial_device(request.param)
     with one:
         yield one
     one.synchronize()

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from tests.blocks import ALPHAS, Block, Layer, Stack, alphas, tokenwise, train_alike
 
+pytestmark = pytest.mark.device
+
 
 class Drops(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,4 +104,20 @@ def flash_operators() -> Iterator[collections.Counter[str]]:
             return torch.rand_like(x)
 
         library.impl("_random_forward", forward, "CPU")
+        library.impl("_random_forward", forward, "CUDA")
         yield calls
+
+
+class SavesWhatAttentionReads(DrawsBehindCapturedAttention):
+    """The input of the captured operator is what backward asks for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight
+        return y.sin() + torch.ops.flash_attn._random_forward(y.detach(), 0.3)
+
+
+@pytest.mark.parametrize("alpha", [0.0, *ALPHAS])
+def test_what_a_captured_random_operator_reads_is_computed_for_others(
+    alpha: float, flash_operators: collections.Counter[str]
+) -> None:
+    train_alike(SavesWhatAttentionReads, alpha)

@@ -29,6 +29,8 @@ from tests.blocks import (
 )
 from tests.forwards import Routes
 
+pytestmark = pytest.mark.device
+
 
 class Counter(TorchDispatchMode):
     """Counts operators by name."""
@@ -175,6 +177,7 @@ class Noisy(Device):
         destination.copy_(source * (1 - 1e-6) if source.is_floating_point() else source)
 
 
+@pytest.mark.cpu("its copies are changed")
 def test_a_mask_that_rounding_changes_recomputes_in_full() -> None:
     """A smaller value than forward saw no longer reaches the threshold, and the selection is shorter."""
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
 """The state around a region's forward that its recompute pass must meet again: autocast, random generators, attention
-back ends.
+back ends, the default device. On a GPU it runs on autograd's own thread, which knows none of it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from memplug.execute.device import Device
 
@@ -31,6 +33,7 @@ class Ambient:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)
         ]
         self.attention = _attention_backends()
+        self.default_device = _default_device()
 
     @contextlib.contextmanager
     def during_forward(self) -> Iterator[None]:
@@ -56,6 +59,8 @@ class Ambient:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
+            if self.default_device is not None:
+                stack.enter_context(self.default_device)
             now = _attention_backends()
             if now != self.attention:
                 _set_attention_backends(self.attention)
@@ -69,6 +74,12 @@ class Ambient:
                 for again in self.surroundings:
                     stack.enter_context(again())
             yield
+
+
+def _default_device() -> torch.device | None:
+    """Of factory functions, where one was set; `torch.get_default_device` would make a tensor to find out."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _attention_backends() -> tuple[bool, ...]:

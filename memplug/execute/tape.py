@@ -223,8 +223,8 @@ class Tape:
                 if wanted:
                     actions[index] = Action.SUBSTITUTE
                 if captured[index]:
-                    if not self.opaque:
-                        needed.difference_update(touched)
+                    if not self.opaque:  # a collective that is waited for has its result in the memory of its input
+                        needed.difference_update(record.outputs or touched)
                     continue
             elif record.root or wanted or record.form in (Form.VIEW, Form.FIXED):
                 actions[index] = Action.RUN

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from memplug.execute.device import CudaDevice, Wait
 
 _library = ctypes.CDLL(None)  # it is in front of all others
 _library.cudasim_violations.restype = ctypes.c_longlong
@@ -29,19 +34,32 @@ class Schedule:
 
 SCHEDULES = [Schedule("eager"), Schedule("lazy"), Schedule("copyfirst"), Schedule("computefirst")]
 
+used: collections.Counter[str] = collections.Counter()
+"""How often each schedule was chosen."""
+
 
 @contextlib.contextmanager
 def scheduled(schedule: Schedule) -> Iterator[None]:
-    """Within, the device runs tasks in this order; before and after, all of them are done."""
-    set_schedule(schedule)
+    """Within, the device runs tasks in this order; when it changes, all that are queued are done."""
+    former = current()
+    used[str(schedule)] += 1
+    _set(schedule)
     try:
         yield
     finally:
-        set_schedule(Schedule("eager"))
+        _set(former)
 
 
-def set_schedule(schedule: Schedule) -> None:
-    """All tasks that are queued run first."""
+def current() -> Schedule:
+    """The one in force."""
+    return _in_force[0]
+
+
+_in_force = [Schedule(os.environ.get("CUDASIM_POLICY", "eager"), int(os.environ.get("CUDASIM_SEED", "0")))]
+
+
+def _set(schedule: Schedule) -> None:
+    _in_force[0] = schedule
     if _library.cudasim_set_policy(schedule.policy.encode(), ctypes.c_ulonglong(schedule.seed)) != 0:
         raise ValueError(f"there is no policy {schedule.policy}")
 
@@ -101,3 +119,43 @@ def _total_bytes() -> int:
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     _library.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total))
     return total.value
+
+
+class ScheduledDevice(CudaDevice):
+    """memplug's CUDA device, on the simulated runtime: within it, copies run "late", "early" or at "random".
+
+    Args:
+        schedule: see above.
+        seed: of "random".
+        missing: a kind of wait that is left out, everywhere.
+
+    Attributes:
+        waits: how often each kind was asked for.
+    """
+
+    POLICIES = {"late": "computefirst", "early": "copyfirst", "random": "random"}
+
+    def __init__(self, schedule: str, seed: int = 0, missing: Wait | None = None):
+        super().__init__(0)
+        self.schedule = Schedule(self.POLICIES[schedule], seed)
+        self.missing = missing
+        self.waits: collections.Counter[Wait] = collections.Counter()
+        self._scheduled = contextlib.ExitStack()
+        self._before = violations()
+
+    def __enter__(self) -> ScheduledDevice:
+        self._scheduled.enter_context(scheduled(self.schedule))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._scheduled.close()
+
+    @property
+    def violations(self) -> list[str]:
+        """One for each since it was made; what they are is on stderr."""
+        return ["see above"] * (violations() - self._before)
+
+    def wait(self, stream: Any, event: Any, why: Wait) -> None:
+        self.waits[why] += 1
+        if why is not self.missing:
+            super().wait(stream, event, why)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -26,24 +29,81 @@ def enter() -> None:
 
 enter()
 
+import torch  # noqa: E402  # behind the simulated runtime
+from torch.overrides import TorchFunctionMode  # noqa: E402
 
-def pytest_configure(config: pytest.Config) -> None:
-    """What only these tests are marked with."""
-    config.addinivalue_line("markers", "unordered: accesses that conflict are not ordered, on purpose")
+from tests.cudasim import device, table  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where the table of README.md is written."""
+    parser.addoption("--table", metavar="FILE", help="write what ran under which schedule into this file's table")
 
 
 def pytest_report_header() -> str:
     """Which device tests find."""
-    policy, seed = os.environ.get("CUDASIM_POLICY", "eager"), os.environ.get("CUDASIM_SEED", "0")
-    return f"CUDA is simulated: schedule {policy}, seed {seed}"
+    return f"CUDA is simulated: schedule {os.environ.get('CUDASIM_POLICY', 'by the name of each test')}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of what only the CPU has are skipped."""
+    for item in items:
+        mark = item.get_closest_marker("cpu")
+        if mark is not None:
+            item.add_marker(pytest.mark.skip(reason=f"of the CPU alone: {mark.args[0]}"))
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_unordered(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test fails where accesses of its tasks conflict without being ordered, but for one marked `unordered`."""
-    from tests.cudasim.device import violations
+def on_simulated_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked `device` run on the simulated one, each under a schedule that goes by its name; all fail where
+    accesses of their tasks conflict without being ordered, but for those marked `unordered`.
+    """
+    before = device.violations()
+    device.used.clear()
+    with contextlib.ExitStack() as stack:
+        if request.node.get_closest_marker("device") is not None:
+            torch.cuda.init()
+            stack.enter_context(torch.device("cuda"))
+            stack.enter_context(SeededOnTheHost())
+            if "CUDASIM_POLICY" not in os.environ:
+                stack.enter_context(device.scheduled(schedule_of(request.node.nodeid)))
+        yield
+    if request.node.get_closest_marker("unordered") is not None:
+        torch.cuda.synchronize()  # what is under way is none of the next test's
+    else:
+        assert device.violations() == before, "cudasim has told what is not ordered"
 
-    before = violations()
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Note what the test ran under."""
     yield
-    if request.node.get_closest_marker("unordered") is None:
-        assert violations() == before, "cudasim has told what is not ordered"
+    item.user_properties.append(("schedules", dict(device.used) or {str(device.current()): 1}))
+
+
+def schedule_of(name: str) -> device.Schedule:
+    """The same for the same name."""
+    number = zlib.crc32(name.encode())
+    return [*device.SCHEDULES, device.Schedule("random", number % 1000)][number % (len(device.SCHEDULES) + 1)]
+
+
+class SeededOnTheHost(TorchFunctionMode):
+    """Random tensors that a test draws by a generator of the CPU are made there, and moved to the default device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        makes = generator is not None and kwargs.get("device") is None and not any(map(torch.is_tensor, args))
+        if makes and generator.device.type == "cpu":
+            return func(*args, **{**kwargs, "device": "cpu"}).to(torch.get_default_device())
+        return func(*args, **kwargs)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The table of what ran."""
+    passed = terminalreporter.stats.get("passed", [])
+    rows = table.of([(report.nodeid, dict(report.user_properties).get("schedules", {})) for report in passed])
+    terminalreporter.section("what ran under which schedule")
+    terminalreporter.write_line(rows)
+    if config.getoption("--table"):
+        table.write(config.getoption("--table"), rows)

@@ -32,6 +32,10 @@ Tensor to_cpu(const Tensor& tensor) {
   Tensor made = tensor.is_cuda() ? at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
                                                  at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU))
                                  : tensor.clone();
+  if (tensor.is_cuda()) {
+    made._set_conj(tensor.is_conj());
+    made._set_neg(tensor.is_neg());
+  }
   set_wrapped_as(made, tensor);
   return made;
 }

@@ -36,6 +36,7 @@ struct Info {
   int generator = -1;        // which argument is one,
   int dropout = -1;          // or is the share that is dropped
   bool draws = false;
+  bool convolves = false;
   bool only_in_place = false;
   bool tensors_only = true; // of its results
   Compute compute;          // where the CPU has no such kernel

@@ -45,10 +45,17 @@ Stack rms_norm_backward(const c10::OperatorHandle&, Stack s, Draw) {
   return {grad_x, outer.empty() ? grad * normal : (grad * normal).sum(outer)};
 }
 
+// Input, weight, padding, stride, dilation, groups.
+Stack convolution(const c10::OperatorHandle&, Stack s, Draw) {
+  return {at::convolution(tensor_at(s, 0), tensor_at(s, 1), {}, s[3].toIntVector(), s[2].toIntVector(),
+                          s[4].toIntVector(), false, std::vector<int64_t>(s[2].toIntVector().size(), 0), s[5].toInt())};
+}
+
 } // namespace
 
 std::map<std::string, Compute> other_operators() {
-  return {{"aten::native_dropout", native_dropout},
+  return {{"aten::cudnn_convolution", convolution},
+          {"aten::native_dropout", native_dropout},
           {"aten::_fused_dropout", fused_dropout},
           {"aten::native_layer_norm_backward", layer_norm_backward},
           {"aten::_fused_rms_norm_backward", rms_norm_backward}};

@@ -72,6 +72,7 @@ Info describe(const c10::FunctionSchema& schema) {
     info.tensors_only = info.tensors_only && result.type()->str().find("Tensor") != std::string::npos;
   }
   info.only_in_place = in_place;
+  info.convolves = info.name == "cudnn_convolution";
   info.compute = compute_of(schema);
   const bool attends = info.name.find("attention") != std::string::npos && info.name.find("backward") == std::string::npos;
   info.draws = info.generator >= 0 || info.name == "native_dropout" || info.name == "_fused_dropout" || attends;

@@ -1,0 +1,38 @@
+"""The table of what ran under which schedule, as Markdown, and its place in a file."""
+
+from __future__ import annotations
+
+import collections
+import re
+from pathlib import Path
+
+POLICIES = ["eager", "lazy", "copyfirst", "computefirst"]
+PLACE = re.compile(r"(?<=<!-- ran -->\n).*?(?=<!-- /ran -->)", re.DOTALL)
+
+
+def of(tests: list[tuple[str, dict[str, int]]]) -> str:
+    """One line for each file: how many of its tests passed, and how often under each schedule.
+
+    Args:
+        tests: identifier of each ("file::test[case]"), and how often it ran under which schedule ("random 3" has seed 3).
+    """
+    files: dict[str, list[dict[str, int]]] = collections.defaultdict(list)
+    for name, schedules in tests:
+        files[name.split("::")[0]].append(schedules)
+    lines = ["| tests | passed | " + " | ".join(POLICIES) + " | random (seeds) |", "|---" * (len(POLICIES) + 3) + "|"]
+    for file, ran in sorted(files.items()):
+        counts = sum((collections.Counter(schedules) for schedules in ran), collections.Counter())
+        seeds = [schedule for schedule in counts if schedule.startswith("random")]
+        random = f"{sum(counts[schedule] for schedule in seeds)} ({len(seeds)})" if seeds else "0"
+        cells = [Path(file).stem, len(ran), *(counts[policy] for policy in POLICIES), random]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def write(file: str, rows: str) -> None:
+    """Between the two comments of that file."""
+    path = Path(file)
+    text, times = PLACE.subn(lambda _: rows + "\n", path.read_text())
+    if times != 1:
+        raise ValueError(f"{file} has no place for the table: <!-- ran --> and <!-- /ran -->")
+    path.write_text(text)
