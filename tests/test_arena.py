@@ -19,6 +19,8 @@ from memplug.profile.trace import Fingerprint
 from memplug.stages.serving import State
 from tests.serving import ALONE, CHECKED, Run, llama, mixtral, nothing_leaks, owned, reserved_bytes, serving_of, train
 
+pytestmark = pytest.mark.device
+
 OFF = {"enabled": False}
 SMALL = {"min_offload_bytes": 1}
 BLOCKS = {
@@ -71,6 +73,7 @@ def test_a_mixture_swapped_and_recomputed_is_served_too() -> None:
     assert run.report["arena_dynamic"] > 0
 
 
+@pytest.mark.cpu("it looks at that device")
 def test_fetched_outputs_land_at_planned_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[bool] = []
     empty = Device.empty
@@ -101,12 +104,12 @@ def test_what_is_kept_from_step_to_step_is_never_overwritten() -> None:
             batch = torch.randint(0, 64, (2, 16))
             out = model(batch, labels=batch)
             out.loss.backward()
-            kept.append((out.logits.detach(), out.logits.detach().numpy().copy()))
+            kept.append((out.logits.detach(), out.logits.detach().clone()))
             session.step()
         assert serving_of(session).state is State.SERVING
     assert sum(owned(tensor) for tensor, _ in kept) > 0
     for tensor, copied in kept:
-        assert (tensor.numpy() == copied).all()
+        assert torch.equal(tensor, copied)
 
 
 def test_memory_stays_valid_after_detaching_and_goes_with_its_last_tensor() -> None:
@@ -118,16 +121,17 @@ def test_memory_stays_valid_after_detaching_and_goes_with_its_last_tensor() -> N
                 out = model(batch, labels=batch)
                 out.loss.backward()
                 session.step()
-        logits, expected = out.logits.detach(), out.logits.detach().numpy().copy()
+        logits, expected = out.logits.detach(), out.logits.detach().clone()
         del out
         model.zero_grad()
         assert owned(logits) and reserved_bytes() > 0
-        assert (logits.numpy() == expected).all()
+        assert torch.equal(logits, expected)
         del logits
         gc.collect()
     assert not any(owned(p) for p in model.parameters())
 
 
+@pytest.mark.cpu("of its allocator")
 def test_a_recording_knows_nothing_of_what_a_former_arena_left() -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from memplug.errors import RecorderError
 from memplug.session import Stage
 from tests.blocks import LAYERS, Stack, assert_same, gradients, twin
 from tests.hosts import block, ds_config, make_engine, tiny_llama, tokens, train_engine
+from tests.serving import reserved_bytes
 
 QUICK = {"profiler": {"warmup_steps": 0, "policy_steps": 0}}
 BLOCK = {**block(regions=LAYERS), **QUICK}
@@ -76,6 +79,22 @@ def test_the_other_model_gets_both_once_the_first_is_detached() -> None:
         report = late.report()
         assert report["profiler"] == "operators" and report["arena_served"] > 0
         assert report["profiler_off_because"] is report["arena_off_because"] is None
+
+
+def test_a_session_that_is_dropped_without_detaching_leaves_both_to_the_next() -> None:
+    model = Stack(2)
+    session = memplug.attach(model, BLOCK)
+    train(model, session, 8)
+    assert session.report()["arena"] == "serving"
+    dropped = weakref.ref(session)
+    model.zero_grad()
+    del model, session
+    gc.collect()
+    assert dropped() is None and reserved_bytes() == 0
+    model = Stack(2)
+    with memplug.attach(model, BLOCK) as session:
+        train(model, session, 8)
+        assert session.report()["arena"] == "serving"
 
 
 @pytest.mark.parametrize("section", ["arena", "profiler"])

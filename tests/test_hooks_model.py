@@ -18,6 +18,8 @@ from memplug.errors import ConflictError, MemplugError, RegionError, Unsupported
 from tests.blocks import Stack, alphas, assert_same, gradients
 from tests.hosts import DISABLED, block, fingerprint, tiny_llama, tokens, train
 
+pytestmark = pytest.mark.device
+
 HALVES = ["model.layers.*.self_attn", "model.layers.*.mlp"]
 
 

@@ -192,7 +192,8 @@ def test_registered_flash_attention_is_captured_and_never_run_again(
 
 @pytest.fixture
 def group(tmp_path: Any) -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    backend = "gloo" if torch.get_default_device().type == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 

@@ -24,11 +24,12 @@ from tests.recording import (
 )
 
 __all__ = ["nothing_left", "recorder"]
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.device]
 
 # -- which operators ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu("the profiler knows its operators by other names")
 def test_a_recorded_step_is_the_operators_that_the_profiler_reports_in_their_order(recorder: Recorder) -> None:
     step = trainer()
     seen = operator_names(record(recorder, step))

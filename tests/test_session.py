@@ -14,7 +14,10 @@ from memplug.session import Stage
 from tests.blocks import LAYERS, Block, Stack, assert_same, gradients, train_stacks, twin
 from tests.hosts import QUICK, block, ds_config, make_engine, tiny_llama, tokens, train, train_engine
 
+pytestmark = pytest.mark.device
 
+
+@pytest.mark.cpu("the arena of another device is planned later")
 def test_auto_plans_with_one_line_a_stage(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "memplug")
     model = tiny_llama()
@@ -159,6 +162,7 @@ def test_processes_of_a_machine_share_its_memory(
         assert session.report()["host_budget_bytes"] == pytest.approx(0.8 * (80 << 30) / processes)
 
 
+@pytest.mark.cpu("its engine is on the CPU")
 def test_gradient_accumulation_counts_optimizer_steps(cpu_engine: None) -> None:
     config = ds_config(1, gradient_accumulation_steps=3)
     expected = train_engine(make_engine(config), 4)
@@ -173,6 +177,7 @@ def test_gradient_accumulation_counts_optimizer_steps(cpu_engine: None) -> None:
     assert session.report()["forwards"] == 4 * 3 * 3
 
 
+@pytest.mark.cpu("its engine is on the CPU")
 def test_the_caller_may_own_the_end_of_accumulation(cpu_engine: None) -> None:
     """With `managed_gradient_accumulation` off, DeepSpeed knows of the boundary only while `step` runs."""
     engine = make_engine(ds_config(1, block(), managed_gradient_accumulation=False))
@@ -185,6 +190,7 @@ def test_the_caller_may_own_the_end_of_accumulation(cpu_engine: None) -> None:
     assert (session.steps, session.stage) == (3, Stage.STABLE)
 
 
+@pytest.mark.cpu("its engine is on the CPU")
 def test_plain_backward_calls_are_enough(cpu_engine: None) -> None:
     """Newer DeepSpeed needs no `engine.backward`."""
     expected = train_engine(make_engine(ds_config(1)), 3)

@@ -17,6 +17,8 @@ from tests.blocks import LAYERS, Stack
 from tests.hosts import block
 from tests.stepping import Played, is_safest, led, plans_by_alpha, played, settings
 
+pytestmark = pytest.mark.device
+
 __all__ = ["plans_by_alpha"]
 
 WARM_UP, GEN_POLICY, STABLE = Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE

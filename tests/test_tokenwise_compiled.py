@@ -48,6 +48,7 @@ def test_functions_compiled_inside_of_a_region_run_as_they_are_written(alpha):
     torch.compiler.reset()
 
 
+@pytest.mark.cpu("the kernels of Triton are not simulated")
 @pytest.mark.parametrize("tokenwise", [{"regions": ["layers.*"], "min_offload_bytes": 1}, {"enabled": False}])
 def test_a_compiled_model_is_recorded_and_served_without_a_warning_of_the_compilers(tokenwise, recwarn):
     """Hooks that tell where training is are no part of what is compiled."""

@@ -17,6 +17,8 @@ from tests.hosts import block, ds_config, make_engine, tokens
 from tests.serving import train as train_llama
 from tests.stepping import plans_by_alpha
 
+pytestmark = pytest.mark.device
+
 __all__ = ["plans_by_alpha"]
 
 PROFILER = {"warmup_steps": 2, "policy_steps": 3}
@@ -68,6 +70,7 @@ def test_a_validation_every_few_steps_keeps_no_session_from_its_plan(
         assert report["programs"] == 1 and report["replans"] == 1 and report["stage"] == "stable"
 
 
+@pytest.mark.cpu("its engine is on the CPU")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_engine_with_a_validation_every_five_steps_is_planned(cpu_engine: None, stage: int) -> None:
     engine = make_engine(ds_config(stage, {**block(), "profiler": PROFILER}))
@@ -113,6 +116,7 @@ def trials(validate: bool, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
         return search._trials
 
 
+@pytest.mark.cpu("its clock is made up")
 def test_a_validation_counts_neither_for_the_time_nor_for_the_memory_of_a_plan_that_is_tried(
     plans_by_alpha: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,16 +7,21 @@ name -> {"stage": of ZeRO, "memplug": the block or null}, and where wanted a lis
 * "lengths": the length of the sequence in each step; 12 in 5 steps where absent;
 * "operators": a number for each step: which operators a recorder is to have seen in it.
 
+Where wanted, "fields" are further ones of the DeepSpeed configuration, and "layers" how many the model has; on CUDA
+that is simulated, "schedules" are a policy and a seed for each micro-batch.
+
 "ways" may name "by alpha", where plans to try are to be different for certain, and "own group", where the ranks'
 default group is to look as if it could not reduce on the CPU.
 
-`FOLDER/RANK.json` gets name -> {"losses", "gathered": parameters that are whole after training, "report", "history",
-"stages": after each step}; the last three of memplug.
+`FOLDER/RANK.json` gets name -> {"losses", "gathered": parameters that are whole after training, "digest": of what the
+optimizer holds, "violations": that the simulator told, "report", "history", "stages": after each micro-batch}; the last
+three of memplug.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
@@ -38,13 +43,18 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         for way in case.get("ways", []):
             stack.enter_context(ways[way])
-        return run_engine(case, rank)
+        if "schedules" not in case:
+            return run_engine(case, rank)
+        from tests.cudasim import device
+
+        before = device.violations()
+        return {**run_engine(case, rank), "violations": device.violations() - before}
 
 
 def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
     """Trains with the case's stage and block; attaches as `memplug.install` does."""
     import memplug
-    from tests.hosts import ds_config, make_engine
+    from tests.hosts import ds_config, make_engine, tiny_llama
     from tests.stepping import Played, played
 
     block = case["memplug"]
@@ -54,14 +64,16 @@ def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
     operators = case["operators"][rank] if "operators" in case else None
     with contextlib.nullcontext() if operators is None else played(recorder):
         memplug.install()
-        engine = make_engine(ds_config(case["stage"], block))
+        config = ds_config(case["stage"], block, **case.get("fields", {}))
+        engine = make_engine(config, tiny_llama(case.get("layers", 3)))
         memplug.uninstall()
         session = memplug.attach(engine)
         lengths = case["lengths"][rank] if "lengths" in case else [12] * STEPS
-        losses, stages = train(engine, session, lengths, operators, recorder, rank)
+        losses, stages = train(engine, session, lengths, operators, recorder, rank, case.get("schedules"))
     result = {
         "losses": losses,
         "gathered": [name for name, parameter in engine.module.named_parameters() if parameter.numel()],
+        "digest": digest(engine.optimizer),
         "report": session.report(),
         "history": [(step, stage.value, index) for step, stage, index, _ in getattr(session, "history", [])],
         "stages": stages,
@@ -71,32 +83,59 @@ def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def train(
-    engine: Any, session: Any, lengths: list[int], operators: list[int] | None, recorder: Any, rank: int
+    engine: Any,
+    session: Any,
+    lengths: list[int],
+    operators: list[int] | None,
+    recorder: Any,
+    rank: int,
+    schedules: list[tuple[str, int]] | None = None,
 ) -> tuple[list[float], list[str]]:
     """Returns the loss of each step, and the stage after it."""
     from tests.hosts import tokens
 
-    losses, stages = [], []
+    losses, stages, schedule = [], [], contextlib.ExitStack()
     for step, length in enumerate(lengths):
-        x = tokens(rank * 1000 + step, length=length)
+        if schedules and (step == 0 or schedules[step] != schedules[step - 1]):
+            from tests.cudasim import device
+
+            schedule.close()
+            schedule.enter_context(device.scheduled(device.Schedule(*schedules[step])))
+        x = tokens(rank * 1000 + step, length=length).to(engine.device)
         loss = engine(input_ids=x, labels=x).loss
         engine.backward(loss)
         recorder.ran += [] if operators is None else [operators[step]] * 100
         engine.step()
-        losses.append(loss.item())
+        losses.append(loss.detach())
         stages.append(session.stage.value)
+    losses = [loss.item() for loss in losses]
+    schedule.close()
     return losses, stages
+
+
+def digest(optimizer: Any) -> str:
+    """Of this rank's parameters and moments, to the bit."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    total = hashlib.sha256()
+    for parameter, moments in optimizer.state.items():
+        for value in (parameter, *moments.values()):
+            total.update(bytes(value.detach().cpu().float().numpy()))
+    return total.hexdigest()
 
 
 def main() -> None:
     """Joins the other ranks and runs all cases."""
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     import deepspeed
+    import torch
     import torch.distributed as dist
 
     # DeepSpeed would first compile a shared-memory all-reduce, which takes half a minute
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
+    on_cuda = os.environ.get("DS_ACCELERATOR") == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed("nccl" if on_cuda else "gloo")
     rank = int(os.environ["RANK"])
     results = {name: run_case(case, rank) for name, case in cases.items()}
     (folder / f"{rank}.json").write_text(json.dumps(results))

@@ -224,9 +224,9 @@ class Arena:
 
 
 def _leave(core: object, device_type: str) -> None:
-    """The allocator is torch's own again, and memory that is not in use goes back."""
-    _stand_in_front(core, device_type, False)
+    """Memory that is not in use goes back, and the allocator is torch's own again: on CUDA with the last block."""
     core.close_arena()
+    _stand_in_front(core, device_type, False)
 
 
 def _stand_in_front(core: object, device_type: str, on: bool) -> None:

@@ -110,7 +110,8 @@ class CudaDevice(Device):
         return self.device
 
     def new_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+        # of high priority: a kernel gathers rows that are not contiguous, and is not to queue behind compute's
+        return torch.cuda.Stream(self.device, priority=-1)
 
     def compute_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)

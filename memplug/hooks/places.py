@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import platform
+import weakref
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
@@ -56,31 +57,35 @@ class Places:
         self.inputs: list[str] = []
         self._micro_batch = 0
         self._inside: list[tuple[int, Place]] = []  # what the training thread is in, and where it was before each
-        self._handles: list[Any] = []
+        self._removals: list[Callable[[], Any]] = []
 
     def install(self) -> None:
         """A step begins, whose forwards are counted from 0."""
         self._micro_batch = 0
         self.inputs.clear()
         self._inside.clear()
-        if self._handles:
+        if self._removals:
             return
         outside = torch.compiler.disable  # compiled code goes around hooks, which it cannot trace
         begin, leave = outside(self._begin_forward), outside(self._leaving(_ROOT))
         for chunk in self._chunks:
-            self._handles.append(chunk.register_forward_pre_hook(begin, with_kwargs=True))
-            self._handles.append(chunk.register_forward_hook(leave, always_call=True))
+            self._removals.append(chunk.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            self._removals.append(chunk.register_forward_hook(leave, always_call=True).remove)
         for index, (_, module, _) in enumerate(self._modules):
             enter, leave = outside(self._entering(index)), outside(self._leaving(index))
-            self._handles.append(module.register_forward_pre_hook(enter))
-            self._handles.append(module.register_forward_hook(leave, always_call=True))
-        self._handles.append(optimizers.register_optimizer_step_pre_hook(self._begin_optimizer))
-        self._handles.append(optimizers.register_optimizer_step_post_hook(self._leaving(_OPTIMIZER)))
+            self._removals.append(module.register_forward_pre_hook(enter).remove)
+            self._removals.append(module.register_forward_hook(leave, always_call=True).remove)
+        # torch's own for all optimizers: they keep neither model nor session alive, and go with them
+        for handle in (
+            optimizers.register_optimizer_step_pre_hook(_weakly(self._begin_optimizer)),
+            optimizers.register_optimizer_step_post_hook(_weakly(self._end_optimizer)),
+        ):
+            self._removals.append(weakref.finalize(self, handle.remove))
 
     def remove(self) -> None:
         """Leaves nothing behind; a second call does nothing."""
-        while self._handles:
-            self._handles.pop().remove()
+        while self._removals:
+            self._removals.pop()()
 
     def fingerprint(self) -> Fingerprint:
         """Of the model, of what its forwards were given since `install`, and of where this process runs."""
@@ -119,16 +124,31 @@ class Places:
     def _begin_optimizer(self, *_: Any) -> None:
         self._inside.append((_OPTIMIZER, self._recorder.enter_optimizer()))
 
-    def _leaving(self, key: int) -> Callable[..., None]:
-        def leave(*_: Any) -> None:
-            # an error may have come before the entry, or out of something that does not tell of its end
-            for at in reversed(range(len(self._inside))):
-                if self._inside[at][0] == key:
-                    self._recorder.leave(self._inside[at][1])
-                    del self._inside[at:]
-                    return
+    def _end_optimizer(self, *_: Any) -> None:
+        self._leave(_OPTIMIZER)
 
-        return leave
+    def _leaving(self, key: int) -> Callable[..., None]:
+        return lambda *_: self._leave(key)
+
+    def _leave(self, key: int) -> None:
+        # an error may have come before the entry, or out of something that does not tell of its end
+        for at in reversed(range(len(self._inside))):
+            if self._inside[at][0] == key:
+                self._recorder.leave(self._inside[at][1])
+                del self._inside[at:]
+                return
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*arguments)
+
+    return call
 
 
 def _with_experts(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, bool]]:

@@ -351,6 +351,13 @@ Base* in_front(Base* native, int device) {
 
 Native* native_allocator = nullptr;
 Native* standing = nullptr;
+std::atomic<int> reserved_parts{0};
+std::atomic<bool> leaves{false}; // once nothing is reserved
+
+bool swap(Native* expected, Native* wanted) {
+  Native* current = expected;
+  return caching::allocator.compare_exchange_strong(current, wanted) || current == wanted;
+}
 
 } // namespace
 
@@ -370,11 +377,16 @@ void prepare_cuda_allocator(int device) {
 }
 
 void stand_before_cuda(bool on) {
-  Native* const expected = on ? native_allocator : standing;
-  Native* const wanted = on ? standing : native_allocator;
-  Native* current = expected;
-  if (!caching::allocator.compare_exchange_strong(current, wanted) && current != wanted) {
+  leaves = !on && reserved_parts.load() > 0;
+  if (!leaves && !swap(on ? native_allocator : standing, on ? standing : native_allocator)) {
     throw std::runtime_error("the CUDA allocator was changed by somebody else");
+  }
+}
+
+void note_arena_memory(int parts) {
+  reserved_parts = parts;
+  if (parts == 0 && leaves.exchange(false)) {
+    (void)swap(standing, native_allocator); // whoever else stands there now has to hand on what is native
   }
 }
 

@@ -9,6 +9,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 #include <vector>
 
@@ -29,7 +30,9 @@ class CudaDevice final : public RecordingDevice {
   char* reserve(size_t nbytes) override {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index_));
     const Unheard unheard;
-    return static_cast<char*>(native_cuda_allocator().raw_alloc(nbytes));
+    auto* const begin = static_cast<char*>(native_cuda_allocator().raw_alloc(nbytes));
+    note_arena_memory(++parts_);
+    return begin;
   }
   Stream current_stream() override {
     return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(index_)).stream();
@@ -37,6 +40,7 @@ class CudaDevice final : public RecordingDevice {
   void release(char* memory) override {
     const Unheard unheard;
     native_cuda_allocator().raw_delete(memory);
+    note_arena_memory(--parts_);
   }
 
   bool handed_out(void* pointer, size_t nbytes, Stream stream) override {
@@ -132,6 +136,7 @@ class CudaDevice final : public RecordingDevice {
   }
 
   const int index_;
+  std::atomic<int> parts_{0};
   int64_t live_bytes_ = 0;
   int64_t live_size_ = 0;
 };

@@ -40,9 +40,11 @@ struct Unheard {
 };
 
 // What stands in front of the device's allocator, made and not put there yet; throws where this version of torch has
-// calls that are not known. Then `stand_before_cuda` puts it there and takes it off again.
+// calls that are not known. Then `stand_before_cuda` puts it there and takes it off again: as soon as there is no memory of
+// an arena any more, since `record_stream` of its blocks is nothing that the native allocator listens to.
 void prepare_cuda_allocator(int device);
 void stand_before_cuda(bool on);
+void note_arena_memory(int parts); // that are reserved now
 c10::cuda::CUDACachingAllocator::CUDAAllocator& native_cuda_allocator();
 
 } // namespace memplug

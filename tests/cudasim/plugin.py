@@ -7,6 +7,7 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.cudasim.build import build
 
 PRELOAD = "LD_PRELOAD"
+SITE = Path(__file__).parent / "site"  # what puts gloo in NCCL's place, in this process and in those that it starts
 
 
 def enter() -> None:
@@ -22,7 +24,8 @@ def enter() -> None:
         return
     library = str(build() / "libcudasim.so")
     preloaded = os.pathsep.join(filter(None, [library, os.environ.get(PRELOAD)]))
-    environment = {**os.environ, PRELOAD: preloaded, "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, PRELOAD: preloaded, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     sys.stdout.flush()
     os.execve(sys.executable, sys.orig_argv, environment)
 
@@ -53,20 +56,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"of the CPU alone: {mark.args[0]}"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def on_simulated_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests marked `device` run on the simulated one, each under a schedule that goes by its name; all fail where
-    accesses of their tasks conflict without being ordered, but for those marked `unordered`.
+    """Modules marked `device` have the simulated one for default."""
+    if request.node.get_closest_marker("device") is None:
+        yield
+        return
+    torch.cuda.init()
+    with torch.device("cuda"), SeededOnTheHost():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def ordered(request: pytest.FixtureRequest, on_simulated_cuda: None) -> Iterator[None]:
+    """Tests of those modules run under a schedule that goes by their name; all fail where accesses of their tasks
+    conflict without being ordered, but for those marked `unordered`.
     """
     before = device.violations()
     device.used.clear()
     with contextlib.ExitStack() as stack:
-        if request.node.get_closest_marker("device") is not None:
-            torch.cuda.init()
-            stack.enter_context(torch.device("cuda"))
-            stack.enter_context(SeededOnTheHost())
-            if "CUDASIM_POLICY" not in os.environ:
-                stack.enter_context(device.scheduled(schedule_of(request.node.nodeid)))
+        if request.node.get_closest_marker("device") is not None and "CUDASIM_POLICY" not in os.environ:
+            stack.enter_context(device.scheduled(schedule_of(request.node.nodeid)))
         yield
     if request.node.get_closest_marker("unordered") is not None:
         torch.cuda.synchronize()  # what is under way is none of the next test's

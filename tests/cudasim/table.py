@@ -14,7 +14,7 @@ def of(tests: list[tuple[str, dict[str, int]]]) -> str:
     """One line for each file: how many of its tests passed, and how often under each schedule.
 
     Args:
-        tests: identifier of each ("file::test[case]"), and how often it ran under which schedule ("random 3" has seed 3).
+        tests: name of each ("file::test[case]"), and how often it ran under which schedule ("random 3" has seed 3).
     """
     files: dict[str, list[dict[str, int]]] = collections.defaultdict(list)
     for name, schedules in tests:

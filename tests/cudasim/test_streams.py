@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import memplug
+from memplug.profile.recorder import Recorder
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
 from tests.cudasim.training import ALONE, block, model
 from tests.launching import ROOT
+from tests.serving import reserved_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -69,12 +71,14 @@ def test_forwards_in_flight_on_two_streams_have_the_gradients_without_memplug(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_session_that_is_dropped_unregisters_its_host_memory_once_its_copies_are_done() -> None:
+@pytest.mark.parametrize("parts", [ALONE, {}], ids=["alone", "with recorder and arena"])
+def test_a_session_that_is_dropped_gives_all_that_it_held_back_once_its_copies_are_done(parts: dict) -> None:
+    gc.collect()
     before = device.registered()
     with scheduled(Schedule("lazy")):
         network = model()
-        session = memplug.attach(network, block(1.0, **ALONE))
-        for _ in range(3):
+        session = memplug.attach(network, block(1.0, **parts))
+        for _ in range(8):
             x = tokens()
             network(x, labels=x).loss.backward()
             network.zero_grad()
@@ -86,6 +90,8 @@ def test_a_session_that_is_dropped_unregisters_its_host_memory_once_its_copies_a
         del session, network, x
         gc.collect()
         assert pool() is None and device.registered() == before
+        assert reserved_bytes() == 0
+        Recorder("cuda").stop()  # there may be another one
 
 
 UNMAP = """

@@ -41,7 +41,7 @@ Tensor to_cpu(const Tensor& tensor) {
 }
 
 Tensor to_cuda(const Tensor& of) {
-  return Tensor(at::detail::empty_strided_cuda(of.sizes(), of.strides(), of.scalar_type(), c10::Device(at::kCUDA, 0)));
+  return Tensor(at::detail::empty_strided_cuda(of.sizes(), of.strides(), of.scalar_type(), c10::Device(at::kCUDA)));
 }
 
 void add_range(Ranges& ranges, const Tensor& tensor, bool write) {

@@ -51,10 +51,17 @@ Stack convolution(const c10::OperatorHandle&, Stack s, Draw) {
                           s[4].toIntVector(), false, std::vector<int64_t>(s[2].toIntVector().size(), 0), s[5].toInt())};
 }
 
+// Of whole numbers too, as CUDA has it.
+Stack histogram(const c10::OperatorHandle&, Stack s, Draw) {
+  const Tensor x = tensor_at(s, 0);
+  return {at::histc(x.to(wide(x)), s[1].toInt(), s[2].toScalar(), s[3].toScalar()).to(x.scalar_type())};
+}
+
 } // namespace
 
 std::map<std::string, Compute> other_operators() {
   return {{"aten::cudnn_convolution", convolution},
+          {"aten::histc", histogram},
           {"aten::native_dropout", native_dropout},
           {"aten::_fused_dropout", fused_dropout},
           {"aten::native_layer_norm_backward", layer_norm_backward},

@@ -1,16 +1,25 @@
 // The one device and its properties. When torch first counts devices, the operators are loaded.
+//
+// Each process has a device of its own. Where a launcher has started several on this machine, the device answers to as
+// many ordinals, so that a script can take the one of its local rank.
 #include <dlfcn.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
-#include "state.h"
+#include "scheduler.h"
 
 namespace cudasim {
 namespace {
 
 const int CUDA_VERSION_OF_TORCH = 13000;
+
+thread_local int ordinal_of_thread = 0;
+
+int ordinals() {
+  return std::max(1, static_cast<int>(number_of("LOCAL_WORLD_SIZE", 1)));
+}
 
 // A library beside this one.
 void load(const char* name) {
@@ -65,15 +74,19 @@ using namespace cudasim;
 CUDASIM_API cudaError_t cudaGetDeviceCount(int* count) {
   static std::once_flag once;
   std::call_once(once, load_all);
-  *count = 1;
+  *count = ordinals();
   return cudaSuccess;
 }
 CUDASIM_API cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = ordinal_of_thread;
   return cudaSuccess;
 }
 CUDASIM_API cudaError_t cudaSetDevice(int device) {
-  return device == 0 ? cudaSuccess : fail(cudaErrorInvalidDevice);
+  if (device < 0 || device >= ordinals()) {
+    return fail(cudaErrorInvalidDevice);
+  }
+  ordinal_of_thread = device;
+  return cudaSuccess;
 }
 CUDASIM_API cudaError_t cudaDriverGetVersion(int* version) {
   *version = CUDA_VERSION_OF_TORCH;
@@ -120,4 +133,10 @@ CUDASIM_API cudaError_t cudaProfilerStart() {
 }
 CUDASIM_API cudaError_t cudaProfilerStop() {
   return cudaSuccess;
+}
+
+// Runs what the stream has to do, as if time had passed: the host has seen none of it, so nothing is ordered by it.
+CUDASIM_API void cudasim_run(cudaStream_t stream) {
+  const Lock lock(state().mutex);
+  finish(*stream_of(stream));
 }

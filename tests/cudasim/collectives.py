@@ -1,0 +1,297 @@
+"""NCCL's stand-in on simulated CUDA: the operators of c10d on tensors of the device, exchanged by gloo on the host.
+
+`dist.init_process_group("nccl")` and all that is made of it give the groups that they give on a GPU; torch's dispatcher
+sees the same operators, of which the kernels are these. As NCCL's, each runs on a stream of its group, which waits for
+the current one: inputs are copied to pinned memory there, and results from it. `Work.wait()` lets the current stream
+wait for that stream, by an event; a result that is read without is a race, which the simulator tells.
+
+Not as NCCL's: the host goes on once all ranks are there, as gloo needs them (what the device has to do before is run
+then, which orders nothing; see `cudasim_run`). What `recv` receives is on the device after its `wait()`, in which the
+host waits for the sender; until then it is NaN there. Reductions add up in rank order what all ranks have gathered.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+Tensors = Sequence[torch.Tensor]
+Exchange = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
+OPERATIONS = {"SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
+ALIGNMENT_BYTES = 64
+MOST_SENDS = 64  # that nobody has received yet
+
+
+class HostNccl(c10d.ProcessGroupGloo):
+    """In the place of `ProcessGroupNCCL`: of its options, only the timeout counts."""
+
+    Options = c10d.ProcessGroupNCCL.Options
+    supports_coalescing, supports_splitting = True, False
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any):
+        super().__init__(store, rank, size, getattr(options, "_timeout", options))
+        _link(self)
+        _register()
+
+
+class Pending:
+    """Work of a stream that others are to wait for; what it reads and writes is kept until then."""
+
+    def __init__(self, stream: torch.cuda.Stream, tensors: Tensors):
+        self.stream, self.event, self.tensors = stream, stream.record_event(), tensors
+        self.finish: Callable[[], Pending] | None = None
+        self.holds_host = False
+
+    def wait(self, timeout: Any = None) -> bool:
+        """The current stream waits; the host does where something has still to be received, and at a barrier."""
+        if self.finish is not None:
+            self.event = self.finish().event
+        current = torch.cuda.current_stream(self.stream.device)
+        current.wait_event(self.event)
+        if self.holds_host:
+            current.synchronize()
+        self.tensors, self.finish = [], None
+        return True
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            for tensor in self.tensors:
+                tensor.record_stream(self.stream)
+
+
+class Link:
+    """Between a group's tensors on the device and gloo."""
+
+    def __init__(self, gloo: c10d.ProcessGroupGloo):
+        self.gloo = gloo
+        self.rank, self.size = gloo.rank(), gloo.size()
+        self.coalesced: list[c10d.Work] | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._pinned = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._sends: collections.deque[c10d.Work] = collections.deque()
+
+    def run(self, inputs: Tensors, outputs: Tensors, exchange: Exchange) -> Pending:
+        """Hand `inputs`, on the host, to `exchange`; copy what it returns, as many elements each, to `outputs`."""
+        with self._entered([*inputs, *outputs]) as stream:
+            staged = self._views(inputs)
+            for pinned, tensor in zip(staged, inputs, strict=True):
+                pinned.copy_(tensor.data, non_blocking=True)
+            _run(stream)
+            results = exchange([pinned.clone() for pinned in staged])
+            return self._deliver(results, outputs, stream, inputs)
+
+    def gathered(self, staged: Tensors) -> list[list[torch.Tensor]]:
+        """What all ranks have staged, alike in shapes and types: by rank, then by tensor."""
+        ranks = [[torch.empty_like(tensor) for tensor in staged] for _ in range(self.size)]
+        for index, tensor in enumerate(staged):
+            if tensor.numel():
+                self.gloo.allgather([[_bytes(tensors[index]) for tensors in ranks]], [_bytes(tensor)]).wait()
+        return ranks
+
+    def reduced(self, operation: Any, staged: Tensors) -> list[torch.Tensor]:
+        """Over all ranks, tensor by tensor; half precision is added up in float32.
+
+        Raises:
+            ValueError: NCCL has no such operation.
+        """
+        if operation.name not in OPERATIONS:
+            raise ValueError(f"Cannot use ReduceOp.{operation.name} with NCCL")
+        results = []
+        for tensors in zip(*self.gathered(staged), strict=True):
+            wide = torch.float32 if tensors[0].dtype in (torch.bfloat16, torch.float16) else tensors[0].dtype
+            total = functools.reduce(OPERATIONS[operation.name], [tensor.to(wide) for tensor in tensors])
+            results.append((total / self.size if operation.name == "AVG" else total).to(tensors[0].dtype))
+        return results
+
+    def swapped(self, staged: Tensors, given_bytes: list[int], outputs: Tensors, taken_bytes: list[int]) -> Tensors:
+        """What each rank has for this one, in the sizes and of the type of `outputs`; all by so many bytes a rank."""
+        taken = torch.empty(sum(taken_bytes), dtype=torch.uint8, device="cpu")
+        self.gloo.alltoall_base(taken, torch.cat([_bytes(x) for x in staged]), taken_bytes, given_bytes).wait()
+        pieces = taken.split([output.nbytes for output in outputs])
+        return [piece.clone().view(output.dtype) for piece, output in zip(pieces, outputs, strict=True)]
+
+    def _deliver(self, results: Iterable, outputs: Tensors, stream: torch.cuda.Stream, inputs: Tensors) -> Pending:
+        for pinned, output, result in zip(self._views(outputs), outputs, results, strict=False):
+            pinned.copy_(result.view(pinned.shape))
+            output.data.copy_(pinned, non_blocking=True)  # `data`: autograd's version stays what it is, as with NCCL
+        return Pending(stream, [*inputs, *outputs])
+
+    @contextlib.contextmanager
+    def _entered(self, tensors: Tensors, waits: bool = True) -> Iterator[torch.cuda.Stream]:
+        """Within, the group's stream is the current one; it waits for the one that was."""
+        device = tensors[0].device
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        if waits:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.cuda.stream(self._stream):
+            yield self._stream
+
+    def _views(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Pinned memory in the shapes of these. It is the same each time: the stream's own order, and that the host
+        touches it only when the stream has nothing left to do, keep its uses apart.
+        """
+        begins = [0]
+        for tensor in tensors:
+            begins.append(begins[-1] + -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        if begins[-1] > len(self._pinned):
+            self._pinned = torch.empty(2 * begins[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
+        pieces = zip(begins, tensors, strict=False)
+        return [self._pinned[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in pieces]
+
+    # The operators of c10d, without their group; a tensor comes as a list of one.
+
+    def allreduce_(self, tensors: Tensors, operation: Any, *_: Any) -> Pending:
+        return self.run(tensors, tensors, functools.partial(self.reduced, operation))
+
+    def reduce_(self, tensors: Tensors, operation: Any, root: int, *_: Any) -> Pending:
+        return self.run(tensors, tensors if self.rank == root else [], functools.partial(self.reduced, operation))
+
+    def broadcast_(self, tensors: Tensors, root: int, *_: Any) -> Pending:
+        mine, others = (tensors, []) if self.rank == root else ([], tensors)
+        return self.run(mine, others, lambda staged: self.gathered(staged or _blank(tensors))[root])
+
+    def allgather_(self, outputs: Sequence[Tensors], inputs: Tensors, *_: Any) -> Pending:
+        return self.allgather_coalesced_(list(zip(*outputs, strict=True)), inputs)
+
+    def allgather_coalesced_(self, outputs: Sequence[Tensors], inputs: Tensors, *_: Any) -> Pending:
+        return self.run(inputs, sum(map(list, outputs), []), lambda staged: sum(self.gathered(staged), []))
+
+    def allgather_into_tensor_coalesced_(self, outputs: Tensors, inputs: Tensors, *_: Any) -> Pending:
+        return self.run(inputs, outputs, lambda staged: map(torch.stack, zip(*self.gathered(staged), strict=True)))
+
+    def reduce_scatter_(self, outputs: Tensors, inputs: Sequence[Tensors], operation: Any, *_: Any) -> Pending:
+        given, mine = sum(map(list, inputs), []), slice(self.rank, None, self.size)
+        return self.run(given, outputs, lambda staged: self.reduced(operation, staged)[mine])
+
+    def reduce_scatter_tensor_coalesced_(self, outputs: Tensors, inputs: Tensors, operation: Any, *_: Any) -> Pending:
+        reduced = functools.partial(self.reduced, operation)
+        return self.run(inputs, outputs, lambda staged: [x.view(self.size, -1)[self.rank] for x in reduced(staged)])
+
+    def scatter_(self, outputs: Tensors, inputs: Sequence[Tensors], root: int, *_: Any) -> Pending:
+        given, blank = sum(map(list, inputs), []) if self.rank == root else [], _blank(outputs) * self.size
+        return self.run(given, outputs, lambda staged: self.gathered(staged or blank)[root][self.rank :: self.size])
+
+    def alltoall_(self, outputs: Tensors, inputs: Tensors, *_: Any) -> Pending:
+        given, taken = [x.nbytes for x in inputs], [x.nbytes for x in outputs]
+        return self.run(inputs, outputs, lambda staged: self.swapped(staged, given, outputs, taken))
+
+    def alltoall_base_(self, outputs: Tensors, inputs: Tensors, taken: list[int], given: list[int], *_: Any) -> Pending:
+        def sizes_bytes(tensor: torch.Tensor, rows: list[int]) -> list[int]:
+            row_bytes = tensor.nbytes // max(len(tensor), 1)
+            return [count * row_bytes for count in rows] or [tensor.nbytes // self.size] * self.size
+
+        sizes = sizes_bytes(inputs[0], given), outputs, sizes_bytes(outputs[0], taken)
+        return self.run(inputs, outputs, lambda staged: self.swapped(staged, *sizes))
+
+    def send(self, tensors: Tensors, to: int, tag: int) -> Pending:
+        if len(self._sends) == MOST_SENDS:
+            self._sends.popleft().wait()
+        begin = self._sends.append
+        return self.run(tensors, [], lambda staged: begin(self.gloo.send([_bytes(staged[0])], to, tag)) or [])
+
+    def recv_(self, tensors: Tensors, source: int, tag: int) -> Pending:
+        received = _blank(tensors)
+        work = self.gloo.recv([_bytes(received[0])], source, tag)
+
+        def finish() -> Pending:
+            work.wait()
+            with self._entered(tensors, waits=False) as stream:
+                _run(stream)
+                return self._deliver(received, tensors, stream, [])
+
+        with self._entered(tensors) as stream:
+            tensors[0].data.fill_(float("nan") if tensors[0].is_floating_point() else 1)
+            pending = Pending(stream, tensors)
+        pending.finish = finish
+        return pending
+
+    def barrier(self, tensors: Tensors, *_: Any) -> Pending:
+        pending = self.run(tensors, [], lambda _: self.gloo.barrier().wait() and [])
+        pending.holds_host = True
+        return pending
+
+    allreduce_coalesced_, gather_, _allgather_base_ = allreduce_, allgather_, allgather_into_tensor_coalesced_
+    _reduce_scatter_base_ = reduce_scatter_tensor_coalesced_
+
+
+WORK = """allreduce_coalesced_ reduce_ allgather_coalesced_ allgather_into_tensor_coalesced_ gather_ send recv_
+reduce_scatter_tensor_coalesced_ alltoall_base_ barrier""".split()
+OUTPUTS_AND_WORK = """allreduce_ broadcast_ allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_ scatter_
+alltoall_""".split()
+_links: dict[c10d.ProcessGroupGloo, Link] = {}  # for good: C++ keeps only its own part of a Python class
+
+
+def _link(gloo: c10d.ProcessGroupGloo) -> Link:
+    """Of a group of gloo alone too, whose tensors on the device are exchanged alike."""
+    return _links[gloo] if gloo in _links else _links.setdefault(gloo, Link(gloo))
+
+
+def _kernel(name: str, *arguments: Any) -> Any:
+    """Any operator: tensors, then the group, then the rest, of which a reduction's operation is boxed."""
+    at = next(index for index, argument in enumerate(arguments) if isinstance(argument, torch.ScriptObject))
+    tensors = [[one] if isinstance(one, torch.Tensor) else one for one in arguments[:at]]
+    rest = [c10d.ReduceOp.RedOpType(x.op()) if isinstance(x, torch.ScriptObject) else x for x in arguments[at + 1 :]]
+    device = torch.utils._pytree.tree_leaves(tensors)[0].device
+    link = _link(c10d.ProcessGroup.unbox(arguments[at])._get_backend(device))
+    work = c10d.PythonCallbackWork(getattr(link, name)(*tensors, *rest).wait)
+    if link.coalesced is not None:
+        link.coalesced.append(work)
+    return (arguments[0], work.boxed()) if name in OUTPUTS_AND_WORK else work.boxed()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)  # the same memory
+
+
+def _blank(tensors: Tensors) -> list[torch.Tensor]:
+    return [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
+
+
+def _run(stream: torch.cuda.Stream) -> None:
+    ctypes.CDLL(None).cudasim_run(ctypes.c_void_p(stream.cuda_stream))
+
+
+@functools.cache
+def _register() -> torch.library.Library:
+    """Put the kernels in the place of torch's, for as long as what is returned is kept."""
+    library = torch.library.Library("c10d", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*registered kernel")  # that is what it is for
+        for name in WORK + OUTPUTS_AND_WORK:
+            library.impl(name, functools.partial(_kernel, name), "CUDA")
+    return library
+
+
+def _start_coalescing(group: c10d.ProcessGroup, device: torch.device) -> None:
+    _link(group._get_backend(device)).coalesced = []
+
+
+def _end_coalescing(group: c10d.ProcessGroup, device: torch.device) -> c10d.Work:
+    link = _link(group._get_backend(device))
+    works, link.coalesced = link.coalesced, None
+    return c10d.PythonCallbackWork(lambda timeout: all([work.wait() for work in works or []]))
+
+
+def install(module: ModuleType | None = None) -> None:
+    """Put the stand-in in NCCL's place.
+
+    Args:
+        module: `torch.distributed.distributed_c10d`, where that is just being imported.
+    """
+    if module is None:
+        import torch.distributed.distributed_c10d as module
+
+        torch.distributed.ProcessGroupNCCL = HostNccl
+    module.ProcessGroupNCCL = HostNccl
+    c10d.ProcessGroup._start_coalescing, c10d.ProcessGroup._end_coalescing = _start_coalescing, _end_coalescing

@@ -1,0 +1,43 @@
+"""`tests.forking` for ranks whose device is simulated CUDA: what they import is imported once.
+
+`python -m tests.cudasim.forked LIBRARIES` is the process that forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+
+from tests import forking
+from tests.launching import environment
+
+MOST_PROCESSES = 2
+
+
+@contextlib.contextmanager
+def ranks_on_cuda(libraries: forking.Libraries) -> Iterator[Callable[..., str]]:
+    """Within, `tests.forking.launch_forked`, which it yields, has ranks of up to `MOST_PROCESSES` on CUDA."""
+    forker = forking._Forker(libraries)
+    forker.command = [sys.executable, "-m", "tests.cudasim.forked", libraries]
+    on_cuda = functools.partial(environment, {"DS_ACCELERATOR": "cuda", "LOCAL_WORLD_SIZE": str(MOST_PROCESSES)})
+    with (
+        mock.patch.object(forking, "environment", on_cuda),
+        mock.patch.object(forking, "_forker", lambda libraries: forker),
+    ):
+        try:
+            yield forking.launch_forked
+        finally:
+            forker.stop()
+
+
+if __name__ == "__main__":
+    # torch takes the counting of devices, which libraries do when they are imported, for use of them: no child has any
+    with mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: int(os.environ["LOCAL_WORLD_SIZE"])):
+        status = forking.serve(sys.argv[1])
+    sys.exit(status)

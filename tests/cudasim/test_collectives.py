@@ -1,0 +1,46 @@
+"""NCCL's stand-in on two real processes: the numbers of gloo, and a race for whoever reads a result without wait."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import launch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What came of every collective, of each rank; all of them run in one launch."""
+    folder: Path = tmp_path_factory.mktemp("collectives")
+    launch(["tests.cudasim.collectives_worker", folder], module=True, env={"CUDASIM_RACES": "count"})
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_every_collective_has_the_numbers_of_gloo_under_every_schedule(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["differ"] for rank in ranks] == [[], []]
+
+
+def test_what_is_waited_for_is_ordered(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert len(rank["violations"]) == 5 and set(rank["violations"].values()) == {0}
+
+
+def test_a_result_that_is_read_without_wait_is_a_race(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        none = [name for name, races in rank["not waited"].items() if races == 0]
+        assert none == [name for name in rank["not waited"] if "broadcast" in name and number == 1], "who sends has it"
+    nobody = [name for name in ranks[0]["not waited"] if all(rank["not waited"][name] is None for rank in ranks)]
+    assert nobody == [], "somebody gets a result of each"
+
+
+def test_what_is_dropped_without_a_wait_keeps_its_memory_until_it_is_done(ranks: list[dict[str, Any]]) -> None:
+    assert [name for rank in ranks for name, races in rank["dropped"].items() if races] == []
+
+
+def test_a_barrier_ends_when_the_device_is_done(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["pending after a barrier"] for rank in ranks] == [0, 0]

@@ -1,0 +1,61 @@
+"""Rows travel by asynchronous copies whatever their layout, each by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from memplug.execute.device import CudaDevice
+from memplug.execute.host_pool import HostPool
+from memplug.execute.transfer import Transfer
+from tests.cudasim import device
+from tests.cudasim.device import SCHEDULES, Schedule, scheduled
+
+pytestmark = pytest.mark.gpu
+
+LAYOUTS: dict[str, Callable[[int], torch.Tensor]] = {
+    "rows": lambda n: torch.randn(n, 8, device="cuda"),
+    "transposed": lambda n: torch.randn(8, n, device="cuda").t(),
+    "heads before tokens": lambda n: torch.randn(2, n, 4, 8, device="cuda").transpose(1, 2),
+    "one of a batch": lambda n: torch.randn(1, n, 8, device="cuda"),
+}
+
+
+def there_and_back(layout: str, length: int, fraction: float) -> int:
+    """The rows are what they were, and the host did not wait; returns how many tasks that took."""
+    transfer = Transfer(CudaDevice(0), HostPool(CudaDevice(0), 1 << 30))
+    transfer.pool.reserve(1 << 20)
+    tensor = LAYOUTS[layout](length)
+    expected = tensor.clone()
+    rows = max(1, round(fraction * tensor.shape[0]))
+    torch.cuda.synchronize()
+    waited, before = device.blocked(), device.tasks()
+    swapped = transfer.offload(tensor, rows)
+    assert swapped is not None
+    del tensor
+    transfer.release([swapped])
+    transfer.prefetch(swapped)
+    back, valid = transfer.acquire(swapped)
+    tasks = device.tasks() - before
+    assert valid == rows and back.stride() == expected.stride()
+    assert device.blocked() == waited
+    assert torch.equal(back[:rows], expected[:rows])
+    transfer.close()
+    return tasks
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, Schedule("random", 1)], ids=str)
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_any_layout_come_back_and_the_host_never_waits(
+    layout: str, fraction: float, schedule: Schedule
+) -> None:
+    with scheduled(schedule):
+        there_and_back(layout, 16, fraction)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_large_tensor_is_no_more_copies_than_a_small_one(layout: str) -> None:
+    assert there_and_back(layout, 1 << 16, 1.0) == there_and_back(layout, 16, 1.0)

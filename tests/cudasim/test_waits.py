@@ -1,0 +1,52 @@
+"""The host never waits for the device in a step that is planned; while plans are made, it is known how often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import memplug
+from tests.cudasim import device
+from tests.cudasim.device import Schedule, scheduled
+from tests.cudasim.training import ALONE, block, model
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 24  # more than one in eight, which is watched
+BEGINS: dict[str, list[str]] = {"alpha 0.5": [], "alpha 1, arena": ["serving"], "auto": ["stable", "serving"]}
+CASES = {"alpha 0.5": block(0.5, **ALONE), "alpha 1, arena": block(1.0), "auto": block()}
+
+
+def waits(used: dict[str, Any] | None) -> tuple[list[int], list[str]]:
+    """How often the host waited in each step, and what the session's arena did at its end."""
+    network, generator = model(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    session = memplug.attach(network, used) if used else None
+    found, states = [], []
+    for _ in range(STEPS):
+        tokens = torch.randint(0, 128, (2, 48), generator=generator).pin_memory().to("cuda", non_blocking=True)
+        before = device.blocked()
+        network(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if session is not None:
+            session.step()
+            states.append(f"{session.stage.value}, {session.report()['arena']}")
+        found.append(device.blocked() - before)
+    torch.cuda.synchronize()
+    if session is not None:
+        session.detach()
+    return found, states
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_waits_where_a_plan_is_made_or_the_arena_begins_and_in_no_other_step(case: str) -> None:
+    with scheduled(Schedule("lazy")):
+        plain, _ = waits(None)
+        ours, states = waits(CASES[case])
+    added = {step: count - plain[step] for step, count in enumerate(ours) if count != plain[step]}
+    first = {begins: next((i for i, state in enumerate(states) if begins in state), -1) for begins in BEGINS[case]}
+    assert set(added) == set(first.values()) and all(count > 0 for count in added.values()), (added, states)
+    assert states[-1].startswith("stable") and max(added, default=0) < STEPS - 9
