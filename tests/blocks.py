@@ -83,7 +83,9 @@ def tokenwise(
     """Make every entry of `model.layers` a region of a new executor, without any hook of the package; `model.regions`
     has them.
     """
-    executor = Executor(device or device_of(torch.get_default_device()), host_budget_bytes, **{"min_offload_bytes": 1, **settings})
+    executor = Executor(
+        device or device_of(torch.get_default_device()), host_budget_bytes, **{"min_offload_bytes": 1, **settings}
+    )
     model.regions = []
     for index, layer in enumerate(model.layers):
         model.regions.append(Region(f"layers.{index}", type(layer).__name__, alpha))
