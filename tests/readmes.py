@@ -104,7 +104,8 @@ def check(command: Command) -> str:
     elif first == "pip":
         _check_pip(rest)
     else:
-        assert (first, *rest) == (".", ".venv/bin/activate"), f"a command of unknown kind: {command}"
+        activates = first == "." and rest in ([".venv/bin/activate"], [".venv-cuda/bin/activate"])
+        assert activates, f"a command of unknown kind: {command}"
     return ""
 
 

@@ -31,10 +31,10 @@ class Beside(nn.Module):
             return (y * 2).cos() + y
         aside = y * 2
         self.side.wait_stream(main)
-        u = y
-        for _ in range(4):  # whose bytes are planned for the other stream, which does not wait for them
-            u = u.tanh() * 1.01
+        u = y.tanh()
+        torch.ones(LARGE, device="cuda").exp()  # its bytes are planned for the other stream, which does not wait for it
         with torch.cuda.stream(self.side):
+            torch.ones(LARGE, device="cuda").exp()
             z = (aside.cos() * 2).exp() * 1e-3
             for _ in range(3):
                 z = z * 0.5 + 1e-3
@@ -57,12 +57,12 @@ def train(reserve: torch.cuda.Stream, streams: int) -> int:
     x, kept = torch.ones(SIZE, device="cuda"), []
     before = device.violations()
     with memplug.attach(model, BLOCK) as session:
-        for _ in range(12):
+        for step in range(12):
             out = model(x)
             out.mean().backward()
             model.zero_grad()
-            with torch.cuda.stream(reserve):  # what the allocator has cached of this stream is busy yet
-                if session.report()["arena"] != "serving":
+            with torch.cuda.stream(reserve):
+                if step == 0:  # before anything is recorded: what the allocator has cached of this stream is busy yet
                     busy = [torch.zeros(LARGE, device="cuda").add_(1) for _ in range(8)]
                     kept.append(busy[0])
                     del busy
@@ -80,7 +80,7 @@ def train(reserve: torch.cuda.Stream, streams: int) -> int:
     del out  # the last block of the arena: its memory goes back
     assert reserved_bytes() == 0
     with torch.cuda.stream(reserve):
-        after = [torch.zeros(LARGE, device="cuda") for _ in range(40)]
+        after = [torch.zeros(size, device="cuda") for size in (SIZE, LARGE) for _ in range(40)]
     torch.cuda.synchronize()
     del after, kept
     return device.violations() - before
