@@ -122,14 +122,14 @@ void after_fork() {
   memplug::unlock_arenas_after_fork();
 }
 
-// A child trains nothing of ours: it keeps neither the callback nor the allocator.
+// A child trains nothing of ours: its allocator is torch's, and the callback sees nothing.
 void after_fork_in_child() {
   after_fork();
   memplug::end_requests();
   memplug::serve(false);
   memplug::uninstall_cpu(memplug::RECORDER);
   memplug::uninstall_cpu(memplug::ARENA);
-  memplug::release();
+  memplug::release_in_child();
 }
 
 } // namespace

@@ -126,6 +126,7 @@ Recording& recording() {
 
 std::atomic<int64_t> running{-1};
 std::atomic<int32_t> detail{SEQUENCE};
+std::atomic<bool> deaf{false}; // in the child of a fork, until it watches by itself
 at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE; // this and `claimed`: of the thread that holds Python's lock
 bool claimed = false;
 
@@ -173,7 +174,7 @@ void add_to_sequence(int32_t number) {
 }
 
 std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& function) {
-  if (in_program()) {
+  if (!deaf && in_program()) {
     const int32_t number = names().number(function);
     if (number != NOT_AN_OPERATOR) {
       add_to_sequence(number);
@@ -197,7 +198,7 @@ int64_t add_operator(Recording& r, int32_t number) {
 }
 
 std::unique_ptr<at::ObserverContext> on_recorded_operator(const at::RecordFunction& function) {
-  if (!trains()) {
+  if (deaf || !trains()) {
     return nullptr;
   }
   const int32_t number = names().number(function);
@@ -250,6 +251,23 @@ void set_callback(Detail level) {
   }
   detail = level;
   handle = at::addGlobalCallback(callback.scopes({at::RecordScope::FUNCTION}));
+  deaf = false;
+}
+
+Records take_records() {
+  auto& r = recording();
+  decltype(r.seen) seen;
+  Records records;
+  {
+    const std::lock_guard<std::mutex> lock(r.mutex);
+    ++r.number;
+    r.open = false;
+    records = std::exchange(r.records, {});
+    seen = std::exchange(r.seen, {});
+    r.number_of.clear();
+    running = -1;
+  }
+  return records; // `seen` is let go outside of the lock
 }
 
 } // namespace
@@ -266,6 +284,13 @@ void claim() {
 
 void release() {
   end_records();
+  claimed = false;
+}
+
+void release_in_child() {
+  deaf = true;
+  sequence().count = 0;
+  take_records();
   claimed = false;
 }
 
@@ -303,19 +328,7 @@ void begin_records(Detail level, int32_t device_type) {
 
 Records end_records() {
   remove_callback();
-  auto& r = recording();
-  decltype(r.seen) seen;
-  Records records;
-  {
-    const std::lock_guard<std::mutex> lock(r.mutex);
-    ++r.number;
-    r.open = false;
-    records = std::exchange(r.records, {});
-    seen = std::exchange(r.seen, {});
-    r.number_of.clear();
-    running = -1;
-  }
-  return records; // `seen` is let go outside of the lock
+  return take_records();
 }
 
 int64_t running_operator() {
@@ -323,6 +336,7 @@ int64_t running_operator() {
 }
 
 void lock_records_for_fork() {
+  (void)at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); // or the child's next operator may ask for torch's lock
   names().mutex.lock();
   recording().mutex.lock();
 }

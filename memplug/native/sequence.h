@@ -46,6 +46,10 @@ struct Records {
 // watched until `watch(true)`; `release` leaves no callback behind.
 void claim();
 void release();
+
+// In the child of a fork: the callback stays and sees nothing. To take it off needs a lock of torch's, which a thread that
+// the child does not have may have held at the fork.
+void release_in_child();
 void watch(bool on);
 
 // Operators since the last call, and how many there were: more than fit where the two differ.

@@ -33,9 +33,11 @@ def launch() -> Iterator[Callable[..., str]]:
         yield launch
 
 
-def case(stage: int, memplug: dict[str, Any] | None, processes: int) -> dict[str, Any]:
-    """A training in which each step has a schedule."""
-    schedules = SCHEDULES[: STEPS_BEFORE[stage]] + SCHEDULES
+def case(
+    stage: int, memplug: dict[str, Any] | None, processes: int, schedules: list[tuple[str, int]] = SCHEDULES
+) -> dict[str, Any]:
+    """A training in which each step has a schedule: some while a plan is made, then these."""
+    schedules = SCHEDULES[: STEPS_BEFORE[stage]] + schedules
     zero = {
         "stage": stage,
         "overlap_comm": True,

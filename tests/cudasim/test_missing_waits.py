@@ -15,7 +15,7 @@ import pytest
 
 from tests.launching import ROOT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.long]
+pytestmark = pytest.mark.gpu
 
 # (bytes that two streams of a plan share: tests/native/arena_test.cpp)
 # what is left out, in which file; whose memory the arena's is ("default": the stream that trains), how many streams run
@@ -66,6 +66,7 @@ def test_nothing_is_unordered_with_all_of_them(how: tuple[str, int]) -> None:
     assert run(ROOT, *how) == 0
 
 
+@pytest.mark.long  # each builds the core
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_wait_of_the_arena_that_is_left_out_is_noticed(wait: str, tmp_path: Path) -> None:
     name, text, how = WAITS[wait]
