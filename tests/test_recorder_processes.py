@@ -15,7 +15,7 @@ FORK = """
     busy, stop = threading.Barrier(3), threading.Event()
 
     def work():  # holds the core's locks as often as can be
-        torch.ones(100).exp_()  # a thread's first operator takes a lock of torch's, which a child would wait for for ever
+        torch.ones(100).exp_()  # the first takes a lock of torch's, for which a child would wait for ever
         busy.wait()
         while not stop.is_set():
             torch.ones(100).exp_()
