@@ -29,8 +29,8 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Memory at an address that is a multiple of GRANULARITY; throws where there is not as much. It is the current
-  // stream's: earlier users of it are ordered before that one alone, and so is whoever has it after `release`.
+  // Memory at an address that is a multiple of GRANULARITY; throws where there is not as much. It belongs
+  // to the current stream: only that one is ordered after its earlier uses, and before its uses after `release`.
   virtual char* reserve(size_t nbytes) = 0;
   virtual Stream current_stream() = 0;
   virtual void release(char* memory) = 0;

@@ -386,7 +386,7 @@ void stand_before_cuda(bool on) {
 void note_arena_memory(int parts) {
   reserved_parts = parts;
   if (parts == 0 && leaves.exchange(false)) {
-    (void)swap(standing, native_allocator); // whoever else stands there now has to hand on what is native
+    (void)swap(standing, native_allocator); // an allocator that was put in front of this one since then stays there
   }
 }
 

@@ -122,7 +122,7 @@ void after_fork() {
   memplug::unlock_arenas_after_fork();
 }
 
-// A child trains nothing of ours: its allocator is torch's, and the callback sees nothing.
+// A child process is not recorded or served: its allocator is torch's, and the callback records nothing.
 void after_fork_in_child() {
   after_fork();
   memplug::end_requests();

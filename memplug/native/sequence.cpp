@@ -267,7 +267,7 @@ Records take_records() {
     r.number_of.clear();
     running = -1;
   }
-  return records; // `seen` is let go outside of the lock
+  return records; // `seen` is freed after the lock is released
 }
 
 } // namespace
