@@ -14,6 +14,7 @@ from tests.bench.table import figures, render
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def _bytes(count: int) -> torch.Tensor:
@@ -143,9 +144,10 @@ def test_unknown_modes_are_refused():
 
 
 @pytest.mark.long
-def test_step_time_compares_all_modes_in_one_run(tmp_path):
+@DEVICES
+def test_step_time_compares_all_modes_in_one_run(device, tmp_path):
     output = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "tests.bench.step_time", "--device", "cpu", "--modes", *MODES]
+    command = [sys.executable, "-m", "tests.bench.step_time", "--device", device, "--model", "tiny", "--modes", *MODES]
     command += ["--tokens", "64", "--layers", "2", "--steps", "1", "--rounds", "1"]
     command += ["--min-offload-bytes", "4096", "--json", str(output)]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=400)
@@ -165,26 +167,18 @@ def test_step_time_compares_all_modes_in_one_run(tmp_path):
 
 
 @pytest.mark.long
-def test_step_time_compares_with_megatron_cores_own_recomputation(tmp_path):
+@DEVICES
+def test_step_time_compares_with_megatron_cores_own_recomputation(device, tmp_path):
     pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
     output, modes = tmp_path / "rows.json", ["keep_all", "full", "selective", "memplug:1"]
-    command = [
-        sys.executable,
-        "-m",
-        "tests.bench.step_time",
-        "--host",
-        "megatron",
-        "--device",
-        "cpu",
-        "--modes",
-        *modes,
-    ]
+    command = [sys.executable, "-m", "tests.bench.step_time", "--host", "megatron", "--device", device]
+    command += ["--model", "tiny", "--modes", *modes]
     command += ["--tokens", "64", "--layers", "2", "--steps", "1", "--rounds", "1"]
     command += ["--min-offload-bytes", "4096", "--json", str(output)]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr + done.stdout
     rows = json.loads(output.read_text())
-    assert {row["case"] for row in rows} == {"megatron tiny 64x2 cpu"}
+    assert {row["case"] for row in rows} == {f"megatron tiny 64x2 {device}"}
     found = {(row["mode"], row["metric"]): row["value"] for row in rows}
     assert all(found[mode, "gradients_ok"] == 1 for mode in modes)
     assert found["full", "peak_allocated_bytes"] < found["keep_all", "peak_allocated_bytes"]

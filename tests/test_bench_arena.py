@@ -8,10 +8,11 @@ from tests.bench import arena
 
 
 @pytest.mark.long  # it compiles a program that replays allocations
-def test_every_case_is_served_and_has_its_figures(tmp_path, capsys):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_case_is_served_and_has_its_figures(device, tmp_path, capsys):
     output = tmp_path / "rows.json"
     sizes = ["--layers", "1", "--hidden", "64", "--tokens", "32", "--steps", "1", "--rounds", "1"]
-    arena.main(["--device", "cpu", "--models", "mixtral", *sizes, "--json", str(output)])
+    arena.main(["--device", device, "--models", "mixtral", *sizes, "--json", str(output)])
     rows = json.loads(output.read_text())
     found = {(row["case"], row["mode"], row["metric"]): row["value"] for row in rows}
     cases = [f"mixtral, {kept}, {count} in flight" for kept in ("kept", "recomputed") for count in (1, 2)]
@@ -20,7 +21,10 @@ def test_every_case_is_served_and_has_its_figures(tmp_path, capsys):
         assert found[case, "native", "step_s"] > 0 and found[case, "arena", "step_s"] > 0
         assert 0.5 < found[case, "arena", "served"] <= 1
         assert found[case, "arena", "arena_bytes"] >= found[case, "arena", "live_peak_bytes"] > 0
-        assert 0 <= found[case, "arena", "fragmentation"] < found[case, "simulated", "fragmentation"] < 1
+        fragmentation = {mode: found[case, mode, "fragmentation"] for mode in ("arena", "simulated")}
+        assert 0 <= fragmentation["arena"] < 1 and 0 <= fragmentation["simulated"] < 1
+        if device == "cpu":  # on CUDA what is beside the arena, in segments of 2 MiB, outweighs so small a model
+            assert fragmentation["arena"] < fragmentation["simulated"]
         assert found[case, "native", "host_s_per_allocation"] > 0 and found[case, "arena", "host_s_per_allocation"] > 0
     printed = capsys.readouterr().out
     assert all(case in printed for case in cases) and "arena/native" in printed

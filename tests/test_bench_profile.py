@@ -61,9 +61,10 @@ def test_logical_layers_gives_a_row_for_each_pass_group_count_and_metric(tmp_pat
         assert text in printed
 
 
-def test_the_overhead_of_every_mode_is_measured_beside_the_baseline(tmp_path, capsys):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_overhead_of_every_mode_is_measured_beside_the_baseline(device, tmp_path, capsys):
     output = tmp_path / "rows.json"
-    shape = ["--device", "cpu", "--layers", "1", "--hidden", "16", "--tokens", "4"]
+    shape = ["--device", device, "--layers", "1", "--hidden", "16", "--tokens", "4"]
     profiler_overhead.main([*shape, "--rounds", "1", "--json", str(output)])
     rows = json.loads(output.read_text())
     ratios = {row["mode"]: row["value"] for row in rows if row["metric"] == "over_baseline"}

@@ -1,5 +1,5 @@
-"""Trains with the arena on several streams at once, and prints how many accesses were not ordered: of which a test
-leaves out one wait of the arena after the other.
+"""Trains with the arena on several streams at once, in each of the ways given, and prints how many accesses were not
+ordered: a test leaves out one wait of the arena after the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from tests.cudasim.device import Schedule, scheduled
 from tests.serving import owned, reserved_bytes
 
 BLOCK = {"enabled": True, "plan_dir": False, "tokenwise": {"enabled": False}}
+STEPS = 12
 SIZE, LARGE = 1 << 16, 1 << 19  # elements; large ones have segments that the arena fits into
+
+
+def scratch(stream: torch.cuda.Stream) -> torch.Tensor:
+    """What one stream alone uses, and no other waits for."""
+    with torch.cuda.stream(stream):
+        return torch.ones(LARGE, device="cuda").exp()
 
 
 class Beside(nn.Module):
@@ -31,36 +38,50 @@ class Beside(nn.Module):
             return (y * 2).cos() + y
         aside = y * 2
         self.side.wait_stream(main)
-        u = y.tanh()
-        torch.ones(LARGE, device="cuda").exp()  # its bytes are planned for the other stream, which does not wait for it
+        for _ in range(3):  # most bytes are the main stream's, and the other's are planned beside them
+            scratch(main)
         with torch.cuda.stream(self.side):
-            torch.ones(LARGE, device="cuda").exp()
+            scratch(self.side)
             z = (aside.cos() * 2).exp() * 1e-3
             for _ in range(3):
                 z = z * 0.5 + 1e-3
         aside.record_stream(self.side)
-        del aside  # its bytes are planned for others while the other stream reads
+        del aside  # its bytes are planned for what follows, while the other stream reads them
+        u = y.tanh()
         main.wait_stream(self.side)
         z.record_stream(main)
         return u + z
 
 
-def train(reserve: torch.cuda.Stream, streams: int) -> int:
+def step_of(model: nn.Module, beside: torch.cuda.Stream) -> torch.Tensor:
+    """The output, of forward and backward with work of another stream that nobody waits for before and after."""
+    scratch(beside)
+    out = model(torch.ones(SIZE, device="cuda"))
+    out.mean().backward()
+    model.zero_grad()
+    scratch(beside)
+    return out
+
+
+def train(ways: set[str]) -> int:
     """How many accesses were not ordered.
 
     Args:
-        reserve: whose memory the arena's is, outside of it.
-        streams: that the layers run on.
+        ways: "side", layers run on a second stream too; "aside", the arena's memory is reserved on a stream of its own;
+            "checked", with the arena's checks.
     """
     main, side, third = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
-    model = nn.Sequential(*(Beside(side if streams > 1 else None) for _ in range(3)))
-    x, kept = torch.ones(SIZE, device="cuda"), []
-    before = device.violations()
-    with memplug.attach(model, BLOCK) as session:
-        for step in range(12):
-            out = model(x)
-            out.mean().backward()
-            model.zero_grad()
+    reserve = torch.cuda.Stream() if "aside" in ways else main
+    model = nn.Sequential(*(Beside(side if "side" in ways else None) for _ in range(3)))
+    before, kept = device.violations(), []
+    block = BLOCK | {"arena": {"checks": "checked" in ways}}
+    with memplug.attach(model, block) as session:
+        for step in range(STEPS):
+            out = step_of(model, side if "side" in ways else main)
+            if "side" in ways and step == STEPS - 2:  # no plan knows it: it is lent bytes planned for the other stream
+                lent = [scratch(main) for _ in range(8)]
+                assert any(owned(each) for each in lent)
+                del lent
             with torch.cuda.stream(reserve):
                 if step == 0:  # before anything is recorded: what the allocator has cached of this stream is busy yet
                     busy = [torch.zeros(LARGE, device="cuda").add_(1) for _ in range(8)]
@@ -70,7 +91,7 @@ def train(reserve: torch.cuda.Stream, streams: int) -> int:
         assert session.report()["arena_served"] > 0
     assert owned(out)
     out = out.detach()
-    if streams > 1:
+    if "side" in ways:
         third.wait_stream(main)
         with torch.cuda.stream(third):
             out.sin().cos()
@@ -90,6 +111,5 @@ if __name__ == "__main__":
     found = 0
     for schedule in (Schedule("eager"), Schedule("computefirst")):
         with scheduled(schedule):
-            default = torch.cuda.default_stream()
-            found += train(default if sys.argv[1] == "default" else torch.cuda.Stream(), int(sys.argv[2]))
+            found += sum(train(set(ways.split())) for ways in sys.argv[1:])
     sys.stdout.write(f"unordered {found}\n")

@@ -40,7 +40,7 @@ from tests.cudasim import device, table  # noqa: E402
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Where the table of README.md is written."""
-    parser.addoption("--table", metavar="FILE", help="write what ran under which schedule into this file's table")
+    parser.addoption("--table", nargs=2, metavar=("FILE", "PLACE"), help="write what ran under which schedule there")
 
 
 def pytest_report_header() -> str:
@@ -116,4 +116,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.section("what ran under which schedule")
     terminalreporter.write_line(rows)
     if config.getoption("--table"):
-        table.write(config.getoption("--table"), rows)
+        table.write(*config.getoption("--table"), rows)

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 POLICIES = ["eager", "lazy", "copyfirst", "computefirst"]
-PLACE = re.compile(r"(?<=<!-- ran -->\n).*?(?=<!-- /ran -->)", re.DOTALL)
 
 
 def of(tests: list[tuple[str, dict[str, int]]]) -> str:
@@ -29,10 +28,11 @@ def of(tests: list[tuple[str, dict[str, int]]]) -> str:
     return "\n".join(lines)
 
 
-def write(file: str, rows: str) -> None:
-    """Between the two comments of that file."""
+def write(file: str, place: str, rows: str) -> None:
+    """Between that file's comments `<!-- place -->` and `<!-- /place -->`."""
     path = Path(file)
-    text, times = PLACE.subn(lambda _: rows + "\n", path.read_text())
+    between = re.compile(f"(?<=<!-- {place} -->\n).*?(?=<!-- /{place} -->)", re.DOTALL)
+    text, times = between.subn(lambda _: rows + "\n", path.read_text())
     if times != 1:
-        raise ValueError(f"{file} has no place for the table: <!-- ran --> and <!-- /ran -->")
+        raise ValueError(f"{file} has no place for the table: <!-- {place} --> and <!-- /{place} -->")
     path.write_text(text)

@@ -13,9 +13,10 @@ void what_is_in_use_outlives_its_plan() {
   arena.begin_step();
   void* const kept = ask(arena, 1);
   std::memset(kept, 7, UNIT);
+  ++device.queued[SIDE]; // of this plan, and unknown to the next
   arena.load(plan_of({planned(0, 4), planned(1, 3)}, 4)); // in the same memory
   arena.begin_step();
-  CHECK(device.reserved.size() == 1);
+  CHECK(device.reserved.size() == 1 && device.finished[SIDE] == device.queued[SIDE]);
   CHECK(ask(arena, 4) == nullptr);
   CHECK(at(arena, ask(arena, 3)) == 1);
   arena.load(plan_of({planned(0, 16)}, 16));
