@@ -196,6 +196,29 @@ def is_mutable(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and (func._schema.is_mutable or is_exchange(func))
 
 
+def describe(name: str, overload: str) -> int:
+    """What the native tape needs to know about an operator, as the bits of `Trait` in memplug/native/operators.h.
+
+    Args:
+        name: with its namespace, such as "aten::add".
+        overload: such as "Tensor"; "" for the default one.
+    """
+    namespace, _, operator = name.partition("::")
+    func = getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
+    exchange = is_exchange(func)
+    traits = (
+        is_communication(func),
+        exchange,
+        exchange and accumulates(func),
+        exchange and name in _WRITES_NOTHING,
+        is_random(func),
+        has_effects(func),
+        gives_python_value(func),
+        leaves_memory_blank(func),
+    )
+    return sum(1 << bit for bit, holds in enumerate(traits) if holds)
+
+
 @functools.cache
 def is_ordinary(func: Any) -> bool:
     """Whether none of the above holds: the operator reads its inputs and makes its outputs, like most."""

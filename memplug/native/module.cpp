@@ -14,6 +14,7 @@
 #include "requests.h"
 #include "sequence.h"
 #include "serving.h"
+#include "tape_module.h"
 
 namespace py = pybind11;
 
@@ -223,6 +224,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     }
     return texts;
   });
+
+  add_tapes(module);
 
   py::class_<Suspended>(module, "Suspended")
       .def(py::init<>())

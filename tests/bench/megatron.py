@@ -24,14 +24,19 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 class Stack(nn.Module):
-    """Decoder layers without embedding and head; parameters and input depend on the case alone."""
+    """Decoder layers without embedding and head; parameters and input depend on the arguments alone.
 
-    def __init__(self, case: Case, mode: str):
+    Args:
+        shape: of the model, as the files of configs/models have it.
+        tokens: of the one sequence.
+        device: as torch names it.
+        mode: "keep_all", or one of RECOMPUTE.
+    """
+
+    def __init__(self, shape: dict[str, Any], tokens: int, device: str, mode: str):
         super().__init__()
-        recipe = _recipe(case)
-        shape = yaml.safe_load((ROOT / "configs" / "models" / f"{case.model}.yaml").read_text())
-        shape["num_hidden_layers"] = case.layers
-        dtype = torch.bfloat16 if case.device.startswith("cuda") else torch.float32
+        recipe = _recipe(device)
+        dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
         config = recipe.transformer_config(shape, recipe.Parallel(), dtype, **RECOMPUTE.get(mode, {}))
 
         from layers import block_spec  # of the recipe
@@ -40,10 +45,10 @@ class Stack(nn.Module):
 
         torch.manual_seed(0)
         self.block = TransformerBlock(config, block_spec(config), post_layer_norm=False, post_process=False)
-        self.block.to(device=case.device, dtype=dtype).train()
-        hidden = torch.randn(case.tokens, 1, config.hidden_size, dtype=dtype, device=case.device)
+        self.block.to(device=device, dtype=dtype).train()
+        hidden = torch.randn(tokens, 1, config.hidden_size, dtype=dtype, device=device)
         self.input = hidden.requires_grad_()
-        self.rotary = RotaryEmbedding(config.kv_channels, rotary_percent=1.0)(case.tokens)
+        self.rotary = RotaryEmbedding(config.kv_channels, rotary_percent=1.0)(tokens)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -55,20 +60,26 @@ class Stack(nn.Module):
         return self.block(hidden_states=self.input.clone(), attention_mask=None, rotary_pos_emb=self.rotary)
 
 
-def _recipe(case: Case) -> Any:
+def stack_of(case: Case, mode: str) -> Stack:
+    """The stack of a case."""
+    shape = yaml.safe_load((ROOT / "configs" / "models" / f"{case.model}.yaml").read_text())
+    return Stack({**shape, "num_hidden_layers": case.layers}, case.tokens, case.device, mode)
+
+
+def _recipe(device: str) -> Any:
     """The recipe's module `model`, with everything initialized that it asks for."""
     folder = str(ROOT / "examples" / "megatron_llama2")
     first = folder not in sys.path
     if first:
         sys.path.append(folder)
-    if first and not case.device.startswith("cuda"):
+    if first and not device.startswith("cuda"):
         import cpu
 
         cpu.pretend()
     import model
 
     if first:
-        backend = "nccl" if case.device.startswith("cuda") else "gloo"
+        backend = "nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         model.initialize(model.Parallel(), seed=0)
     return model

@@ -107,7 +107,7 @@ def prepared(mode: str, case: Case) -> Iterator[Run]:
     if case.host == "megatron":
         from tests.bench import megatron
 
-        run = Run(megatron.Stack(case, mode))
+        run = Run(megatron.stack_of(case, mode))
     else:
         run = Run(Stack(case))
     backend = BACKENDS[case.attention]

@@ -1,0 +1,99 @@
+#include "operators.h"
+
+#include <ATen/autocast_mode.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <memory>
+#include <mutex>
+#include <utility>
+
+namespace memplug {
+namespace {
+
+struct Known {
+  std::mutex mutex;
+  // by the address of the name, which the schema owns
+  ska::flat_hash_map<const char*, std::unique_ptr<Operator>> operators;
+  std::function<uint32_t(const std::string&, const std::string&)> describe;
+};
+
+Known& known() {
+  static auto* instance = new Known(); // never destroyed: autograd's threads outlive static destruction
+  return *instance;
+}
+
+std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits) {
+  const auto handle = c10::Dispatcher::singleton().findSchema(name);
+  if (!handle) {
+    return nullptr;
+  }
+  const auto& arguments = handle->schema().arguments();
+  int32_t dropout = -1;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    dropout = arguments[i].name() == "dropout_p" ? static_cast<int32_t>(i) : dropout;
+  }
+  return std::make_unique<Operator>(Operator{
+      *handle,
+      name.overload_name.empty() ? name.name : name.name + "." + name.overload_name,
+      traits,
+      handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd),
+      handle->hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU),
+      handle->hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA),
+      handle->schema().is_mutable() || (traits & EXCHANGE) != 0,
+      dropout});
+}
+
+} // namespace
+
+const Operator* operator_of(const at::RecordFunction& function) {
+  thread_local ska::flat_hash_map<const char*, const Operator*> seen; // without the lock
+  const char* key = function.name();
+  if (const auto found = seen.find(key); found != seen.end()) {
+    return found->second;
+  }
+  const auto name = function.operator_name();
+  if (!name) {
+    return nullptr; // a label: its address may be another's later
+  }
+  std::function<uint32_t(const std::string&, const std::string&)> describe;
+  {
+    const std::lock_guard<std::mutex> lock(known().mutex);
+    if (const auto found = known().operators.find(key); found != known().operators.end()) {
+      return seen[key] = found->second.get();
+    }
+    describe = known().describe;
+  }
+  auto fresh = look_up(*name, describe ? describe(name->name, name->overload_name) : 0); // may run Python: no lock held
+  const std::lock_guard<std::mutex> lock(known().mutex);
+  auto& kept = known().operators[key];
+  if (kept == nullptr) {
+    kept = std::move(fresh);
+  }
+  return seen[key] = kept.get();
+}
+
+void describe_operators(std::function<uint32_t(const std::string&, const std::string&)> describe) {
+  const std::lock_guard<std::mutex> lock(known().mutex);
+  known().describe = std::move(describe);
+}
+
+bool Operator::casts(c10::ArrayRef<c10::IValue> arguments) const {
+  const bool on_cpu = casts_on_cpu && at::autocast::is_autocast_enabled(c10::DeviceType::CPU);
+  const bool on_cuda = casts_on_cuda && at::autocast::is_autocast_enabled(c10::DeviceType::CUDA);
+  bool found = false;
+  for (size_t i = 0; (on_cpu || on_cuda) && i < arguments.size(); ++i) {
+    each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      found = found || (on_cpu && tensor.is_cpu()) || (on_cuda && tensor.is_cuda());
+    });
+  }
+  return found;
+}
+
+bool Operator::draws(c10::ArrayRef<c10::IValue> arguments) const {
+  if (!has(RANDOM)) {
+    return false;
+  }
+  return dropout < 0 || !arguments[dropout].isDouble() || arguments[dropout].toDouble() != 0;
+}
+
+} // namespace memplug

@@ -1,0 +1,71 @@
+// What the tape needs to know about an operator, looked up once: its schema and kernels here, its meaning from Python.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+namespace memplug {
+
+// Packed as `describe` in memplug/execute/operators.py.
+enum Trait : uint32_t {
+  COMMUNICATES = 1 << 0, // other ranks take part
+  EXCHANGE = 1 << 1, // of c10d: writes to its arguments, although its schema does not say so
+  ACCUMULATES = 1 << 2, // an exchange that reads the tensors it writes to
+  WRITES_NOTHING = 1 << 3, // an exchange without a result
+  RANDOM = 1 << 4, // may advance a random generator
+  EFFECTS = 1 << 5, // may do more than its outputs show
+  VALUE = 1 << 6, // gives Python a number
+  BLANK = 1 << 7, // its output is memory that another operator has to fill
+};
+
+struct Operator {
+  c10::OperatorHandle handle;
+  std::string name; // "aten::add.Tensor"
+  uint32_t traits;
+  bool composite; // it calls other operators, and does nothing besides
+  bool casts_on_cpu, casts_on_cuda; // under autocast it casts its arguments first, and is called again
+  bool mutates;
+  int32_t dropout; // position of the argument `dropout_p`, or -1
+
+  bool has(Trait trait) const {
+    return (traits & trait) != 0;
+  }
+
+  // Whether this call is one under autocast.
+  bool casts(c10::ArrayRef<c10::IValue> arguments) const;
+
+  // Whether this call advances a random generator: attention does only where its dropout is above zero.
+  bool draws(c10::ArrayRef<c10::IValue> arguments) const;
+};
+
+// Null for labels, which are no operators. Operators live for ever.
+const Operator* operator_of(const at::RecordFunction& function);
+
+// Who gives an operator's traits, by its name and overload.
+void describe_operators(std::function<uint32_t(const std::string&, const std::string&)> describe);
+
+// Whether a tensor is a Python number that torch has wrapped, and so a value like any other.
+inline bool is_number(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+// Calls `visit(tensor)` for each defined tensor of an argument or result, those in its lists included; wrapped numbers are
+// none.
+template <typename Visit>
+void each_tensor(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined() && !is_number(value.toTensor())) {
+      visit(value.toTensor());
+    }
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      each_tensor(element, visit);
+    }
+  }
+}
+
+} // namespace memplug

@@ -1,0 +1,167 @@
+"""The host's time, where there is little else: `python -m tests.bench.host_time`.
+
+Layers so small that a step's time is what Python, torch and memplug need to queue its operators. Each mode has a process of
+its own with one thread; they take turns, round by round, and processor time is measured: of the forward pass, of the
+backward pass, and of the whole step, to the end of memplug's own work at its boundary.
+
+| mode | what it is |
+|---|---|
+| `keep_all` | autograd as it is |
+| `reentrant`, `non_reentrant` | `torch.utils.checkpoint` around every layer; in case c Megatron-Core's own, which is reentrant |
+| `memplug:A`, `memplug:A+arena` | this package without and with the arena; alpha is 0, 1 or auto, and tensors of any size are swapped |
+| `memplug:fits`, `memplug:fits+arena` | alpha auto where nothing is large enough to be swapped: all of it could be kept |
+
+| case | what it is |
+|---|---|
+| `a` | 16 Hugging Face Llama layers, hidden size 64, 32 tokens |
+| `b` | the same, hidden size 256, 256 tokens |
+| `c` | 16 Megatron-Core layers, hidden size 64, 32 tokens |
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.bench.table import Row, figures, render, write_rows
+
+BENCH = "host_time"
+ALPHAS = ("0", "1", "auto", "fits")
+MODES = (
+    "keep_all",
+    "reentrant",
+    "non_reentrant",
+    *(f"memplug:{alpha}{arena}" for alpha in ALPHAS for arena in ("", "+arena")),
+)
+PARTS = ("forward", "backward", "step")
+HEADERS = ("case", "mode", *(f"{part} ms" for part in PARTS), *(f"{part} over keep_all" for part in PARTS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of one case: layers of whom, and how many tokens of what size."""
+
+    host: str
+    layers: int
+    hidden: int
+    tokens: int
+
+
+CASES = {
+    "a": Shape("transformers", 16, 64, 32),
+    "b": Shape("transformers", 16, 256, 256),
+    "c": Shape("megatron", 16, 64, 32),
+}
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Which cases and modes, and for how long."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="[all]")
+    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="[all]")
+    add("--layers", type=int, help="instead of the case's")
+    add("--steps", type=int, default=5, help="measured each time that it is a mode's turn [5]")
+    add("--rounds", type=int, default=9, help="turns of each mode [9]")
+    add("--json", type=Path, metavar="FILE", help="write the rows here")
+    return parser.parse_args(argv)
+
+
+class Child:
+    """A process that trains one case in one mode, and measures when it is told to."""
+
+    def __init__(self, mode: str, shape: Shape):
+        command = [sys.executable, "-m", f"tests.bench.{BENCH}", "--child", mode, json.dumps(dataclasses.asdict(shape))]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def measure(self, steps: int) -> dict[str, float]:
+        """Seconds of processor time of each part of a step: medians of so many."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the process of {self.process.args} ended with {self.process.wait()}")
+        return json.loads(answer)
+
+    def stop(self) -> None:
+        """End it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def measure(shape: Shape, modes: list[str], steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """By mode and part, one figure a round; before the first, every mode warms up."""
+    seconds: dict[str, dict[str, list[float]]] = {mode: {part: [] for part in PARTS} for mode in modes}
+    children = {mode: Child(mode, shape) for mode in modes}
+    try:
+        for child in children.values():
+            child.measure(1)
+        for _ in range(rounds):
+            for mode, child in children.items():
+                for part, taken in child.measure(steps).items():
+                    seconds[mode][part].append(taken)
+    finally:
+        for child in children.values():
+            child.stop()
+    return seconds
+
+
+def serve(mode: str, shape: Shape) -> None:
+    """The child: trains, and answers with what it measured."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    from tests.bench.host_training import prepared
+
+    with prepared(mode, shape) as training:
+        for line in sys.stdin:
+            taken = [training.timed_step() for _ in range(int(line))]
+            answers.write(json.dumps({part: statistics.median(one[part] for one in taken) for part in PARTS}) + "\n")
+            answers.flush()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print."""
+    args = parse_args(argv)
+    modes = list(dict.fromkeys(["keep_all", *args.modes]))
+    rows: list[Row] = []
+    lines = []
+    for name in args.cases:
+        shape = CASES[name] if args.layers is None else dataclasses.replace(CASES[name], layers=args.layers)
+        case = f"{name}: {shape.layers} {shape.host} layers, hidden {shape.hidden}, {shape.tokens} tokens"
+        own_modes = [mode for mode in modes if name != "c" or mode != "non_reentrant"]
+        seconds = measure(shape, own_modes, args.steps, args.rounds)
+        for mode in own_modes:
+            own: dict[str, Any] = {part: statistics.median(seconds[mode][part]) for part in PARTS}
+            over = {part: _ratio(seconds[mode][part], seconds["keep_all"][part]) for part in PARTS}
+            rows += [Row(BENCH, case, mode, f"{part}_s", "s", own[part], args.rounds) for part in PARTS]
+            rows += [Row(BENCH, case, mode, f"{part}_over_keep_all", "1", over[part], args.rounds) for part in PARTS]
+            lines.append(
+                (name, mode, *(figures(own[part] * 1e3, 3) for part in PARTS), *(f"{over[part]:.2f}" for part in PARTS))
+            )
+    print(render(HEADERS, lines, left=1))
+    if args.json:
+        write_rows(args.json, rows)
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> float:
+    """The median of the ratios within each round."""
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        serve(sys.argv[2], Shape(**json.loads(sys.argv[3])))
+    else:
+        main()

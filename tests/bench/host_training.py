@@ -1,0 +1,119 @@
+"""The small trainings of `tests.bench.host_time`, one function for each way to train."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+import memplug
+from tests.bench.host_time import Shape
+
+WARM_UP = 14  # of memplug: two are compared, two observed, five try plans, and the arena begins
+
+
+class Llama(nn.Module):
+    """Hugging Face's decoder layers, without embedding and head."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=shape.hidden,
+            intermediate_size=2 * shape.hidden,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            attn_implementation="sdpa",
+        )
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, index) for index in range(shape.layers))
+        self.input = torch.randn(1, shape.tokens, shape.hidden).requires_grad_()
+        self.positions = LlamaRotaryEmbedding(config)(self.input, torch.arange(shape.tokens)[None])
+
+    def forward(self, apply: Callable[..., torch.Tensor]) -> torch.Tensor:
+        hidden = self.input.clone()
+        for layer in self.layers:
+            hidden = apply(functools.partial(self._layer, layer), hidden)
+        return hidden
+
+    def _layer(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        out = layer(hidden, attention_mask=None, position_embeddings=self.positions)
+        return out[0] if isinstance(out, tuple) else out
+
+
+class Training:
+    """A model, how its layers are called, and the session that is attached to it, if any."""
+
+    def __init__(self, model: nn.Module, apply: Callable[..., torch.Tensor], session: Any):
+        self.model, self.apply, self.session = model, apply, session
+
+    def timed_step(self) -> dict[str, float]:
+        """Seconds of processor time of one step and of its parts."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        begin = time.process_time()
+        out = self.model(self.apply)
+        forward = time.process_time()
+        out.backward(torch.ones_like(out))
+        backward = time.process_time()
+        if self.session is not None:
+            self.session.step()
+        end = time.process_time()
+        return {"forward": forward - begin, "backward": backward - forward, "step": end - begin}
+
+
+@contextlib.contextmanager
+def prepared(mode: str, shape: Shape) -> Iterator[Training]:
+    """A training in that mode, warm."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    logging.getLogger("memplug").setLevel(logging.ERROR)
+    model = Llama(shape) if shape.host == "transformers" else _megatron(shape, mode)
+    apply = functools.partial(checkpoint, use_reentrant=mode == "reentrant") if "reentrant" in mode else _call
+    session = memplug.attach(model, _block(mode)) if mode.startswith("memplug") else None
+    training = Training(model.train(), apply, session)
+    try:
+        for _ in range(WARM_UP):
+            training.timed_step()
+        yield training
+    finally:
+        if session is not None:
+            session.detach()
+
+
+def _call(layer: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    return layer(hidden)
+
+
+def _block(mode: str) -> dict[str, Any]:
+    alpha, _, arena = mode.partition(":")[2].partition("+")
+    number = "auto" if alpha in ("auto", "fits") else float(alpha)
+    smallest = {} if alpha == "fits" else {"min_offload_bytes": 0}
+    return {
+        "enabled": True,
+        "plan_dir": False,
+        "tokenwise": {"alpha": number, **smallest},
+        "arena": {"enabled": bool(arena)},
+    }
+
+
+def _megatron(shape: Shape, mode: str) -> nn.Module:
+    from tests.bench import megatron
+
+    fields = {
+        "hidden_size": shape.hidden,
+        "intermediate_size": 2 * shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+    }
+    return megatron.Stack(fields, shape.tokens, "cpu", "full" if mode == "reentrant" else "keep_all")
