@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.bench import leaks, logical_layers, profiler_overhead, stability
+from tests.bench import host_time, leaks, logical_layers, profiler_overhead, stability
 from tests.bench.stability import Log
 
 
@@ -71,6 +71,21 @@ def test_the_overhead_of_every_mode_is_measured_beside_the_baseline(device, tmp_
     assert list(ratios) == list(profiler_overhead.MODES) and ratios["baseline"] == 1
     assert all(row["value"] > 0 for row in rows)
     assert "a quarter of the tokens" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_the_hosts_time_is_measured_beside_keeping_everything(tmp_path, capsys):
+    output, mode = tmp_path / "rows.json", "memplug:1+arena"
+    few = ["--layers", "2", "--steps", "1", "--rounds", "1"]
+    host_time.main(["--cases", "a", "c", "--modes", mode, *few, "--json", str(output)])
+    rows = json.loads(output.read_text())
+    found = {(row["case"][0], row["mode"], row["metric"]): row["value"] for row in rows}
+    assert len(found) == len(rows) and min(found.values()) > 0
+    for case in "ac":
+        assert all(found[case, "keep_all", f"{part}_over_keep_all"] == 1 for part in host_time.PARTS)
+        parts = found[case, mode, "forward_s"] + found[case, mode, "backward_s"]
+        assert found[case, mode, "step_s"] >= parts
+    assert capsys.readouterr().out.count(mode) == 2
 
 
 @pytest.mark.long

@@ -74,6 +74,7 @@ _FILLS = {"c10d::allreduce_", "c10d::_allgather_base_", "c10d::_reduce_scatter_b
 _ACCUMULATES = {"c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::broadcast_", "c10d::reduce_"}
 _WRITES_NOTHING = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_"}
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+_RESHAPES = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data", "aten::swap_"}
 _WITHOUT_COMMUNICATION = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 _ATTENTION_NAMESPACES = {"flash_attn", "flash_attn_2", "flash_attn_3"}
@@ -215,6 +216,7 @@ def describe(name: str, overload: str) -> int:
         has_effects(func),
         gives_python_value(func),
         leaves_memory_blank(func),
+        name in _RESHAPES,
     )
     return sum(1 << bit for bit, holds in enumerate(traits) if holds)
 

@@ -74,7 +74,7 @@ std::unique_ptr<at::ObserverContext> Observer::begin(const at::RecordFunction& f
     observer->miss();
     return nullptr;
   }
-  const auto arguments = function.inputs().slice(function.inputs().size() - count); // of an interpreter's stack, the top
+  const auto arguments = function.inputs().slice(function.inputs().size() - count); // the top of a stack
   const bool subclass = is_subclass(arguments);
   if (subclass && observer->tape_ != nullptr) {
     observer->tape_->opaque |= SUBCLASS;

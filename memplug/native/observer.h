@@ -7,8 +7,8 @@ namespace memplug {
 
 // Observes this thread's operators until it is destroyed: notes them on a tape, or compares them with one.
 //
-// An operator that only calls others (composite, under autocast, with tensors of a subclass) is looked through: those that
-// it calls are noted in its place. All others are leaves, and what runs inside of a leaf is no operator of the tape.
+// An operator that only calls others (composite, under autocast, with tensors of a subclass) is looked through: the
+// operators that it calls are noted in its place. All others are leaves, and what runs inside of a leaf is not noted.
 class Observer {
  public:
   explicit Observer(Tape& tape);

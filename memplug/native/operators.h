@@ -20,6 +20,7 @@ enum Trait : uint32_t {
   EFFECTS = 1 << 5, // may do more than its outputs show
   VALUE = 1 << 6, // gives Python a number
   BLANK = 1 << 7, // its output is memory that another operator has to fill
+  RESHAPES = 1 << 8, // gives a tensor other memory, or another layout, in place
 };
 
 struct Operator {
@@ -53,8 +54,8 @@ inline bool is_number(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->is_wrapped_number();
 }
 
-// Calls `visit(tensor)` for each defined tensor of an argument or result, those in its lists included; wrapped numbers are
-// none.
+// Calls `visit(tensor)` for each defined tensor of an argument or result, those in its lists included; wrapped numbers
+// are none.
 template <typename Visit>
 void each_tensor(const c10::IValue& value, const Visit& visit) {
   if (value.isTensor()) {

@@ -33,7 +33,8 @@ class Generators {
     for (const Drawn& each : drawn) {
       at::Generator generator = each.generator;
       const std::lock_guard<std::mutex> lock(generator.mutex());
-      const bool known = std::any_of(before_.begin(), before_.end(), [&](const auto& b) { return b.first == generator; });
+      const bool known = std::any_of(
+          before_.begin(), before_.end(), [&](const auto& before) { return before.first == generator; });
       if (!known) {
         before_.emplace_back(generator, generator.get_state());
       }
@@ -81,7 +82,7 @@ class Pass {
         bases_[use.storage] = use.element < 0 ? value.toTensor() : value.toListRef()[use.element].toTensor();
       }
     }
-    let_go(record, index);
+    release(record, index);
   }
 
   void put(size_t index, Substitute found) {
@@ -92,7 +93,7 @@ class Pass {
     for (size_t i = 0; i < found.tensors.size(); ++i) {
       bases_[record.outputs[i].storage] = std::move(found.tensors[i]);
     }
-    let_go(record, index);
+    release(record, index);
   }
 
   at::Tensor at(const Use& use) const {
@@ -161,7 +162,7 @@ class Pass {
     }
   }
 
-  void let_go(const Record& record, size_t index) {
+  void release(const Record& record, size_t index) {
     for (const Use& use : record.inputs) {
       if (last_[use.storage] == static_cast<int64_t>(index)) {
         bases_[use.storage].reset();

@@ -27,8 +27,8 @@ std::vector<Action> actions_of(
 
 // Runs a tape's operators by those actions and returns the tensors that lie where `wanted` says, without their graph.
 //
-// Views are not run: each tensor is made from its storage. A storage is let go after its last use. Random operators draw
-// what they drew on the tape; the generators are as before afterwards.
+// Views are not run: each tensor is made from its storage. A storage is released after its last use. Random operators
+// draw the same numbers again, and the generators are as before afterwards.
 std::vector<at::Tensor> replay(
     const Tape& tape,
     const std::vector<Action>& actions,

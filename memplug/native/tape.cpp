@@ -41,7 +41,8 @@ bool same_number(const at::Tensor& one, const at::Tensor& other) {
   if (!one.defined() || !other.defined()) {
     return one.defined() == other.defined();
   }
-  return one.scalar_type() == other.scalar_type() && std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes()) == 0;
+  return one.scalar_type() == other.scalar_type() &&
+      std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes()) == 0;
 }
 
 // An argument as it is kept: without its tensors.
@@ -69,7 +70,8 @@ std::vector<Drawn> generators_of(c10::ArrayRef<c10::IValue> arguments) {
       generators = {argument.toGenerator()};
       break;
     }
-    each_tensor(argument, [&](const at::Tensor& tensor) { device = tensor.is_cpu() ? device : tensor.device(); });
+    each_tensor(
+        argument, [&](const at::Tensor& tensor) { device = tensor.is_cpu() ? device : tensor.device(); });
   }
   if (generators.empty()) {
     generators.push_back(at::globalContext().defaultGenerator(c10::Device(c10::kCPU)));
@@ -94,7 +96,8 @@ bool equal(const c10::IValue& one, const c10::IValue& other) {
     return one.toInt() == other.toInt();
   }
   if (one.isDouble() && other.isDouble()) {
-    return one.toDouble() == other.toDouble() || (one.toDouble() != one.toDouble() && other.toDouble() != other.toDouble());
+    const double x = one.toDouble(), y = other.toDouble();
+    return x == y || (x != x && y != y); // NaN, too
   }
   if (one.isBool() && other.isBool()) {
     return one.toBool() == other.toBool();
@@ -115,8 +118,13 @@ bool equal(const c10::IValue& one, const c10::IValue& other) {
 
 Geometry Geometry::of(const at::Tensor& tensor) {
   const auto size = tensor.sizes(), stride = tensor.strides();
-  return {{size.begin(), size.end()}, {stride.begin(), stride.end()}, tensor.storage_offset(),
-          tensor.scalar_type(), tensor.is_conj(), tensor.is_neg()};
+  return {
+      {size.begin(), size.end()},
+      {stride.begin(), stride.end()},
+      tensor.storage_offset(),
+      tensor.scalar_type(),
+      tensor.is_conj(),
+      tensor.is_neg()};
 }
 
 bool Geometry::is_of(const at::Tensor& tensor) const {
@@ -176,10 +184,7 @@ size_t Tape::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
       return;
     }
     const int32_t number = storages.number(tensor);
-    if (storages.is_given(number) && given.size() <= static_cast<size_t>(number)) {
-      given.resize(number + 1);
-      given[number] = tensor.is_leaf() ? tensor : tensor.tensor_data(); // without the graph that it comes from
-    }
+    give(number, tensor);
     record.inputs.push_back({position, element, number, Geometry::of(tensor)});
     const auto* alias = schema[position].alias_info();
     const bool first_of_exchange = op.has(EXCHANGE) && !op.has(WRITES_NOTHING) && position == 0;
@@ -188,11 +193,32 @@ size_t Tape::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
     }
   });
   records.push_back(std::move(record));
+  running_ = true;
   return records.size() - 1;
+}
+
+void Tape::give(int32_t number, const at::Tensor& tensor) {
+  given.resize(std::max(given.size(), storages.size()));
+  if (storages.is_given(number) && !given[number].defined()) {
+    given[number] = tensor.is_leaf() ? tensor : tensor.tensor_data(); // without the graph that it comes from
+  }
+}
+
+Use Tape::save(const at::Tensor& tensor) {
+  int32_t number = storages.find(tensor);
+  if (number < 0 && running_) {
+    number = storages.make(tensor);
+    saved_early_.emplace_back(number, tensor.tensor_data());
+  } else if (number < 0) {
+    number = storages.number(tensor);
+  }
+  give(number, tensor);
+  return {0, -1, number, Geometry::of(tensor)};
 }
 
 void Tape::end(size_t index, c10::ArrayRef<c10::IValue> results) {
   Record& record = records[index];
+  running_ = false;
   if (results.size() != record.op->handle.schema().returns().size()) {
     opaque |= FAILED;
     return;
@@ -207,12 +233,21 @@ void Tape::end(size_t index, c10::ArrayRef<c10::IValue> results) {
       return;
     }
     int32_t number = storages.find(tensor);
+    const bool early = std::any_of(
+        saved_early_.begin(), saved_early_.end(), [&](const auto& saved) { return saved.first == number; });
     if (!holds(read, number) && !holds(record.made, number)) {
-      number = storages.make(tensor);
+      number = early ? number : storages.make(tensor);
       record.made.push_back(number);
     }
     record.outputs.push_back({position, element, number, Geometry::of(tensor)});
   });
+  for (const auto& [number, tensor] : saved_early_) {
+    if (!holds(record.made, number)) { // no result, such as a copy of memory that is about to be overwritten: it is kept
+      storages.set_given(number);
+      give(number, tensor);
+    }
+  }
+  saved_early_.clear();
   classify(record);
 }
 
@@ -237,6 +272,9 @@ void Tape::classify(Record& record) {
     for (const int32_t number : record.written) {
       record.root = record.root || storages.is_given(number);
     }
+  }
+  if (op.has(RESHAPES)) {
+    opaque |= RESHAPED;
   }
   if (op.has(BLANK)) {
     for (const int32_t number : record.made) {

@@ -66,6 +66,9 @@ class Storages {
   // A new one for a tensor that an operator made.
   int32_t make(const at::Tensor& tensor);
 
+  void set_given(int32_t number) {
+    given_[number] = true;
+  }
   bool is_given(int32_t number) const {
     return given_[number];
   }
@@ -94,6 +97,7 @@ enum Opaque : uint32_t {
   UNOBSERVED = 1 << 1, // an operator's result was made by none that was observed
   UNFILLED = 1 << 2, // nothing was seen to fill memory that was asked for
   FAILED = 1 << 3, // an operator raised
+  RESHAPED = 1 << 4, // a tensor was given other memory, or another layout, in place
 };
 
 class Tape {
@@ -103,6 +107,9 @@ class Tape {
 
   // It has run.
   void end(size_t index, c10::ArrayRef<c10::IValue> results);
+
+  // Autograd saves a tensor for backward: where it lies. An operator's own result is saved before the operator ends.
+  Use save(const at::Tensor& tensor);
 
   // An operator that was looked through has run, since the tape had `before` records.
   void looked_through(size_t before, bool mutates, c10::ArrayRef<c10::IValue> results);
@@ -116,7 +123,11 @@ class Tape {
   uint32_t opaque = 0;
 
  private:
+  void give(int32_t number, const at::Tensor& tensor);
   void classify(Record& record);
+
+  bool running_ = false; // the last operator has begun, and not ended
+  std::vector<std::pair<int32_t, at::Tensor>> saved_early_; // of storages that the running operator has made
 
   std::vector<bool> blank_; // storages whose contents no operator has written
 };

@@ -47,9 +47,8 @@ struct Recorded {
   int32_t number(const py::handle& tensor) const {
     return tape.storages.find(tensor_of(tensor));
   }
-  void save(const py::handle& object) {
-    const at::Tensor& tensor = tensor_of(object);
-    saved.push_back({0, -1, tape.storages.number(tensor), Geometry::of(tensor)});
+  void save(const py::handle& tensor) {
+    saved.push_back(tape.save(tensor_of(tensor)));
   }
   std::vector<Action> actions(const std::unordered_map<size_t, bool>& captured) const {
     std::vector<int32_t> wanted = storages_of(saved);
@@ -90,7 +89,7 @@ struct Recorded {
 
 // A tape and what is compared with it.
 struct Verified {
-  explicit Verified(std::shared_ptr<Recorded> recorded) : recorded(std::move(recorded)), verifier(this->recorded->tape) {}
+  explicit Verified(std::shared_ptr<Recorded> tape) : recorded(std::move(tape)), verifier(recorded->tape) {}
   std::shared_ptr<Recorded> recorded;
   Verifier verifier;
   std::optional<Observer> observer;

@@ -1,15 +1,16 @@
 """The host's time, where there is little else: `python -m tests.bench.host_time`.
 
-Layers so small that a step's time is what Python, torch and memplug need to queue its operators. Each mode has a process of
-its own with one thread; they take turns, round by round, and processor time is measured: of the forward pass, of the
-backward pass, and of the whole step, to the end of memplug's own work at its boundary.
+Layers so small that Python, torch and memplug take most of a step's time. Each mode has a process with one thread; they
+take turns, round by round, and processor time is measured: of the forward pass, of the backward pass, and of the whole
+step, memplug's work at its end included.
 
 | mode | what it is |
 |---|---|
 | `keep_all` | autograd as it is |
-| `reentrant`, `non_reentrant` | `torch.utils.checkpoint` around every layer; in case c Megatron-Core's own, which is reentrant |
-| `memplug:A`, `memplug:A+arena` | this package without and with the arena; alpha is 0, 1 or auto, and tensors of any size are swapped |
-| `memplug:fits`, `memplug:fits+arena` | alpha auto where nothing is large enough to be swapped: all of it could be kept |
+| `reentrant` | `torch.utils.checkpoint` around every layer; in case c Megatron-Core's own |
+| `non_reentrant` | `torch.utils.checkpoint` around every layer; not in case c |
+| `memplug:A`, `memplug:A+arena` | alpha 0, 1 or auto, without and with the arena; tensors of any size are swapped |
+| `memplug:fits`, `memplug:fits+arena` | alpha auto, and no tensor is large enough to be swapped |
 
 | case | what it is |
 |---|---|
@@ -68,8 +69,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="[all]")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="[all]")
     add("--layers", type=int, help="instead of the case's")
-    add("--steps", type=int, default=5, help="measured each time that it is a mode's turn [5]")
-    add("--rounds", type=int, default=9, help="turns of each mode [9]")
+    add("--steps", type=int, default=3, help="measured each time that it is a mode's turn [3]")
+    add("--rounds", type=int, default=5, help="turns of each mode [5]")
     add("--json", type=Path, metavar="FILE", help="write the rows here")
     return parser.parse_args(argv)
 
@@ -136,8 +137,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     modes = list(dict.fromkeys(["keep_all", *args.modes]))
     rows: list[Row] = []
-    lines = []
     for name in args.cases:
+        lines = []
         shape = CASES[name] if args.layers is None else dataclasses.replace(CASES[name], layers=args.layers)
         case = f"{name}: {shape.layers} {shape.host} layers, hidden {shape.hidden}, {shape.tokens} tokens"
         own_modes = [mode for mode in modes if name != "c" or mode != "non_reentrant"]
@@ -150,9 +151,9 @@ def main(argv: list[str] | None = None) -> None:
             lines.append(
                 (name, mode, *(figures(own[part] * 1e3, 3) for part in PARTS), *(f"{over[part]:.2f}" for part in PARTS))
             )
-    print(render(HEADERS, lines, left=1))
-    if args.json:
-        write_rows(args.json, rows)
+        print(render(HEADERS, lines, left=1), flush=True)
+        if args.json:
+            write_rows(args.json, rows)
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> float:
