@@ -240,3 +240,11 @@ def test_only_what_is_asked_for_runs(core: Any) -> None:
     assert tape.actions({}) == [run, skip, run, run, skip]
     assert tape.actions({2: True}) == [skip, skip, substitute, run, skip]
     assert tape.actions({2: False}) == [run, skip, substitute, run, skip]
+
+
+def test_casts_of_autocast_are_operators_of_their_own(core: Any) -> None:
+    weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        tape, reference = both(core, lambda: (x @ weight).exp())
+    compare(tape, reference)
+    assert [record[0] for record in tape.records()].count("aten::_to_copy") == 2

@@ -1,6 +1,6 @@
 #include "operators.h"
 
-#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <memory>
@@ -78,8 +78,8 @@ void describe_operators(std::function<uint32_t(const std::string&, const std::st
 }
 
 bool Operator::casts(c10::ArrayRef<c10::IValue> arguments) const {
-  const bool on_cpu = casts_on_cpu && at::autocast::is_autocast_enabled(c10::DeviceType::CPU);
-  const bool on_cuda = casts_on_cuda && at::autocast::is_autocast_enabled(c10::DeviceType::CUDA);
+  const bool on_cpu = casts_on_cpu && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCPU);
+  const bool on_cuda = casts_on_cuda && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCUDA);
   bool found = false;
   for (size_t i = 0; (on_cpu || on_cuda) && i < arguments.size(); ++i) {
     each_tensor(arguments[i], [&](const at::Tensor& tensor) {

@@ -1,7 +1,10 @@
 #include "replay.h"
 
-#include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/mm.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
@@ -156,7 +159,7 @@ class Pass {
       at::baddbmm_out(rows, bias(3), rest(1), rest(2), stack[3].toScalar(), stack[4].toScalar());
     } else { // _grouped_mm(a, b, offs, ...): groups that end before `begin` become empty
       stack[0] = rest(0);
-      stack[2] = (stack[2].toTensor() - begin).clamp_min_(0);
+      stack[2] = stack[2].toTensor().sub(begin).clamp_min_(0);
       record.op->handle.callBoxed(&stack);
       rows.copy_(stack[0].toTensor());
     }
