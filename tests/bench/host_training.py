@@ -12,41 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import memplug
+from tests.bench import modes
 from tests.bench.host_time import Shape
 
 WARM_UP = 14  # of memplug: two are compared, two observed, five try plans, and the arena begins
-
-
-class Llama(nn.Module):
-    """Hugging Face's decoder layers, without embedding and head."""
-
-    def __init__(self, shape: Shape):
-        super().__init__()
-        config = LlamaConfig(
-            hidden_size=shape.hidden,
-            intermediate_size=2 * shape.hidden,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            attn_implementation="sdpa",
-        )
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, index) for index in range(shape.layers))
-        self.input = torch.randn(1, shape.tokens, shape.hidden).requires_grad_()
-        self.positions = LlamaRotaryEmbedding(config)(self.input, torch.arange(shape.tokens)[None])
-
-    def forward(self, apply: Callable[..., torch.Tensor]) -> torch.Tensor:
-        hidden = self.input.clone()
-        for layer in self.layers:
-            hidden = apply(functools.partial(self._layer, layer), hidden)
-        return hidden
-
-    def _layer(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        out = layer(hidden, attention_mask=None, position_embeddings=self.positions)
-        return out[0] if isinstance(out, tuple) else out
 
 
 class Training:
@@ -74,9 +45,8 @@ class Training:
 def prepared(mode: str, shape: Shape) -> Iterator[Training]:
     """A training in that mode, warm."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     logging.getLogger("memplug").setLevel(logging.ERROR)
-    model = Llama(shape) if shape.host == "transformers" else _megatron(shape, mode)
+    model = _stack(shape, mode)
     apply = functools.partial(checkpoint, use_reentrant=mode == "reentrant") if "reentrant" in mode else _call
     session = memplug.attach(model, _block(mode)) if mode.startswith("memplug") else None
     training = Training(model.train(), apply, session)
@@ -105,9 +75,7 @@ def _block(mode: str) -> dict[str, Any]:
     }
 
 
-def _megatron(shape: Shape, mode: str) -> nn.Module:
-    from tests.bench import megatron
-
+def _stack(shape: Shape, mode: str) -> nn.Module:
     fields = {
         "hidden_size": shape.hidden,
         "intermediate_size": 2 * shape.hidden,
@@ -116,4 +84,8 @@ def _megatron(shape: Shape, mode: str) -> nn.Module:
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-5,
     }
+    if shape.host == "transformers":
+        return modes.Stack(fields, shape.tokens, "cpu")
+    from tests.bench import megatron
+
     return megatron.Stack(fields, shape.tokens, "cpu", "full" if mode == "reentrant" else "keep_all")

@@ -32,19 +32,24 @@ Apply = Callable[[Layer, torch.Tensor], torch.Tensor]
 class Stack(nn.Module):
     """Decoder layers without embedding and head.
 
-    Parameters and input depend on the case alone: bf16 on CUDA, fp32 on the CPU.
+    Parameters and input depend on the arguments alone: bf16 on CUDA, fp32 on the CPU.
+
+    Args:
+        shape: fields of Hugging Face's LlamaConfig, as in configs/models.
+        tokens: of the one sequence.
+        device: as torch names it.
     """
 
-    def __init__(self, case: Case):
+    def __init__(self, shape: dict[str, Any], tokens: int, device: str):
         super().__init__()
-        fields = yaml.safe_load((SHAPES / f"{case.model}.yaml").read_text())
-        config = LlamaConfig(**{**fields, "num_hidden_layers": case.layers}, attn_implementation="sdpa")
-        dtype = torch.bfloat16 if case.device.startswith("cuda") else torch.float32
+        config = LlamaConfig(**shape, attn_implementation="sdpa")
+        dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
         torch.manual_seed(0)
-        with torch.device(case.device):
-            self.layers = nn.ModuleList([LlamaDecoderLayer(config, index).to(dtype) for index in range(case.layers)])
-            self.input = torch.randn(1, case.tokens, config.hidden_size, dtype=dtype).requires_grad_()
-            positions = LlamaRotaryEmbedding(config)(self.input, torch.arange(case.tokens)[None])
+        with torch.device(device):
+            layers = range(config.num_hidden_layers)
+            self.layers = nn.ModuleList([LlamaDecoderLayer(config, index).to(dtype) for index in layers])
+            self.input = torch.randn(1, tokens, config.hidden_size, dtype=dtype).requires_grad_()
+            positions = LlamaRotaryEmbedding(config)(self.input, torch.arange(tokens)[None])
         self.positions = tuple(positions)
         self.train()
 
@@ -109,7 +114,8 @@ def prepared(mode: str, case: Case) -> Iterator[Run]:
 
         run = Run(megatron.stack_of(case, mode))
     else:
-        run = Run(Stack(case))
+        shape = yaml.safe_load((SHAPES / f"{case.model}.yaml").read_text())
+        run = Run(Stack({**shape, "num_hidden_layers": case.layers}, case.tokens, case.device))
     backend = BACKENDS[case.attention]
     if case.device.startswith("cuda") and backend is not None:
         run.attention = functools.partial(sdpa_kernel, backend)
