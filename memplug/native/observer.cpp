@@ -62,7 +62,7 @@ void Observer::miss() {
 
 std::unique_ptr<at::ObserverContext> Observer::begin(const at::RecordFunction& function) {
   Observer* const observer = current;
-  if (observer == nullptr || observer->inside_ || observer->pauses_ > 0 || observer->departed_) {
+  if (observer == nullptr || observer->inside_ || observer->departed_) {
     return nullptr;
   }
   const Operator* const op = operator_of(function);

@@ -17,14 +17,6 @@ class Observer {
   Observer(const Observer&) = delete;
   Observer& operator=(const Observer&) = delete;
 
-  // Operators in between are not the region's.
-  void pause() {
-    ++pauses_;
-  }
-  void resume() {
-    --pauses_;
-  }
-
   // An operator was another than the tape's: nothing is compared any more.
   bool departed() const {
     return departed_;
@@ -40,7 +32,6 @@ class Observer {
   Verifier* verifier_ = nullptr;
   Observer* outer_;
   at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
-  int32_t pauses_ = 0;
   bool inside_ = false; // of a leaf
   bool departed_ = false;
 };

@@ -46,7 +46,7 @@ struct Operator {
 // Null for labels, which are no operators. Operators live for ever.
 const Operator* operator_of(const at::RecordFunction& function);
 
-// Who gives an operator's traits, by its name and overload.
+// Who gives an operator's traits, by its name and overload; to be set before the first operator is looked up.
 void describe_operators(std::function<uint32_t(const std::string&, const std::string&)> describe);
 
 // Whether a tensor is a Python number that torch has wrapped, and so a value like any other.
