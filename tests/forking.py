@@ -38,7 +38,7 @@ def launch_forked(
     libraries: Libraries = "deepspeed",
     processes: int = 2,
     module: bool = False,
-    time_limit_s: float = 120,
+    time_limit_s: float = 300,
 ) -> str:
     """Runs a script on forked ranks until it ends; the first rank that fails ends the others.
 

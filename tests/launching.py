@@ -23,7 +23,7 @@ def launch(
     launcher: Launcher = "torchrun",
     processes: int = 2,
     module: bool = False,
-    time_limit_s: float = 120,
+    time_limit_s: float = 300,
     env: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
@@ -107,7 +107,7 @@ def kill_tree(process: subprocess.Popen) -> None:
     psutil.wait_procs(tree, timeout=30)
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen, time_limit_s: float = 120) -> bool:
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen, time_limit_s: float = 300) -> bool:
     """Waits until `condition` holds; returns whether it did before the process ended or the time was over."""
     end = time.monotonic() + time_limit_s
     while not condition():

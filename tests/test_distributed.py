@@ -104,7 +104,7 @@ def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition
         "1": {"stage": 3, "memplug": block(alpha=1), **unequal},
         "auto": {"stage": 3, "memplug": block(), **unequal},
     }
-    launch_forked(["tests.training_worker", tmp_path, json.dumps(cases)], module=True, time_limit_s=100)
+    launch_forked(["tests.training_worker", tmp_path, json.dumps(cases)], module=True)
     for rank in (0, 1):
         results = json.loads((tmp_path / f"{rank}.json").read_text())
         for name in cases:
@@ -128,7 +128,7 @@ def adapt(folder: Path, stage: int, **cases: dict[str, Any]) -> list[dict[str, A
     # without memplug, all that matters of a case is its lengths
     every = {off: {"stage": stage, "memplug": None, "lengths": json.loads(off)} for off in lengths.values()}
     every |= {name: {"stage": stage, "memplug": ADAPTING, **case} for name, case in cases.items()}
-    launch_forked(["tests.training_worker", folder, json.dumps(every)], module=True, time_limit_s=150)
+    launch_forked(["tests.training_worker", folder, json.dumps(every)], module=True)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     for name, case in cases.items():
         for results in ranks:
@@ -166,7 +166,7 @@ def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
         for stage in (1, 3)
         for way in ("on", "off")
     }
-    launch_forked(["tests.training_worker", tmp_path, json.dumps(cases)], module=True, time_limit_s=100)
+    launch_forked(["tests.training_worker", tmp_path, json.dumps(cases)], module=True)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for stage in (1, 3):
         for results in ranks:

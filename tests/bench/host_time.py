@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.table import Row, figures, render, write_rows
+from tests.launching import ROOT
 
 BENCH = "host_time"
 ALPHAS = ("0", "1", "auto", "fits")
@@ -82,7 +83,7 @@ class Child:
         command = [sys.executable, "-m", f"tests.bench.{BENCH}", "--child", mode, json.dumps(dataclasses.asdict(shape))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
         )
 
     def measure(self, steps: int) -> dict[str, float]:
