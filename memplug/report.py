@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-def counters(executor: Executor) -> dict[str, int]:
-    """What the executor did so far and holds now; bytes, and counts."""
+def counters(executor: Executor) -> dict[str, Any]:
+    """What the executor did so far and holds now; bytes, counts, and why regions are opaque."""
     transfer, pool = executor.transfer, executor.pool
     return {
         "forwards": executor.frames,
@@ -31,6 +31,7 @@ def counters(executor: Executor) -> dict[str, int]:
         "fetched_bytes": transfer.fetched_bytes,
         "recomputed_in_full": executor.divergences,
         "opaque_regions": executor.opaque_regions,
+        "opaque_because": sorted(executor.opaque),
     }
 
 

@@ -141,7 +141,7 @@ def assert_clean(executor: Executor) -> None:
     executor.transfer.drain()
     assert executor.live_frames == 0
     assert executor.pool.used_bytes == 0
-    assert executor.transfer.fetched_bytes == 0 and executor.recomputed_bytes == 0 and executor.input_bytes == 0
+    assert executor.transfer.fetched_bytes == 0 and executor.ledger.recomputed_bytes == 0 and executor.input_bytes == 0
 
 
 @contextlib.contextmanager

@@ -180,12 +180,6 @@ def test_a_collective_that_is_not_waited_for_runs_again():
     assert launched_again(Overlaps, 0.0) == [3, 3, 3, 3]
 
 
-def test_a_back_end_that_leaves_nothing_to_wait_for_is_not_waited_for():
-    func, x = torch.ops.c10d.allreduce_.default, torch.ones(3)
-    tensors, work = operators.over(func, ([x], None, None, None, False), {}, ([x], None))
-    assert tensors == [x] and operators.Work.unbox(work).wait()
-
-
 def test_lists_of_tensors_are_exchanged_and_let_go():
     class Lists(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -186,6 +186,7 @@ def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(stage: int
         assert result["report"]["replans"] == 1 and result["report"]["program"] == 0
 
 
+@pytest.mark.long
 def test_a_run_with_memplug_that_is_killed_resumes_with_the_losses_it_would_have_had(tmp_path: Path) -> None:
     """The killed run is its own reference: it trains past its checkpoint, and dies in the middle of a step."""
     killed_log, resumed_log = tmp_path / "killed.jsonl", tmp_path / "resumed.jsonl"

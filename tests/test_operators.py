@@ -13,8 +13,11 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 
 from memplug.execute import operators
-from memplug.execute.operators import Kind, kind_of, recompute_rows
+from memplug.execute.core import core
+from memplug.execute.operators import Kind, kind_of
+from memplug.execute.tape import records_of
 from tests.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
+from tests.native_forward import Keeps, Run
 
 pytestmark = pytest.mark.device
 
@@ -59,16 +62,21 @@ def test_recomputed_rows_are_those_of_the_whole_operator_and_the_others_stay(
 ) -> None:
     func, args, kwargs = cases()[name]
     args = tuple(a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
-    assert operators.splits_by_rows(func, args)
+    assert operators.splits_by_rows(func, [a.dim() for a in args if isinstance(a, torch.Tensor)])
     whole = func(*args, **kwargs)
-    out = torch.full_like(whole, -7)
-    recompute_rows(func, args, kwargs, out, start)
-    assert (out[:start] == -7).all()
-    torch.testing.assert_close(out[start:], whole[start:])
+    out, one = torch.full_like(whole, -7), torch.ones((), requires_grad=True)
+
+    def call() -> torch.Tensor:
+        return Keeps.apply(one, func(*args, **kwargs))
+
+    run = Run(core(), call)
+    (restored,) = run.restored({0: False}, lambda index: ([out], start)).values()
+    assert (restored[:start] == -7).all()
+    torch.testing.assert_close(restored[start:], whole[start:])
 
 
 def test_a_grouped_product_over_the_token_dimension_has_no_rows_to_split() -> None:
-    assert not operators.splits_by_rows(aten._grouped_mm.default, (torch.randn(8, 12), torch.randn(12, 8)))
+    assert not operators.splits_by_rows(aten._grouped_mm.default, (2, 2))
 
 
 # -- kinds -----------------------------------------------------------------------------------------------------------
@@ -122,12 +130,15 @@ def test_collectives_are_captured_where_they_are_waited_for() -> None:
     assert operators.is_communication(torch.ops._c10d_functional.all_reduce.default)
 
 
+LIBRARY = torch.library.Library("memplug_test_operators", "DEF")
+LIBRARY.define("attend(Tensor q, float dropout_p=0.) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+LIBRARY.impl("attend", lambda q, dropout_p=0.0: q.clone(), "CompositeExplicitAutograd")
+
+
 def test_dropout_in_attention_draws_random_numbers_and_attention_without_does_not() -> None:
-    func = aten._scaled_dot_product_flash_attention.default
-    q = torch.randn(1, 1, 2, 4)
-    assert operators.draws(func, (q, q, q, 0.1), {})
-    assert not operators.draws(func, (q, q, q, 0.0), {})
-    assert not operators.draws(func, (q, q, q), {})
+    q, attend = torch.randn(1, 1, 2, 4), torch.ops.memplug_test_operators.attend
+    run = Run(core(), lambda: (attend(q, 0.1), attend(q, 0.0), attend(q), torch.rand(2)))
+    assert [record.draws for record in records_of(run.tape)] == [True, False, False, True]
 
 
 # -- attention and collectives that others register ------------------------------------------------------------------

@@ -63,7 +63,9 @@ def scenario(device: Adversary, alpha: float, in_place: bool = False, seed: int 
         executor.transfer.drain()
     device.synchronize()
     assert not device.violations, device.violations
-    assert executor.pool.used_bytes == 0 and executor.transfer.fetched_bytes == 0 and executor.recomputed_bytes == 0
+    assert (
+        executor.pool.used_bytes == 0 and executor.transfer.fetched_bytes == 0 and executor.ledger.recomputed_bytes == 0
+    )
 
 
 def _stop(gradient: torch.Tensor) -> None:
@@ -133,7 +135,9 @@ def pipeline(device: Adversary, alpha: float, schedule: Schedule, seed: int = 0)
                 region.end_step()
     device.synchronize()
     assert not device.violations, device.violations
-    assert executor.pool.used_bytes == 0 and executor.transfer.fetched_bytes == 0 and executor.recomputed_bytes == 0
+    assert (
+        executor.pool.used_bytes == 0 and executor.transfer.fetched_bytes == 0 and executor.ledger.recomputed_bytes == 0
+    )
     follows = schedule.stage == schedule.stages - 1  # the backward of a micro-batch, its forward
     assert model.regions[-1].lingers == follows and not model.regions[0].lingers
 

@@ -14,6 +14,7 @@ from torch import nn
 import memplug
 from memplug import report as reports
 from tests.blocks import LAYERS, Block, Stack, train_stacks, twin
+from tests.failing import Failing, MayFail
 from tests.hosts import block, ds_config, make_engine, tiny_llama, train, train_engine
 
 
@@ -99,19 +100,22 @@ def test_numbers_reach_the_monitor_that_deepspeed_writes(cpu_engine: None, tmp_p
 
 
 class RunsOut(nn.Module):
-    """A block whose forward runs out of memory at the given call, and whose input's gradient does where asked."""
+    """A block that may run out of memory where `fails` is set: in its forward, or when it is recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = Block()
-        self.calls = 0
-        self.fails_at = 0
+        self.fails = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == self.fails_at:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return self.inner(x)
+        x = self.inner(x)
+        return MayFail.apply(x) if self.fails else x
+
+
+def run_out(model: nn.Module, fails_at: int) -> None:
+    """The second layer does, at a call."""
+    model.layers[1].fails = True
+    Failing.arm(fails_at, lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
 
 
 class FailsInBackward(torch.autograd.Function):
@@ -148,7 +152,7 @@ def check_note(note: str, phase: str, region: str | None) -> None:
 @pytest.mark.parametrize(("phase", "fails_at"), [("forward", 1), ("recompute", 2)])
 def test_running_out_of_memory_in_a_region_is_explained_once(phase: str, fails_at: int, alpha: Any) -> None:
     model = Stack(3, RunsOut)
-    model.layers[1].fails_at = fails_at
+    run_out(model, fails_at)
     with memplug.attach(model, block(alpha=alpha, regions=LAYERS)):
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2.00 GiB") as error:
             model(torch.randn(2, 6, 16)).backward()
@@ -157,12 +161,13 @@ def test_running_out_of_memory_in_a_region_is_explained_once(phase: str, fails_a
 
 def test_training_goes_on_after_running_out_of_memory() -> None:
     model = Stack(3, RunsOut)
+    run_out(model, 2)
     reference = twin(model)
-    model.layers[1].fails_at = 2
     with memplug.attach(model, block(regions=LAYERS)) as session:
         with pytest.raises(torch.OutOfMemoryError):
             model(torch.randn(2, 6, 16)).backward()
         model.zero_grad()
+        Failing.arm(0)
         for seed in range(4):
             train_stacks(model, reference, seed, exact=False)
             session.step()
@@ -178,7 +183,7 @@ def test_running_out_of_memory_in_an_engine_is_explained_once(
     engine = make_engine(ds_config(memplug=block(alpha=0, regions=LAYERS)), model)
     memplug.attach(engine)
     if where == "recompute":
-        model.layers[1].fails_at = 2
+        run_out(model, 2)
     if where == "step":
         monkeypatch.setattr(engine.optimizer, "step", lambda *args, **kwargs: FailsInBackward.backward(None, None))
     loss = engine(torch.randn(2, 6, 16))

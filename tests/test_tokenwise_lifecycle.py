@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from memplug.execute.core import core
 from memplug.execute.device import Device
 from tests.blocks import (
     Block,
@@ -23,6 +23,7 @@ from tests.blocks import (
     train_alike,
     twin,
 )
+from tests.failing import Failing, MayFail
 from tests.forwards import Routes
 from tests.simulated import adversarial_device
 
@@ -38,17 +39,21 @@ class Stop(Exception):
 
 
 class Fails(Block):
+    """`raises`: in this layer, in the pass that `armed` says; an opaque one is recomputed by running it again."""
+
     armed = ""
+    raises = False
+    opaque = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x).sigmoid()
-        if self.armed == "forward" or self.armed == "recompute" and not torch.is_grad_enabled():
-            raise Stop
+        if self.opaque:
+            x.data_ptr()
+        if not self.raises:
+            return x
         if self.armed == "backward":
             x.register_hook(_stop)
-        if self.armed == "recompute":
-            self.armed = "forward"
-        return x
+        return MayFail.apply(x)
 
 
 def _stop(gradient: torch.Tensor) -> None:
@@ -57,21 +62,28 @@ def _stop(gradient: torch.Tensor) -> None:
 
 @alphas
 @pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
+@pytest.mark.parametrize("opaque", [False, True])
 @pytest.mark.parametrize("layer", [1, 3])
-def test_an_error_leaves_nothing_behind_and_the_next_step_is_right(alpha: float, where: str, layer: int) -> None:
+def test_an_error_leaves_nothing_behind_and_the_next_step_is_right(
+    alpha: float, where: str, layer: int, opaque: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(Fails, "opaque", opaque)
     model = Stack(4, Fails)
+    model.layers[layer].raises = True
     reference = twin(model)
     executor = tokenwise(model, alpha, device := adversarial_device("late"))
     x = torch.randn(3, 2, 6, 16)
     with device, no_garbage_collection():
         model(x[0]).backward()
         gradients(model)
-        model.layers[layer].armed = where
-        with contextlib.suppress(Stop):
+        monkeypatch.setattr(Fails, "armed", where)
+        Failing.arm({"forward": 1, "recompute": 2, "backward": 0}[where], Stop)
+        with pytest.raises(Stop):
             model(x[1]).backward()
-        model.layers[layer].armed = ""
-        assert executor.pauses == 0 and executor.recomputing == 0
+        monkeypatch.setattr(Fails, "armed", "")
+        Failing.arm(0)
+        assert core().paused() == 0 and executor.recomputing == 0
         assert_clean(executor)
         model.zero_grad()
         model(x[2]).backward()

@@ -53,8 +53,8 @@ class Ambient:
                 torch.set_autocast_cache_enabled(cached)
 
     @contextlib.contextmanager
-    def during_recompute(self, random: bool) -> Iterator[None]:
-        """The same state again; `random`: whether the forward drew random numbers."""
+    def during_recompute(self) -> Iterator[None]:
+        """The same state again, for a pass that runs the module."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for kind, enabled, dtype in self.autocast:
@@ -65,14 +65,13 @@ class Ambient:
             if now != self.attention:
                 _set_attention_backends(self.attention)
                 stack.callback(_set_attention_backends, now)
-            if random:
-                stack.callback(torch.set_rng_state, torch.get_rng_state())
-                torch.set_rng_state(self.cpu_rng)
-                if self.device_rng is not None:
-                    stack.callback(self.device.set_rng_state, self.device.get_rng_state())
-                    self.device.set_rng_state(self.device_rng)
-                for again in self.surroundings:
-                    stack.enter_context(again())
+            stack.callback(torch.set_rng_state, torch.get_rng_state())
+            torch.set_rng_state(self.cpu_rng)
+            if self.device_rng is not None:
+                stack.callback(self.device.set_rng_state, self.device.get_rng_state())
+                self.device.set_rng_state(self.device_rng)
+            for again in self.surroundings:
+                stack.enter_context(again())
             yield
 
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from memplug.execute.core import core
+
 if TYPE_CHECKING:
     from memplug.execute.tokenwise import Executor
 
@@ -15,11 +17,11 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def outside(executor: Executor) -> Iterator[None]:
     """Operators that a collection on this thread runs are not the region's own: neither noted nor replayed."""
-    thread = threading.get_ident()
+    thread, known = threading.get_ident(), core()
 
     def collecting(phase: str, info: dict[str, Any]) -> None:
-        if threading.get_ident() == thread:
-            executor.pauses += 1 if phase == "start" else -1
+        if known is not None and threading.get_ident() == thread:
+            known.pause() if phase == "start" else known.resume()
 
     gc.callbacks.append(collecting)
     try:

@@ -1,18 +1,13 @@
-"""What autograd and a frame hold in place of tensors: things that know how to get the tensor back, or that it is too
-late for that.
-"""
+"""What a frame holds in place of tensors: it knows how to get the tensor back, or that it is too late for that."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memplug.errors import InPlaceError
-from memplug.execute.transfer import Swapped, alias_of
-
-if TYPE_CHECKING:
-    from memplug.execute.frame import Frame
+from memplug.execute.transfer import alias_of
 
 IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
@@ -21,6 +16,8 @@ class Kept:
     """A captured tensor that stays on the device: small, or kept by plan."""
 
     __slots__ = ("tensor", "version", "written")
+
+    whole = True
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = alias_of(tensor)
@@ -45,29 +42,8 @@ class Kept:
         return copy_of(self.get()) if self.written else self.get().detach()
 
 
-class View:
-    """What autograd holds for a saved view of a captured tensor."""
-
-    __slots__ = ("frame", "part", "size", "stride", "offset")
-
-    def __init__(self, frame: Frame, part: Swapped | Kept, tensor: torch.Tensor):
-        self.frame, self.part = frame, part
-        self.size, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
-class Holder:
-    """What autograd holds for a saved tensor that only a recompute pass can give back; `index` counts the frame's
-    packs.
-    """
-
-    __slots__ = ("frame", "index", "size", "dtype", "__weakref__")
-
-    def __init__(self, frame: Frame, index: int, tensor: torch.Tensor):
-        self.frame, self.index, self.size, self.dtype = frame, index, tensor.shape, tensor.dtype
-
-
 class Held:
-    """A tensor from outside the region that is kept by reference: a saved tensor, or a region input."""
+    """A region input that is kept by reference."""
 
     __slots__ = ("tensor", "version", "requires_grad", "written")
 
@@ -75,7 +51,7 @@ class Held:
         # a parameter is held itself: what shards or offloads parameters exchanges their memory
         self.tensor = tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
         self.version, self.requires_grad = tensor._version, tensor.requires_grad
-        self.written = False  # a region input that the forward writes to
+        self.written = False  # the forward writes to it
 
     def before_write(self) -> None:
         """The region is about to write to its input in place: remember the value of now."""
@@ -89,20 +65,13 @@ class Held:
 
 
 class Capture:
-    """The captured outputs of one operator, in the shape of what it returned."""
+    """The captured outputs of one operator; none: a collective whose result nobody asks for."""
 
-    __slots__ = ("parts", "is_tuple", "whole", "rng_after")
+    __slots__ = ("parts", "whole")
 
-    def __init__(self, parts: list[Any], is_tuple: bool, whole: bool, rng_after: torch.Tensor | None = None):
-        self.parts = parts  # per output: Swapped, Kept, or the value itself where it is no tensor
-        self.is_tuple = is_tuple
+    def __init__(self, parts: list[Any], whole: bool):
+        self.parts = parts  # per tensor that it returned: Swapped or Kept
         self.whole = whole
-        self.rng_after = rng_after  # generator state that the operator left behind, where it drew random numbers
-
-    @property
-    def absent(self) -> bool:
-        """Nothing was captured: a collective whose result nobody asks for."""
-        return not self.parts
 
 
 def check_version(tensor: torch.Tensor, version: int) -> None:
@@ -121,43 +90,6 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def can_view(part: Swapped | Kept, tensor: torch.Tensor) -> bool:
-    """Whether a tensor on the storage of a captured one can be had back from it without a recompute pass."""
-    if tensor.is_conj() or tensor.is_neg():
-        return False
-    if isinstance(part, Swapped):
-        return part.whole and not part.mutated and part.dtype == tensor.dtype
-    return part.tensor.dtype == tensor.dtype
-
-
-def unpack(packed: Any) -> torch.Tensor:
-    """Autograd's unpack hook: what `Frame.pack` returned, as a tensor again."""
-    if isinstance(packed, Held):
-        return packed.get()
-    with packed.frame.executor.own:
-        return _restore(packed)
-
-
-def _restore(packed: View | Holder) -> torch.Tensor:
-    frame = packed.frame
-    if frame.timed and frame.tape.backward_begin is None:
-        frame.tape.backward_begin = frame.executor.device.stamp()
-    frame.executor.pump(frame)
-    if isinstance(packed, Holder):
-        return frame.restore(packed)
-    part = packed.part
-    if isinstance(part, Kept):
-        return part.get().as_strided(packed.size, packed.stride, packed.offset)
-    if part.mutated:
-        raise RuntimeError(IN_PLACE)
-    tensor, _ = frame.executor.transfer.acquire(part)
-    view = tensor.as_strided(packed.size, packed.stride, packed.offset)
-    frame.consume(part)
-    if part.tensor is None:
-        frame.executor.lend(view)
-    return view
-
-
 def leaf_of(tensor: torch.Tensor, requires_grad: bool, written: bool) -> torch.Tensor:
     """A region input for a recompute pass: a leaf of its graph, or a copy where the pass writes to it, which autograd
     forbids for leaves.
@@ -167,8 +99,3 @@ def leaf_of(tensor: torch.Tensor, requires_grad: bool, written: bool) -> torch.T
         return leaf
     with torch.enable_grad():
         return leaf.clone()
-
-
-def is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a saved tensor is a parameter, or a view of one."""
-    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)

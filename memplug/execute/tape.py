@@ -1,50 +1,117 @@
-"""What one forward of a region did: its operators, which storages they read and made, and what backward will ask for.
+"""What one forward of a region did: its operators, which storages they read and made, and what backward asks for.
 
-From the tape follows what a recompute pass must do with each operator (`Action`): substitute a captured output, run
-it, or skip it because nobody needs its result. The tape keeps names, not tensors. Storages are named by a running
-number; while the forward runs, by their address too, which is then kept from being reused.
+The native core notes tapes (`memplug/native/forward.h`), and forwards that do the same share one. Here is what Python
+reads of them: the policy, to name what is captured, and the planner. Storages are named by a running number.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from memplug.execute import operators
 
-
-class Action(enum.Enum):
-    """What the recompute pass does with an operator."""
-
-    RUN = "run"
-    SUBSTITUTE = "substitute"  # its captured output; rows that were not swapped are computed
-    SKIP = "skip"  # nobody reads the output: memory of the right shape, contents undefined
+if TYPE_CHECKING:
+    from memplug.execute.tokenwise import Region
 
 
 class Form(enum.Enum):
-    """How an operator touches memory."""
+    """How an operator touches memory; in the order of `Form` in memplug/native/tape.h."""
 
     VIEW = "view"  # its outputs share the storage of an input
     WRITE = "write"  # it writes to an argument
     PURE = "pure"  # it makes new storages from its inputs, and that is all it does
-    FIXED = (
-        "fixed"  # it must run in every recompute pass: random, or other ranks take part, or it has effects of its own
-    )
+    FIXED = "fixed"  # random, or other ranks take part, or it has effects of its own
     EXCHANGE = "exchange"  # other ranks take part, and its outputs are arguments that it writes to
-    VALUE = "value"  # Python gets a number from it, and the same number in every recompute pass: control flow repeats
+    VALUE = "value"  # Python gets a number from it
+
+
+_FORMS = list(Form)
+
+REASONS = {
+    1 << 0: "a tensor subclass that dispatches for itself",
+    1 << 1: "memory that is read or written past torch's operators",
+    1 << 2: "memory that no operator was seen to fill",
+    1 << 3: "an operator that raised",
+    1 << 4: "a tensor that was given other memory in place",
+}
+"""Why a region is opaque, by the bits of `Opaque` in memplug/native/tape.h."""
+UNOBSERVED = 1 << 1
+
+
+class Record(NamedTuple):
+    """One operator of a tape. Storages are numbers; `outputs` are those that it made, `results` those of all tensors
+    that it returned. `dimensions` are those of the tensors among its arguments.
+    """
+
+    func: Any
+    form: Form
+    root: bool  # a recompute pass runs it whether or not anything reads its outputs
+    draws: bool
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    written: tuple[int, ...]
+    results: tuple[int, ...]
+    dimensions: tuple[int, ...]
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its outputs can be put in by a recompute pass."""
+        return (self.form is Form.PURE and not operators.is_factory(self.func)) or (
+            operators.kind_of(self.func) is not None
+        )
+
+
+def record_of(described: tuple[Any, ...]) -> Record:
+    """A record as the native core describes it."""
+    name, overload, form, root, draws, *storages = described
+    return Record(operators.named(name, overload), _FORMS[form], root, draws, *map(tuple, storages))
+
+
+def record_at(forward: Any, index: int) -> Record:
+    """One of a native forward that still runs."""
+    followed = forward.followed
+    return records_of(followed)[index] if followed is not None else record_of(forward.record(index))
+
+
+def records_of(tape: Any) -> list[Record]:
+    """All records of a native tape; made once."""
+    if not hasattr(tape, "records"):
+        tape.records = [record_of(tape.record(index)) for index in range(len(tape))]
+    return tape.records
+
+
+class Tape:
+    """One forward's own tape, for the planner: the records, and the device times around them.
+
+    Attributes:
+        asked: storages that backward asks for, in whatever way.
+        given: storages that no operator made.
+        bytes: of every storage.
+        spared: exchanges that no recompute pass runs again.
+        fetched: storages that such an exchange filled, and a recompute pass puts in.
+        stamps: (begin, end) of every operator, where the profile asked for them.
+        span, recompute_span: (begin, end) of the forward and of the recompute pass, likewise.
+    """
+
+    def __init__(self, tape: Any, asked: set[int]):
+        self.records = records_of(tape)
+        self.asked = asked
+        self.given = {storage for storage, given in enumerate(tape.given) if given}
+        self.bytes: list[int] = tape.nbytes
+        self.spared: set[int] = set()
+        self.fetched: set[int] = set()
+        self.stamps: list[tuple[Any, Any]] = []
+        self.span: Any = None
+        self.recompute_span: Any = None
+        self.backward_begin: Any = None
 
 
 def is_plain(kind: type) -> bool:
     """Whether tensors of this type are what their memory says: no wrapper with a dispatch of its own."""
     return kind is torch.Tensor or kind is torch.nn.Parameter
-
-
-def _gives_subclass(out: Any) -> bool:
-    return isinstance(out, torch.Tensor) and not is_plain(type(out))
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -57,206 +124,33 @@ def fills_storage(tensor: torch.Tensor) -> bool:
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-class Record:
-    """One operator of the tape. `inputs` and `outputs` are storage numbers; `outputs` are those that it made."""
-
-    __slots__ = ("func", "form", "inputs", "outputs", "shapes", "root", "capturable", "stamps")
-
-    def __init__(
-        self, func: Any, form: Form, inputs: tuple[int, ...], outputs: tuple[int, ...], shapes: list[Any], root: bool
-    ):
-        self.func = func
-        self.form = form
-        self.inputs = inputs
-        self.outputs = outputs
-        self.shapes = shapes  # per output (size, stride, dtype, device), or the value itself where it is no tensor
-        self.root = root  # it counts as needed whether or not anything reads its outputs
-        self.capturable = (form is Form.PURE and not operators.is_factory(func)) or operators.kind_of(func) is not None
-        self.stamps: Any = None  # device times before and after, where the profile asked for them
-
-
-class Tape:
-    """Operators of one forward in program order.
-
-    Storages that no operator on the tape made (region inputs, parameters, constants) are *given*: a recompute pass
-    finds them there.
-
-    Some work is on no tape: kernels launched on addresses (Triton, pybind), Python reading memory (`tolist`, `numpy`),
-    tensor subclasses. A forward that gives a sign of it is `opaque`: nothing is skipped, since nobody knows what was
-    read.
+class Tapes:
+    """Native tapes of earlier forwards, for later ones to follow: a few of each kind of region, and the last of each
+    region.
     """
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.saved: set[int] = set()  # storages that backward asks for and only a recompute pass can give
-        self.asked: set[int] = set()  # storages that backward asks for, in whatever way
-        self.read: set[int] = set()  # storages that Python reads: a recompute pass must find the same there
-        self.given: set[int] = set()
-        self.spared: set[int] = set()  # exchanges that no recompute pass runs again
-        self.fetched: set[int] = set()  # storages that such an exchange filled, and a recompute pass puts in
-        self.bytes: dict[int, int] = {}
-        self.random = False
-        self.communicates = False
-        self.opaque = False
-        self.blank: set[int] = set()  # storages whose contents no operator has written
-        self.span: Any = None  # (begin, end) stamps of the forward, where the profile asked for them
-        self.recompute_span: Any = None
-        self.backward_begin: Any = None
-        self._names: dict[int, int] = {}
-        # while these are held, no other storage gets the address of one that is gone, seen or unseen
-        self._addresses: list[StorageWeakRef] = []
+        self._by_kind: dict[str, list[Any]] = {}
+        self._last: dict[str, Any] = {}
 
-    def add(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
-        """Note one operator; returns its index."""
-        if operators.is_exchange(func):
-            return self._add_exchange(func, args, kwargs)
-        inputs = tuple(self._name(tensor) for tensor in operators.tensors_in(args))
-        if kwargs:
-            inputs += tuple(self._name(tensor) for tensor in operators.tensors_in(list(kwargs.values())))
-        outputs, shapes = self._outputs(inputs, out)
-        form, root = Form.PURE if outputs else Form.VIEW, False
-        if not operators.is_ordinary(func) or _gives_subclass(out):
-            form, root = self._special(func, args, kwargs, out, outputs, form)
-        self.records.append(Record(func, form, inputs, outputs, shapes, root))
-        return len(self.records) - 1
+    def known(self, region: Region) -> list[Any]:
+        """What a region's next forward may follow, the likeliest first."""
+        last = self._last.get(region.name)
+        others = [tape for tape in self._by_kind.get(region.kind, ()) if tape is not last]
+        return others if last is None else [last, *others]
 
-    def _special(
-        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, outputs: tuple[int, ...], form: Form
-    ) -> tuple[Form, bool]:
-        """Form and root of an operator that does more than read its inputs and make its outputs."""
-        root = False
-        if operators.draws(func, args, kwargs):
-            self.random = True
-            # in-place draws (dropout masks) read nothing but the generator
-            form, root = Form.FIXED, not operators.is_mutable(func)
-        elif operators.is_communication(func):
-            self.communicates = True
-            form, root = Form.FIXED, True
-        elif operators.has_effects(func) or _gives_subclass(out):
-            form, root = Form.FIXED, True
-        elif operators.gives_python_value(func):
-            form = Form.VALUE
-        elif operators.is_mutable(func):
-            form = Form.WRITE
-            root = any(self._name(tensor) in self.given for tensor in operators.written_arguments(func, args, kwargs))
-        if operators.leaves_memory_blank(func):
-            self.blank.update(number for number in outputs if self.bytes[number])
-        elif self.blank and operators.is_mutable(func):
-            self.blank.difference_update(
-                self._name(tensor) for tensor in operators.written_arguments(func, args, kwargs)
-            )
-        return form, root
+    def keep(self, region: Region, tape: Any) -> None:
+        """A region's forward did what this tape says."""
+        self._last[region.name] = tape
+        kept = self._by_kind.setdefault(region.kind, [])
+        if kept and kept[0] is tape:
+            return
+        kept[:] = [tape, *(other for other in kept if other is not tape)][:_KEPT]
 
-    def _add_exchange(self, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-        written = operators.written_arguments(func, args, kwargs)
-        outputs = tuple(self._name(tensor) for tensor in written)
-        unread = () if operators.accumulates(func) else written
-        given = (tensor for tensor in operators.tensors_in(args) if not any(tensor is other for other in unread))
-        inputs = tuple(self._name(tensor) for tensor in given)
-        self.communicates = True
-        self.blank.difference_update(outputs)
-        self.records.append(Record(func, Form.EXCHANGE, inputs, outputs, [], root=True))
-        return len(self.records) - 1
 
-    def note_read(self, tensor: torch.Tensor, begin: int) -> None:
-        """Python reads a tensor, or what the operators from index `begin` on have just made of it."""
-        number = self.number(tensor)
-        self.read.update(() if number is None else (number,))
-        for record in self.records[begin:]:
-            self.read.update(record.outputs)
+_KEPT = 4  # of a kind: a region's shapes change between a few, such as those of training and of validation
 
-    def sole_maker(self, index: int) -> int | None:
-        """The operator that made the one storage that exchange `index` fills, where nobody saw the storage between the
-        two: whoever gives the result need not run either.
-        """
-        (number,) = self.records[index].outputs or (None,)
-        for before in range(index - 1, -1, -1):
-            record = self.records[before]
-            if record.form is Form.PURE and record.outputs == (number,) and len(record.shapes) == 1:
-                return before
-            if record.form is not Form.VIEW and number in (*record.inputs, *record.outputs):
-                return None
-        return None
 
-    def number(self, tensor: torch.Tensor) -> int | None:
-        """The number of a living tensor's storage; None when no operator touched it."""
-        return self._names.get(storage_of(tensor))
-
-    def close(self) -> None:
-        """The forward is over: addresses no longer name storages. Memory that nobody was seen to fill was filled
-        unseen.
-        """
-        self.opaque = self.opaque or bool(self.blank)
-        self._names.clear()
-        self._addresses.clear()
-
-    def maker_of(self, tensor: torch.Tensor) -> int | None:
-        """Index of the operator that made a living tensor's storage; None for a given one."""
-        number = self.number(tensor)
-        return next((i for i in range(len(self.records) - 1, -1, -1) if number in self.records[i].outputs), None)
-
-    def actions(
-        self, captured: Mapping[int, bool], launches: Collection[int] = (), asked: Collection[int] | None = None
-    ) -> list[Action]:
-        """What a recompute pass does with each operator.
-
-        Args:
-            captured: operators with captured outputs, by index; True where all rows are there, so that inputs are not
-                needed.
-            launches: collectives whose waited result is captured, by index: they are left out.
-            asked: storages that it is to give; None: those that only it can give.
-
-        Walks the tape backwards. An operator runs when something reads a storage that it made or writes, when it has
-        effects of its own, when it draws random numbers, when other ranks take part, or when it writes to memory that
-        is not the region's own.
-        """
-        needed = set(self.bytes) if self.opaque else {*(self.saved if asked is None else asked), *self.read}
-        actions = [Action.SKIP] * len(self.records)
-        for index in range(len(self.records) - 1, -1, -1):
-            record = self.records[index]
-            makes = record.form in (Form.PURE, Form.EXCHANGE)
-            touched = record.outputs if makes else record.outputs + record.inputs
-            wanted = not needed.isdisjoint(touched)
-            if index in launches or record.form is Form.VALUE:
-                continue
-            if index in captured:
-                if wanted:
-                    actions[index] = Action.SUBSTITUTE
-                if captured[index]:
-                    if not self.opaque:  # a collective that is waited for has its result in the memory of its input
-                        needed.difference_update(record.outputs or touched)
-                    continue
-            elif record.root or wanted or record.form in (Form.VIEW, Form.FIXED):
-                actions[index] = Action.RUN
-            if (record.root or wanted) and record.form is not Form.VIEW:
-                needed.update(record.inputs)
-        return actions
-
-    def _name(self, tensor: torch.Tensor) -> int:
-        address = storage_of(tensor)
-        number = self._names.get(address)
-        if number is None:
-            number = self._new(address, tensor)
-            self.given.add(number)
-        return number
-
-    def _new(self, address: int, tensor: torch.Tensor) -> int:
-        number = len(self.bytes)
-        storage = tensor.untyped_storage()
-        self._names[address] = number
-        self._addresses.append(StorageWeakRef(storage))
-        self.bytes[number] = storage.nbytes()
-        return number
-
-    def _outputs(self, inputs: tuple[int, ...], out: Any) -> tuple[tuple[int, ...], list[Any]]:
-        outputs: list[int] = []
-        shapes: list[Any] = []
-        for item in out if isinstance(out, (tuple, list)) else (out,):
-            if not isinstance(item, torch.Tensor):
-                shapes.append(item)
-                continue
-            shapes.append((item.shape, item.stride(), item.dtype, item.device))
-            address = storage_of(item)
-            if self._names.get(address) not in inputs:
-                outputs.append(self._new(address, item))
-        return tuple(outputs), shapes
+def reasons(bits: int) -> str:
+    """Why a forward was opaque, in words."""
+    return ", ".join(text for bit, text in REASONS.items() if bits & bit)

@@ -1,7 +1,7 @@
 """Row-cached recompute over rounding buffers: MEMO's token-wise swapping and recomputation, at the operator level
 (MEMO, section 4.1).
 
-Any module can be a region. Its forward runs once under a dispatch mode that captures expensive outputs and sends their
+Any module can be a region. Its forward runs once under an observer that captures expensive outputs and sends their
 first rows to the host; the region two further on waits for those copies and lets the memory go (two rounding buffers,
 by reference). In backward, rows are fetched ahead of use within a limit of bytes that keeps the peak at full
 recomputation's: what is restored at any time is at most the largest region's saved tensors, which full recomputation
@@ -14,20 +14,23 @@ import collections
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from memplug.execute import operators
+from memplug.execute.core import core
 from memplug.execute.device import Device
 from memplug.execute.frame import Frame
 from memplug.execute.host_pool import HostPool
+from memplug.execute.ledger import Ledger
 from memplug.execute.operators import Kind
-from memplug.execute.tape import is_plain, storage_of
+from memplug.execute.replayed import Replayed
+from memplug.execute.tape import Record, Tapes, is_plain, reasons, records_of, storage_of
 from memplug.execute.transfer import Swapped, Transfer, swappable
+from memplug.execute.unobserved import Unobserved
 
 log = logging.getLogger("memplug")
 
@@ -49,15 +52,14 @@ class Region:
         unneeded: operator index -> operator, where no backward ever asked for the captured output: not captured again.
         communicates: its forward contains collectives that a recompute pass runs again, so that all ranks must
             recompute alike.
-        opaque: its forward does work that no operator shows (see `Tape`).
-        hidden: so much of it that nothing inside is captured, and a recompute pass runs it as it is: its input is all
-            that is swapped.
+        opaque: why no tape tells what its forward does, such as work that no operator shows; "" where one does. Its
+            input is all that is swapped, and a recompute pass runs the module again.
         seen: it has run forward.
         lingers: in the last step, backward always found its tensors on the device still, as it followed at once (MEMO,
             section 4.1: the last two layers): their copies out start only when they have to go after all.
         released: since that was found out, they had to go.
-        familiar: its last forward ran as many operators as the one before, and Python read nothing that they made;
-            only a forward of an unfamiliar region is watched for such work.
+        familiar: its last forward did what an earlier one did; only a forward of an unfamiliar region is watched for
+            work that no operator shows.
     """
 
     def __init__(self, name: str, kind: str, rows: float):
@@ -67,23 +69,34 @@ class Region:
         self.plan: Mapping[int, tuple[Any, float, bool]] | None = None
         self.unneeded: dict[int, Any] = {}
         self.communicates = False
-        self.opaque = False
-        self.hidden = False
+        self.opaque = ""
         self.familiar = False
         self.seen = False
         self.lingers = False
         self.released = False
-        self._operators = -1
         self._forwards = 0
+        self._named: _Named | None = None
 
     def ran(self, frame: Frame) -> None:
         """A forward is over."""
         self.seen = True
         self._forwards += 1
         self.communicates = self.communicates or frame.communicates
-        self.opaque = self.opaque or frame.tape.opaque
-        self.familiar = self._operators == len(frame.tape.records) and not frame.tape.read
-        self._operators = len(frame.tape.records)
+
+    def named(self, tape: Any) -> list[int]:
+        """The operators of a native tape that a forward that does the same is to hand over when they are over."""
+        if self._named is None or not self._named.holds(self, tape):
+            self._named = _Named(self, tape, self._name(records_of(tape)))
+        return self._named.indices
+
+    def _name(self, records: Sequence[Record]) -> list[int]:
+        named = []
+        for index, record in enumerate(records):
+            kind = operators.kind_of(record.func)
+            fraction, _ = self.decide(index, record.func)
+            if kind is Kind.COLLECTIVE or (fraction > 0 and record.capturable):
+                named.append(index)
+        return named
 
     def end_step(self) -> None:
         """Find out whether its tensors stay until backward."""
@@ -93,7 +106,7 @@ class Region:
     def decide(self, index: int, func: Any) -> tuple[float, bool]:
         """Fraction of rows to swap of operator `index`, and whether to keep it on the device instead. The plan is
         advice: a forward that runs other operators than the planned one is captured by kind."""
-        if self.hidden or self.unneeded.get(index) is func:
+        if self.unneeded.get(index) is func:
             return 0.0, False
         kind = operators.kind_of(func)
         if self.plan is not None and kind not in (Kind.CHOICE, Kind.COLLECTIVE):
@@ -103,6 +116,18 @@ class Region:
         if kind is Kind.ROWS:
             return self.rows, False
         return float(kind is not None), False
+
+
+class _Named:
+    """What `Region.named` returned, and what that followed from."""
+
+    def __init__(self, region: Region, tape: Any, indices: list[int]):
+        self.indices = indices
+        self._tape, self._plan, self._rows, self._unneeded = tape, region.plan, region.rows, dict(region.unneeded)
+
+    def holds(self, region: Region, tape: Any) -> bool:
+        same = self._tape is tape and self._plan is region.plan
+        return same and self._rows == region.rows and self._unneeded == region.unneeded
 
 
 class Executor:
@@ -124,24 +149,26 @@ class Executor:
         self.transfer = Transfer(device, self.pool)
         self.min_offload_bytes = min_offload_bytes
         self.regathers = regathers
+        self.tapes = Tapes()
         self.share = 1.0  # of the rows that regions say, that are swapped: less where host memory has run out
-        self.pauses = 0
-        self.recomputing = 0  # recompute passes under way
+        self.recomputing = 0  # recompute passes under way that run the module again
         self.timing = False
         self.newest: weakref.ref[Frame] | None = None
-        self.recomputed_bytes = 0  # saved tensors of recompute passes that backward has not taken yet
+        known = core()
+        self.ledger: Any = known.Ledger() if known is not None else Ledger()
         self.input_bytes = 0  # swapped region inputs of all graphs in flight
         self.peak_input_bytes = 0
         self.largest_region_bytes = 0
         self.largest_saved_bytes = 0
-        self._lent: list[tuple[StorageWeakRef, int]] = []  # what autograd has taken and may still hold
         self.frames = 0
         self.live: collections.Counter[str] = collections.Counter()  # frames by region name
         self.peak_live: collections.Counter[str] = collections.Counter()
         self.divergences = 0
-        self.opaque_regions = 0
+        self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
         # around a region's forward and recompute: (phase, region) -> context manager
         self.guard: Callable[[str, Region], Any] = lambda phase, region: contextlib.nullcontext()
+        # around a recompute pass that runs operators alone: a host brings back what parameters hold
+        self.gathered: Callable[[Region], Any] = lambda region: contextlib.nullcontext()
         # hosts' states that random operators depend on, see `Ambient`
         self.surroundings: list[Callable[[], Callable[[], Any]]] = []
         # memory that a host lends to whoever runs: its contents are nobody's, before and after
@@ -160,12 +187,19 @@ class Executor:
         with self.guard("forward", region):
             with self.own:
                 self._make_room()
-                frame = Frame(self, region, call, args, kwargs)
+                frame = self._frame(region, call, args, kwargs)
             self.newest = weakref.ref(frame)
             self._resident.append(self.newest)
             out = frame.forward(args, kwargs)
         self._warn_if_full()
         return out
+
+    def _frame(self, region: Region, *rest: Any) -> Frame:
+        known = core()
+        if known is not None:
+            return Replayed(known, self, region, *rest)
+        region.opaque = region.opaque or "the native core is missing"
+        return Unobserved(self, region, *rest)
 
     @property
     def live_frames(self) -> int:
@@ -209,20 +243,18 @@ class Executor:
                         return part
         return self.transfer.offload(value, value.shape[0], later)
 
-    def empty(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the output of a skipped operator."""
-        if device.type == self.device.kind:
-            return self.device.empty(size, stride, dtype)
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Operators inside are not the region's own: neither noted nor replayed (parameter gathering, hooks)."""
-        self.pauses += 1
+        known = core()
+        if known is None:
+            yield
+            return
+        known.pause()
         try:
             yield
         finally:
-            self.pauses -= 1
+            known.resume()
 
     def born(self, frame: Frame) -> None:
         """A frame's forward begins."""
@@ -237,21 +269,23 @@ class Executor:
         self.peak_input_bytes = max(self.peak_input_bytes, self.input_bytes)
         self.largest_region_bytes = max(self.largest_region_bytes, frame.saved_bytes)
         self.largest_saved_bytes = max(self.largest_saved_bytes, frame.largest_saved_bytes)
-        if frame.tape.opaque and not frame.region.opaque and not frame.region.hidden:
-            self._warn_opaque(frame.region)
+        if frame.opaque and not (frame.region.opaque and frame.region.seen):
+            self._note_opaque(frame)
         frame.region.ran(frame)
         if self.on_frame is not None:
             self.on_frame(frame)
 
     def gone(self, frame: Frame) -> None:
         """A frame died with its graph."""
-        self.recomputed_bytes -= frame.outstanding_bytes
+        self.ledger.waiting -= len(frame.todo)
         self.live[frame.region.name] -= 1
-        if frame.actions:
+        if frame.is_over:
             self.input_bytes -= frame.input_bytes
 
     def pump(self, frame: Frame) -> None:
         """Fetch what backward needs next, this frame's tensors first, as far ahead as the limit of bytes allows."""
+        if not self.ledger.waiting:
+            return
         pending_bytes = 0
         ahead: Frame | None = frame
         while ahead is not None:
@@ -262,6 +296,7 @@ class Executor:
                         return
                     self.transfer.prefetch(part)
                 ahead.todo.pop()
+                self.ledger.waiting -= 1
             pending_bytes += ahead.pending_bytes
             ahead = ahead.previous() if ahead.previous is not None else None
 
@@ -276,15 +311,8 @@ class Executor:
 
     def held_bytes(self) -> int:
         """Bytes of saved tensors on the device: captured and not let go, fetched, recomputed, or with autograd."""
-        transfer = self.transfer
-        self._lent = [entry for entry in self._lent if not entry[0].expired()]
-        lent_bytes = sum(nbytes for _, nbytes in self._lent)
-        return transfer.resident_bytes + transfer.fetched_bytes + self.recomputed_bytes + lent_bytes
-
-    def lend(self, tensor: torch.Tensor) -> None:
-        """Autograd has taken a restored tensor: its memory counts until autograd lets it go."""
-        storage = tensor.untyped_storage()
-        self._lent.append((StorageWeakRef(storage), storage.nbytes()))
+        transfer, ledger = self.transfer, self.ledger
+        return transfer.resident_bytes + transfer.fetched_bytes + ledger.recomputed_bytes + ledger.lent_bytes()
 
     def trim(self, frame: Frame) -> None:
         """Let the oldest resident regions go where captured tensors exceed the limit, which one region's run tells."""
@@ -316,13 +344,20 @@ class Executor:
             )
         return True
 
-    def _warn_opaque(self, region: Region) -> None:
-        self.opaque_regions += 1
+    @property
+    def opaque_regions(self) -> int:
+        """How many regions no tape tells of."""
+        return self.opaque.total()
+
+    def _note_opaque(self, frame: Frame) -> None:
+        region = frame.region
+        region.opaque = region.opaque or reasons(frame.native.opaque)
+        self.opaque[region.opaque] += 1
         if self.opaque_regions == 1:
             log.warning(
-                "memplug: region %s reads or writes memory past torch's operators (a kernel launched on addresses, "
-                "numpy, a tensor subclass): its recompute passes leave nothing out",
+                "memplug: region %s is opaque (%s): its input is swapped, all else is recomputed by running its module",
                 region.name,
+                region.opaque,
             )
 
     def _make_room(self) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from memplug.errors import ConflictError, InPlaceError
+from memplug.execute.core import core
 from memplug.execute.device import Device, Wait
 from memplug.execute.host_pool import HostPool, Slot
 
@@ -74,9 +75,16 @@ class Swapped:
     def host_rows(self) -> torch.Tensor:
         """The host copy, shape `[rows, ...]`, in the memory order of the device tensor."""
         flat = self.slot.data.view(self.dtype)
+        if self.whole:
+            return flat.as_strided(self.size, self.stride)
         if self.size[0] == 1 or self.stride[0] == max(self.stride):
             return flat.as_strided((self.rows, *self.size[1:]), self.stride)
         return flat.view(self.rows, *self.size[1:])
+
+    def device_rows(self) -> torch.Tensor:
+        """The same rows on the device."""
+        assert self.tensor is not None
+        return self.tensor if self.whole else self.tensor[: self.rows]
 
     def __del__(self) -> None:
         # Any thread, any time: only note what is left. The compute stream orders it at the next `Transfer.drain`.
@@ -139,7 +147,7 @@ class Transfer:
         swapped.order, swapped.slot = self.offloads, slot
         for stream in self._compute_streams:
             self.device.wait(self.offload_stream, self.device.record(stream), Wait.OFFLOAD_FOR_COMPUTE)
-        self.device.copy(self.offload_stream, swapped.host_rows(), swapped.tensor[: swapped.rows])
+        self.device.copy(self.offload_stream, swapped.host_rows(), swapped.device_rows())
         swapped.offloaded = self.device.record(self.offload_stream)
         self.offloaded_total_bytes += slot.data.numel()
 
@@ -201,7 +209,7 @@ class Transfer:
         with self.device.on(swapped.stream):
             swapped.tensor = self.device.empty(swapped.size, swapped.stride, swapped.dtype)
         self.device.wait(self.prefetch_stream, self.device.record(swapped.stream), Wait.PREFETCH_FOR_COMPUTE)
-        self.device.copy(self.prefetch_stream, swapped.tensor[: swapped.rows], swapped.host_rows())
+        self.device.copy(self.prefetch_stream, swapped.device_rows(), swapped.host_rows())
         swapped.fetched = self.device.record(self.prefetch_stream)
         self.fetched_bytes += swapped.nbytes
         self.prefetched_total_bytes += swapped.slot.data.numel()
@@ -276,6 +284,9 @@ class Transfer:
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory and version counter, without the graph. Inside a dispatch mode `detach` alone makes a version
     counter of its own, and a write by the rest of the program would go unnoticed."""
+    known = core()
+    if known is not None:
+        return known.alias(tensor)
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
         return tensor.detach()

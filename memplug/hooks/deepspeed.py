@@ -171,18 +171,20 @@ def hook_engine(engine: Any, session: Session, modules: Sequence[tuple[str, nn.M
         patch(engine, "train_batch", step, session, VERSIONS)
     patch(engine, "backward", backward, session, VERSIONS)
     if regathers(engine):
-        _hook_gathering(engine, session)
-        _hook_external_parameters(session, dict(modules))
+        named = dict(modules)
+        _hook_gathering(engine, session, named)
+        _hook_external_parameters(session, named)
     monitor = getattr(engine, "monitor", None)
     if session.config.report.monitor and getattr(monitor, "enabled", False):
         session.on_step.append(lambda s: monitor.write_events(report.monitor_events(s.report(), engine.global_samples)))
 
 
-def _hook_gathering(engine: Any, session: Session) -> None:
-    """ZeRO 3: keep gathering out of the regions, and what backward has gathered on the device.
+def _hook_gathering(engine: Any, session: Session, modules: Mapping[str, nn.Module]) -> None:
+    """ZeRO 3: keep gathering out of the regions, gather a region's parameters once for its recompute pass, and let what
+    backward has gathered stay on the device.
 
-    The module whose backward asks for the first saved tensor of a region has its parameters gathered when the recompute
-    pass runs that very module forward; releasing them after its forward would leave its backward with empty ones.
+    The module whose backward asks for the first saved tensor of a region has its parameters gathered by then; releasing
+    them after the recompute pass would leave its backward with empty ones.
     """
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # the latter where nothing is trained
     if not hasattr(offload, "pre_sub_module_forward_function"):
@@ -209,10 +211,33 @@ def _hook_gathering(engine: Any, session: Session) -> None:
         in_backward.discard(module.ds_id)
         return original(module)
 
+    @contextlib.contextmanager
+    def gathered(region: Region) -> Iterator[None]:
+        """As if every module of the region ran: DeepSpeed gathers, in the same order on all ranks."""
+        owners = list(_owners(modules[region.name]))
+        for module in owners:
+            offload.pre_sub_module_forward_function(module)
+        try:
+            yield
+        finally:
+            for module in owners:
+                if module.ds_id not in in_backward:
+                    offload.post_sub_module_forward_function(module)
+
+    executor.gathered = gathered
+    session.at_detach(lambda: setattr(executor, "gathered", lambda region: contextlib.nullcontext()))
     patch(offload, "pre_sub_module_forward_function", before_forward, session, VERSIONS)
     patch(offload, "post_sub_module_forward_function", after_forward, session, VERSIONS)
     patch(offload, "pre_sub_module_backward_function", before_backward, session, VERSIONS)
     patch(offload, "post_sub_module_backward_function", after_backward, session, VERSIONS)
+
+
+def _owners(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that DeepSpeed gathers parameters for, one by one; a leaf of its with all that is inside."""
+    yield module
+    if not getattr(module, "_z3_leaf", False):
+        for child in module.children():
+            yield from _owners(child)
 
 
 def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]) -> None:

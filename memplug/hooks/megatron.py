@@ -207,7 +207,7 @@ def hook(modules: Sequence[nn.Module], session: Session) -> None:
     _hook_losses(session)
     _hook_gathering(session)
     for region, module in zip(session.regions, modules, strict=True):
-        region.hidden = hides_operators(module)
+        region.opaque = "its modules launch kernels of their own" if hides_operators(module) else ""
     if any(is_transformer_engine(part) for module in modules for part in module.modules()):
         _hook_transformer_engine(session)
     session.executor.surroundings.append(_random_states)
@@ -291,7 +291,7 @@ def _hook_transformer_engine(session: Session) -> None:
     def guarded(phase: str, region: Region) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(guard(phase, region))
-            if region.hidden:
+            if region.opaque:
                 stack.enter_context(contexts(activation_recompute=True, recompute_phase=phase == "recompute"))
             yield
 

@@ -14,7 +14,7 @@
 #include "requests.h"
 #include "sequence.h"
 #include "serving.h"
-#include "tape_module.h"
+#include "forward_module.h"
 
 namespace py = pybind11;
 
@@ -225,7 +225,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return texts;
   });
 
-  add_tapes(module);
+  add_forwards(module);
 
   py::class_<Suspended>(module, "Suspended")
       .def(py::init<>())

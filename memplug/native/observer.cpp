@@ -6,35 +6,22 @@ namespace memplug {
 namespace {
 
 thread_local Observer* current = nullptr;
-
-// From an operator's beginning to its end.
-struct Running final : at::ObserverContext {
-  Running(Observer* observer, const Operator* op, bool leaf, size_t index)
-      : observer(observer), op(op), leaf(leaf), index(index) {}
-  Observer* observer;
-  const Operator* op;
-  bool leaf;
-  size_t index; // of a leaf; else how many the tape had before
-};
-
-bool is_subclass(c10::ArrayRef<c10::IValue> arguments) {
-  bool found = false;
-  for (const c10::IValue& argument : arguments) {
-    each_tensor(argument, [&](const at::Tensor& tensor) {
-      found = found || tensor.key_set().has(c10::DispatchKey::Python);
-    });
-  }
-  return found;
-}
+thread_local int pauses = 0;
 
 } // namespace
 
-Observer::Observer(Tape& tape) : tape_(&tape), outer_(current) {
-  add_callback();
-}
-
-Observer::Observer(Verifier& verifier) : verifier_(&verifier), outer_(current) {
-  add_callback();
+Observer::Observer(Forward& forward) : forward_(forward), outer_(current) {
+  current = this;
+  if (outer_ != nullptr) { // its callback is there, and it does not see what runs now
+    outer_->forward_.blind(UNOBSERVED);
+  } else {
+    handle_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(begin, end).needsInputs(true).needsOutputs(true).scopes(
+            {at::RecordScope::FUNCTION}));
+  }
+  if (!at::isRecordFunctionEnabled()) {
+    forward_.blind(UNOBSERVED);
+  }
 }
 
 Observer::~Observer() {
@@ -44,71 +31,97 @@ Observer::~Observer() {
   }
 }
 
-void Observer::add_callback() {
-  current = this;
-  if (outer_ != nullptr) {
-    return; // its callback is there
-  }
-  handle_ = at::addThreadLocalCallback(
-      at::RecordFunctionCallback(begin, end).needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
+void Observer::pause() {
+  ++pauses;
 }
 
-void Observer::miss() {
-  departed_ = verifier_ != nullptr;
-  if (tape_ != nullptr) {
-    tape_->opaque |= UNOBSERVED;
+void Observer::resume() {
+  --pauses;
+}
+
+bool Observer::is_active() {
+  return current != nullptr && pauses == 0;
+}
+
+int Observer::paused() {
+  return pauses;
+}
+
+void Observer::rethrow() {
+  if (failure_ != nullptr) {
+    std::rethrow_exception(std::exchange(failure_, nullptr));
   }
+}
+
+void Observer::fail() {
+  if (failure_ == nullptr) {
+    failure_ = std::current_exception();
+  }
+  forward_.blind(FAILED);
 }
 
 std::unique_ptr<at::ObserverContext> Observer::begin(const at::RecordFunction& function) {
   Observer* const observer = current;
-  if (observer == nullptr || observer->inside_ || observer->departed_) {
+  if (observer == nullptr) {
     return nullptr;
   }
-  const Operator* const op = operator_of(function);
-  if (op == nullptr) {
-    return nullptr;
+  Running running{What::IGNORED, false, 0};
+  if (!observer->inside_ && pauses == 0) {
+    if (const Operator* const op = operator_of(function); op != nullptr) {
+      try {
+        running = observer->begin(function, *op);
+      } catch (...) {
+        observer->inside_ = false;
+        observer->fail();
+      }
+    }
   }
-  const size_t count = op->handle.schema().arguments().size();
-  if (function.inputs().size() < count) { // they cannot be boxed
-    observer->miss();
-    return nullptr;
-  }
-  const auto arguments = function.inputs().slice(function.inputs().size() - count); // the top of a stack
-  const bool subclass = is_subclass(arguments);
-  if (subclass && observer->tape_ != nullptr) {
-    observer->tape_->opaque |= SUBCLASS;
-  }
-  if (op->composite || subclass || op->casts(arguments)) {
-    const size_t before = observer->tape_ != nullptr ? observer->tape_->records.size() : 0;
-    return observer->tape_ != nullptr ? std::make_unique<Running>(observer, op, false, before) : nullptr;
-  }
-  size_t index = 0;
-  if (observer->tape_ != nullptr) {
-    index = observer->tape_->begin(*op, arguments);
-  } else if (!observer->verifier_->begin(*op, arguments)) {
-    observer->departed_ = true;
-    return nullptr;
-  }
-  observer->inside_ = true;
-  return std::make_unique<Running>(observer, op, true, index);
+  observer->running_.push_back(running);
+  return nullptr;
 }
 
-void Observer::end(const at::RecordFunction& function, at::ObserverContext* context) {
-  auto* const running = static_cast<Running*>(context);
-  if (running == nullptr || running->observer != current) {
-    return;
+Observer::Running Observer::begin(const at::RecordFunction& function, const Operator& op) {
+  const size_t count = op.handle.schema().arguments().size();
+  if (function.inputs().size() < count) { // they cannot be boxed
+    forward_.blind(UNOBSERVED);
+    return {What::IGNORED, false, 0};
   }
-  Observer& observer = *running->observer;
-  if (!running->leaf) {
-    observer.tape_->looked_through(running->index, running->op->mutates, function.outputs());
-    return;
+  const auto arguments = function.inputs().slice(function.inputs().size() - count); // the top of a stack
+  bool subclass = false;
+  for (const c10::IValue& argument : arguments) {
+    each_tensor(argument, [&](const at::Tensor& tensor) {
+      if (tensor.key_set().has(c10::DispatchKey::Python)) {
+        subclass = true;
+        forward_.meet_subclass(tensor);
+      }
+    });
   }
-  observer.inside_ = false;
-  if (observer.tape_ != nullptr) {
-    observer.tape_->end(running->index, function.outputs());
-  } else if (!observer.verifier_->end(function.outputs())) {
-    observer.departed_ = true;
+  if (op.composite || subclass || op.casts(arguments)) {
+    return {What::THROUGH, op.mutates, forward_.begun()};
+  }
+  inside_ = true;
+  forward_.begin(op, arguments);
+  return {What::LEAF, false, 0};
+}
+
+void Observer::end(const at::RecordFunction& function, at::ObserverContext*) {
+  Observer* const observer = current;
+  if (observer == nullptr || observer->running_.empty()) {
+    return; // it began before the observer
+  }
+  const Running running = observer->running_.back();
+  observer->running_.pop_back();
+  try {
+    if (running.what == What::LEAF) {
+      observer->forward_.end(function.outputs());
+    } else if (running.what == What::THROUGH && !observer->inside_) {
+      observer->forward_.looked_through(running.before, running.mutates, function.outputs());
+    }
+  } catch (...) {
+    observer->fail();
+  }
+  if (running.what == What::LEAF) {
+    observer->inside_ = false;
   }
 }
 

@@ -1,39 +1,56 @@
 // Sees the operators of a region's forward, on the thread that runs it.
 #pragma once
 
-#include "tape.h"
+#include <ATen/record_function.h>
+
+#include <exception>
+#include <vector>
+
+#include "forward.h"
 
 namespace memplug {
 
-// Observes this thread's operators until it is destroyed: notes them on a tape, or compares them with one.
+// Tells a forward of this thread's operators until it is destroyed.
 //
 // An operator that only calls others (composite, under autocast, with tensors of a subclass) is looked through: the
-// operators that it calls are noted in its place. All others are leaves, and what runs inside of a leaf is not noted.
+// operators that it calls are told in its place. All others are leaves, and what runs inside of a leaf is not told.
 class Observer {
  public:
-  explicit Observer(Tape& tape);
-  explicit Observer(Verifier& verifier);
+  explicit Observer(Forward& forward);
   ~Observer();
   Observer(const Observer&) = delete;
   Observer& operator=(const Observer&) = delete;
 
-  // An operator was another than the tape's: nothing is compared any more.
-  bool departed() const {
-    return departed_;
-  }
+  // Throws what a listener has thrown: torch lets nothing out of a callback.
+  void rethrow();
+
+  // Operators of this thread are nobody's, as often as it was said more often than `resume`.
+  static void pause();
+  static void resume();
+  static int paused();
+
+  // Whether a forward of this thread is told of its operators.
+  static bool is_active();
 
  private:
+  enum class What : uint8_t { IGNORED, THROUGH, LEAF };
+  struct Running {
+    What what;
+    bool mutates;
+    size_t before; // how many operators had begun
+  };
+
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function);
   static void end(const at::RecordFunction& function, at::ObserverContext* context);
-  void add_callback();
-  void miss();
+  Running begin(const at::RecordFunction& function, const Operator& op);
+  void fail();
 
-  Tape* tape_ = nullptr;
-  Verifier* verifier_ = nullptr;
+  Forward& forward_;
   Observer* outer_;
   at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
-  bool inside_ = false; // of a leaf
-  bool departed_ = false;
+  std::vector<Running> running_;
+  bool inside_ = false; // of a leaf, or of a listener
+  std::exception_ptr failure_;
 };
 
 } // namespace memplug

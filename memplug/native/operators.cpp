@@ -3,9 +3,11 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 namespace memplug {
 namespace {
@@ -14,6 +16,8 @@ struct Known {
   std::mutex mutex;
   // by the address of the name, which the schema owns
   ska::flat_hash_map<const char*, std::unique_ptr<Operator>> operators;
+  std::vector<std::unique_ptr<Operator>> gone; // tapes may name them still
+  std::atomic<uint64_t> generation{0}; // how many operators went
   std::function<uint32_t(const std::string&, const std::string&)> describe;
 };
 
@@ -22,31 +26,63 @@ Known& known() {
   return *instance;
 }
 
+// An operator may go with the library that defined it, and its name's address be another's.
+struct Watch final : c10::OpRegistrationListener {
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle& handle) override {
+    const std::lock_guard<std::mutex> lock(known().mutex);
+    for (auto each = known().operators.begin(); each != known().operators.end();) {
+      if (each->second != nullptr && each->second->handle == handle) {
+        known().gone.push_back(std::move(each->second));
+        each = known().operators.erase(each);
+      } else {
+        ++each;
+      }
+    }
+    ++known().generation;
+  }
+};
+
 std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits) {
   const auto handle = c10::Dispatcher::singleton().findSchema(name);
   if (!handle) {
     return nullptr;
   }
   const auto& arguments = handle->schema().arguments();
-  int32_t dropout = -1;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    dropout = arguments[i].name() == "dropout_p" ? static_cast<int32_t>(i) : dropout;
-  }
+  const auto position = [&](const char* argument) {
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (arguments[i].name() == argument) {
+        return static_cast<int32_t>(i);
+      }
+    }
+    return -1;
+  };
   return std::make_unique<Operator>(Operator{
       *handle,
+      name.name,
+      name.overload_name,
       name.overload_name.empty() ? name.name : name.name + "." + name.overload_name,
       traits,
       handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd),
       handle->hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU),
       handle->hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA),
       handle->schema().is_mutable() || (traits & EXCHANGE) != 0,
-      dropout});
+      position("dropout_p"),
+      position("async_op")});
 }
 
 } // namespace
 
 const Operator* operator_of(const at::RecordFunction& function) {
+  static const auto* const watch =
+      new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Watch>()));
+  (void)watch;
   thread_local ska::flat_hash_map<const char*, const Operator*> seen; // without the lock
+  thread_local uint64_t generation = 0;
+  if (const uint64_t now = known().generation.load(std::memory_order_acquire); now != generation) {
+    seen.clear();
+    generation = now;
+  }
   const char* key = function.name();
   if (const auto found = seen.find(key); found != seen.end()) {
     return found->second;

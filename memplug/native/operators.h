@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 namespace memplug {
 
@@ -21,16 +22,20 @@ enum Trait : uint32_t {
   VALUE = 1 << 6, // gives Python a number
   BLANK = 1 << 7, // its output is memory that another operator has to fill
   RESHAPES = 1 << 8, // gives a tensor other memory, or another layout, in place
+  EXPENSIVE = 1 << 9, // its results are captured unless a plan says otherwise
+  FACTORY = 1 << 10, // makes a tensor out of nothing
+  WAITS = 1 << 11, // for what a collective has launched, in the memory of its argument
 };
 
 struct Operator {
   c10::OperatorHandle handle;
+  std::string schema_name, overload; // "aten::add", "Tensor"; "" for the default one
   std::string name; // "aten::add.Tensor"
   uint32_t traits;
   bool composite; // it calls other operators, and does nothing besides
   bool casts_on_cpu, casts_on_cuda; // under autocast it casts its arguments first, and is called again
   bool mutates;
-  int32_t dropout; // position of the argument `dropout_p`, or -1
+  int32_t dropout, async_op; // positions of the arguments `dropout_p` and `async_op`, or -1
 
   bool has(Trait trait) const {
     return (traits & trait) != 0;
@@ -38,6 +43,11 @@ struct Operator {
 
   // Whether this call is one under autocast.
   bool casts(c10::ArrayRef<c10::IValue> arguments) const;
+
+  // Whether this call of an exchange is waited for before anything else runs.
+  bool is_over(const std::vector<c10::IValue>& arguments) const {
+    return has(EXCHANGE) && async_op >= 0 && arguments[async_op].isBool() && !arguments[async_op].toBool();
+  }
 
   // Whether this call advances a random generator: attention does only where its dropout is above zero.
   bool draws(c10::ArrayRef<c10::IValue> arguments) const;

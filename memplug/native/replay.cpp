@@ -9,7 +9,10 @@
 
 #include <algorithm>
 #include <mutex>
+#include <sstream>
 #include <utility>
+
+#include "exchange.h"
 
 namespace memplug {
 namespace {
@@ -51,9 +54,8 @@ class Generators {
 
 class Pass {
  public:
-  Pass(const Tape& tape, const std::vector<Action>& actions) : tape_(tape), actions_(actions), bases_(tape.given) {
-    bases_.resize(tape.storages.size());
-  }
+  Pass(const Tape& tape, const std::vector<Action>& actions, Bases bases)
+      : tape_(tape), actions_(actions), bases_(std::move(bases)) {}
 
   // A storage's index of the last operator that reads it.
   void find_last_uses(const std::vector<Use>& wanted) {
@@ -73,16 +75,21 @@ class Pass {
     }
   }
 
-  void run(size_t index) {
+  void run(size_t index, const std::vector<Drawn>* drawn) {
     const Record& record = tape_.records[index];
-    generators_.set(record.drawn);
+    if (drawn != nullptr) {
+      generators_.set(*drawn);
+    }
     Stack stack(record.arguments.begin(), record.arguments.end());
     put_in(record, stack);
     record.op->handle.callBoxed(&stack);
+    if (record.op->has(EXCHANGE)) {
+      wait_for(stack);
+    }
     for (const Use& use : record.outputs) {
-      if (is_made(record, use.storage) && !bases_[use.storage].defined()) {
-        const c10::IValue& value = stack[use.position];
-        bases_[use.storage] = use.element < 0 ? value.toTensor() : value.toListRef()[use.element].toTensor();
+      if (record.makes(use.storage) && !bases_[use.storage].defined()) {
+        bases_[use.storage] = found(stack, use.place);
+        check(record, use);
       }
     }
     release(record, index);
@@ -94,47 +101,71 @@ class Pass {
       compute_rows(record, found.tensors.front(), found.rows);
     }
     for (size_t i = 0; i < found.tensors.size(); ++i) {
-      bases_[record.outputs[i].storage] = std::move(found.tensors[i]);
+      bases_[record.form == Form::EXCHANGE ? record.made[i] : record.outputs[i].storage] = std::move(found.tensors[i]);
     }
     release(record, index);
   }
 
+  const at::Tensor& base(int32_t storage) const {
+    TORCH_CHECK(bases_[storage].defined(), "memplug: storage ", storage, " is not there in the recompute pass");
+    return bases_[storage];
+  }
+
   at::Tensor at(const Use& use) const {
-    const at::Tensor& base = bases_[use.storage];
-    TORCH_CHECK(base.defined(), "memplug: storage ", use.storage, " is not there in the recompute pass");
-    if (use.geometry.is_of(base)) {
-      return base;
-    }
-    constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-    at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-        c10::TensorImpl::VIEW,
-        c10::Storage(base.storage()),
-        base.key_set() - lazy,
-        c10::scalarTypeToTypeMeta(use.geometry.dtype));
-    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(use.geometry.size, use.geometry.stride, use.geometry.offset);
-    tensor._set_conj(use.geometry.conj);
-    tensor._set_neg(use.geometry.neg);
-    return tensor;
+    return tape_.regathered[use.storage] ? alias(use) : tensor_at(base(use.storage), use.geometry);
+  }
+
+  // The same, always another tensor than the base.
+  at::Tensor alias(const Use& use) const {
+    const at::Tensor& memory = base(use.storage);
+    Geometry geometry = use.geometry;
+    geometry.offset += tape_.regathered[use.storage] ? memory.storage_offset() : 0;
+    return alias_at(memory, geometry);
   }
 
  private:
-  static bool is_made(const Record& record, int32_t number) {
-    return std::find(record.made.begin(), record.made.end(), number) != record.made.end();
+  // An operator whose result's shape depends on values.
+  void check(const Record& record, const Use& use) const {
+    const at::Tensor& made = bases_[use.storage];
+    if (made.sizes() != c10::IntArrayRef(use.geometry.size) || made.scalar_type() != use.geometry.dtype) {
+      std::ostringstream text;
+      text << record.op->name << " gave " << made.sizes() << " where forward had " << c10::IntArrayRef(use.geometry.size);
+      throw Diverged(text.str());
+    }
+  }
+
+  static const at::Tensor& found(const Stack& stack, const Place& place) {
+    const c10::IValue& value = stack[place.position];
+    if (place.element < 0) {
+      return value.toTensor();
+    }
+    const c10::IValue& element = value.toListRef()[place.element];
+    return place.inner < 0 ? element.toTensor() : element.toListRef()[place.inner].toTensor();
   }
 
   // The tensors of an operator's arguments.
   void put_in(const Record& record, Stack& stack) const {
-    int32_t copied = -1; // the list at that position is this call's own
+    Place copied{-1}; // the lists there are this call's own
     for (const Use& use : record.inputs) {
-      if (use.element < 0) {
-        stack[use.position] = at(use);
+      const Place& place = use.place;
+      if (place.element < 0) {
+        stack[place.position] = at(use);
         continue;
       }
-      if (copied != use.position) {
-        stack[use.position] = stack[use.position].toList().copy();
-        copied = use.position;
+      if (copied.position != place.position) {
+        stack[place.position] = stack[place.position].toList().copy();
+        copied = {place.position};
       }
-      stack[use.position].toList().set(use.element, at(use));
+      auto list = stack[place.position].toList();
+      if (place.inner < 0) {
+        list.set(place.element, at(use));
+        continue;
+      }
+      if (copied.element != place.element) {
+        list.set(place.element, list.get(place.element).toList().copy());
+        copied.element = place.element;
+      }
+      list.get(place.element).toList().set(place.inner, at(use));
     }
   }
 
@@ -188,28 +219,44 @@ class Pass {
 } // namespace
 
 std::vector<Action> actions_of(
-    const Tape& tape, const std::unordered_map<size_t, bool>& captured, const std::vector<int32_t>& wanted) {
-  std::vector<bool> needed(tape.storages.size());
-  for (const int32_t number : wanted) {
-    needed[number] = true;
+    const Tape& tape,
+    const std::vector<Captured>& captured,
+    const std::vector<size_t>& launches,
+    const std::vector<int32_t>& wanted) {
+  std::vector<bool> needed(tape.nbytes.size());
+  for (const int32_t storage : wanted) {
+    needed[storage] = true;
   }
-  const auto any = [&](const std::vector<int32_t>& numbers) {
-    return std::any_of(numbers.begin(), numbers.end(), [&](int32_t number) { return needed[number]; });
+  const auto any = [&](const std::vector<int32_t>& storages) {
+    return std::any_of(storages.begin(), storages.end(), [&](int32_t storage) { return needed[storage]; });
   };
+  enum : uint8_t { NOT, PART, WHOLE, LAUNCH };
+  std::vector<uint8_t> how(tape.records.size(), NOT);
+  for (const Captured& each : captured) {
+    how[each.index] = each.whole ? WHOLE : PART;
+  }
+  for (const size_t index : launches) {
+    how[index] = LAUNCH;
+  }
   std::vector<Action> actions(tape.records.size(), Action::SKIP);
   for (size_t index = tape.records.size(); index-- > 0;) {
     const Record& record = tape.records[index];
-    if (record.form == Form::VIEW || record.form == Form::VALUE) {
+    // a collective that is waited for has its result in the memory of its input
+    const bool waits = record.op->has(WAITS);
+    if (how[index] == LAUNCH || record.form == Form::VALUE || (record.form == Form::VIEW && !waits)) {
       continue;
     }
-    const bool asked = any(record.made) || any(record.written);
-    if (const auto found = captured.find(index); found != captured.end()) {
+    const bool asked = any(record.made) || any(record.written) || (waits && needed[record.outputs.front().storage]);
+    if (how[index] != NOT) {
       if (asked) {
         actions[index] = Action::SUBSTITUTE;
       }
-      if (found->second) {
-        for (const int32_t number : record.made) {
-          needed[number] = false;
+      if (how[index] == WHOLE) {
+        for (const int32_t storage : record.made) {
+          needed[storage] = false;
+        }
+        if (waits) {
+          needed[record.outputs.front().storage] = false;
         }
         continue;
       }
@@ -225,24 +272,75 @@ std::vector<Action> actions_of(
   return actions;
 }
 
+bool communicates(const Tape& tape, const std::vector<Action>& actions) {
+  for (size_t i = 0; i < actions.size(); ++i) {
+    if (actions[i] == Action::RUN && tape.records[i].op->has(COMMUNICATES)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+std::vector<int32_t> read_by(const Tape& tape, const std::vector<Action>& actions, const std::vector<Use>& wanted) {
+  std::vector<bool> read(tape.nbytes.size());
+  for (const Use& use : wanted) {
+    read[use.storage] = true;
+  }
+  for (size_t i = 0; i < actions.size(); ++i) {
+    for (const Use& use : tape.records[i].inputs) {
+      read[use.storage] = read[use.storage] || actions[i] != Action::SKIP;
+    }
+  }
+  std::vector<int32_t> found;
+  for (size_t storage = 0; storage < read.size(); ++storage) {
+    if (read[storage] && tape.given[storage]) {
+      found.push_back(static_cast<int32_t>(storage));
+    }
+  }
+  return found;
+}
+
+at::Tensor tensor_at(const at::Tensor& base, const Geometry& geometry) {
+  return geometry.is_of(base) ? base : alias_at(base, geometry);
+}
+
+at::Tensor alias_at(const at::Tensor& base, const Geometry& geometry) {
+  constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW,
+      c10::Storage(base.storage()),
+      base.key_set() - lazy,
+      c10::scalarTypeToTypeMeta(geometry.dtype));
+  auto* const implementation = tensor.unsafeGetTensorImpl();
+  implementation->set_sizes_and_strides(geometry.size, geometry.stride, geometry.offset);
+  implementation->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
+  tensor._set_conj(geometry.conj);
+  tensor._set_neg(geometry.neg);
+  return tensor;
+}
+
 std::vector<at::Tensor> replay(
     const Tape& tape,
     const std::vector<Action>& actions,
+    Bases bases,
+    const std::vector<std::vector<Drawn>>& drawn,
     const std::vector<Use>& wanted,
     const std::function<Substitute(size_t)>& substitute) {
   const Below below;
-  Pass pass(tape, actions);
+  Pass pass(tape, actions, std::move(bases));
   pass.find_last_uses(wanted);
+  auto next = drawn.begin();
   for (size_t i = 0; i < tape.records.size(); ++i) {
+    const std::vector<Drawn>* const states = tape.records[i].draws ? &*next++ : nullptr;
     if (actions[i] == Action::RUN) {
-      pass.run(i);
+      pass.run(i, states);
     } else if (actions[i] == Action::SUBSTITUTE) {
       pass.put(i, substitute(i));
     }
   }
   std::vector<at::Tensor> restored;
-  for (const Use& use : wanted) {
-    restored.push_back(pass.at(use));
+  for (const Use& use : wanted) { // a parameter's memory may be exchanged before backward reads what is restored
+    restored.push_back(tape.given[use.storage] ? pass.alias(use) : pass.at(use));
   }
   return restored;
 }

@@ -1,14 +1,12 @@
-// The operators of one forward of a region, with the storages that they read, make and write.
+// The operators of one forward of a region, with the storages that they read, make and write. It keeps names, no tensors:
+// later forwards that do the same share it.
 #pragma once
 
-#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/SmallVector.h>
-#include <c10/util/flat_hash_map.h>
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "operators.h"
@@ -25,21 +23,27 @@ struct Geometry {
   at::ScalarType dtype;
   bool conj, neg; // its values are read conjugated, negated
 
-  static Geometry of(const at::Tensor& tensor);
-  bool is_of(const at::Tensor& tensor) const;
+  static Geometry of(const at::Tensor& tensor, int64_t origin = 0);
+  bool is_of(const at::Tensor& tensor, int64_t origin = 0) const; // its offset counts from there
+  bool operator==(const Geometry& other) const;
 };
 
-// A generator, and its state before an operator that draws from it.
-struct Drawn {
-  at::Generator generator;
-  at::Tensor state;
+// Where a tensor is among an operator's arguments or results: an argument's position, and where that is a list, the
+// element's, and where that is a list too, the one's in it; else -1.
+struct Place {
+  int32_t position, element = -1, inner = -1;
+
+  bool operator==(const Place& other) const {
+    return position == other.position && element == other.element && inner == other.inner;
+  }
 };
 
-// A tensor among an operator's arguments or results: an argument's position, and where that is a list, the element's.
 struct Use {
-  int32_t position, element;
+  Place place;
   int32_t storage;
   Geometry geometry;
+
+  bool operator==(const Use& other) const;
 };
 
 struct Record {
@@ -47,48 +51,23 @@ struct Record {
   Form form;
   bool root; // it runs whether or not anything reads what it makes
   bool draws;
-  std::vector<Drawn> drawn;
   std::vector<c10::IValue> arguments; // tensors are left out, their lists have as many undefined ones
   std::vector<Use> inputs, outputs;
   std::vector<int32_t> made; // storages; an exchange makes those that it writes to
   std::vector<int32_t> written;
+
+  bool reads(int32_t storage) const;
+  bool makes(int32_t storage) const;
+  bool writes(int32_t storage) const;
+  bool operator==(const Record& other) const;
 };
 
-// Storages by number. Those that no operator of the tape made (inputs, parameters, constants) are given.
-class Storages {
- public:
-  // Number of a tensor's storage, -1 where no operator has touched it.
-  int32_t find(const at::Tensor& tensor) const;
+// A tensor that autograd saves for backward, when `after` operators had begun. What it keeps itself has no storage.
+struct Save {
+  Use use;
+  size_t after;
 
-  // The same, a new and given one where it had none.
-  int32_t number(const at::Tensor& tensor);
-
-  // A new one for a tensor that an operator made.
-  int32_t make(const at::Tensor& tensor);
-
-  void set_given(int32_t number) {
-    given_[number] = true;
-  }
-  bool is_given(int32_t number) const {
-    return given_[number];
-  }
-  int64_t nbytes(int32_t number) const {
-    return nbytes_[number];
-  }
-  size_t size() const {
-    return given_.size();
-  }
-
-  // The forward is over: addresses name storages no more.
-  void forget();
-
- private:
-  int32_t add(const at::Tensor& tensor, bool given);
-
-  ska::flat_hash_map<const c10::StorageImpl*, int32_t> numbers_;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> held_; // no storage gets the address of one that is gone
-  std::vector<bool> given_;
-  std::vector<int64_t> nbytes_;
+  bool operator==(const Save& other) const;
 };
 
 // Why a recompute pass cannot be had from the tape alone.
@@ -100,61 +79,56 @@ enum Opaque : uint32_t {
   RESHAPED = 1 << 4, // a tensor was given other memory, or another layout, in place
 };
 
-class Tape {
- public:
-  // An operator is about to run; returns its index. Nothing else begins before it ends.
-  size_t begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
-
-  // It has run.
-  void end(size_t index, c10::ArrayRef<c10::IValue> results);
-
-  // Autograd saves a tensor for backward: where it lies. An operator's own result is saved before the operator ends.
-  Use save(const at::Tensor& tensor);
-
-  // An operator that was looked through has run, since the tape had `before` records.
-  void looked_through(size_t before, bool mutates, c10::ArrayRef<c10::IValue> results);
-
-  // The forward is over.
-  void close();
-
+// Storages have running numbers. Those that no operator of the tape made (inputs, parameters, constants) are given. A
+// parameter whose memory goes and comes back elsewhere has a number of its own, whatever it shares its storage with, and
+// offsets in it count from its first element.
+struct Tape {
   std::vector<Record> records;
-  Storages storages;
-  std::vector<at::Tensor> given; // by storage: the first tensor of each that no operator made
+  std::vector<Save> saves;
+  std::vector<bool> given; // by storage
+  std::vector<int64_t> nbytes; // by storage
+  std::vector<bool> regathered; // by storage: such a parameter
   uint32_t opaque = 0;
 
- private:
-  void give(int32_t number, const at::Tensor& tensor);
-  void classify(Record& record);
+  // The operator that made a storage, the last one before `before`; -1 for a given one.
+  int64_t maker_of(int32_t storage, size_t before) const;
 
-  bool running_ = false; // the last operator has begun, and not ended
-  std::vector<std::pair<int32_t, at::Tensor>> saved_early_; // of storages that the running operator has made
+  // The operator that made the one storage that exchange `index` fills, where nobody saw the storage between the two:
+  // whoever gives the result need not run either. Else -1.
+  int64_t sole_maker_of(size_t index) const;
 
-  std::vector<bool> blank_; // storages whose contents no operator has written
+  // Whether the first operators and saved tensors are the other's.
+  bool begins_as(const Tape& other, size_t records, size_t saves) const;
 };
 
-// A forward that is compared with a tape, operator by operator.
-class Verifier {
- public:
-  explicit Verifier(const Tape& tape) : tape_(tape) {}
+// Whether two arguments without tensors are the same.
+bool equal(const c10::IValue& one, const c10::IValue& other);
 
-  // Whether it is the one that comes next on the tape, with the same arguments.
-  bool begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
-  bool end(c10::ArrayRef<c10::IValue> results);
+// An argument as it is kept: without its tensors.
+c10::IValue without_tensors(const c10::IValue& argument);
 
-  // How many operators were alike.
-  size_t verified() const {
-    return cursor_;
+// Calls `visit(place, tensor)` for each tensor of arguments or results.
+template <typename Visit>
+void each_use(c10::ArrayRef<c10::IValue> values, const Visit& visit) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    Place place{static_cast<int32_t>(i)};
+    if (values[i].isTensor()) {
+      each_tensor(values[i], [&](const at::Tensor& tensor) { visit(place, tensor); });
+    } else if (values[i].isList()) {
+      for (const c10::IValue& element : values[i].toListRef()) {
+        ++place.element;
+        place.inner = -1;
+        if (element.isList()) {
+          for (const c10::IValue& each : element.toListRef()) {
+            ++place.inner;
+            each_tensor(each, [&](const at::Tensor& tensor) { visit(place, tensor); });
+          }
+        } else {
+          each_tensor(element, [&](const at::Tensor& tensor) { visit(place, tensor); });
+        }
+      }
+    }
   }
-  const Storages& storages() const {
-    return storages_;
-  }
-
- private:
-  bool same(const std::vector<Use>& uses, c10::ArrayRef<c10::IValue> values, bool made);
-
-  const Tape& tape_;
-  Storages storages_;
-  size_t cursor_ = 0;
-};
+}
 
 } // namespace memplug

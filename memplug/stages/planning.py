@@ -72,9 +72,9 @@ class Observer:
     def __call__(self, frame: Frame) -> None:
         """A frame's forward is over. One without times tells the planner nothing."""
         self._sizes.append(sum(map(_given_bytes, frame.inputs)))
-        if not frame.timed:
-            return
         tape = frame.tape
+        if tape is None:
+            return
         self.tapes[frame.region.name] = tape
         # what collectives gave is swapped like inputs: always, and whole
         self.input_bytes[frame.region.name] = frame.input_bytes + sum(tape.bytes[number] for number in tape.fetched)
@@ -234,7 +234,7 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes
     view = record.form is Form.VIEW
     return plan.Operator(
         name=str(record.func),
-        time_s=0.0 if view else median(seconds(*tape.records[index].stamps) for tape in tapes),
+        time_s=0.0 if view else median(seconds(*tape.stamps[index]) for tape in tapes),
         inputs=() if view else record.inputs,
         outputs=record.outputs if record.form is not Form.WRITE else record.outputs + record.inputs,
         output_bytes=output_bytes,

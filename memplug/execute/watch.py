@@ -1,0 +1,60 @@
+"""Modes that notice what the native core does not: an address that is taken; without it, memory that is written to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplug.execute import operators
+from memplug.execute.tape import storage_of
+
+if TYPE_CHECKING:
+    from memplug.execute.unobserved import Unobserved
+
+_GIVES_ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.__dlpack__, torch.utils.dlpack.to_dlpack}
+
+
+class AddressMode(TorchFunctionMode):
+    """`taken`: an address was."""
+
+    def __init__(self, native: Any):
+        super().__init__()
+        self._native = native
+        self.taken = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _GIVES_ADDRESSES and not self._native.paused():
+            self.taken = True
+        return func(*args, **(kwargs or {}))
+
+
+class WriteMode(TorchDispatchMode):
+    """Tells a frame of the first write to each memory that its region did not make."""
+
+    def __init__(self, frame: Unobserved):
+        super().__init__()
+        self._frame = frame
+        self._known: set[int] = set()  # storages by address
+        self._addresses: list[StorageWeakRef] = []  # which no other storage gets meanwhile
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if operators.is_mutable(func):
+            for tensor in operators.written_arguments(func, args, kwargs):
+                if storage_of(tensor) not in self._known:
+                    self._know(tensor)
+                    self._frame.before_write(tensor)
+        before = {storage_of(tensor) for tensor in operators.tensors_in([*args, *kwargs.values()])}
+        out = func(*args, **kwargs)
+        for tensor in operators.tensors_in(out if isinstance(out, (tuple, list)) else [out]):
+            if storage_of(tensor) not in before:
+                self._know(tensor)
+        return out
+
+    def _know(self, tensor: torch.Tensor) -> None:
+        self._known.add(storage_of(tensor))
+        self._addresses.append(StorageWeakRef(tensor.untyped_storage()))

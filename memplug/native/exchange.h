@@ -1,0 +1,15 @@
+// Operators of c10d, in which other ranks take part: they write to their arguments, and leave something to wait for.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+namespace memplug {
+
+// Waits for what an exchange's results hold to be waited for; they may hold nothing.
+void wait_for(c10::ArrayRef<c10::IValue> results);
+
+// From now on an exchange whose caller would wait for it at once is over when it returns, where `is_watched` says so of
+// this thread: some back ends copy the result each time that somebody waits, which is no operator of a region.
+void stand_before_exchanges(bool (*is_watched)());
+
+} // namespace memplug

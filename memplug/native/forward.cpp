@@ -1,0 +1,381 @@
+#include "forward.h"
+
+#include <ATen/Context.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <algorithm>
+#include <mutex>
+
+#include "exchange.h"
+
+namespace memplug {
+namespace {
+
+// The generators that an operator may draw from, as they are now: the one among its arguments, else the default ones of
+// the CPU and of the device that its tensors are on, or that is current.
+std::vector<Drawn> generators_of(c10::ArrayRef<c10::IValue> arguments) {
+  std::vector<at::Generator> generators;
+  std::optional<c10::Device> device;
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isGenerator()) {
+      generators = {argument.toGenerator()};
+      break;
+    }
+    each_tensor(argument, [&](const at::Tensor& tensor) { device = tensor.is_cpu() ? device : tensor.device(); });
+  }
+  if (generators.empty()) {
+    generators.push_back(at::globalContext().defaultGenerator(c10::Device(c10::kCPU)));
+    if (!device && at::globalContext().hasCUDA() && c10::impl::hasDeviceGuardImpl(c10::kCUDA)) {
+      device = c10::impl::getDeviceGuardImpl(c10::kCUDA)->getDevice();
+    }
+    if (device) {
+      generators.push_back(at::globalContext().defaultGenerator(*device));
+    }
+  }
+  std::vector<Drawn> drawn;
+  for (at::Generator& generator : generators) {
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    drawn.push_back({generator, generator.get_state()});
+  }
+  return drawn;
+}
+
+} // namespace
+
+Forward::Forward(
+    std::vector<std::shared_ptr<const Tape>> known,
+    Listener* listener,
+    Storages::Regathered regathered,
+    std::shared_ptr<Ledger> ledger)
+    : storages(regathered), known_(std::move(known)), listener_(listener), ledger_(std::move(ledger)) {
+  if (known_.empty()) {
+    noted_ = std::make_shared<Tape>();
+  } else {
+    followed_ = known_.front();
+    likeliest_ = followed_.get();
+  }
+}
+
+// -- storages ---------------------------------------------------------------------------------------------------------
+
+int32_t Forward::number(const at::Tensor& tensor, bool is_given) {
+  own_.push_back(false);
+  counted_.push_back(false);
+  given.emplace_back();
+  captured_.emplace_back();
+  return storages.add(tensor, is_given);
+}
+
+int32_t Forward::meet(const at::Tensor& tensor) {
+  int32_t storage = storages.find(tensor);
+  if (storage < 0) {
+    storage = number(tensor, true);
+    give(storage, tensor);
+  }
+  return storage;
+}
+
+int32_t Forward::enter(const at::Tensor& tensor, bool captured) {
+  int32_t storage = storages.find(tensor);
+  if (storage < 0) {
+    storage = number(tensor, true);
+    if (!captured) {
+      give(storage, tensor);
+    }
+  }
+  return storage;
+}
+
+void Forward::give(int32_t storage, const at::Tensor& tensor) {
+  if (!given[storage].tensor.defined()) {
+    given[storage].tensor = tensor.is_leaf() ? tensor : tensor.tensor_data(); // without the graph that it comes from
+  }
+}
+
+void Forward::set_captured(int32_t storage, bool whole, at::ScalarType dtype) {
+  captured_[storage] = {whole ? WHOLE : PART, dtype};
+  if (counted_[storage]) {
+    pending_bytes -= storages.nbytes[storage];
+  }
+}
+
+// -- operators --------------------------------------------------------------------------------------------------------
+
+bool Forward::find_arguments(c10::ArrayRef<c10::IValue> arguments) {
+  found_.clear();
+  bool all = true;
+  each_use(arguments, [&](Place place, const at::Tensor& tensor) {
+    if (!tensor.has_storage()) {
+      all = false;
+      return;
+    }
+    found_.push_back({place, meet(tensor), &tensor});
+  });
+  return all;
+}
+
+bool Forward::find_results(c10::ArrayRef<c10::IValue> results, const Record& record) {
+  found_.clear();
+  made_.clear();
+  bool all = true;
+  each_use(results, [&](Place place, const at::Tensor& tensor) {
+    if (!tensor.has_storage()) {
+      all = false;
+      return;
+    }
+    int32_t storage = storages.find(tensor);
+    if (!record.reads(storage) && std::find(made_.begin(), made_.end(), storage) == made_.end()) {
+      const bool early = std::any_of(
+          saved_early_.begin(), saved_early_.end(), [&](const auto& saved) { return saved.first == storage; });
+      storage = early ? storage : number(tensor, false);
+      made_.push_back(storage);
+    }
+    found_.push_back({place, storage, &tensor});
+  });
+  return all;
+}
+
+bool Forward::is_same_uses(const std::vector<Use>& uses) const {
+  return std::equal(uses.begin(), uses.end(), found_.begin(), found_.end(), [&](const Use& use, const Found& found) {
+    return use.storage == found.storage && use.place == found.place &&
+        use.geometry.is_of(*found.tensor, storages.origins[found.storage]);
+  });
+}
+
+bool Forward::is_same(const Operator& op, c10::ArrayRef<c10::IValue> arguments, const Record& record) const {
+  if (record.op != &op || record.arguments.size() != arguments.size() || !is_same_uses(record.inputs)) {
+    return false;
+  }
+  auto use = record.inputs.begin();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto next = use;
+    while (use != record.inputs.end() && use->place.position == static_cast<int32_t>(i)) {
+      ++use;
+    }
+    if (use == next && !equal(record.arguments[i], arguments[i])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+Record Forward::note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) const {
+  Record record{};
+  record.op = &op;
+  record.draws = op.draws(arguments);
+  record.arguments.reserve(arguments.size());
+  for (const c10::IValue& argument : arguments) {
+    record.arguments.push_back(without_tensors(argument));
+  }
+  const auto& schema = op.handle.schema().arguments();
+  for (const Found& found : found_) {
+    record.inputs.push_back({found.place, found.storage, Geometry::of(*found.tensor, storages.origins[found.storage])});
+    const auto* alias = schema[found.place.position].alias_info();
+    const bool first_of_exchange = op.has(EXCHANGE) && !op.has(WRITES_NOTHING) && found.place.position == 0;
+    if ((alias != nullptr && alias->isWrite()) || first_of_exchange) {
+      record.written.push_back(found.storage);
+    }
+  }
+  return record;
+}
+
+void Forward::note_results(Record& record) const {
+  record.outputs.clear();
+  for (const Found& found : found_) {
+    record.outputs.push_back({found.place, found.storage, Geometry::of(*found.tensor, storages.origins[found.storage])});
+  }
+  record.made = made_;
+}
+
+void Forward::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
+  if (!find_arguments(arguments)) {
+    opaque_ |= SUBCLASS;
+  }
+  if (followed_ != nullptr) {
+    const bool same =
+        begun_ < followed_->records.size() && is_same(op, arguments, followed_->records[begun_]);
+    if (!same && !follow_another(op, arguments)) {
+      depart(begun_);
+    }
+  }
+  if (followed_ == nullptr) {
+    noted_->records.push_back(note(op, arguments));
+  }
+  const Record& record = tape().records[begun_];
+  if (record.draws) {
+    drawn.push_back(generators_of(arguments));
+  }
+  const size_t index = begun_++;
+  running_ = true;
+  exchanged_.clear();
+  if (!record.written.empty()) {
+    for (const Found& found : found_) {
+      if (op.has(EXCHANGE) && record.writes(found.storage)) {
+        exchanged_.emplace_back(*found.tensor);
+      }
+    }
+    for (size_t i = 0; i < found_.size(); ++i) { // the listener's operators are not noted: what was found stays
+      const Found found = found_[i];
+      const bool is_foreign = storages.given[found.storage] && !own_[found.storage];
+      if (record.writes(found.storage) && (is_captured(found.storage) || is_foreign)) {
+        own_[found.storage] = true;
+        listener_->before_write(found.storage, *found.tensor);
+        captured_[found.storage] = {};
+      }
+    }
+  }
+  if (listener_->is_timed) {
+    listener_->time(index, false);
+  }
+}
+
+void Forward::end(c10::ArrayRef<c10::IValue> results) {
+  const size_t index = begun_ - 1;
+  running_ = false;
+  const Operator& op = *tape().records[index].op;
+  if (listener_->is_timed) {
+    listener_->time(index, true);
+  }
+  const bool failed = results.size() != op.handle.schema().returns().size();
+  if (!find_results(results, tape().records[index])) {
+    opaque_ |= SUBCLASS;
+  }
+  if (followed_ != nullptr && (failed || !is_same_uses(followed_->records[index].outputs))) {
+    depart(begun_);
+  }
+  if (failed) {
+    opaque_ |= FAILED;
+  }
+  if (followed_ == nullptr) {
+    note_results(noted_->records[index]);
+    classify(noted_->records[index]);
+  }
+  for (const auto& [storage, tensor] : saved_early_) {
+    if (std::find(made_.begin(), made_.end(), storage) == made_.end()) {
+      storages.given[storage] = true; // no result, such as a copy of memory that is about to be overwritten: it is kept
+      give(storage, tensor);
+    }
+  }
+  saved_early_.clear();
+  const bool over = op.is_over(tape().records[index].arguments);
+  if (over) {
+    wait_for(results); // what the back end does then is no operator of the region
+  }
+  const auto holds = [&](const std::vector<bool>& indices) { return index < indices.size() && indices[index]; };
+  const bool is_known = !listener_->named.empty() && followed_ != nullptr && followed_.get() == likeliest_;
+  const bool asked = is_known ? holds(listener_->named) : op.has(EXPENSIVE) || holds(listener_->planned);
+  if (!failed && asked && (over || !op.has(EXCHANGE))) {
+    listener_->capture(index, op.has(EXCHANGE) ? exchanged_ : results);
+  }
+}
+
+void Forward::classify(Record& record) {
+  const Operator& op = *record.op;
+  blank_.resize(storages.size());
+  record.form = record.made.empty() ? Form::VIEW : Form::PURE;
+  if (op.has(EXCHANGE)) {
+    record.form = Form::EXCHANGE;
+    record.root = true;
+    record.made = record.written;
+  } else if (record.draws) { // draws in place (dropout masks) read nothing but the generator
+    record.form = Form::FIXED;
+    record.root = !op.mutates;
+  } else if (op.has(COMMUNICATES) || op.has(EFFECTS)) {
+    record.form = Form::FIXED;
+    record.root = true;
+  } else if (op.has(VALUE)) {
+    record.form = Form::VALUE;
+  } else if (op.mutates) {
+    record.form = Form::WRITE;
+    for (const int32_t storage : record.written) {
+      record.root = record.root || storages.given[storage];
+    }
+  }
+  if (op.has(RESHAPES)) {
+    opaque_ |= RESHAPED;
+  }
+  if (op.has(BLANK)) {
+    for (const int32_t storage : record.made) {
+      blank_[storage] = storages.nbytes[storage] > 0;
+    }
+  } else {
+    for (const int32_t storage : record.written) {
+      blank_[storage] = false;
+    }
+  }
+}
+
+void Forward::looked_through(size_t before, bool mutates, c10::ArrayRef<c10::IValue> results) {
+  if (begun_ != before) {
+    return;
+  }
+  if (mutates) {
+    opaque_ |= UNOBSERVED;
+  }
+  for (const c10::IValue& result : results) {
+    each_tensor(result, [&](const at::Tensor& tensor) {
+      if (!tensor.has_storage()) {
+        opaque_ |= SUBCLASS;
+      }
+    });
+  }
+}
+
+// -- another tape -----------------------------------------------------------------------------------------------------
+
+bool Forward::follow_another(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
+  for (const auto& other : known_) {
+    if (other != followed_ && begun_ < other->records.size() && is_same(op, arguments, other->records[begun_]) &&
+        other->begins_as(*followed_, begun_, saved.size())) {
+      followed_ = other;
+      return true;
+    }
+  }
+  return false;
+}
+
+void Forward::depart(size_t records) {
+  noted_ = std::make_shared<Tape>();
+  noted_->records.assign(followed_->records.begin(), followed_->records.begin() + static_cast<int64_t>(records));
+  noted_->saves.assign(followed_->saves.begin(), followed_->saves.begin() + static_cast<int64_t>(saved.size()));
+  blank_.assign(storages.size(), false);
+  followed_.reset();
+  for (const Record& record : noted_->records) { // what is blank by now
+    for (const int32_t storage : record.op->has(BLANK) ? record.made : record.written) {
+      if (static_cast<size_t>(storage) < blank_.size()) {
+        blank_[storage] = record.op->has(BLANK) && storages.nbytes[storage] > 0;
+      }
+    }
+  }
+}
+
+std::shared_ptr<const Tape> Forward::close() {
+  if (followed_ != nullptr && (begun_ < followed_->records.size() || saved.size() < followed_->saves.size())) {
+    depart(begun_);
+  }
+  for (Given& each : given) {
+    if (each.tensor.defined() && !each.tensor.is_inference()) {
+      each.version = each.tensor._version();
+    }
+  }
+  for (Saved& each : saved) {
+    each.written = each.counter.enabled() && each.counter.current_version() != each.version;
+  }
+  storages.forget();
+  found_.clear();
+  listener_ = nullptr;
+  known_.clear();
+  if (followed_ != nullptr) {
+    return followed_;
+  }
+  if (std::find(blank_.begin(), blank_.end(), true) != blank_.end()) {
+    opaque_ |= UNFILLED;
+  }
+  noted_->given = storages.given;
+  noted_->nbytes = storages.nbytes;
+  noted_->regathered = storages.regathered;
+  noted_->opaque = opaque_;
+  return noted_;
+}
+
+} // namespace memplug

@@ -1,0 +1,192 @@
+// One forward of a region: it follows the tape of an earlier one for as long as it does the same, else it notes its own.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <c10/core/TensorImpl.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "ledger.h"
+#include "storages.h"
+#include "tape.h"
+
+namespace memplug {
+
+// A generator, and its state before an operator that draws from it.
+struct Drawn {
+  at::Generator generator;
+  at::Tensor state;
+};
+
+// Memory that was there before the region: the first tensor of each that it met, and how often that had been written to
+// when the forward was over.
+struct Given {
+  at::Tensor tensor; // undefined: made by the region, or swapped
+  uint32_t version = 0;
+};
+
+// What else happens while operators run. It may run operators of its own, which are none of the forward's.
+class Listener {
+ public:
+  virtual ~Listener() = default;
+
+  // An operator begins, or is over; where `is_timed`.
+  virtual void time(size_t index, bool over) = 0;
+
+  // Memory that is captured, or that was given and is not the forward's own yet, is about to be written to.
+  virtual void before_write(int32_t storage, const at::Tensor& tensor) = 0;
+
+  // An operator that the policy may capture is over; an exchange with what it wrote to.
+  virtual void capture(size_t index, c10::ArrayRef<c10::IValue> results) = 0;
+
+  // Whether a subclass's own dispatch only calls other operators.
+  virtual bool is_transparent(const at::Tensor& tensor) = 0;
+
+  bool is_timed = false;
+  std::vector<bool> planned; // by index: what the policy names besides expensive operators
+  std::vector<bool> named; // likewise, all of it, for as long as the likeliest tape is followed
+};
+
+class Forward {
+ public:
+  // `known`: tapes that it may follow, the likeliest first. `regathered` may be null.
+  Forward(
+      std::vector<std::shared_ptr<const Tape>> known,
+      Listener* listener,
+      Storages::Regathered regathered,
+      std::shared_ptr<Ledger> ledger);
+  ~Forward();
+
+  // A region input, before the first operator; its number. One that is captured is not kept.
+  int32_t enter(const at::Tensor& tensor, bool captured);
+
+  // An operator is about to run; nothing else begins before it ends.
+  void begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
+
+  // It has run.
+  void end(c10::ArrayRef<c10::IValue> results);
+
+  // An operator is called with a tensor of a subclass.
+  void meet_subclass(const at::Tensor& tensor) {
+    opaque_ |= listener_->is_transparent(tensor) ? 0 : SUBCLASS;
+  }
+
+  // An operator that was looked through has run, since `before` operators had begun.
+  void looked_through(size_t before, bool mutates, c10::ArrayRef<c10::IValue> results);
+
+  // Autograd saves a tensor for backward; `held`: it is kept itself. An operator's own result is saved before the operator
+  // ends.
+  void save(const at::Tensor& tensor, bool held);
+
+  // A storage has a copy, until it is written to.
+  void set_captured(int32_t storage, bool whole, at::ScalarType dtype);
+
+  // The forward is over. Returns its tape.
+  std::shared_ptr<const Tape> close();
+
+  // Decides how each saved tensor is had back, when it is closed. `direct`: from a whole copy where there is one.
+  void sort(bool direct);
+
+  // A recompute pass gives a saved tensor.
+  void restore(size_t index, const at::Tensor& tensor);
+
+  // Backward takes it. Throws where it was written to since.
+  at::Tensor take(size_t index);
+
+  // What was restored and not taken goes.
+  void forget(size_t index);
+
+  void blind(uint32_t reasons) {
+    opaque_ |= reasons;
+  }
+  size_t begun() const {
+    return begun_;
+  }
+  const std::shared_ptr<const Tape>& followed() const { // null: it notes its own
+    return followed_;
+  }
+  Ledger& ledger() {
+    return *ledger_;
+  }
+  const Tape& tape() const { // all of it only where it is closed
+    return followed_ != nullptr ? *followed_ : *noted_;
+  }
+
+  // How a saved tensor is had back.
+  enum class Way : uint8_t { HELD, VIEW, RECOMPUTED };
+
+  // What was saved: `written` since then, in a way that autograd forbids.
+  struct Saved {
+    Use use;
+    at::Tensor held; // of a subclass, or where it is no tensor of the region's: itself
+    c10::VariableVersion counter;
+    uint32_t version = 0;
+    bool alive = true; // backward may still ask for it
+    bool written = false;
+    Way way = Way::HELD;
+    at::Tensor restored; // by a recompute pass, until backward takes it
+    uint32_t restored_version = 0;
+  };
+  Storages storages;
+  std::vector<Saved> saved;
+  std::vector<Given> given; // by storage
+  std::vector<std::vector<Drawn>> drawn; // by operators that draw, in their order
+
+  // Bytes of storages that backward asks for: of all, and of those that are not captured.
+  int64_t saved_bytes = 0, pending_bytes = 0, largest_saved_bytes = 0;
+
+  bool is_captured(int32_t storage) const {
+    return static_cast<size_t>(storage) < captured_.size() && captured_[storage].rows != NOT;
+  }
+  uint32_t opaque() const {
+    return opaque_ | tape().opaque;
+  }
+
+ private:
+  // A tensor among the arguments or results at hand.
+  struct Found {
+    Place place;
+    int32_t storage;
+    const at::Tensor* tensor;
+  };
+  enum : uint8_t { NOT, PART, WHOLE };
+
+  int32_t number(const at::Tensor& tensor, bool given);
+  int32_t meet(const at::Tensor& tensor); // given, if it is new
+  void give(int32_t storage, const at::Tensor& tensor);
+  bool find_arguments(c10::ArrayRef<c10::IValue> arguments);
+  bool find_results(c10::ArrayRef<c10::IValue> results, const Record& record);
+  bool is_same(const Operator& op, c10::ArrayRef<c10::IValue> arguments, const Record& record) const;
+  bool is_same_uses(const std::vector<Use>& uses) const;
+  Record note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) const;
+  void note_results(Record& record) const;
+  void classify(Record& record);
+  bool follow_another(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
+  void depart(size_t records);
+  void count(int32_t storage);
+
+  std::vector<std::shared_ptr<const Tape>> known_;
+  Listener* listener_;
+  std::shared_ptr<Ledger> ledger_;
+  const Tape* likeliest_ = nullptr;
+  std::shared_ptr<const Tape> followed_;
+  std::shared_ptr<Tape> noted_;
+  size_t begun_ = 0;
+  bool running_ = false; // the last operator has begun, and not ended
+  uint32_t opaque_ = 0;
+
+  std::vector<bool> own_, blank_, counted_; // by storage
+  struct Captured {
+    uint8_t rows = NOT;
+    at::ScalarType dtype = at::kFloat;
+  };
+  std::vector<Captured> captured_;
+  std::vector<Found> found_;
+  std::vector<int32_t> made_;
+  std::vector<c10::IValue> exchanged_; // what the running exchange writes to
+  std::vector<std::pair<int32_t, at::Tensor>> saved_early_; // of storages that the running operator has made
+};
+
+} // namespace memplug

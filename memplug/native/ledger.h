@@ -1,0 +1,47 @@
+// Bytes of saved tensors on the device, of all regions of one executor.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace memplug {
+
+// Memory that autograd was given, and has until it lets go of it.
+class Lent {
+ public:
+  void add(const at::Tensor& tensor) {
+    const auto& storage = tensor.storage();
+    storages_.emplace_back(storage.getWeakStorageImpl(), static_cast<int64_t>(storage.nbytes()));
+  }
+
+  // Of all that is still there.
+  int64_t nbytes() {
+    int64_t total = 0;
+    size_t kept = 0;
+    for (auto& each : storages_) {
+      if (!each.first.expired()) {
+        total += each.second;
+        if (&storages_[kept] != &each) {
+          storages_[kept] = std::move(each);
+        }
+        ++kept;
+      }
+    }
+    storages_.erase(storages_.begin() + static_cast<int64_t>(kept), storages_.end());
+    return total;
+  }
+
+ private:
+  std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, int64_t>> storages_;
+};
+
+struct Ledger {
+  int64_t recomputed_bytes = 0; // of recompute passes, that backward has not taken yet
+  Lent lent;
+  int64_t waiting = 0; // captured tensors that are away, and that backward will ask for
+};
+
+} // namespace memplug

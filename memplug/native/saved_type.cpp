@@ -1,0 +1,147 @@
+#include "saved_type.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "replay.h"
+
+namespace py = pybind11;
+
+namespace memplug {
+namespace {
+
+constexpr const char* kWritten =
+    "one of the variables needed for gradient computation has been modified by an inplace operation";
+
+// Stands for a tensor in autograd's graph.
+struct SavedObject {
+  PyObject_HEAD;
+  std::shared_ptr<Forward> forward;
+  PyObject* frame;
+  size_t index;
+};
+
+void destroy(PyObject* self) {
+  auto* const saved = reinterpret_cast<SavedObject*>(self);
+  saved->forward->saved[saved->index].alive = false;
+  saved->forward->forget(saved->index);
+  saved->forward.~shared_ptr();
+  Py_DECREF(saved->frame);
+  PyTypeObject* const type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyTypeObject* saved_type() {
+  static PyType_Slot slots[] = {
+      {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+      {Py_tp_doc, const_cast<char*>("A saved tensor that memplug gives back.")},
+      {0, nullptr}};
+  static PyType_Spec spec = {"memplug.Saved", sizeof(SavedObject), 0, Py_TPFLAGS_DEFAULT, slots};
+  static auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  return type;
+}
+
+struct Packs {
+  std::shared_ptr<Forward> forward;
+  PyObject* frame; // alive for as long as its forward runs
+};
+
+template <typename Call>
+PyObject* translated(const Call& call) {
+  try {
+    return call();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyObject* pack(PyObject* self, PyObject* tensor) {
+  return translated([&]() -> PyObject* {
+    auto* const packs = static_cast<Packs*>(PyCapsule_GetPointer(self, nullptr));
+    Forward& forward = *packs->forward;
+    auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+    const bool parameter = type == ParameterClass;
+    const bool plain = type == THPVariableClass || parameter;
+    forward.save(tensor_of(tensor), !plain || (parameter && !forward.storages.regathers()));
+    PyTypeObject* const saved = saved_type();
+    PyObject* const object = saved->tp_alloc(saved, 0);
+    if (object == nullptr) {
+      return nullptr;
+    }
+    auto* const made = reinterpret_cast<SavedObject*>(object);
+    new (&made->forward) std::shared_ptr<Forward>(packs->forward);
+    made->frame = Py_NewRef(packs->frame);
+    made->index = forward.saved.size() - 1;
+    return object;
+  });
+}
+
+PyObject* unpack(PyObject*, PyObject* object) {
+  return translated([&]() -> PyObject* {
+    auto* const self = reinterpret_cast<SavedObject*>(object);
+    const Forward::Saved& saved = self->forward->saved[self->index];
+    if (saved.written) {
+      PyErr_SetString(PyExc_RuntimeError, kWritten);
+      return nullptr;
+    }
+    if (saved.restored.defined()) {
+      if (self->forward->ledger().waiting > 0) {
+        py::handle(self->frame).attr("fetch")();
+      }
+      return THPVariable_Wrap(self->forward->take(self->index));
+    }
+    if (saved.way != Forward::Way::HELD) {
+      return py::handle(self->frame).attr("unpack")(self->index).release().ptr();
+    }
+    if (saved.counter.enabled() && saved.counter.current_version() != saved.version) {
+      PyErr_Format(
+          PyExc_RuntimeError,
+          "%s: it is at version %u; expected version %u",
+          kWritten,
+          saved.counter.current_version(),
+          saved.version);
+      return nullptr;
+    }
+    if (saved.held.defined()) {
+      return THPVariable_Wrap(saved.held);
+    }
+    return THPVariable_Wrap(tensor_at(self->forward->given[saved.use.storage].tensor, saved.use.geometry));
+  });
+}
+
+PyMethodDef pack_method = {"pack", pack, METH_O, nullptr};
+PyMethodDef unpack_method = {"unpack", unpack, METH_O, nullptr};
+
+} // namespace
+
+py::object pack_hook(std::shared_ptr<Forward> forward, py::handle frame) {
+  const py::capsule capsule(
+      new Packs{std::move(forward), frame.ptr()}, [](void* packs) { delete static_cast<Packs*>(packs); });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, capsule.ptr()));
+}
+
+py::object unpack_hook() {
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&unpack_method, nullptr));
+}
+
+py::object wrapped(const at::Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+const at::Tensor& tensor_of(py::handle object) {
+  if (!THPVariable_Check(object.ptr())) {
+    throw py::type_error("a tensor is needed");
+  }
+  return THPVariable_Unpack(object.ptr());
+}
+
+bool is_parameter(const at::Tensor& tensor) {
+  const py::gil_scoped_acquire locked;
+  const py::object object = wrapped(tensor);
+  return PyObject_IsInstance(object.ptr(), ParameterClass) == 1;
+}
+
+} // namespace memplug

@@ -1,0 +1,104 @@
+// The saved tensors of a forward: how each is noted, and had back.
+#include <algorithm>
+
+#include "forward.h"
+
+namespace memplug {
+
+Forward::~Forward() {
+  for (size_t i = 0; i < saved.size(); ++i) {
+    forget(i);
+  }
+}
+
+void Forward::save(const at::Tensor& tensor, bool held) {
+  Saved found;
+  found.use = {{0}, -1, {}};
+  if (held || !tensor.has_storage() || tensor.key_set().has(c10::DispatchKey::Python)) {
+    found.held = tensor;
+  } else {
+    int32_t storage = storages.find(tensor);
+    if (storage < 0) {
+      storage = number(tensor, !running_);
+      if (running_) {
+        saved_early_.emplace_back(storage, tensor.tensor_data());
+      }
+    }
+    if (storages.given[storage] && !is_captured(storage)) {
+      give(storage, tensor);
+    } else {
+      count(storage);
+    }
+    found.use = {{0}, storage, Geometry::of(tensor, storages.origins[storage])};
+  }
+  found.counter = tensor.unsafeGetTensorImpl()->version_counter();
+  found.version = found.counter.enabled() ? found.counter.current_version() : 0;
+  const Save save{found.use, begun_};
+  if (followed_ != nullptr && !(saved.size() < followed_->saves.size() && followed_->saves[saved.size()] == save)) {
+    depart(begun_);
+  }
+  if (followed_ == nullptr) {
+    noted_->saves.push_back(save);
+  }
+  saved.push_back(std::move(found));
+}
+
+void Forward::count(int32_t storage) {
+  if (!counted_[storage]) {
+    counted_[storage] = true;
+    saved_bytes += storages.nbytes[storage];
+    pending_bytes += is_captured(storage) ? 0 : storages.nbytes[storage];
+    largest_saved_bytes = std::max(largest_saved_bytes, storages.nbytes[storage]);
+  }
+}
+
+void Forward::sort(bool direct) {
+  for (Saved& each : saved) {
+    const int32_t storage = each.use.storage;
+    each.way = Way::HELD;
+    if (storage < 0) {
+      continue;
+    }
+    const Geometry& geometry = each.use.geometry;
+    const Captured& captured = captured_[storage];
+    const Given& kept = given[storage];
+    if (captured.rows == WHOLE && direct && captured.dtype == geometry.dtype && !geometry.conj && !geometry.neg) {
+      each.way = Way::VIEW;
+    } else if (!kept.tensor.defined() || storages.regathered[storage]) {
+      each.way = Way::RECOMPUTED;
+    }
+  }
+}
+
+void Forward::restore(size_t index, const at::Tensor& tensor) {
+  forget(index);
+  Saved& each = saved[index];
+  each.restored = tensor;
+  each.restored_version = tensor.is_inference() ? 0 : tensor._version();
+  ledger_->recomputed_bytes += static_cast<int64_t>(tensor.nbytes());
+}
+
+at::Tensor Forward::take(size_t index) {
+  at::Tensor tensor = saved[index].restored;
+  const uint32_t version = saved[index].restored_version;
+  forget(index);
+  ledger_->lent.add(tensor);
+  TORCH_CHECK(
+      tensor.is_inference() || tensor._version() == version,
+      "one of the variables needed for gradient computation has been modified by an inplace operation: a ",
+      tensor.sizes(),
+      " tensor is at version ",
+      tensor._version(),
+      "; expected version ",
+      version);
+  return tensor;
+}
+
+void Forward::forget(size_t index) {
+  if (saved[index].restored.defined()) {
+    ledger_->recomputed_bytes -= static_cast<int64_t>(saved[index].restored.nbytes());
+    saved[index].restored.reset();
+  }
+}
+
+} // namespace memplug

@@ -1,0 +1,46 @@
+#include "storages.h"
+
+namespace memplug {
+
+int32_t Storages::find(const at::Tensor& tensor) const {
+  const c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
+  if (!ranges_.empty()) {
+    if (const auto ranges = ranges_.find(storage); ranges != ranges_.end()) {
+      const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());
+      for (const Range& range : ranges->second) {
+        if (begin == range.begin || (begin > range.begin && begin < range.end)) {
+          return range.number;
+        }
+      }
+      return -1;
+    }
+  }
+  const auto found = numbers_.find(storage);
+  return found != numbers_.end() ? found->second : -1;
+}
+
+int32_t Storages::add(const at::Tensor& tensor, bool is_given) {
+  const auto& storage = tensor.storage();
+  const auto number = static_cast<int32_t>(size());
+  const bool is_regathered = is_given && regathered_ != nullptr && tensor.is_leaf() && regathered_(tensor);
+  if (is_regathered) {
+    const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());
+    ranges_[storage.unsafeGetStorageImpl()].push_back({begin, begin + tensor.nbytes(), number});
+  } else {
+    numbers_[storage.unsafeGetStorageImpl()] = number;
+  }
+  addresses_.emplace_back(storage.getWeakStorageImpl());
+  given.push_back(is_given);
+  regathered.push_back(is_regathered);
+  origins.push_back(is_regathered ? tensor.storage_offset() : 0);
+  nbytes.push_back(static_cast<int64_t>(is_regathered ? tensor.nbytes() : storage.nbytes()));
+  return number;
+}
+
+void Storages::forget() {
+  numbers_.clear();
+  ranges_.clear();
+  addresses_.clear();
+}
+
+} // namespace memplug

@@ -1,0 +1,54 @@
+// The storages that a forward has touched, by number.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace memplug {
+
+class Storages {
+ public:
+  // Whether a tensor's memory goes and comes back elsewhere between forward and backward (ZeRO 3).
+  using Regathered = bool (*)(const at::Tensor&);
+
+  // `regathered` may be null.
+  explicit Storages(Regathered regathered) : regathered_(regathered) {}
+
+  // Number of a tensor's storage, -1 where it has none yet.
+  int32_t find(const at::Tensor& tensor) const;
+
+  // Gives it one. It is given, or an operator made it.
+  int32_t add(const at::Tensor& tensor, bool given);
+
+  // Addresses name storages no more.
+  void forget();
+
+  bool regathers() const {
+    return regathered_ != nullptr;
+  }
+  size_t size() const {
+    return given.size();
+  }
+
+  // By number. A regathered parameter has one of its own, whatever it shares its storage with.
+  std::vector<bool> given, regathered;
+  std::vector<int64_t> nbytes;
+  std::vector<int64_t> origins; // where offsets in it count from, elements
+
+ private:
+  // A regathered parameter's place in a storage.
+  struct Range {
+    const char *begin, *end;
+    int32_t number;
+  };
+
+  Regathered regathered_;
+  ska::flat_hash_map<const c10::StorageImpl*, int32_t> numbers_;
+  ska::flat_hash_map<const c10::StorageImpl*, std::vector<Range>> ranges_;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> addresses_; // no storage gets that of one that is gone
+};
+
+} // namespace memplug

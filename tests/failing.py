@@ -1,0 +1,53 @@
+"""An operator that raises when it is told to: a recompute pass runs operators, and no code of a module's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Failing:
+    """Of all calls of the operator.
+
+    Attributes:
+        calls: how many there were.
+        fails_at: which of them raises, counted from 1; 0 for none.
+        error: makes what it raises.
+    """
+
+    calls = 0
+    fails_at = 0
+    error: Callable[[], BaseException] = RuntimeError
+
+    @classmethod
+    def arm(cls, fails_at: int, error: Callable[[], BaseException] = RuntimeError) -> None:
+        """Count from now on, and raise in that call."""
+        cls.calls, cls.fails_at, cls.error = 0, fails_at, error
+
+
+def _call(x: torch.Tensor) -> torch.Tensor:
+    Failing.calls += 1
+    if Failing.calls == Failing.fails_at:
+        raise Failing.error()
+    return x.clone()
+
+
+_LIBRARY = torch.library.Library("memplug_tests", "DEF")
+_LIBRARY.define("may_fail(Tensor x) -> Tensor")
+_LIBRARY.impl("may_fail", _call, "CompositeExplicitAutograd")
+
+
+class MayFail(torch.autograd.Function):
+    """The same tensor, by that operator, whose result backward asks for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.memplug_tests.may_fail(x)
+        ctx.save_for_backward(y)
+        return y * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + 0 * ctx.saved_tensors[0]

@@ -1,0 +1,137 @@
+"""Regions that no tape tells of: their input is swapped, all else is recomputed by running the module again."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from memplug.execute import garbage
+from memplug.execute import tokenwise as executing
+from tests.blocks import Block, Layer, Stack, alphas, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
+from tests.forwards import Counts, Routes, Statistics, WritesInput
+
+pytestmark = pytest.mark.device
+
+
+@alphas
+@pytest.mark.parametrize("block", [Block, Routes, Statistics, Counts, WritesInput])
+def test_without_the_native_core_regions_are_opaque_and_gradients_hold(
+    alpha: float, block: type[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (executing, garbage):
+        monkeypatch.setattr(module, "core", lambda: None)
+    executor = train_alike(block, alpha, exact=True)
+    assert dict(executor.opaque) == {"the native core is missing": 3}
+    assert executor.transfer.offloaded_total_bytes > 0, "inputs are swapped"
+
+
+class TakesAddress(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        y.data_ptr()
+        return x + self.out(torch.nn.functional.dropout(y.sigmoid(), 0.3))
+
+
+class Wraps(Layer):
+    """Computes with a tensor of a subclass of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return x + self.out(Logged(y.detach()).mul(2).inner + y)
+
+
+class Logged(torch.Tensor):
+    """Dispatches for itself."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Logged:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    def __repr__(self) -> str:
+        return "Logged"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [arg.inner if isinstance(arg, Logged) else arg for arg in args]
+        return cls(func(*plain, **(kwargs or {})))
+
+
+class Raises(Layer):
+    """Goes on after an operator that raised."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        try:
+            y @ y[..., :3]
+        except RuntimeError:
+            pass
+        return x + self.out(y.sigmoid())
+
+
+class Reshapes(Layer):
+    """Gives a tensor other memory in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        z = torch.zeros(1).set_(y.detach())
+        return x + self.out(y.sigmoid() * z)
+
+
+class LeavesBlank(Layer):
+    """Hands out memory that nothing fills."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(self.inner(x).sigmoid()) + torch.empty(x.shape[-1]).mul(0).nan_to_num()
+
+
+class Mean(Statistics):
+    """Updates a buffer, and takes an address."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.data_ptr()
+        return super().forward(x)
+
+
+REASONS = {
+    Mean: "memory that is read or written past torch's operators",
+    TakesAddress: "memory that is read or written past torch's operators",
+    Wraps: "a tensor subclass that dispatches for itself",
+    Raises: "an operator that raised",
+    Reshapes: "a tensor that was given other memory in place",
+    LeavesBlank: "memory that no operator was seen to fill",
+}
+
+
+@alphas
+@pytest.mark.parametrize("block", REASONS, ids=lambda block: block.__name__)
+def test_a_region_that_is_found_to_be_opaque_says_why_and_trains_alike(
+    block: type[Layer], alpha: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "memplug"):
+        executor = train_alike(block, alpha, exact=True)
+    assert dict(executor.opaque) == {REASONS[block]: 3}
+    assert sum(f"is opaque ({REASONS[block]})" in record.message for record in caplog.records) == 1
+
+
+@alphas
+def test_a_region_that_is_told_to_be_opaque_has_its_input_swapped_alone(alpha: float) -> None:
+    torch.manual_seed(0)
+    model = Stack(3)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    for region in model.regions:
+        region.opaque = "told"
+    x = torch.randn(2, 6, 16)
+    model(x).backward()
+    reference(x).backward()
+    assert_same(gradients(model), gradients(reference))
+    assert dict(executor.opaque) == {"told": 3}
+    assert executor.transfer.offloads == 2, "the inputs of the second and the third"
+    assert_clean(executor)
