@@ -19,8 +19,8 @@ def counters(executor: Executor) -> dict[str, Any]:
     """What the executor did so far and holds now; bytes, counts, and why regions are opaque."""
     transfer, pool = executor.transfer, executor.pool
     return {
-        "forwards": executor.frames,
-        "forwards_in_flight": executor.live_frames,
+        "forwards": executor.in_flight.forwards,
+        "forwards_in_flight": executor.in_flight.count,
         "offloaded_bytes": transfer.offloaded_total_bytes,
         "prefetched_bytes": transfer.prefetched_total_bytes,
         "host_used_bytes": pool.used_bytes,

@@ -24,7 +24,8 @@ from memplug.config import MemplugConfig
 from memplug.errors import RecorderError
 from memplug.execute.arena import Arena
 from memplug.execute.device import Device
-from memplug.execute.tokenwise import Executor, Region
+from memplug.execute.region import Region
+from memplug.execute.tokenwise import Executor
 from memplug.plan import tokenwise as plan
 from memplug.profile.similarity import Program
 from memplug.profile.trace import Trace

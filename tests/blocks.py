@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from memplug.execute.device import Device, device_of
-from memplug.execute.tokenwise import Executor, Region
+from memplug.execute.region import Region
+from memplug.execute.tokenwise import Executor
 
 ALPHAS = [0.4, 1.0]  # some of the rows of a matmul are swapped, and all of them
 alphas = pytest.mark.parametrize("alpha", ALPHAS)
@@ -135,13 +136,17 @@ def assert_same(measured: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 def assert_clean(executor: Executor) -> None:
     """No graph is alive: nothing of any is left on either side."""
     for _ in range(100):  # after an error on a device, autograd's own thread is the last to let go of the graph
-        if executor.live_frames == 0 or executor.device.kind == "cpu":
+        if executor.in_flight.count == 0 or executor.device.kind == "cpu":
             break
         time.sleep(0.02)
     executor.transfer.drain()
-    assert executor.live_frames == 0
+    assert executor.in_flight.count == 0
     assert executor.pool.used_bytes == 0
-    assert executor.transfer.fetched_bytes == 0 and executor.ledger.recomputed_bytes == 0 and executor.input_bytes == 0
+    assert (
+        executor.transfer.fetched_bytes == 0
+        and executor.ledger.recomputed_bytes == 0
+        and executor.in_flight.input_bytes == 0
+    )
 
 
 @contextlib.contextmanager

@@ -192,7 +192,7 @@ allocator = cpu_allocator()
 """
 
 
-def run_python(script: str, *, code: int = 0, env: dict[str, str] | None = None, time_limit_s: float = 300) -> str:
+def run_python(script: str, *, code: int = 0, env: dict[str, str] | None = None, time_limit_s: float = 900) -> str:
     """Runs a script in a process of its own, after `PREAMBLE`; what it wrote.
 
     Raises:

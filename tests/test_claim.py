@@ -82,6 +82,7 @@ def test_the_other_model_gets_both_once_the_first_is_detached() -> None:
 
 
 def test_a_session_that_is_dropped_without_detaching_leaves_both_to_the_next() -> None:
+    before = reserved_bytes()  # an earlier test's engine may have left something that DeepSpeed keeps
     model = Stack(2)
     session = memplug.attach(model, BLOCK)
     train(model, session, 8)
@@ -90,7 +91,7 @@ def test_a_session_that_is_dropped_without_detaching_leaves_both_to_the_next() -
     model.zero_grad()
     del model, session
     gc.collect()
-    assert dropped() is None and reserved_bytes() == 0
+    assert dropped() is None and reserved_bytes() == before
     model = Stack(2)
     with memplug.attach(model, BLOCK) as session:
         train(model, session, 8)

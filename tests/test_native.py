@@ -72,7 +72,7 @@ def test_processes_that_start_at_once_build_once_after_builds_that_failed_and_we
     assert not native.is_built()
     processes = [start_python(BUILDS) for _ in range(3)]
     try:
-        outputs = [process.communicate(timeout=400)[0] for process in processes]
+        outputs = [process.communicate(timeout=900)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests import forwards
 from tests.blocks import Layer
 from tests.native_forward import Run
 from tests.reference_tape import Recording
+from tests.test_models import MODELS, Causal
 
 AUTOGRADS_OWN = {"aten::detach", "aten::clone"}
 KINDS = [
@@ -75,6 +76,17 @@ def test_the_tape_of_every_forward_is_that_of_the_dispatch_mode(core: Any, kind:
     tape, reference = both(core, lambda: layer(x * 1))
     assert reference.records
     compare(tape, reference)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_tape_of_a_model_is_that_of_the_dispatch_mode_and_its_next_forward_follows_it(core: Any, kind: str) -> None:
+    model = Causal(kind, attention="eager" if kind == "gemma2" else "sdpa")
+    batch = torch.randint(0, 64, (2, 8))
+    tape, reference = both(core, lambda: model(batch))
+    assert not tape.opaque and len(reference.records) > 100
+    compare(tape, reference)
+    first = Run(core, lambda: model(batch))
+    assert records_of(first.tape) and Run(core, lambda: model(batch), (first.tape,)).follows
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -268,20 +280,42 @@ def test_a_tensor_from_outside_that_changed_since_is_an_error(core: Any) -> None
         run.restored({}, pytest.fail)
 
 
-def test_a_collective_that_runs_again_is_waited_for(core: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Any]:
     backend = "gloo" if torch.get_default_device().type == "cpu" else "nccl"
     dist.init_process_group(backend, store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        weight, x = torch.ones(4, requires_grad=True), torch.randn(4)
-        collectives, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
-        def call() -> torch.Tensor:
-            return weight * collectives.wait_tensor(collectives.all_reduce(x, "sum", name))
 
-        run = Run(core, call)
-        with Ran() as ran:
-            restored = run.restored({}, pytest.fail)
-        assert ran.names == ["all_reduce", "wait_tensor"]
-        assert [torch.equal(ours, x) for ours in restored.values()] == [True]
-    finally:
-        dist.destroy_process_group()
+def test_a_collective_that_runs_again_is_waited_for(core: Any, group: Any) -> None:
+    weight, x = torch.ones(4, requires_grad=True), torch.randn(4)
+    collectives = torch.ops._c10d_functional
+
+    def call() -> torch.Tensor:
+        return weight * collectives.wait_tensor(collectives.all_reduce(x, "sum", group.group_name))
+
+    run = Run(core, call)
+    with Ran() as ran:
+        restored = run.restored({}, pytest.fail)
+    assert ran.names == ["all_reduce", "wait_tensor"]
+    assert [torch.equal(ours, x) for ours in restored.values()] == [True]
+
+
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "maximum": dist.ReduceOp.MAX}
+
+
+@pytest.mark.parametrize(("first", "second"), [("sum", "sum"), ("sum", "maximum")])
+def test_an_exchange_is_the_same_where_its_group_and_its_reduction_are(
+    core: Any, group: Any, first: str, second: str
+) -> None:
+    def call(reduction: str) -> torch.Tensor:
+        y = torch.ones(4)
+        dist.all_reduce(y, REDUCTIONS[reduction], group)
+        dist.reduce_scatter_tensor(torch.empty(4), y, REDUCTIONS[reduction], group)
+        return y
+
+    tape = Run(core, lambda: call(first)).tape
+    assert not tape.opaque and [r.form.value for r in records_of(tape)].count("exchange") == 2
+    assert len(records_of(tape)) == 4, "what the back end does to hand out a result is no operator"
+    assert Run(core, lambda: call(second), (tape,)).follows == (first == second)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from memplug.execute.device import Device
-from memplug.execute.tokenwise import Executor, Region
+from memplug.execute.region import Region
+from memplug.execute.tokenwise import Executor
 from memplug.plan import tokenwise as plan
 from memplug.stages import planning
 from tests.blocks import Block, Stack

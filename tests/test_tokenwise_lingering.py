@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from tests.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, twin
+from tests.blocks import Block, Stack, assert_clean, assert_same, gradients, tokenwise, twin
+from tests.forwards import WritesAfterUse, WritesInput, WritesOutput, WritesSlices
 from tests.simulated import Adversary, adversarial_device
 
 pytestmark = pytest.mark.device
 
 
-def trained(device: Adversary, alpha: float, **settings: int):
+def trained(device: Adversary, alpha: float, block: type[nn.Module] = Block, **settings: int):
     """A stack after one step, whose last layer lingers; its twin, its executor."""
     torch.manual_seed(0)
-    model = Stack(4)
+    model = Stack(4, block)
     reference = twin(model)
     executor = tokenwise(model, alpha, device, **settings)
     step(model, reference, alpha)
@@ -76,6 +78,16 @@ def test_a_forward_that_follows_after_all_makes_them_go_or_stay_where_the_host_i
     assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
     end_step(model)
     assert not any(region.lingers for region in model.regions)
+    assert_clean(executor)
+
+
+@pytest.mark.parametrize("block", [WritesOutput, WritesAfterUse, WritesSlices, WritesInput])
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_what_is_written_in_place_after_it_was_captured_is_kept_where_the_host_is_full(device, alpha, block):
+    model, reference, executor = trained(device, alpha, block)
+    executor.pool.take = lambda nbytes: None
+    for seed in (1, 2):
+        step(model, reference, alpha, seed=seed)
     assert_clean(executor)
 
 

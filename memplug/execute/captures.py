@@ -12,7 +12,8 @@ from memplug.execute.tape import Record, fills_storage, record_at
 from memplug.execute.transfer import Swapped
 
 if TYPE_CHECKING:
-    from memplug.execute.tokenwise import Executor, Region
+    from memplug.execute.region import Region
+    from memplug.execute.tokenwise import Executor
 
 
 class Captures:
@@ -107,7 +108,7 @@ class Captures:
         leave one out is for all ranks to do.
         """
         shared = {i: True for i in self.by_operator if operators.kind_of(records[i].func) is operators.Kind.COLLECTIVE}
-        return set(self._native.asked(shared, list(self.launches), True)) & set(shared) if shared else set()
+        return set(self._native.asked(shared, list(self.launches))) & set(shared) if shared else set()
 
     def _launch(self, index: int, record: Record) -> int | None:
         """The operator that launched the collective whose result is waited for; None where it is not this region's, or

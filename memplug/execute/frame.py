@@ -26,7 +26,8 @@ from memplug.execute.tape import Tape, is_plain, storage_of
 from memplug.execute.transfer import Swapped
 
 if TYPE_CHECKING:
-    from memplug.execute.tokenwise import Executor, Region
+    from memplug.execute.region import Region
+    from memplug.execute.tokenwise import Executor
 
 
 class Frame:
@@ -59,7 +60,7 @@ class Frame:
         self.recomputes = False  # some saved tensor has to be recomputed
         self.is_over = False  # its forward
         self.previous: weakref.ref[Frame] | None = executor.newest
-        executor.born(self)
+        executor.in_flight.born(self)
         self.ambient = Ambient(executor.device, executor.surroundings)
         flat, self.spec = tree_flatten((args, kwargs))
         self.inputs = [self._input(value) for value in flat]
@@ -201,7 +202,7 @@ class Frame:
         return leaf_of(item.get(), item.requires_grad, item.written) if isinstance(item, Held) else item
 
     def __del__(self) -> None:
-        self.executor.gone(self)
+        self.executor.in_flight.died(self, 0)
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -27,7 +27,8 @@ from memplug.execute.transfer import Swapped
 from memplug.execute.watch import AddressMode
 
 if TYPE_CHECKING:
-    from memplug.execute.tokenwise import Executor, Region
+    from memplug.execute.region import Region
+    from memplug.execute.tokenwise import Executor
 
 _TRANSPARENT = {"AsyncCollectiveTensor", "DTensor"}
 _VIEW = 1  # of `Way` in memplug/native/forward.h
@@ -141,7 +142,7 @@ class Replayed(Frame):
         else:
             executor.tapes.keep(self.region, tape)
             records = records_of(tape)
-            self._decide(records)
+            asked = self._decide()
             reads = native.reads() if self.recomputes else []
             inputs = [self.provided[number] for number in reads if isinstance(self.provided.get(number), Swapped)]
         for part in inputs:
@@ -150,38 +151,36 @@ class Replayed(Frame):
             self.tape = Tape(tape, {native.storage_of(i) for i in range(native.saved)} - {-1})
             self.tape.stamps, self.tape.span = self.stamps, (begin, executor.device.stamp())
         if not self.opaque:
-            self._learn(records)
+            self._learn(records, asked)
         self.saved_bytes, self.pending_bytes = native.saved_bytes, native.pending_bytes
         self.largest_saved_bytes = native.largest_saved_bytes
         self._finish()
         self.region.familiar = native.followed is not None
 
-    def _decide(self, records: list[Any]) -> None:
+    def _decide(self) -> list[int]:
+        """What a recompute pass does; returns the captured operators whose results it asks for."""
         captured = self.captured
-        asked = self.native.asked(captured.whole, list(captured.launches), False)
+        asked, self.communicates = self.native.decide(captured.whole, list(captured.launches))
         absent = [index for index in asked if not captured.by_operator[index].parts]
         if absent:  # this forward is another than those before: run the collectives again after all
             for index in absent:
                 del captured.by_operator[index]
             captured.launches = {launch: i for launch, i in captured.launches.items() if i in captured.by_operator}
             self.region.unneeded.clear()
-            self._decide(records)
-            return
-        self.communicates = self.native.decide(captured.whole, list(captured.launches))
+            return self._decide()
         if not self.recomputes:
-            return
+            return []
         for index in asked:
             for part in captured.by_operator[index].parts:
                 if isinstance(part, Swapped):
                     part.uses += 1
+        return asked
 
-    def _learn(self, records: list[Any]) -> None:
+    def _learn(self, records: list[Any], substituted: list[int]) -> None:
         """Which captures nobody asks for: they are not made again."""
         captured = self.captured
         of_ranks = captured.asked_of_ranks(records)
-        asked = set(of_ranks)
-        if self.recomputes:
-            asked.update(self.native.asked(captured.whole, list(captured.launches), False))
+        asked = {*of_ranks, *substituted}
         for index, capture in captured.by_operator.items():
             used = index in asked or any(getattr(part, "uses", 0) for part in capture.parts)
             if not used and operators.kind_of(records[index].func) is not Kind.CHOICE:
@@ -218,7 +217,7 @@ class Replayed(Frame):
         try:
             self._replay()
         except self.core.Diverged as divergence:
-            if self.captured.launches or self.native.decide({}, []):
+            if self.captured.launches or self.native.decide({}, [])[1]:
                 raise RecomputeError(f"region {self.region.name}: {divergence}") from None
             self.executor.diverged(self.region, str(divergence))
             self._replay()

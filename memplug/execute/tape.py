@@ -14,7 +14,7 @@ import torch
 from memplug.execute import operators
 
 if TYPE_CHECKING:
-    from memplug.execute.tokenwise import Region
+    from memplug.execute.region import Region
 
 
 class Form(enum.Enum):

@@ -13,22 +13,23 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from memplug.execute import operators
 from memplug.execute.core import core
 from memplug.execute.device import Device
 from memplug.execute.frame import Frame
 from memplug.execute.host_pool import HostPool
+from memplug.execute.in_flight import InFlight
 from memplug.execute.ledger import Ledger
-from memplug.execute.operators import Kind
+from memplug.execute.region import Region
 from memplug.execute.replayed import Replayed
-from memplug.execute.tape import Record, Tapes, is_plain, reasons, records_of, storage_of
+from memplug.execute.tape import Tapes, is_plain, reasons, storage_of
 from memplug.execute.transfer import Swapped, Transfer, swappable
 from memplug.execute.unobserved import Unobserved
 
@@ -38,96 +39,9 @@ RESIDENT_REGIONS = 2  # rounding buffers
 TEMPORARIES = 3  # of backward at a time: the gradients of a gated MLP's product and of its two factors
 
 
-class Region:
-    """One module that runs token-wise.
-
-    Args:
-        name: the module's qualified name.
-        kind: the name of its class.
-        rows: fraction of the rows of every matmul's output to swap, [0, 1].
-
-    Attributes:
-        key: regions of one key ran the same operators and share a plan.
-        plan: operator index -> (operator, fraction, keep on the device), from the planner; None before there is one.
-        unneeded: operator index -> operator, where no backward ever asked for the captured output: not captured again.
-        communicates: its forward contains collectives that a recompute pass runs again, so that all ranks must
-            recompute alike.
-        opaque: why no tape tells what its forward does, such as work that no operator shows; "" where one does. Its
-            input is all that is swapped, and a recompute pass runs the module again.
-        seen: it has run forward.
-        lingers: in the last step, backward always found its tensors on the device still, as it followed at once (MEMO,
-            section 4.1: the last two layers): their copies out start only when they have to go after all.
-        released: since that was found out, they had to go.
-        familiar: its last forward did what an earlier one did; only a forward of an unfamiliar region is watched for
-            work that no operator shows.
-    """
-
-    def __init__(self, name: str, kind: str, rows: float):
-        self.name = name
-        self.kind = self.key = kind
-        self.rows = rows
-        self.plan: Mapping[int, tuple[Any, float, bool]] | None = None
-        self.unneeded: dict[int, Any] = {}
-        self.communicates = False
-        self.opaque = ""
-        self.familiar = False
-        self.seen = False
-        self.lingers = False
-        self.released = False
-        self._forwards = 0
-        self._named: _Named | None = None
-
-    def ran(self, frame: Frame) -> None:
-        """A forward is over."""
-        self.seen = True
-        self._forwards += 1
-        self.communicates = self.communicates or frame.communicates
-
-    def named(self, tape: Any) -> list[int]:
-        """The operators of a native tape that a forward that does the same is to hand over when they are over."""
-        if self._named is None or not self._named.holds(self, tape):
-            self._named = _Named(self, tape, self._name(records_of(tape)))
-        return self._named.indices
-
-    def _name(self, records: Sequence[Record]) -> list[int]:
-        named = []
-        for index, record in enumerate(records):
-            kind = operators.kind_of(record.func)
-            fraction, _ = self.decide(index, record.func)
-            if kind is Kind.COLLECTIVE or (fraction > 0 and record.capturable):
-                named.append(index)
-        return named
-
-    def end_step(self) -> None:
-        """Find out whether its tensors stay until backward."""
-        self.lingers = self._forwards > 0 and not self.released
-        self.released, self._forwards = False, 0
-
-    def decide(self, index: int, func: Any) -> tuple[float, bool]:
-        """Fraction of rows to swap of operator `index`, and whether to keep it on the device instead. The plan is
-        advice: a forward that runs other operators than the planned one is captured by kind."""
-        if self.unneeded.get(index) is func:
-            return 0.0, False
-        kind = operators.kind_of(func)
-        if self.plan is not None and kind not in (Kind.CHOICE, Kind.COLLECTIVE):
-            planned, fraction, keep = self.plan.get(index, (func, 0.0, False))
-            if planned is func:
-                return fraction, keep
-        if kind is Kind.ROWS:
-            return self.rows, False
-        return float(kind is not None), False
-
-
-class _Named:
-    """What `Region.named` returned, and what that followed from."""
-
-    def __init__(self, region: Region, tape: Any, indices: list[int]):
-        self.indices = indices
-        self._tape, self._plan, self._rows, self._unneeded = tape, region.plan, region.rows, dict(region.unneeded)
-
-    def holds(self, region: Region, tape: Any) -> bool:
-        same = self._tape is tape and self._plan is region.plan
-        return same and self._rows == region.rows and self._unneeded == region.unneeded
+class _OfThread(threading.local):
+    newest: weakref.ref[Frame] | None = None
+    recomputing = 0
 
 
 class Executor:
@@ -151,18 +65,13 @@ class Executor:
         self.regathers = regathers
         self.tapes = Tapes()
         self.share = 1.0  # of the rows that regions say, that are swapped: less where host memory has run out
-        self.recomputing = 0  # recompute passes under way that run the module again
+        self._threads = _OfThread()
         self.timing = False
-        self.newest: weakref.ref[Frame] | None = None
         known = core()
         self.ledger: Any = known.Ledger() if known is not None else Ledger()
-        self.input_bytes = 0  # swapped region inputs of all graphs in flight
-        self.peak_input_bytes = 0
+        self.in_flight = InFlight(self.ledger)
         self.largest_region_bytes = 0
         self.largest_saved_bytes = 0
-        self.frames = 0
-        self.live: collections.Counter[str] = collections.Counter()  # frames by region name
-        self.peak_live: collections.Counter[str] = collections.Counter()
         self.divergences = 0
         self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
         # around a region's forward and recompute: (phase, region) -> context manager
@@ -179,6 +88,24 @@ class Executor:
         self._resident: collections.deque[weakref.ref[Frame]] = collections.deque()
         self._warned = False
         self._told_of_capture = False
+
+    @property
+    def newest(self) -> weakref.ref[Frame] | None:
+        """This thread's last frame: backward asks for its tensors first."""
+        return self._threads.newest
+
+    @newest.setter
+    def newest(self, frame: weakref.ref[Frame] | None) -> None:
+        self._threads.newest = frame
+
+    @property
+    def recomputing(self) -> int:
+        """Recompute passes under way on this thread that run the module again."""
+        return self._threads.recomputing
+
+    @recomputing.setter
+    def recomputing(self, passes: int) -> None:
+        self._threads.recomputing = passes
 
     def run(self, region: Region, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
@@ -200,11 +127,6 @@ class Executor:
             return Replayed(known, self, region, *rest)
         region.opaque = region.opaque or "the native core is missing"
         return Unobserved(self, region, *rest)
-
-    @property
-    def live_frames(self) -> int:
-        """Frames whose graphs are alive."""
-        return self.live.total()
 
     def direct(self, region: Region) -> bool:
         """Whether backward may take captured tensors without a recompute pass.
@@ -256,17 +178,9 @@ class Executor:
         finally:
             known.resume()
 
-    def born(self, frame: Frame) -> None:
-        """A frame's forward begins."""
-        name = frame.region.name
-        self.frames += 1
-        self.live[name] += 1
-        self.peak_live[name] = max(self.peak_live[name], self.live[name])
-
     def note(self, frame: Frame) -> None:
         """A frame's forward is over."""
-        self.input_bytes += frame.input_bytes
-        self.peak_input_bytes = max(self.peak_input_bytes, self.input_bytes)
+        self.in_flight.over(frame)
         self.largest_region_bytes = max(self.largest_region_bytes, frame.saved_bytes)
         self.largest_saved_bytes = max(self.largest_saved_bytes, frame.largest_saved_bytes)
         if frame.opaque and not (frame.region.opaque and frame.region.seen):
@@ -275,15 +189,9 @@ class Executor:
         if self.on_frame is not None:
             self.on_frame(frame)
 
-    def gone(self, frame: Frame) -> None:
-        """A frame died with its graph."""
-        self.ledger.waiting -= len(frame.todo)
-        self.live[frame.region.name] -= 1
-        if frame.is_over:
-            self.input_bytes -= frame.input_bytes
-
     def pump(self, frame: Frame) -> None:
         """Fetch what backward needs next, this frame's tensors first, as far ahead as the limit of bytes allows."""
+        self.in_flight.settle()
         if not self.ledger.waiting:
             return
         pending_bytes = 0
@@ -307,7 +215,7 @@ class Executor:
         Full recomputation holds one region's saved tensors at once, and every region's input. It has let some of the
         former go by the time backward's own temporaries are there: three gradients as large as the largest of them.
         """
-        return self.largest_region_bytes + self.peak_input_bytes - TEMPORARIES * self.largest_saved_bytes
+        return self.largest_region_bytes + self.in_flight.peak_input_bytes - TEMPORARIES * self.largest_saved_bytes
 
     def held_bytes(self) -> int:
         """Bytes of saved tensors on the device: captured and not let go, fetched, recomputed, or with autograd."""

@@ -184,15 +184,19 @@ class Transfer:
 
     def before_write(self, swapped: Swapped) -> None:
         """An operator is about to write to the captured tensor in place: finish the copy out, and forget the device
-        memory.
+        memory; where there is no copy, since the host is full, the device keeps one.
         """
         self._send_late([swapped])
+        swapped.mutated = True
+        if swapped.slot is None:
+            swapped.tensor = alias_of(swapped.tensor.clone())
+            swapped.version = swapped.tensor._version
+            return
         if swapped.offloaded is not None:
             for stream in self._with_current(swapped.stream):
                 self.device.wait(stream, swapped.offloaded, Wait.MUTATE_FOR_OFFLOAD)
             swapped.offloaded = None
         self._leave(swapped)
-        swapped.mutated = True
 
     def prefetch(self, swapped: Swapped) -> None:
         """Start copying the host rows into new device memory of the full size; nothing to do unless the tensor is

@@ -116,8 +116,8 @@ class Unobserved(Frame):
         self._recomputed.clear()
 
     def __del__(self) -> None:
-        self._forget()
-        super().__del__()
+        left_bytes = sum(tensor.nbytes for tensor, _ in self._recomputed.values())
+        self.executor.in_flight.died(self, left_bytes)
 
     def recompute(self) -> None:
         self.rerun(len(self._holders), self._is_alive)

@@ -32,7 +32,7 @@ from torch import nn
 from memplug import report
 from memplug.config import MemplugConfig, read_ds_config
 from memplug.errors import ConflictError, PatchError
-from memplug.execute.tokenwise import Region
+from memplug.execute.region import Region
 from memplug.hooks.patching import ORIGINAL, is_patched, patch
 from memplug.session import Session
 

@@ -40,8 +40,8 @@ from torch import nn
 
 from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
+from memplug.execute.region import Region
 from memplug.execute.tape import storage_of
-from memplug.execute.tokenwise import Region
 from memplug.hooks.patching import patch
 from memplug.session import Session
 from memplug.stages.ranks import Ranks

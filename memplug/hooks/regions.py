@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memplug.errors import ConflictError, RegionError
-from memplug.execute.tokenwise import Region
+from memplug.execute.region import Region
 from memplug.session import Session
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

@@ -30,7 +30,7 @@ FOLDER = Path(__file__).parent
 
 @functools.cache
 def load() -> ModuleType:
-    """The core's Python module; built first where that was not done yet (about 20 s).
+    """The core's Python module; built first where that was not done yet (a minute or two).
 
     Raises:
         NativeError: it cannot be built here: no compiler, no ninja, no folder to write to. Or it cannot be loaded.

@@ -8,6 +8,9 @@ namespace memplug {
 // Waits for what an exchange's results hold to be waited for; they may hold nothing.
 void wait_for(c10::ArrayRef<c10::IValue> results);
 
+// Whether two objects among an exchange's arguments are alike: they are boxed anew for each call.
+bool same_object(const c10::IValue& one, const c10::IValue& other);
+
 // From now on an exchange whose caller would wait for it at once is over when it returns, where `is_watched` says so of
 // this thread: some back ends copy the result each time that somebody waits, which is no operator of a region.
 void stand_before_exchanges(bool (*is_watched)());

@@ -88,7 +88,9 @@ int32_t Forward::enter(const at::Tensor& tensor, bool captured) {
 
 void Forward::give(int32_t storage, const at::Tensor& tensor) {
   if (!given[storage].tensor.defined()) {
-    given[storage].tensor = tensor.is_leaf() ? tensor : tensor.tensor_data(); // without the graph that it comes from
+    // parameters themselves: what shards them exchanges their memory; others without a graph, which may lead back here
+    const bool itself = storages.regathered[storage] || (tensor.is_leaf() && tensor.requires_grad());
+    given[storage].tensor = itself ? tensor : tensor.tensor_data();
   }
 }
 

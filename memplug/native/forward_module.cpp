@@ -131,22 +131,26 @@ struct Running final : Listener {
     return actions_of(*tape, all, launches, storages);
   }
 
-  // Which captured results a recompute pass asks for; `every_saved`: one that restores all that backward asks for.
-  std::vector<size_t> asked(
-      const std::map<size_t, bool>& captured, const std::vector<size_t>& launches, bool every_saved) const {
-    const auto found = actions_for(captured, launches, every_saved);
+  static std::vector<size_t> substituted(const std::vector<Action>& actions) {
     std::vector<size_t> indices;
-    for (size_t i = 0; i < found.size(); ++i) {
-      if (found[i] == Action::SUBSTITUTE) {
+    for (size_t i = 0; i < actions.size(); ++i) {
+      if (actions[i] == Action::SUBSTITUTE) {
         indices.push_back(i);
       }
     }
     return indices;
   }
 
-  bool decide(const std::map<size_t, bool>& captured, const std::vector<size_t>& launches) {
+  // Which captured results a recompute pass would ask for that restores all that was saved.
+  std::vector<size_t> asked(const std::map<size_t, bool>& captured, const std::vector<size_t>& launches) const {
+    return substituted(actions_for(captured, launches, true));
+  }
+
+  // What the recompute pass does; which captured results it asks for, and whether other ranks take part.
+  std::pair<std::vector<size_t>, bool> decide(
+      const std::map<size_t, bool>& captured, const std::vector<size_t>& launches) {
     actions = actions_for(captured, launches, false);
-    return communicates(*tape, actions);
+    return {substituted(actions), communicates(*tape, actions)};
   }
 
   std::vector<Use> wanted() const {
@@ -193,7 +197,7 @@ struct Running final : Listener {
           given.version);
       TORCH_CHECK(
           static_cast<int64_t>(tape->regathered[storage] ? given.tensor.nbytes() : given.tensor.storage().nbytes()) >=
-              tape->nbytes[storage],
+              forward->storages.nbytes[storage],
           "memplug: the memory of a ",
           given.tensor.sizes(),
           " tensor that a region reads was taken away between its forward and its backward");

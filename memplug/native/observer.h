@@ -28,6 +28,14 @@ class Observer {
   static void pause();
   static void resume();
   static int paused();
+  struct Pause {
+    Pause() {
+      pause();
+    }
+    ~Pause() {
+      resume();
+    }
+  };
 
   // Whether a forward of this thread is told of its operators.
   static bool is_active();

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "observer.h"
 #include "replay.h"
 
 namespace py = pybind11;
@@ -65,7 +66,10 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
     auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
     const bool parameter = type == ParameterClass;
     const bool plain = type == THPVariableClass || parameter;
-    forward.save(tensor_of(tensor), !plain || (parameter && !forward.storages.regathers()));
+    {
+      const Observer::Pause paused;
+      forward.save(tensor_of(tensor), !plain || (parameter && !forward.storages.regathers()));
+    }
     PyTypeObject* const saved = saved_type();
     PyObject* const object = saved->tp_alloc(saved, 0);
     if (object == nullptr) {

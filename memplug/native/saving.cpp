@@ -15,7 +15,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
   Saved found;
   found.use = {{0}, -1, {}};
   if (held || !tensor.has_storage() || tensor.key_set().has(c10::DispatchKey::Python)) {
-    found.held = tensor;
+    found.held = tensor.is_leaf() ? tensor : tensor.detach(); // its graph may lead back to who saves it
   } else {
     int32_t storage = storages.find(tensor);
     if (storage < 0) {

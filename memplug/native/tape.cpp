@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "exchange.h"
+
 namespace memplug {
 namespace {
 
@@ -63,6 +65,9 @@ bool equal(const c10::IValue& one, const c10::IValue& other) {
   if (one.isList() && other.isList()) {
     const auto ones = one.toListRef(), others = other.toListRef();
     return std::equal(ones.begin(), ones.end(), others.begin(), others.end(), equal);
+  }
+  if (one.isObject() && other.isObject()) {
+    return same_object(one, other);
   }
   return one.tagKind() == other.tagKind() && one == other;
 }

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from memplug import report
 from memplug.config import MemplugConfig
-from memplug.execute.tokenwise import Executor, Region
+from memplug.execute.region import Region
+from memplug.execute.tokenwise import Executor
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program, difference
 from memplug.stages import planning

@@ -18,8 +18,9 @@ import torch
 from memplug.execute import operators
 from memplug.execute.frame import Frame
 from memplug.execute.operators import Kind
+from memplug.execute.region import Region
 from memplug.execute.tape import Form, Record, Tape
-from memplug.execute.tokenwise import Executor, Region
+from memplug.execute.tokenwise import Executor
 from memplug.execute.transfer import Swapped
 from memplug.plan import tokenwise as plan
 from memplug.plan.tokenwise_model import measure
@@ -105,7 +106,7 @@ def describe(
     described = []
     for key, members in groups.items():
         tapes = [observer.tapes[region.name] for region in members]
-        in_flight = max(1, max(executor.peak_live[region.name] for region in members))
+        in_flight = max(1, max(executor.in_flight.peak[region.name] for region in members))
         lingering = sum(region.lingers for region in members)
         described.append(
             plan.Region(

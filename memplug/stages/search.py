@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memplug.config import MemplugConfig
-from memplug.execute.tokenwise import Executor, Region
+from memplug.execute.region import Region
+from memplug.execute.tokenwise import Executor
 from memplug.plan import tokenwise as plan
 from memplug.stages import budgets, planning
 
@@ -87,7 +88,7 @@ class Search:
         self._begun = 0.0
         self._warned = False
         executor.timing = True
-        executor.peak_live.clear()  # forwards in flight of this program, not of another
+        executor.in_flight.peak.clear()  # forwards in flight of this program, not of another
         step_peak()
 
     def begin_program(self) -> None:

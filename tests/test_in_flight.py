@@ -1,0 +1,92 @@
+"""Graphs die on any thread, and what they leave is counted all the same."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.blocks import (
+    Layer,
+    Stack,
+    alphas,
+    assert_clean,
+    assert_same,
+    gradients,
+    no_garbage_collection,
+    tokenwise,
+    twin,
+)
+
+pytestmark = pytest.mark.device
+
+
+@alphas
+def test_graphs_that_die_on_other_threads_are_counted(alpha: float) -> None:
+    model = Stack(2)
+    executor = tokenwise(model, alpha)
+    losses = [model(torch.randn(2, 6, 16)) for _ in range(16)]
+    assert executor.in_flight.count == 32 and executor.in_flight.peak["layers.0"] == 16
+
+    def drop() -> None:
+        while losses:
+            try:
+                losses.pop()
+            except IndexError:
+                return
+
+    threads = [threading.Thread(target=drop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_clean(executor)
+    assert executor.in_flight.forwards == 32 and executor.ledger.waiting == 0
+
+
+@alphas
+def test_memory_from_outside_that_joins_the_graph_keeps_no_graph_alive(alpha: float) -> None:
+    """Written to in place, it has a graph from then on, and the graph has what the region held."""
+    memory = torch.zeros(2, 6, 16)
+
+    class Writes(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * memory
+            memory.copy_(y)
+            return x + self.out(self.inner(memory).sigmoid())
+
+    model = Stack(1, Writes)
+    executor = tokenwise(model, alpha)
+    with no_garbage_collection():
+        loss = model(torch.randn(2, 6, 16))
+        loss.backward()
+        del loss
+        memory = torch.zeros(2, 6, 16)
+        assert_clean(executor)
+
+
+@alphas
+def test_two_threads_that_run_forward_at_once_have_their_own_tapes(alpha: float) -> None:
+    torch.manual_seed(0)
+    model = Stack(3)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    inputs = torch.randn(2, 4, 2, 6, 16)
+    losses: list[list[torch.Tensor]] = [[], []]
+
+    def forward(index: int) -> None:
+        torch.set_grad_enabled(True)
+        losses[index] = [model(x) for x in inputs[index]]
+
+    threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sum(losses[0] + losses[1]).backward()
+    sum(reference(x) for part in inputs for x in part).backward()
+    assert_same(gradients(model), gradients(reference), exact=False)
+    losses.clear()
+    del threads
+    assert_clean(executor)
