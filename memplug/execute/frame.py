@@ -176,7 +176,7 @@ class Frame:
                 self.buffers.as_before(),
                 self.ambient.during_recompute(),
                 torch.enable_grad(),
-                garbage.outside(executor),
+                garbage.outside(),
                 hooks,
             ):
                 self.call(*args, **kwargs)

@@ -6,16 +6,13 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplug.execute.core import core
 
-if TYPE_CHECKING:
-    from memplug.execute.tokenwise import Executor
-
 
 @contextlib.contextmanager
-def outside(executor: Executor) -> Iterator[None]:
+def outside() -> Iterator[None]:
     """Operators that a collection on this thread runs are not the region's own: neither noted nor replayed."""
     thread, known = threading.get_ident(), core()
 

@@ -65,7 +65,7 @@ class Replayed(Frame):
         autograd, executor = torch._C._autograd, self.executor
         begin = executor.device.stamp() if self.timed else None
         watch = contextlib.nullcontext() if self.region.familiar else AddressMode(self.core)
-        with self.ambient.during_forward(), garbage.outside(executor), watch:
+        with self.ambient.during_forward(), garbage.outside(), watch:
             autograd._push_saved_tensors_default_hooks(self.native.pack(), self.core.unpack)
             try:
                 self.native.begin()
@@ -129,7 +129,7 @@ class Replayed(Frame):
                 self.changing.add(storage)
 
     def _close(self, tape: Any, begin: Any) -> None:
-        """The forward is over: decide what a recompute pass does, and let go of what it does not need."""
+        """The forward is over: decide what a recompute pass does, and release what it does not need."""
         executor, native = self.executor, self.native
         views, self.recomputes = native.sort(self.direct)
         for number, count in views.items():
