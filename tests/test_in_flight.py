@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -90,3 +91,42 @@ def test_two_threads_that_run_forward_at_once_have_their_own_tapes(alpha: float)
     losses.clear()
     del threads
     assert_clean(executor)
+
+
+@alphas
+def test_threads_whose_regions_overlap_leave_the_compiler_as_it_was(alpha: float) -> None:
+    """The first to begin is the first to end: what it puts back must not be what it set itself."""
+    compiled_calls: list[int] = []
+    first_is_inside, second_is_inside, first_is_over = (threading.Event() for _ in range(3))
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        compiled_calls.append(len(compiled_calls))
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def activation(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    class Overlaps(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mine, others = (first_is_inside, second_is_inside) if x.shape[0] == 1 else (second_is_inside, first_is_over)
+            mine.set()
+            assert others.wait(timeout=20)
+            return x + self.out(activation(self.inner(x)))
+
+    model = Stack(1, Overlaps)
+    tokenwise(model, alpha)
+
+    def first() -> None:
+        model(torch.randn(1, 6, 16))
+        first_is_over.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert first_is_inside.wait(timeout=20)
+    model(torch.randn(2, 6, 16))
+    thread.join()
+    assert not compiled_calls, "it runs as it is written inside of a region"
+    activation(torch.randn(3))
+    assert len(compiled_calls) == 1, "and compiled again after them"
+    torch.compiler.reset()

@@ -5,6 +5,7 @@ back ends, the default device. On a GPU it runs on autograd's own thread, which 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class Ambient:
         nothing compiled: functions that the model compiles inside of a region run as they are written, since compiled
         code has no operators to see.
         """
-        with torch.compiler.set_stance("force_eager"):
+        with _as_written:
             if not any(enabled for _, enabled, _ in self.autocast):
                 yield
                 return
@@ -56,7 +57,7 @@ class Ambient:
     def during_recompute(self) -> Iterator[None]:
         """The same state again, for a pass that runs the module."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(_as_written)
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
             if self.default_device is not None:
@@ -73,6 +74,32 @@ class Ambient:
             for again in self.surroundings:
                 stack.enter_context(again())
             yield
+
+
+class _AsWritten:
+    """Nothing compiled runs inside. The compiler's stance is the process's: of threads that overlap, the first sets
+    it and the last puts it back, whichever that is.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._stance.__exit__(None, None, None)
+
+
+_as_written = _AsWritten()
 
 
 def _default_device() -> torch.device | None:
