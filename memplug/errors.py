@@ -141,7 +141,7 @@ class NativeError(MemplugError):
     """The native core cannot be built or loaded on this machine; memplug goes on without what needs it."""
 
     default_advice = (
-        "Install a C++ compiler (g++ or clang++, C++17) and `pip install ninja`, then run `memplug doctor`, which "
+        "Install a C++ compiler (g++ or clang++, C++20) and `pip install ninja`, then run `memplug doctor`, which "
         "builds the core and shows what the compiler says."
     )
 

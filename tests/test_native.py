@@ -111,6 +111,12 @@ def test_a_library_that_is_broken_is_said_with_advice(root: Path, refusal: Calla
     assert not native.is_built()
 
 
+def test_every_source_is_compiled_once() -> None:
+    assert sorted(name for names in native.TOGETHER for name in names) == sorted(
+        source.stem for source in native.FOLDER.glob("*.cpp")
+    )
+
+
 def test_each_source_each_flag_and_each_version_has_a_folder_of_its_own(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,12 +106,12 @@ void Forward::set_captured(int32_t storage, bool whole, at::ScalarType dtype) {
 bool Forward::find_arguments(c10::ArrayRef<c10::IValue> arguments) {
   found_.clear();
   bool all = true;
-  each_use(arguments, [&](Place place, const at::Tensor& tensor) {
+  each_use(arguments, [&](ArgumentPath path, const at::Tensor& tensor) {
     if (!tensor.has_storage()) {
       all = false;
       return;
     }
-    found_.push_back({place, meet(tensor), &tensor});
+    found_.push_back({path, meet(tensor), &tensor});
   });
   return all;
 }
@@ -120,7 +120,7 @@ bool Forward::find_results(c10::ArrayRef<c10::IValue> results, const Record& rec
   found_.clear();
   made_.clear();
   bool all = true;
-  each_use(results, [&](Place place, const at::Tensor& tensor) {
+  each_use(results, [&](ArgumentPath path, const at::Tensor& tensor) {
     if (!tensor.has_storage()) {
       all = false;
       return;
@@ -132,14 +132,14 @@ bool Forward::find_results(c10::ArrayRef<c10::IValue> results, const Record& rec
       storage = early ? storage : number(tensor, false);
       made_.push_back(storage);
     }
-    found_.push_back({place, storage, &tensor});
+    found_.push_back({path, storage, &tensor});
   });
   return all;
 }
 
 bool Forward::is_same_uses(const std::vector<Use>& uses) const {
   return std::equal(uses.begin(), uses.end(), found_.begin(), found_.end(), [&](const Use& use, const Found& found) {
-    return use.storage == found.storage && use.place == found.place &&
+    return use.storage == found.storage && use.path == found.path &&
         use.geometry.is_of(*found.tensor, storages.origins[found.storage]);
   });
 }
@@ -151,7 +151,7 @@ bool Forward::is_same(const Operator& op, c10::ArrayRef<c10::IValue> arguments, 
   auto use = record.inputs.begin();
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto next = use;
-    while (use != record.inputs.end() && use->place.position == static_cast<int32_t>(i)) {
+    while (use != record.inputs.end() && use->path.position == static_cast<int32_t>(i)) {
       ++use;
     }
     if (use == next && !equal(record.arguments[i], arguments[i])) {
@@ -171,9 +171,9 @@ Record Forward::note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) c
   }
   const auto& schema = op.handle.schema().arguments();
   for (const Found& found : found_) {
-    record.inputs.push_back({found.place, found.storage, Geometry::of(*found.tensor, storages.origins[found.storage])});
-    const auto* alias = schema[found.place.position].alias_info();
-    const bool first_of_exchange = op.has(EXCHANGE) && !op.has(WRITES_NOTHING) && found.place.position == 0;
+    record.inputs.push_back({found.path, found.storage, Geometry::of(*found.tensor, storages.origins[found.storage])});
+    const auto* alias = schema[found.path.position].alias_info();
+    const bool first_of_exchange = op.has(EXCHANGE) && !op.has(WRITES_NOTHING) && found.path.position == 0;
     if ((alias != nullptr && alias->isWrite()) || first_of_exchange) {
       record.written.push_back(found.storage);
     }
@@ -184,7 +184,7 @@ Record Forward::note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) c
 void Forward::note_results(Record& record) const {
   record.outputs.clear();
   for (const Found& found : found_) {
-    record.outputs.push_back({found.place, found.storage, Geometry::of(*found.tensor, storages.origins[found.storage])});
+    record.outputs.push_back({found.path, found.storage, Geometry::of(*found.tensor, storages.origins[found.storage])});
   }
   record.made = made_;
 }

@@ -147,7 +147,7 @@ class Forward {
  private:
   // A tensor among the arguments or results at hand.
   struct Found {
-    Place place;
+    ArgumentPath path;
     int32_t storage;
     const at::Tensor* tensor;
   };

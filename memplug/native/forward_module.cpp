@@ -71,7 +71,7 @@ struct Running final : Listener {
   void capture(size_t index, c10::ArrayRef<c10::IValue> results) override {
     const py::gil_scoped_acquire locked;
     py::list tensors;
-    each_use(results, [&](const Place&, const at::Tensor& tensor) { tensors.append(wrapped(tensor)); });
+    each_use(results, [&](const ArgumentPath&, const at::Tensor& tensor) { tensors.append(wrapped(tensor)); });
     frame.attr("capture")(index, tensors);
   }
 
@@ -251,8 +251,6 @@ void add_tape(py::module_& module) {
   py::class_<Tape, std::shared_ptr<Tape>>(module, "Tape", py::dynamic_attr())
       .def("__len__", [](const Tape& tape) { return tape.records.size(); })
       .def("record", [](const Tape& tape, size_t index) { return described(tape.records.at(index)); })
-      .def("maker_of", &Tape::maker_of)
-      .def("sole_maker_of", &Tape::sole_maker_of)
       .def_readonly("given", &Tape::given)
       .def_readonly("nbytes", &Tape::nbytes)
       .def_readonly("opaque", &Tape::opaque);
@@ -307,7 +305,6 @@ void add_forwards(py::module_& module) {
       .def("begin", &Running::begin)
       .def("end", &Running::end)
       .def("close", [](Running& r) { return std::const_pointer_cast<Tape>(r.close()); })
-      .def("find", [](const Running& r, py::handle tensor) { return r.forward->storages.find(tensor_of(tensor)); })
       .def("blind", [](Running& r, uint32_t reasons) { r.forward->blind(reasons); })
       .def("set_captured", [](Running& r, py::handle tensor, bool whole) {
         const at::Tensor& unpacked = tensor_of(tensor);

@@ -52,9 +52,9 @@ class Generators {
   std::vector<std::pair<at::Generator, at::Tensor>> before_;
 };
 
-class Pass {
+class RecomputePass {
  public:
-  Pass(const Tape& tape, const std::vector<Action>& actions, Bases bases)
+  RecomputePass(const Tape& tape, const std::vector<Action>& actions, Bases bases)
       : tape_(tape), actions_(actions), bases_(std::move(bases)) {}
 
   // A storage's index of the last operator that reads it.
@@ -88,7 +88,7 @@ class Pass {
     }
     for (const Use& use : record.outputs) {
       if (record.makes(use.storage) && !bases_[use.storage].defined()) {
-        bases_[use.storage] = found(stack, use.place);
+        bases_[use.storage] = found(stack, use.path);
         check(record, use);
       }
     }
@@ -134,38 +134,38 @@ class Pass {
     }
   }
 
-  static const at::Tensor& found(const Stack& stack, const Place& place) {
-    const c10::IValue& value = stack[place.position];
-    if (place.element < 0) {
+  static const at::Tensor& found(const Stack& stack, const ArgumentPath& path) {
+    const c10::IValue& value = stack[path.position];
+    if (path.element < 0) {
       return value.toTensor();
     }
-    const c10::IValue& element = value.toListRef()[place.element];
-    return place.inner < 0 ? element.toTensor() : element.toListRef()[place.inner].toTensor();
+    const c10::IValue& element = value.toListRef()[path.element];
+    return path.inner < 0 ? element.toTensor() : element.toListRef()[path.inner].toTensor();
   }
 
   // The tensors of an operator's arguments.
   void put_in(const Record& record, Stack& stack) const {
-    Place copied{-1}; // the lists there are this call's own
+    ArgumentPath copied{-1}; // the lists there are this call's own
     for (const Use& use : record.inputs) {
-      const Place& place = use.place;
-      if (place.element < 0) {
-        stack[place.position] = at(use);
+      const ArgumentPath& path = use.path;
+      if (path.element < 0) {
+        stack[path.position] = at(use);
         continue;
       }
-      if (copied.position != place.position) {
-        stack[place.position] = stack[place.position].toList().copy();
-        copied = {place.position};
+      if (copied.position != path.position) {
+        stack[path.position] = stack[path.position].toList().copy();
+        copied = {path.position};
       }
-      auto list = stack[place.position].toList();
-      if (place.inner < 0) {
-        list.set(place.element, at(use));
+      auto list = stack[path.position].toList();
+      if (path.inner < 0) {
+        list.set(path.element, at(use));
         continue;
       }
-      if (copied.element != place.element) {
-        list.set(place.element, list.get(place.element).toList().copy());
-        copied.element = place.element;
+      if (copied.element != path.element) {
+        list.set(path.element, list.get(path.element).toList().copy());
+        copied.element = path.element;
       }
-      list.get(place.element).toList().set(place.inner, at(use));
+      list.get(path.element).toList().set(path.inner, at(use));
     }
   }
 
@@ -327,7 +327,7 @@ std::vector<at::Tensor> replay(
     const std::vector<Use>& wanted,
     const std::function<Substitute(size_t)>& substitute) {
   const Below below;
-  Pass pass(tape, actions, std::move(bases));
+  RecomputePass pass(tape, actions, std::move(bases));
   pass.find_last_uses(wanted);
   auto next = drawn.begin();
   for (size_t i = 0; i < tape.records.size(); ++i) {

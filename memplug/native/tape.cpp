@@ -96,7 +96,7 @@ bool Geometry::operator==(const Geometry& other) const {
 }
 
 bool Use::operator==(const Use& other) const {
-  return place == other.place && storage == other.storage && geometry == other.geometry;
+  return path == other.path && storage == other.storage && geometry == other.geometry;
 }
 
 bool Save::operator==(const Save& other) const {

@@ -30,16 +30,16 @@ struct Geometry {
 
 // Where a tensor is among an operator's arguments or results: an argument's position, and where that is a list, the
 // element's, and where that is a list too, the one's in it; else -1.
-struct Place {
+struct ArgumentPath {
   int32_t position, element = -1, inner = -1;
 
-  bool operator==(const Place& other) const {
+  bool operator==(const ArgumentPath& other) const {
     return position == other.position && element == other.element && inner == other.inner;
   }
 };
 
 struct Use {
-  Place place;
+  ArgumentPath path;
   int32_t storage;
   Geometry geometry;
 
@@ -107,24 +107,24 @@ bool equal(const c10::IValue& one, const c10::IValue& other);
 // An argument as it is kept: without its tensors.
 c10::IValue without_tensors(const c10::IValue& argument);
 
-// Calls `visit(place, tensor)` for each tensor of arguments or results.
+// Calls `visit(path, tensor)` for each tensor of arguments or results.
 template <typename Visit>
 void each_use(c10::ArrayRef<c10::IValue> values, const Visit& visit) {
   for (size_t i = 0; i < values.size(); ++i) {
-    Place place{static_cast<int32_t>(i)};
+    ArgumentPath path{static_cast<int32_t>(i)};
     if (values[i].isTensor()) {
-      each_tensor(values[i], [&](const at::Tensor& tensor) { visit(place, tensor); });
+      each_tensor(values[i], [&](const at::Tensor& tensor) { visit(path, tensor); });
     } else if (values[i].isList()) {
       for (const c10::IValue& element : values[i].toListRef()) {
-        ++place.element;
-        place.inner = -1;
+        ++path.element;
+        path.inner = -1;
         if (element.isList()) {
           for (const c10::IValue& each : element.toListRef()) {
-            ++place.inner;
-            each_tensor(each, [&](const at::Tensor& tensor) { visit(place, tensor); });
+            ++path.inner;
+            each_tensor(each, [&](const at::Tensor& tensor) { visit(path, tensor); });
           }
         } else {
-          each_tensor(element, [&](const at::Tensor& tensor) { visit(place, tensor); });
+          each_tensor(element, [&](const at::Tensor& tensor) { visit(path, tensor); });
         }
       }
     }
