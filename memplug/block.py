@@ -24,8 +24,8 @@ Budget = Annotated[
     Allowed('"auto" or a number of GiB above 0'),
 ]
 Fraction = Annotated[
-    Literal["auto"] | Annotated[float, Field(strict=True, ge=0, le=1)],
-    Allowed('"auto" or a number from 0 to 1'),
+    Literal["auto", "memo"] | Annotated[float, Field(strict=True, ge=0, le=1)],
+    Allowed('"auto", "memo" or a number from 0 to 1'),
 ]
 Patterns = Annotated[
     Literal["auto"] | Annotated[tuple[Annotated[str, Field(strict=True, pattern=r"\S")], ...], Field(min_length=1)],
@@ -68,7 +68,8 @@ class TokenwiseConfig(Section):
         description=(
             "Fraction of the rows (tokens) of each captured tensor that is swapped to host memory; the rest is "
             'recomputed. A number from 0 (recompute all) to 1 (swap all), without unit, or "auto": chosen per tensor '
-            "from measured link and compute rates and the budgets."
+            'from measured link and compute rates and the budgets, or "memo": the largest one fraction whose copies '
+            "fit into each region's forward and into host memory (MEMO, section 4.1)."
         ),
     )
     regions: Patterns = Field(

@@ -39,7 +39,7 @@ def at_exit(session: Session) -> Callable[[], None]:
 
 def _planned(session: Session, report: dict[str, Any]) -> str:
     tokenwise = session.config.tokenwise
-    if not tokenwise.enabled or tokenwise.alpha != "auto":
+    if not tokenwise.enabled or not isinstance(tokenwise.alpha, str):
         return ""
     if report["replans"]:
         return f"{report['planned_steps']:,} of them planned"

@@ -77,9 +77,10 @@ def planned(solution: TokenwisePlan) -> str:
     """A plan in one line."""
     swapped = sum(region.swapped_bytes for region in solution.regions.values())
     recompute_s = sum(region.recompute_s for region in solution.regions.values())
+    bound = solution.bound if solution.alpha is None else f"{solution.bound}, at alpha {solution.alpha:.3f}"
     return (
         f"planned: {size(swapped)} of outputs swapped and {size(solution.device_bytes)} kept a step, "
-        f"{recompute_s:.3f} s recomputed, {size(solution.host_bytes)} of host memory, bound by {solution.bound}"
+        f"{recompute_s:.3f} s recomputed, {size(solution.host_bytes)} of host memory, bound by {bound}"
     )
 
 

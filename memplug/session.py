@@ -32,6 +32,7 @@ from memplug.profile.trace import Trace
 from memplug.recording import Recording, of_rank, unused
 from memplug.stages import budgets
 from memplug.stages.adjuster import Adjuster
+from memplug.stages.predictions import Predictions
 from memplug.stages.ranks import Ranks
 from memplug.stages.serving import Serving
 from memplug.stages.shortage import Shortage
@@ -79,6 +80,7 @@ class Session:
         self._ranks = Ranks()
         self._adjuster = Adjuster(config, self.regions, self.executor, begin, self._step_peak, self._ranks)
         self._shortage = Shortage(self.executor, self._ranks)
+        self._predictions = Predictions(self.executor)
         self.at_detach(closing.at_exit(self))
         if self._plans:
             self.executor.on_frame = self._adjuster.observer
@@ -113,8 +115,13 @@ class Session:
         else:
             self._shortage.skip_step()
         if self._plans:
-            self._planned_steps += self._adjuster.policy is not None
+            policy = self._adjuster.policy
+            self._planned_steps += policy is not None
             program = Program(operators, self._adjuster.observer.take_sizes(), nodes)
+            if policy is None:
+                self._predictions.skip_step()
+            else:
+                self._predictions.end_step(policy, program, self._adjuster.programs.current.baseline)
             self._adjuster.end_step(self.steps, program)
         if serving is not None:
             if not recording.able:
@@ -154,6 +161,8 @@ class Session:
         out; `step_s` is the median of the last steps, from one `step()` to the next; `predicted_*` come from the plan
         and are None before there is one; `program` is the index of the current one among the `programs` remembered,
         and `replans` counts how often a plan was made.
+        `sent_step_bytes` went to the host in the second step under the latest plan, or the first after it that was as
+        large as the one that it was made from, and was to send `expected_step_bytes`.
         """
         solution, programs = self.solution, self._adjuster.programs
         return {
@@ -171,6 +180,8 @@ class Session:
             "predicted_regions_s": solution.step_s if solution else None,
             "predicted_full_recomputation_s": self._adjuster.policy.full_recomputation_s if solution else None,
             "predicted_host_bytes": solution.host_bytes if solution else None,
+            "expected_step_bytes": self._predictions.expected_bytes,
+            "sent_step_bytes": self._predictions.sent_bytes,
             "predicted_kept_bytes": solution.device_bytes if solution else None,
             "predicted_peak_bytes": self._adjuster.policy.peak_bytes if solution else None,
             "bound": solution.bound if solution else None,
@@ -314,7 +325,7 @@ class Session:
 
     @property
     def _plans(self) -> bool:
-        return self.config.tokenwise.enabled and self.config.tokenwise.alpha == "auto"
+        return self.config.tokenwise.enabled and isinstance(self.config.tokenwise.alpha, str)
 
     @property
     def _watches(self) -> bool:
@@ -371,7 +382,7 @@ class Session:
         self._last_step = now
 
     def _swapped_fraction(self) -> float | None:
-        if self.config.tokenwise.alpha != "auto":
+        if not isinstance(self.config.tokenwise.alpha, str):
             return float(self.config.tokenwise.alpha)
         return statistics.fmean(region.rows for region in self.regions) if self.solution and self.regions else None
 
@@ -383,4 +394,4 @@ def initial_regions(config: MemplugConfig, named_kinds: Sequence[tuple[str, str]
         named_kinds: (qualified name, class name) of each module.
     """
     alpha = config.tokenwise.alpha
-    return [Region(name, kind, rows=0.0 if alpha == "auto" else float(alpha)) for name, kind in named_kinds]
+    return [Region(name, kind, rows=0.0 if isinstance(alpha, str) else float(alpha)) for name, kind in named_kinds]

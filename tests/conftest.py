@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 import memplug
 from memplug import native
 from memplug.hooks import attach as attach_module
+from memplug.stages.predictions import Predictions
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
@@ -71,6 +73,16 @@ def sessions_are_detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def plans_do_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is a warning to users is an error here."""
+
+    def fail(self: Predictions, sent: int, expected: int) -> None:
+        raise AssertionError(f"{sent:,} bytes were sent to the host in a step that was to send {expected:,}")
+
+    monkeypatch.setattr(Predictions, "warn", fail)
+
+
+@pytest.fixture(autouse=True)
 def plans_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder for plans is in the working directory, unless a test says otherwise."""
     monkeypatch.chdir(tmp_path)
@@ -95,3 +107,11 @@ def nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("memplug.session.Executor", refuse)
     monkeypatch.setattr("memplug.execute.device.Device.new_stream", refuse)
+
+
+@pytest.fixture
+def group(tmp_path: Any) -> Iterator[Any]:
+    backend = "gloo" if torch.get_default_device().type == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()

@@ -29,7 +29,7 @@ BLOCKS = st.fixed_dictionaries(
             {},
             optional={
                 "enabled": st.booleans(),
-                "alpha": AUTO | FRACTION,
+                "alpha": AUTO | st.just("memo") | FRACTION,
                 "regions": AUTO | st.lists(PATTERN, min_size=1),
                 "min_offload_bytes": st.integers(min_value=0),
             },

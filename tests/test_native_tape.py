@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -278,14 +277,6 @@ def test_a_tensor_from_outside_that_changed_since_is_an_error(core: Any) -> None
     scale.mul_(3)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         run.restored({}, pytest.fail)
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[Any]:
-    backend = "gloo" if torch.get_default_device().type == "cpu" else "nccl"
-    dist.init_process_group(backend, store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_a_collective_that_runs_again_is_waited_for(core: Any, group: Any) -> None:

@@ -18,6 +18,7 @@ from memplug.execute.operators import Kind, kind_of
 from memplug.execute.tape import records_of
 from tests.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 from tests.native_forward import Keeps, Run
+from tests.parallel import Parallel, Reduce
 
 pytestmark = pytest.mark.device
 
@@ -201,14 +202,6 @@ def test_registered_flash_attention_is_captured_and_never_run_again(
     kind_of.cache_clear()
 
 
-@pytest.fixture
-def group(tmp_path: Any) -> Iterator[Any]:
-    backend = "gloo" if torch.get_default_device().type == "cpu" else "nccl"
-    dist.init_process_group(backend, store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 class Launches(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts collectives that reach the process group."""
 
@@ -220,40 +213,6 @@ class Launches(torch.utils._python_dispatch.TorchDispatchMode):
         if operators.is_communication(func):
             self.calls[func._schema.name.partition("::")[2]] += 1
         return func(*args, **(kwargs or {}))
-
-
-class _Reduce(torch.autograd.Function):
-    """Tensor-parallel exit: reduce in forward, nothing in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        return functional_collectives.all_reduce(x, "sum", group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    """Sequence-parallel entry, in a world of one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        return functional_collectives.all_gather_tensor(x.contiguous(), 0, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-class Parallel(Layer):
-    """A tensor-parallel MLP: one collective whose result backward needs, and one at the end whose result it does
-    not.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gathered = _Gather.apply(self.norm(x), dist.group.WORLD)
-        return x + _Reduce.apply(self.out(self.inner(gathered).sigmoid()), dist.group.WORLD)
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -305,7 +264,7 @@ def test_a_collective_that_turns_out_to_be_needed_runs_again_once_and_is_capture
         saves = False
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = _Reduce.apply(self.out(self.inner(x)), dist.group.WORLD)
+            y = Reduce.apply(self.out(self.inner(x)), dist.group.WORLD)
             return x + (y.sigmoid() if self.saves else y * 2)
 
     torch.manual_seed(0)

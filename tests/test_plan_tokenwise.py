@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from memplug.plan.tokenwise import memo_alpha, needed, solve
+from memplug.plan.memo import alpha_of_layer, fraction_of
+from memplug.plan.tokenwise import needed, solve
 from tests.plans import GAP, budget, operator, region
 
 MATMUL = operator("mm", (0,), (1,), time_s=4.0, size=100)
@@ -212,13 +213,15 @@ def test_best_alpha_follows_table_5(tokens, published, bound):
     assert min(fitting, key=lambda plan: plan.step_s).alpha == published
     assert min(plans, key=lambda plan: plan.step_s).bound == bound
     hidden_bytes = layer.input_bytes
-    alpha = memo_alpha(hidden_bytes, hidden_bytes, 14 * hidden_bytes, LAYERS, LINK, layer.forward_s, HOST / 32 * 30)
+    alpha = alpha_of_layer(hidden_bytes, hidden_bytes, 14 * hidden_bytes, LAYERS, LINK, layer.forward_s, HOST / 32 * 30)
     assert published <= alpha < published + 0.125
+    fraction = fraction_of([layer], limits)
+    assert solve([layer], limits, fraction).alpha == pytest.approx(alpha), "the host's bound is the plan's"
     assert solve([layer], limits).step_s <= solve([layer], limits, alpha).step_s * GAP
 
 
-def test_memo_alpha_is_zero_where_not_even_the_attention_output_fits():
-    assert memo_alpha(50, 60, 1, layers=3, d2h_bytes_per_s=1.0, layer_forward_s=100.0, host_bytes=1e9) == 0.0
+def test_memos_alpha_is_zero_where_not_even_the_attention_output_fits():
+    assert alpha_of_layer(50, 60, 1, layers=3, d2h_bytes_per_s=1.0, layer_forward_s=100.0, host_bytes=1e9) == 0.0
 
 
 def test_automatic_plan_uses_backward_time_and_free_recompute_better_than_alpha():

@@ -106,7 +106,7 @@ def test_the_planner_is_told_bytes_times_and_what_may_be_swapped() -> None:
     assert len(attention) == 1 and attention[0].capture == "whole"
     views = [operator for name in ("view", "t", "transpose", "permute") for operator in by_name.get(name, [])]
     assert views and all(operator.inputs == () and operator.capture == "never" for operator in views)
-    assert region.input_bytes == 4 * tokens * width
+    assert 3 * region.input_bytes == 2 * 4 * tokens * width, "the first one's is the batch, which stays; it is the mean"
     assert 0 < sum(operator.time_s for operator in region.operators) <= region.forward_s
     assert region.backward_s > 0
     plan.solve([region], budget())  # accepts it
@@ -232,9 +232,9 @@ def test_a_policy_predicts_the_peak_from_the_observed_one() -> None:
 class Ranks:
     """Runs `planning.agree` for several ranks at once, with a gather that waits for all, as a collective does."""
 
-    def __init__(self, owns: list[tuple[list[plan.Region], plan.Budget]], most: int = 1):
+    def __init__(self, owns: list[tuple[list[plan.Region], plan.Budget]], most: int = 1, alpha: Any = "auto"):
         self.calls = [0] * len(owns)
-        self.most = most
+        self.most, self.alpha = most, alpha
         self.plans: list[list[plan.TokenwisePlan] | BaseException] = [RuntimeError("never ended")] * len(owns)
         self._barrier = threading.Barrier(len(owns), timeout=20)
         self._slots: list[Any] = [None] * len(owns)
@@ -254,7 +254,7 @@ class Ranks:
             return values
 
         try:
-            self.plans[rank] = planning.agree(own, gather, self.most)
+            self.plans[rank] = planning.agree(own, gather, self.most, self.alpha)
         except BaseException as error:
             self.plans[rank] = error
             self._barrier.abort()
@@ -280,6 +280,14 @@ def test_equal_ranks_with_other_budgets_take_the_plan_of_the_smallest_of_each() 
     expected = plan.solve([layer()], budget(host=2000, device=0, d2h=5.0, h2d=50.0))
     assert ranks.plans == [[expected]] * 4
     assert expected != plan.solve([layer()], budgets[0])
+
+
+def test_memos_fraction_is_the_smallest_of_all_ranks_and_the_one_plan() -> None:
+    """Of 1000 bytes, beside the input's 100, 400 fit 10 s of forward at 50 bytes/s, and 200 at 30."""
+    ranks = Ranks([([layer()], budget(d2h=rate)) for rate in (50.0, 30.0)], alpha="memo")
+    assert ranks.plans[0] == ranks.plans[1] == [plan.solve([layer()], budget(d2h=30.0), 0.2)]
+    stages = [([layer("Block:a")], budget(d2h=50.0)), ([layer("Block:b")], budget(d2h=30.0))]
+    assert [plans[0].alpha for plans in Ranks(stages, alpha="memo").plans] == [0.2, 0.2]
 
 
 def test_the_times_of_the_lowest_rank_count_for_all() -> None:

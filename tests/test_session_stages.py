@@ -48,7 +48,8 @@ def test_each_plan_runs_for_one_step_and_one_of_them_stays(plans_by_alpha: None)
     with led(policy_steps=4) as run:
         run.step(times=9)
         rows = [plan[0][2] for plan in run.plans]
-        assert [row / rows[4] for row in rows[:6]] == pytest.approx([0.0, 0.0, 0.5, 0.25, 1.0, 0.125])
+        whole_rows = [0.0, 0.0, 6 / 12, 3 / 12, 1.0, 1 / 12]  # of alpha 0.125, 1.5 of 12
+        assert [row / rows[4] for row in rows[:6]] == pytest.approx(whole_rows)
         assert [plan[0][1] is None for plan in run.plans[:3]] == [True, True, False]
         assert run.plans[6] in run.plans[2:6] and run.plans[6] == run.plans[7] == run.plans[8]
         assert not run.session.executor.timing

@@ -87,6 +87,8 @@ def _in_words(config: "MemplugConfig") -> list[str]:
 def _alpha_in_words(alpha: float | str) -> str:
     if alpha == "auto":
         return "chosen per tensor from measured rates and the budgets (alpha auto)"
+    if alpha == "memo":
+        return "one fraction of each captured tensor, as much as each region's forward hides (alpha memo)"
     if alpha == 0:
         return "none: all of each captured tensor is recomputed (alpha 0)"
     if alpha == 1:

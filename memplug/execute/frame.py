@@ -22,7 +22,7 @@ from memplug.execute import garbage
 from memplug.execute.ambient import Ambient
 from memplug.execute.buffers import Buffers
 from memplug.execute.saved import Held, leaf_of
-from memplug.execute.tape import Tape, is_plain, storage_of
+from memplug.execute.tape import Record, Tape, is_plain, storage_of
 from memplug.execute.transfer import Swapped
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Frame:
         swapped: tensors with a copy on the host, in the order of their copies out; region inputs too.
         todo: of them, what is away and needed in backward, the soonest last.
         tape: what the planner reads, where the forward was timed.
+        records: of the tape that the forward followed, or made; None where none tells of it.
     """
 
     opaque = False
@@ -49,6 +50,7 @@ class Frame:
         self.direct = executor.direct(region)
         self.timed = executor.timing
         self.tape: Tape | None = None
+        self.records: list[Record] | None = None
         self.swapped: list[Swapped] = []
         self.todo: list[Swapped] = []
         self.buffers = Buffers()
@@ -56,7 +58,8 @@ class Frame:
         self.pending_bytes = 0  # of those that a recompute pass, still to come, will make
         self.largest_saved_bytes = 0
         self.writes_input = False
-        self.input_bytes = 0
+        self.input_bytes = 0  # of region inputs that have a copy, but for another region's
+        self.offered, self.offered_bytes = 0, 0  # likewise, with those that the host had no room for
         self.recomputes = False  # some saved tensor has to be recomputed
         self.is_over = False  # its forward
         self.previous: weakref.ref[Frame] | None = executor.newest
@@ -78,12 +81,16 @@ class Frame:
         """A region input: swapped whole where gradients flow through it, else held."""
         if not isinstance(value, torch.Tensor):
             return value
-        swaps = value.requires_grad and not value.is_leaf and self.executor.worth_swapping(value)
+        swaps = self.region.swaps_input and value.requires_grad and not value.is_leaf
+        swaps = swaps and self.executor.worth_swapping(value)
         part = self.executor.swap_input(value, self.region.lingers) if swaps else None
         if part is not None:
             if not part.uses:
                 self.input_bytes += part.nbytes
             self.swapped.append(part)
+        if swaps and (part is None or not part.uses):
+            self.offered += 1
+            self.offered_bytes += value.untyped_storage().nbytes()
         self.entered(value, part)
         return part if part is not None else Held(value)
 
@@ -112,6 +119,8 @@ class Frame:
     def release(self) -> None:
         """Two regions later: wait for this frame's copies out, and let the device memory go."""
         self.region.released = True
+        if self.region.lingers:
+            self.executor.expect(self.region)
         self.executor.transfer.release(self.swapped)
         away = [part for part in self.swapped if part.tensor is None]
         self.executor.ledger.waiting += len(away) - len(self.todo)

@@ -48,6 +48,8 @@ class HostPool:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
+        self._recent_peak_bytes = 0
+        self._planned_bytes = 0
         self.slabs: list[torch.Tensor] = []
         self._free: list[list[tuple[int, int]]] = []  # per slab: sorted (offset, size)
         self._pinned: list[bool] = []
@@ -63,7 +65,7 @@ class HostPool:
 
     def take(self, nbytes: int) -> Slot | None:
         """Host memory for `nbytes` bytes, or None when the budget has no room left for it."""
-        size = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        size = _aligned(nbytes)
         found = self._find(size)
         if found is None and self._grow(size):
             found = self._find(size)
@@ -77,6 +79,7 @@ class HostPool:
             self._free[slab][position] = (offset + size, free - size)
         self.used_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._recent_peak_bytes = max(self._recent_peak_bytes, self.used_bytes)
         return Slot(slab, offset, size, self.slabs[slab][offset : offset + nbytes])
 
     def give(self, slot: Slot) -> None:
@@ -95,16 +98,29 @@ class HostPool:
         self.used_bytes -= slot.size
 
     def reserve(self, nbytes: int) -> None:
-        """Grow to at least `nbytes` (or the budget) now, so that no step waits for it."""
-        missing = min(nbytes, self.budget_bytes) - self.capacity_bytes
-        if missing > 0:
-            self._grow(missing)
+        """A plan needs `nbytes`: have one slab of the most that any plan so far needed, within the budget, and no
+        other. Where rows are in use the slabs stay, and one of what is missing is added.
+        """
+        self._planned_bytes = max(self._planned_bytes, nbytes)
+        planned = min(_aligned(self._planned_bytes), self.budget_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        if not self.used_bytes and (len(self.slabs) != 1 or self.capacity_bytes != planned):
+            self._clear()
+        if planned > self.capacity_bytes:
+            self._add(planned - self.capacity_bytes)
+
+    def take_peak_bytes(self) -> int:
+        """The most that was in use since the last call."""
+        peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self.used_bytes
+        return peak_bytes
 
     def close(self) -> None:
         """Wait for every copy, and give the slabs back to the system."""
-        _give_back(self.device, self.slabs, self._pinned)
-        self._free = []
+        self._clear()
         self.used_bytes = 0
+
+    def _clear(self) -> None:
+        _give_back(self.device, self.slabs, self._pinned)
+        self._free.clear()
 
     def _find(self, size: int) -> tuple[int, int] | None:
         for slab, holes in enumerate(self._free):
@@ -118,8 +134,11 @@ class HostPool:
         room = (self.budget_bytes - capacity) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if size > room:
             return False
-        nbytes = min(room, max(size, SMALLEST_SLAB_BYTES, capacity // 2))
-        nbytes = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return self._add(_aligned(min(room, max(size, SMALLEST_SLAB_BYTES, capacity // 2))))
+
+    def _add(self, nbytes: int) -> bool:
+        """One slab more."""
+        capacity = self.capacity_bytes
         try:
             slab = torch.empty(nbytes, dtype=torch.uint8)
         except RuntimeError as error:  # the system has less than the budget promised
@@ -139,6 +158,10 @@ class HostPool:
         self._free.append([(0, nbytes)])
         self._pinned.append(pinned)
         return True
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _give_back(device: Device, slabs: list[torch.Tensor], pinned: list[bool]) -> None:

@@ -23,6 +23,9 @@ class Region:
 
     Attributes:
         key: regions of one key ran the same operators and share a plan.
+        swaps_input: whether its input leaves for the host; else it is held.
+        forward_bytes: what one forward sends to the host by the plan; None before there is one.
+        planned_from: records of the forward that the plan was made from; None before there is one.
         plan: operator index -> (operator, fraction, keep on the device), from the planner; None before there is one.
         unneeded: operator index -> operator, where no backward ever asked for the captured output: not captured again.
         communicates: its forward contains collectives that a recompute pass runs again, so that all ranks must
@@ -42,6 +45,9 @@ class Region:
         self.kind = self.key = kind
         self.rows = rows
         self.plan: Mapping[int, tuple[Any, float, bool]] | None = None
+        self.swaps_input = True
+        self.forward_bytes: int | None = None
+        self.planned_from: Sequence[Record] | None = None
         self.unneeded: dict[int, Any] = {}
         self.communicates = False
         self.opaque = ""

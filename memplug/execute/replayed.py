@@ -141,7 +141,7 @@ class Replayed(Frame):
             inputs = [item for item in self.inputs if isinstance(item, Swapped)]
         else:
             executor.tapes.keep(self.region, tape)
-            records = records_of(tape)
+            self.records = records = records_of(tape)
             asked = self._decide()
             reads = native.reads() if self.recomputes else []
             inputs = [self.provided[number] for number in reads if isinstance(self.provided.get(number), Swapped)]
@@ -186,9 +186,9 @@ class Replayed(Frame):
             if not used and operators.kind_of(records[index].func) is not Kind.CHOICE:
                 self.region.unneeded[index] = records[index].func
         if self.tape is not None:
-            exchanges = {i for i in captured.by_operator if records[i].form is Form.EXCHANGE}
-            self.tape.spared = exchanges
-            self.tape.fetched.update(*(records[i].outputs for i in of_ranks & exchanges))
+            launched = {index: launch for launch, index in captured.launches.items()}
+            self.tape.spared = {*launched, *captured.launches}
+            self.tape.fetched.update(*(records[launched[index]].outputs for index in of_ranks & set(launched)))
 
     # -- backward ----------------------------------------------------------------------------------------------------
 

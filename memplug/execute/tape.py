@@ -43,13 +43,14 @@ UNOBSERVED = 1 << 1
 
 class Record(NamedTuple):
     """One operator of a tape. Storages are numbers; `outputs` are those that it made, `results` those of all tensors
-    that it returned. `dimensions` are those of the tensors among its arguments.
+    that it returned. `rows` are those of the first of these; `dimensions` are those of the tensors among its arguments.
     """
 
     func: Any
     form: Form
     root: bool  # a recompute pass runs it whether or not anything reads its outputs
     draws: bool
+    rows: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     written: tuple[int, ...]
@@ -66,8 +67,8 @@ class Record(NamedTuple):
 
 def record_of(described: tuple[Any, ...]) -> Record:
     """A record as the native core describes it."""
-    name, overload, form, root, draws, *storages = described
-    return Record(operators.named(name, overload), _FORMS[form], root, draws, *map(tuple, storages))
+    name, overload, form, root, draws, rows, *storages = described
+    return Record(operators.named(name, overload), _FORMS[form], root, draws, rows, *map(tuple, storages))
 
 
 def record_at(forward: Any, index: int) -> Record:
@@ -90,8 +91,8 @@ class Tape:
         asked: storages that backward asks for, in whatever way.
         given: storages that no operator made.
         bytes: of every storage.
-        spared: exchanges that no recompute pass runs again.
-        fetched: storages that such an exchange filled, and a recompute pass puts in.
+        spared: collectives that no recompute pass launches again, and the waits for them.
+        fetched: storages that such a collective filled, and a recompute pass puts in.
         stamps: (begin, end) of every operator, where the profile asked for them.
         span, recompute_span: (begin, end) of the forward and of the recompute pass, likewise.
     """

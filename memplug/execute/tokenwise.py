@@ -73,6 +73,9 @@ class Executor:
         self.largest_region_bytes = 0
         self.largest_saved_bytes = 0
         self.divergences = 0
+        self.expected_bytes = 0  # that forwards so far were to send to the host, by their plans
+        self.unplanned = 0  # forwards that no plan says so of
+        self.strayed = 0  # forwards that did something else than the one that their plan was made from
         self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
         # around a region's forward and recompute: (phase, region) -> context manager
         self.guard: Callable[[str, Region], Any] = lambda phase, region: contextlib.nullcontext()
@@ -186,8 +189,16 @@ class Executor:
         if frame.opaque and not (frame.region.opaque and frame.region.seen):
             self._note_opaque(frame)
         frame.region.ran(frame)
+        self.strayed += frame.records is not frame.region.planned_from and not frame.opaque
+        if not frame.region.lingers:
+            self.expect(frame.region)
         if self.on_frame is not None:
             self.on_frame(frame)
+
+    def expect(self, region: Region) -> None:
+        """A forward sends its tensors to the host, as far as the plan says."""
+        self.expected_bytes += region.forward_bytes or 0
+        self.unplanned += region.forward_bytes is None
 
     def pump(self, frame: Frame) -> None:
         """Fetch what backward needs next, this frame's tensors first, as far ahead as the limit of bytes allows."""

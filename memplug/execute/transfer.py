@@ -110,6 +110,7 @@ class Transfer:
         self.resident_bytes = 0  # device bytes of captured tensors that were not let go yet
         self.offloads = 0
         self.offloaded_total_bytes = 0
+        self.hurried = 0  # copies out that started, or ended, since their tensor was about to be written to
         self.prefetched_total_bytes = 0
         self.closed = False
         self.refused = 0  # times the pool had no room
@@ -186,6 +187,7 @@ class Transfer:
         """An operator is about to write to the captured tensor in place: finish the copy out, and forget the device
         memory; where there is no copy, since the host is full, the device keeps one.
         """
+        self.hurried += 1
         self._send_late([swapped])
         swapped.mutated = True
         if swapped.slot is None:

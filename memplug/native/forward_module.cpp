@@ -35,6 +35,12 @@ std::vector<int32_t> storages_of(const std::vector<Use>& uses) {
   return numbers;
 }
 
+// Of the first tensor that it returned; 0 where that has no dimension, or there is none.
+int64_t rows_of(const Record& record) {
+  const bool none = record.outputs.empty() || record.outputs.front().geometry.size.empty();
+  return none ? 0 : record.outputs.front().geometry.size.front();
+}
+
 py::tuple described(const Record& record) {
   std::vector<size_t> dimensions;
   for (const Use& use : record.inputs) {
@@ -46,6 +52,7 @@ py::tuple described(const Record& record) {
       static_cast<int>(record.form),
       record.root,
       record.draws,
+      rows_of(record),
       storages_of(record.inputs),
       record.made,
       record.written,

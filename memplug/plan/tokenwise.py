@@ -15,6 +15,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import csr_array
 
+from memplug.plan import memo
 from memplug.plan.tokenwise_model import (
     Budget,
     Group,
@@ -23,6 +24,7 @@ from memplug.plan.tokenwise_model import (
     RegionPlan,
     TokenwisePlan,
     group_of,
+    host_tensors,
     measure,
     needed,
 )
@@ -35,7 +37,6 @@ __all__ = [
     "RegionPlan",
     "TokenwisePlan",
     "full_recomputation",
-    "memo_alpha",
     "needed",
     "solve",
 ]
@@ -44,6 +45,9 @@ TIME_LIMIT_S = 5.0
 """For the whole search; the best plan found until then counts."""
 NODE_LIMIT = 100
 """For one program: bounds the effort the same way on every machine, unlike time."""
+ATTEMPTS = 4
+MARGIN = 4e-6
+"""To hold the budgets to the byte."""
 GAP = 5e-4
 """Share of the step time within which a plan counts as optimal."""
 TIE_HOST, TIE_DEVICE = 2e-6, 1e-6
@@ -69,11 +73,12 @@ def solve(regions: Sequence[Region], budget: Budget, alpha: float | Literal["aut
             but neither given nor made by an earlier operator.
     """
     _check(regions, budget, alpha)
-    inputs_bytes = sum(region.instances * region.input_bytes for region in regions)
+    padding_bytes = budget.padding_bytes
+    inputs_bytes = sum(r.instances * (r.input_bytes + r.input_tensors * padding_bytes) for r in regions)
     inputs_swapped = inputs_bytes <= budget.host_bytes
     room_bytes = budget.host_bytes - inputs_bytes if inputs_swapped else budget.host_bytes
     if alpha != "auto":
-        return _fixed(regions, budget, alpha, room_bytes, inputs_swapped)
+        return memo.fixed(regions, budget, alpha, room_bytes, inputs_swapped)
     return _Search(regions, budget, room_bytes, inputs_swapped).best()
 
 
@@ -81,23 +86,6 @@ def full_recomputation(regions: Sequence[Region], budget: Budget) -> TokenwisePl
     """What plans are compared with: every operator runs again, and the regions' inputs stay on the device."""
     groups = [[group_of(region, region.instances, {}, ())] for region in regions]
     return measure(regions, groups, budget, inputs_swapped=False)
-
-
-def memo_alpha(
-    input_bytes: float,
-    attention_bytes: float,
-    other_bytes: float,
-    layers: int,
-    d2h_bytes_per_s: float,
-    layer_forward_s: float,
-    host_bytes: float,
-) -> float:
-    """MEMO's program for alpha in closed form (section 4.1): the largest fraction whose copies fit one layer's forward
-    and whose bytes, over all layers but the last two, fit the host. 0 where not even input and attention output fit.
-    """
-    by_link = (d2h_bytes_per_s * layer_forward_s - input_bytes - attention_bytes) / other_bytes
-    by_host = (host_bytes / max(layers - 2, 1) - input_bytes - attention_bytes) / other_bytes
-    return min(max(min(by_link, by_host), 0.0), 1.0)
 
 
 def _check(regions: Sequence[Region], budget: Budget, alpha: float | str) -> None:
@@ -115,38 +103,6 @@ def _check(regions: Sequence[Region], budget: Budget, alpha: float | str) -> Non
             there.update(operator.outputs)
         if missing := region.saved - there:
             raise ValueError(f"backward of region {region.key!r} asks for {sorted(missing)}: not given or made")
-
-
-def _fixed(
-    regions: Sequence[Region], budget: Budget, alpha: float, room_bytes: int, inputs_swapped: bool
-) -> TokenwisePlan:
-    """MEMO's plan: one fraction, lowered to what the host holds; without room even for alpha 0, everything runs."""
-    whole, rows = [], []
-    for region in regions:
-        capturable = {i for i, operator in enumerate(region.operators) if _capturable(operator)}
-        always = {i for i in capturable if region.operators[i].always_swapped}
-        live = needed(region.operators, region.saved, region.given, always)
-        whole.append(always)
-        rows.append({i for i in live & capturable - always if region.operators[i].capture == "rows"})
-    whole_bytes, rows_bytes = (
-        sum(r.instances * r.operators[i].output_bytes for r, chosen in zip(regions, part, strict=True) for i in chosen)
-        for part in (whole, rows)
-    )
-    left_bytes = room_bytes - whole_bytes
-    cut = left_bytes < 0 or alpha * rows_bytes > left_bytes
-    if left_bytes < 0:
-        alpha, whole = 0.0, [set() for _ in regions]
-    elif cut:
-        alpha = left_bytes / rows_bytes * (1.0 - 1e-12)  # so that rounding never adds a byte
-    groups = [
-        [group_of(region, region.instances, dict.fromkeys(always, 1.0) | dict.fromkeys(some, float(alpha)), ())]
-        for region, always, some in zip(regions, whole, rows, strict=True)
-    ]
-    return measure(regions, groups, budget, inputs_swapped=inputs_swapped, alpha=float(alpha), alpha_cut_by_host=cut)
-
-
-def _capturable(operator: Operator) -> bool:
-    return operator.capture != "never" and not operator.always_runs
 
 
 @dataclass(slots=True)
@@ -224,7 +180,7 @@ class _Search:
 
     @staticmethod
     def _capturable_bytes(region: Region) -> int:
-        return sum(operator.output_bytes for operator in region.operators if _capturable(operator))
+        return sum(operator.output_bytes for operator in region.operators if operator.capturable)
 
     def best(self) -> TokenwisePlan:
         """The best plan over all cuts, and never worse than recomputing everything."""
@@ -286,8 +242,11 @@ class _Search:
         return measure(self.regions, groups, self.budget, inputs_swapped=self.inputs_swapped)
 
     def _solve(self, cut: list[tuple[int, ...]]) -> TokenwisePlan | None:
-        """HiGHS holds a row to about 1e-6; a plan has to hold its budgets to the byte, if need be by a small margin."""
-        for margin in (0.0, 4e-6):
+        """HiGHS holds a row to about 1e-6, and takes a share of a tensor for a share of its padding; a plan has to hold
+        its budgets to the byte, if need be by a margin.
+        """
+        margin = 0.0
+        for _ in range(ATTEMPTS):
             program, columns = self._program(cut, margin)
             result = program.run(max(self.deadline - time.monotonic(), 0.1))
             if result.x is None:
@@ -299,6 +258,8 @@ class _Search:
             plan = self._plan(choices)
             if plan.host_bytes <= self.budget.host_bytes and plan.device_bytes <= self.budget.device_bytes:
                 return plan
+            over_bytes = max(plan.host_bytes - self.budget.host_bytes, plan.device_bytes - self.budget.device_bytes)
+            margin += over_bytes / self.unit_bytes + MARGIN
         return None
 
     def _program(self, cut: list[tuple[int, ...]], margin: float = 0.0) -> tuple[_Program, list[list[_Columns]]]:
@@ -326,7 +287,7 @@ class _Search:
         return columns
 
     def _operator(self, program: _Program, columns: _Columns, index: int, operator: Operator, size: int) -> None:
-        if not _capturable(operator):
+        if not operator.capturable:
             columns.run[index] = columns.reads[index] = program.column(lower=float(operator.always_runs))
             return
         rows, weight = operator.capture == "rows", size * operator.output_bytes / self.unit_bytes
@@ -343,6 +304,8 @@ class _Search:
     ) -> None:
         """Columns of the objective; rows of the budgets and of the time model, as in `measure`."""
         run, link, kept = ([{}, {}] for _ in range(3))
+        padding: dict[int, float] = {}
+        padding_bytes = self.budget.padding_bytes
         forward, backward, inputs = ([0.0, 0.0] for _ in range(3))
         for region, parts, sizes in zip(self.regions, columns, cut, strict=True):
             for phase, (group, size) in enumerate(zip(parts, sizes, strict=True)):
@@ -352,10 +315,12 @@ class _Search:
                 inputs[phase] += region.input_bytes * share * self.inputs_swapped
                 run[phase] |= {c: -region.operators[i].time_s * seconds for i, c in group.run.items()}
                 link[phase] |= {c: -region.operators[i].output_bytes * share for i, c in group.swap.items()}
+                padding |= {c: -padding_bytes * host_tensors(region, [i]) * share for i, c in group.swap.items()}
                 kept[phase] |= {c: -region.operators[i].output_bytes * share for i, c in group.keep.items()}
         room, device = self.room_bytes / self.unit_bytes, self.budget.device_bytes / self.unit_bytes
-        program.row(link[0] | link[1], at_least=margin - room)
-        program.row(kept[0] | kept[1], at_least=margin - device)
+        link_and_padding = {c: value + padding[c] for c, value in (link[0] | link[1]).items()}
+        program.row(link_and_padding, at_least=min(margin - room, 0.0))
+        program.row(kept[0] | kept[1], at_least=min(margin - device, 0.0))
         for compute, recompute, rate in (
             (forward, ({}, {}), self.budget.d2h_bytes_per_s),
             (backward, run, self.budget.h2d_bytes_per_s),

@@ -6,6 +6,7 @@ transformer layer). Each of its operators' outputs is swapped to the host, kept 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -29,10 +30,17 @@ class Operator:
     capture: Literal["rows", "whole", "never"]
     """rows: any fraction of the rows may be swapped, the rest is recomputed alone; whole: all or nothing; never: a
     view, a random or a mutating operator."""
+    rows: int = 0
+    """Of an output that is swapped by rows: whole ones travel; 0: any fraction does."""
     always_runs: bool = False
     """Runs in every recompute pass whatever the plan (random operators, collectives): never captured."""
     always_swapped: bool = False
     """With a fixed alpha: swapped whole (MEMO: the attention output). The automatic plan decides by itself."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its outputs may be swapped or kept, and need not run again then."""
+        return self.capture != "never" and not self.always_runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +58,7 @@ class Region:
     """Storages there at the start of a recompute at no cost: region inputs, parameters, constants."""
     input_bytes: int
     """Input of one instance, swapped whole where the host has room."""
+    input_tensors: int = 1
     forward_s: float
     """One instance, nothing swapped."""
     backward_s: float
@@ -66,6 +75,8 @@ class Budget:
     """Host to device, measured with both directions busy."""
     host_bytes: int
     """Pinned host memory for swapped rows and inputs."""
+    padding_bytes: int = 0
+    """What each tensor there may take on top of its bytes, since it begins at a multiple of some number."""
     device_bytes: int
     """Device memory that may be spent on keeping, and on copies that lag behind."""
 
@@ -213,16 +224,28 @@ def group_of(region: Region, instances: int, fractions: dict[int, float], keep: 
     available = {index for index, fraction in fractions.items() if fraction >= 1.0} | set(keep)
     runs, asked = _liveness(operators, region.saved, region.given, available)
     keep = frozenset(keep) & asked
+    fractions = {index: _in_rows(fraction, operators[index].rows) for index, fraction in fractions.items()}
     fractions = {i: fractions[i] for i in sorted(fractions) if i in asked and i not in keep and fractions[i] > 0.0}
     return Group(
         instances=instances,
         fractions=fractions,
         keep=keep,
         runs=runs,
-        swapped_bytes=sum(int(fraction * operators[index].output_bytes) for index, fraction in fractions.items()),
+        swapped_bytes=sum(_part_bytes(operators[index], fraction) for index, fraction in fractions.items()),
         kept_bytes=sum(operators[index].output_bytes for index in keep),
         recompute_s=sum((1.0 - fractions.get(index, 0.0)) * operators[index].time_s for index in sorted(runs)),
     )
+
+
+def _in_rows(fraction: float, rows: int) -> float:
+    """The fraction that whole rows make of it, never more."""
+    return math.floor(fraction * rows + 1e-6) / rows if rows else fraction
+
+
+def _part_bytes(operator: Operator, fraction: float) -> int:
+    if not operator.rows:
+        return int(fraction * operator.output_bytes)
+    return round(fraction * operator.rows) * operator.output_bytes // operator.rows
 
 
 @dataclass(slots=True)
@@ -278,7 +301,13 @@ def measure(
     ones' time only by the device bytes that are left: backlog is memory too.
     """
     first, last = _phases(regions, groups, inputs_swapped)
-    host_bytes = first.link_bytes + last.link_bytes
+    link_bytes = first.link_bytes + last.link_bytes
+    tensors = sum(
+        group.instances * (host_tensors(region, group.fractions) + (region.input_tensors if inputs_swapped else 0))
+        for region, parts in zip(regions, groups, strict=True)
+        for group in parts
+    )
+    host_bytes = link_bytes + tensors * budget.padding_bytes
     d2h, h2d = budget.d2h_bytes_per_s, budget.h2d_bytes_per_s
     forwards_s, backwards_s = (first.forward_s, last.forward_s), (first.backward_s, last.backward_s)
     forward_s, backward_s = sum(forwards_s), sum(backwards_s)
@@ -287,7 +316,7 @@ def measure(
     plans = {}
     for region, parts in zip(regions, groups, strict=True):
         own = _phases([region], [parts], inputs_swapped)
-        share = sum(phase.link_bytes for phase in own) / max(host_bytes, 1)
+        share = sum(phase.link_bytes for phase in own) / max(link_bytes, 1)
         plans[region.key] = RegionPlan(
             groups=tuple(parts),
             forward_s=sum(phase.forward_s for phase in own) + share * forward_stall_s,
@@ -295,8 +324,8 @@ def measure(
         )
     uses: dict[Bound, float] = {
         "host": _share(host_bytes, budget.host_bytes),
-        "link forward": _share(host_bytes / d2h, forward_s),
-        "link backward": _share(host_bytes / h2d, backward_s),
+        "link forward": _share(link_bytes / d2h, forward_s),
+        "link backward": _share(link_bytes / h2d, backward_s),
     }
     to_gain = forward_stall_s + backward_stall_s > 0.0 or _can_spare(regions, groups)
     return TokenwisePlan(
@@ -311,6 +340,11 @@ def measure(
         device_bytes=first.kept_bytes + last.kept_bytes,
         bound=max(uses, key=uses.__getitem__) if to_gain else "none",
     )
+
+
+def host_tensors(region: Region, chosen: Iterable[int]) -> int:
+    """That operators put on the host, of one instance."""
+    return sum(len(region.operators[index].outputs) for index in chosen)
 
 
 def _share(used: float, of: float) -> float:

@@ -8,6 +8,7 @@ import torch
 
 from memplug.config import MemplugConfig
 from memplug.execute.device import Device
+from memplug.execute.host_pool import ALIGNMENT_BYTES
 from memplug.plan import tokenwise as plan
 from memplug.profile.hardware import host_available_bytes, link_rates
 
@@ -41,7 +42,13 @@ def budget(config: MemplugConfig, device: Device, host_bytes: int, observed_peak
     """
     d2h, h2d = link_rates(device.torch_device)
     room_bytes = device_room_bytes(config, device, observed_peak_bytes)
-    return plan.Budget(d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d, host_bytes=host_bytes, device_bytes=room_bytes)
+    return plan.Budget(
+        d2h_bytes_per_s=d2h,
+        h2d_bytes_per_s=h2d,
+        host_bytes=host_bytes,
+        padding_bytes=ALIGNMENT_BYTES - 1,
+        device_bytes=room_bytes,
+    )
 
 
 def device_room_bytes(config: MemplugConfig, device: Device, observed_peak_bytes: int | None) -> int:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +23,7 @@ from memplug.execute.region import Region
 from memplug.execute.tape import Form, Record, Tape
 from memplug.execute.tokenwise import Executor
 from memplug.execute.transfer import Swapped
+from memplug.plan import memo
 from memplug.plan import tokenwise as plan
 from memplug.plan.tokenwise_model import measure
 
@@ -39,6 +41,10 @@ class Setting:
     key: str
     plan: Mapping[int, tuple[Any, float, bool]] | None
     rows: float
+    swaps_input: bool = True
+    forward_bytes: int | None = None
+    """That one forward sends to the host, as predicted; None where nothing was."""
+    planned_from: Sequence[Record] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,7 @@ class Observer:
     def __init__(self) -> None:
         self.tapes: dict[str, Tape] = {}
         self.input_bytes: dict[str, int] = {}
+        self.input_tensors: dict[str, int] = {}
         self._sizes: list[int] = []
 
     def take_sizes(self) -> list[int]:
@@ -68,7 +75,7 @@ class Observer:
 
     def clear(self) -> None:
         """Let the tapes go."""
-        self.tapes, self.input_bytes = {}, {}
+        self.tapes, self.input_bytes, self.input_tensors = {}, {}, {}
 
     def __call__(self, frame: Frame) -> None:
         """A frame's forward is over. One without times tells the planner nothing."""
@@ -77,8 +84,11 @@ class Observer:
         if tape is None:
             return
         self.tapes[frame.region.name] = tape
-        # what collectives gave is swapped like inputs: always, and whole
-        self.input_bytes[frame.region.name] = frame.input_bytes + sum(tape.bytes[number] for number in tape.fetched)
+        # what collectives gave, and choices, are swapped like inputs: always, and whole
+        sizes = (tape.bytes[number] for number in tape.fetched | _chosen(tape))
+        large = [nbytes for nbytes in sizes if nbytes >= max(1, frame.executor.min_offload_bytes)]
+        self.input_bytes[frame.region.name] = frame.offered_bytes + sum(large)
+        self.input_tensors[frame.region.name] = frame.offered + len(large)
 
 
 def group_regions(regions: Sequence[Region], observer: Observer) -> dict[str, list[Region]]:
@@ -87,7 +97,7 @@ def group_regions(regions: Sequence[Region], observer: Observer) -> dict[str, li
     for region in regions:
         tape = observer.tapes.get(region.name)
         if tape is not None:
-            region.key = f"{region.kind}:{fingerprint(tape)}"
+            region.key = f"{region.kind}:{'opaque' if region.opaque else fingerprint(tape)}"
             groups.setdefault(region.key, []).append(region)
     return groups
 
@@ -107,23 +117,51 @@ def describe(
     for key, members in groups.items():
         tapes = [observer.tapes[region.name] for region in members]
         in_flight = max(1, max(executor.in_flight.peak[region.name] for region in members))
-        lingering = sum(region.lingers for region in members)
-        described.append(
-            plan.Region(
-                key=key,
-                instances=max(1, len(members) * in_flight - lingering),
-                operators=tuple(
+        forward_s = median(seconds(*tape.span) for tape in tapes)
+        operations, saved, given = (
+            _module(forward_s)
+            if members[0].opaque
+            else (
+                tuple(
                     _operator(tapes, index, seconds, executor.min_offload_bytes)
                     for index in range(len(tapes[0].records))
                 ),
-                saved=frozenset(tapes[0].asked),
-                given=frozenset(tapes[0].given | tapes[0].fetched),
-                input_bytes=max(observer.input_bytes[region.name] for region in members),
-                forward_s=median(seconds(*tape.span) for tape in tapes),
+                frozenset(tapes[0].asked),
+                frozenset(tapes[0].given | tapes[0].fetched | _chosen(tapes[0])),
+            )
+        )
+        described.append(
+            plan.Region(
+                key=key,
+                instances=len(_sending(members)) * in_flight,
+                operators=operations,
+                saved=saved,
+                given=given,
+                input_bytes=ceil(fmean(observer.input_bytes[region.name] for region in _sending(members))),
+                input_tensors=max(observer.input_tensors[region.name] for region in _sending(members)),
+                forward_s=forward_s,
                 backward_s=median(backward_s[region.name] for region in members),
             )
         )
     return described
+
+
+def _chosen(tape: Tape) -> set[int]:
+    """Storages that choices made (top experts, an order), which a recompute pass must not make anew."""
+    return {n for record in tape.records if operators.kind_of(record.func) is Kind.CHOICE for n in record.outputs}
+
+
+def _module(forward_s: float) -> tuple[tuple[plan.Operator, ...], frozenset[int], frozenset[int]]:
+    """Of an opaque region: all of it runs again, from its input."""
+    whole = plan.Operator(
+        name="the module", time_s=forward_s, inputs=(0,), outputs=(1,), output_bytes=0, capture="never"
+    )
+    return (whole,), frozenset({1}), frozenset({0})
+
+
+def _sending(members: Sequence[Region]) -> Sequence[Region]:
+    """Those whose tensors leave the device before backward asks for them; where none do, any may have to."""
+    return [region for region in members if not region.lingers] or members
 
 
 def policy_of(
@@ -145,12 +183,23 @@ def policy_of(
         if region_plan is None:
             continue
         instances = sum(group.instances for group in region_plan.groups)
-        for ordinal, region in enumerate(members):
-            group = region_plan.group(ordinal * instances // len(members))
+        sending = _sending(members)
+        for region in members:
+            # what stays is treated as the last ones are, which stay the shortest too
+            ordinal = sending.index(region) if region in sending else len(sending)
+            group = region_plan.group(ordinal * instances // len(sending))
             tape = observer.tapes[region.name]
             captured = {i: (tape.records[i].func, fraction, False) for i, fraction in group.fractions.items()}
             captured.update({i: (tape.records[i].func, 1.0, True) for i in group.keep})
-            settings[region.name] = Setting(key, captured, _mean_fraction(tape.records, group, tape))
+            input_bytes = observer.input_bytes[region.name] if solution.inputs_swapped else 0
+            settings[region.name] = Setting(
+                key,
+                captured,
+                _mean_fraction(tape.records, group, tape),
+                solution.inputs_swapped,
+                input_bytes + group.swapped_bytes,
+                tape.records,
+            )
     peak_bytes = None if observed_peak_bytes is None else observed_peak_bytes + solution.device_bytes
     return Policy(
         solution=solution, settings=settings, peak_bytes=peak_bytes, full_recomputation_s=full_recomputation_s
@@ -165,11 +214,16 @@ def put(policy: Policy | None, regions: Sequence[Region]) -> None:
         setting = policy.settings.get(region.name) if policy is not None else None
         setting = setting or Setting(region.kind, None, 0.0)
         region.key, region.plan, region.rows = setting.key, setting.plan, setting.rows
+        region.swaps_input, region.forward_bytes = setting.swaps_input, setting.forward_bytes
+        region.planned_from = setting.planned_from
         region.unneeded = {}  # learnt under what was captured before
 
 
 def agree(
-    own: tuple[list[plan.Region], plan.Budget], gather: Callable[[Any], list[Any]], most: int = 1
+    own: tuple[list[plan.Region], plan.Budget],
+    gather: Callable[[Any], list[Any]],
+    most: int = 1,
+    alpha: Literal["auto", "memo"] = "auto",
 ) -> list[plan.TokenwisePlan]:
     """Plans to choose from, the one that should be the fastest first: as many on every rank, equal for equal regions.
 
@@ -181,6 +235,7 @@ def agree(
         own: this rank's regions and budget.
         gather: returns what every rank passed, in rank order (`all_gather_object`); called by all ranks alike.
         most: how many, at least 1.
+        alpha: "memo" for the one plan of MEMO's fraction, the smallest of all ranks.
 
     Returns:
         The plans; none, on every rank, where one has no regions to plan yet.
@@ -196,8 +251,12 @@ def agree(
         d2h_bytes_per_s=min(b.d2h_bytes_per_s for b in budgets),
         h2d_bytes_per_s=min(b.h2d_bytes_per_s for b in budgets),
         host_bytes=min(b.host_bytes for b in budgets),
+        padding_bytes=budget.padding_bytes,
         device_bytes=min(b.device_bytes for b in budgets),
     )
+    if alpha == "memo":
+        fraction = min(gather(memo.fraction_of(regions, smallest)))
+        return gather(plan.solve(regions, smallest, fraction))[first : first + 1]
     by_rank = gather([_solve_around(regions, smallest, factor) for factor in LINK_FACTORS[:most]])
     # the earliest of those that are equal on all ranks
     distinct = {str([_choices(plans[i]) for plans in by_rank]): i for i in reversed(range(len(by_rank[0])))}
@@ -240,13 +299,15 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes
         outputs=record.outputs if record.form is not Form.WRITE else record.outputs + record.inputs,
         output_bytes=output_bytes,
         capture=_capture(record, kind, output_bytes, min_offload_bytes),
+        rows=record.rows if len({tape.records[index].rows for tape in tapes}) == 1 else 0,
         always_runs=record.root and record.form in (Form.FIXED, Form.EXCHANGE) and index not in tapes[0].spared,
         always_swapped=kind is Kind.ATTENTION,
     )
 
 
 def _capture(record: Record, kind: Kind | None, output_bytes: int, min_offload_bytes: int) -> str:
-    if record.form is not Form.PURE or not record.capturable or output_bytes < max(1, min_offload_bytes):
+    small = output_bytes < max(1, min_offload_bytes)
+    if small or kind is Kind.CHOICE or record.form is not Form.PURE or not record.capturable:
         return "never"
     return "rows" if kind is Kind.ROWS else "whole"
 

@@ -129,7 +129,9 @@ class Search:
         described = planning.describe(groups, self.observer, self.executor, device.seconds_between)
         budget = budgets.budget(self.config, device, self.executor.pool.budget_bytes, peak_bytes)
         own = described, budget if self.keeps else replace(budget, device_bytes=0)
-        solutions = planning.agree(own, self._gather, max(1, self.config.profiler.policy_steps))
+        solutions = planning.agree(
+            own, self._gather, max(1, self.config.profiler.policy_steps), self.config.tokenwise.alpha
+        )
         if not groups and not self._warned:
             self._warned = True
             log.warning("memplug: no region ran in the step to plan from, for example %s", self.regions[0].name)

@@ -1,0 +1,84 @@
+"""Whether a plan sends to the host what it said: the second step under each is compared with its prediction. In the
+first, regions find out which results of collectives no backward asks for.
+
+A plan is made from one observed step. What it then moves differs where the observation was wrong, or what is captured
+is not what was planned, and times that were predicted from bytes differ with it. The steps of a mixture differ by
+themselves: where the tokens go decides how many rows an expert has.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from memplug.execute.tokenwise import Executor
+from memplug.profile.similarity import Program
+from memplug.stages.planning import Policy
+
+log = logging.getLogger("memplug")
+
+TOLERANCE = 0.02
+
+
+class Predictions:
+    """Called at the end of every step.
+
+    Args:
+        executor: which counts what it sends, and what it was to send.
+
+    Attributes:
+        expected_bytes, sent_bytes: of the last step that was compared; None so far.
+    """
+
+    def __init__(self, executor: Executor):
+        self._executor = executor
+        self._before = self._counts()
+        self._compared: Policy | None = None
+        self._is_settled = False
+        self._warned = False
+        self.expected_bytes: int | None = None
+        self.sent_bytes: int | None = None
+
+    def end_step(self, policy: Policy, program: Program, planned_from: Program) -> None:
+        """A step is over that ran `program`, by `policy` from its beginning.
+
+        One that was short of host memory, or had a region that no plan knows, or was given more or less than the step
+        that the plan was made from, says nothing of the plan: the next one is compared. Only where every region did the
+        very same as in that step, to the sizes of all tensors, is a plan blamed.
+        """
+        before, self._before = self._before, self._counts()
+        if policy is not self._compared:
+            self._compared, self._is_settled = policy, False
+            self.expected_bytes = self.sent_bytes = None
+            return
+        sent, expected, short, unplanned, strayed = (now - then for now, then in zip(self._before, before, strict=True))
+        as_planned = not (short or unplanned) and self._executor.share == 1.0
+        if self._is_settled or not as_planned or not np.array_equal(program.sizes, planned_from.sizes):
+            return
+        self._is_settled = not strayed
+        if self._is_settled or self.expected_bytes is None:
+            self.expected_bytes, self.sent_bytes = expected, sent
+        if self._is_settled and abs(sent - expected) > TOLERANCE * max(sent, expected):
+            self.warn(sent, expected)
+
+    def skip_step(self) -> None:
+        """A step is over that ran by no policy, or by one that was only tried."""
+        self._before = self._counts()
+
+    def warn(self, sent: int, expected: int) -> None:
+        """Once: a plan was wrong."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "memplug: a step under a plan sent %.3f GiB to the host, and was to send %.3f: its predicted "
+                "times are off by as much",
+                sent / 2**30,
+                expected / 2**30,
+            )
+
+    def _counts(self) -> tuple[int, ...]:
+        executor = self._executor
+        transfer = executor.transfer
+        strayed = executor.strayed + transfer.hurried  # what would have stayed may have left
+        return transfer.offloaded_total_bytes, executor.expected_bytes, transfer.refused, executor.unplanned, strayed
