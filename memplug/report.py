@@ -19,8 +19,8 @@ def counters(executor: Executor) -> dict[str, Any]:
     """What the executor did so far and holds now; bytes, counts, and why regions are opaque."""
     transfer, pool = executor.transfer, executor.pool
     return {
-        "forwards": executor.in_flight.forwards,
-        "forwards_in_flight": executor.in_flight.count,
+        "forwards": executor.flow.forwards,
+        "forwards_in_flight": executor.flow.live,
         "offloaded_bytes": transfer.offloaded_total_bytes,
         "prefetched_bytes": transfer.prefetched_total_bytes,
         "host_used_bytes": pool.used_bytes,
@@ -75,6 +75,8 @@ def arena(serving: Serving | None, why: str) -> dict[str, Any]:
 
 def planned(solution: TokenwisePlan) -> str:
     """A plan in one line."""
+    if all(group.plain for region in solution.regions.values() for group in region.groups):
+        return f"planned: the device has room for {size(solution.device_bytes)} more: regions run as without memplug"
     swapped = sum(region.swapped_bytes for region in solution.regions.values())
     recompute_s = sum(region.recompute_s for region in solution.regions.values())
     bound = solution.bound if solution.alpha is None else f"{solution.bound}, at alpha {solution.alpha:.3f}"

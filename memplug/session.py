@@ -84,6 +84,7 @@ class Session:
         self.at_detach(closing.at_exit(self))
         if self._plans:
             self.executor.on_frame = self._adjuster.observer
+            self.executor.on_plain = self._adjuster.observer.ran_plain
             self._adjuster.tell(f"{len(self.regions)} regions, planned for once the program repeats")
         elif config.tokenwise.enabled:
             self._adjuster.tell(f"{len(self.regions)} regions, alpha {config.tokenwise.alpha}")
@@ -169,6 +170,7 @@ class Session:
             "stage": self.stage.value,
             "steps": self.steps,
             "regions": len(self.regions),
+            "plain_regions": sum(region.plain_bytes is not None for region in self.regions),
             "alpha": self.config.tokenwise.alpha,
             "program": programs.current.index if programs.current else None,
             "programs": len(programs),

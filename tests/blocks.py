@@ -136,16 +136,14 @@ def assert_same(measured: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 def assert_clean(executor: Executor) -> None:
     """No graph is alive: nothing of any is left on either side."""
     for _ in range(100):  # after an error on a device, autograd's own thread is the last to let go of the graph
-        if executor.in_flight.count == 0 or executor.device.kind == "cpu":
+        if executor.flow.live == 0 or executor.device.kind == "cpu":
             break
         time.sleep(0.02)
     executor.transfer.drain()
-    assert executor.in_flight.count == 0
+    assert executor.flow.live == 0
     assert executor.pool.used_bytes == 0
     assert (
-        executor.transfer.fetched_bytes == 0
-        and executor.ledger.recomputed_bytes == 0
-        and executor.in_flight.input_bytes == 0
+        executor.transfer.fetched_bytes == 0 and executor.flow.recomputed_bytes == 0 and executor.flow.input_bytes == 0
     )
 
 

@@ -106,7 +106,7 @@ def nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("an executor was made")
 
     monkeypatch.setattr("memplug.session.Executor", refuse)
-    monkeypatch.setattr("memplug.execute.device.Device.new_stream", refuse)
+    monkeypatch.setattr("memplug.execute.device.Device.streams", refuse)
 
 
 @pytest.fixture

@@ -66,9 +66,8 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 
 
 def _run_out_of_host_memory(session: Any) -> None:
-    pool, take = session.executor.pool, session.executor.pool.take
-    limit_bytes = pool.peak_bytes // 2
-    pool.take = lambda nbytes: take(nbytes) if pool.used_bytes + nbytes <= limit_bytes else None
+    rows = session.executor.pool.rows
+    rows.limit_bytes = rows.peak_bytes // 2
 
 
 def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         if short and short[1] == step + 1:
-            session.executor.pool.peak_bytes = 0  # of that step alone
+            session.executor.pool.rows.peak_bytes = 0  # of that step alone
         if short == [dist.get_rank(), step]:
             _run_out_of_host_memory(session)
         batches = [_micro_batches(step) for _ in chunks]

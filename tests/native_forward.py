@@ -14,10 +14,7 @@ class Watcher:
     def time(self, index: int, over: bool) -> None:
         pass
 
-    def before_write(self, storage: int, tensor: torch.Tensor) -> None:
-        pass
-
-    def capture(self, index: int, tensors: list[torch.Tensor]) -> None:
+    def before_foreign_write(self, storage: int, tensor: torch.Tensor) -> None:
         pass
 
     def is_transparent(self, tensor: torch.Tensor) -> bool:
@@ -30,7 +27,10 @@ class Run:
     def __init__(self, core: Any, call: Callable[[], Any], known: tuple[Any, ...] = ()):
         self.saved: list[torch.Tensor] = []
         self.watcher = Watcher()
-        self.forward = core.Forward(list(known), self.watcher, False, core.Ledger())
+        transfer = core.Transfer(core.cpu_streams(), core.HostRows(lambda nbytes: False))
+        region = core.Region()
+        region.opaque = True  # nothing is captured
+        self.forward = core.Frame(list(known), self.watcher, core.Flow(transfer, "cpu", 1), region, False)
         packed = self.forward.pack()
         self.objects: list[Any] = []
 
@@ -43,11 +43,11 @@ class Run:
             self.forward.begin()
             try:
                 self.out = call()
-                self.tape = self.forward.close()
+                self.tape = self.forward.finish()
             finally:
                 self.forward.end()
         self.follows = self.forward.followed is not None
-        self.forward.sort(False)
+        self.forward.close(False)
 
     def restored(self, captured: dict[int, bool], substitute: Callable[[int], Any]) -> dict[int, torch.Tensor]:
         """What a recompute pass gives."""

@@ -81,19 +81,55 @@ class WeakTensor:
         torch.UntypedStorage._free_weak_ref(self.storage)
 
 
-class SimulatedDevice(Device):
+class ScriptedDevice(Device):
+    """The CPU, with streams, events and copies in Python: subclasses say what they do."""
+
+    def streams(self, core: Any) -> Any:
+        return core.python_streams(self)
+
+    def new_stream(self) -> Any:
+        return None
+
+    def compute_stream(self) -> Any:
+        return None
+
+    def record(self, stream: Any) -> Any:
+        return None
+
+    def wait(self, stream: Any, event: Any) -> None:
+        pass
+
+    def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
+        destination.copy_(source)
+
+    def empty(self, stream: Any, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+
+class SimulatedDevice(ScriptedDevice):
     """See the module's text. A context manager around the code under test: operators inside tick the compute clock."""
 
     def __init__(self, schedule: str, seed: int = 0, missing: Wait | None = None):
         self.schedule = schedule
-        self.missing = missing
         self.random = random.Random(seed)
         self.clock = 0
-        self.streams: list[Stream] = []
+        self.missing = missing
+        self._streams: list[Stream] = []
         self.violations: list[str] = []
-        self.waits: collections.Counter[Wait] = collections.Counter()
+        self._native: Any = None
         self.copying = False
         self._ticker = _Ticker(self)
+
+    def streams(self, core: Any) -> Any:
+        self._native = super().streams(core)
+        if self.missing is not None:
+            self._native.leave_out(list(Wait).index(self.missing))
+        return self._native
+
+    @property
+    def waits(self) -> collections.Counter[Wait]:
+        """How often each kind was asked for."""
+        return collections.Counter(dict(zip(Wait, self._native.waits, strict=True)))
 
     def __enter__(self) -> SimulatedDevice:
         self._ticker.__enter__()
@@ -105,8 +141,8 @@ class SimulatedDevice(Device):
     # -- Device ----------------------------------------------------------------------------------------------------
 
     def new_stream(self) -> Stream:
-        self.streams.append(Stream())
-        return self.streams[-1]
+        self._streams.append(Stream())
+        return self._streams[-1]
 
     def compute_stream(self) -> str:
         return COMPUTE
@@ -119,11 +155,8 @@ class SimulatedDevice(Device):
         stream.queue.append(event)
         return event
 
-    def wait(self, stream: Any, event: Event, why: Wait) -> None:
+    def wait(self, stream: Any, event: Event) -> None:
         self._shuffle()
-        self.waits[why] += 1
-        if why is self.missing:
-            return
         if stream is COMPUTE:
             self._finish(event)
         elif event.stream is None:
@@ -138,26 +171,26 @@ class SimulatedDevice(Device):
         if self.schedule == "early":
             self._advance(stream, len(stream.queue))
 
-    def empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        return poison(torch.empty_strided(size, stride, dtype=dtype))
+    def empty(self, stream: Any, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return poison(super().empty(stream, size, stride, dtype))
 
     def pin(self, buffer: torch.Tensor) -> bool:
         poison(buffer)
         return True
 
     def synchronize(self) -> None:
-        for stream in self.streams:
+        for stream in self._streams:
             self._advance(stream, len(stream.queue))
 
     # -- the copies ------------------------------------------------------------------------------------------------
 
     def _shuffle(self) -> None:
         if self.schedule == "random":
-            for stream in self.streams:
+            for stream in self._streams:
                 if stream.queue:
                     self._advance(stream, self.random.randint(0, len(stream.queue)))
         elif self.schedule == "early":
-            for stream in self.streams:
+            for stream in self._streams:
                 self._advance(stream, len(stream.queue))
 
     def _finish(self, event: Event) -> None:

@@ -18,6 +18,7 @@ from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint
 from memplug.stages.serving import State
 from tests.serving import ALONE, CHECKED, Run, llama, mixtral, nothing_leaks, owned, reserved_bytes, serving_of, train
+from tests.simulated import ScriptedDevice
 
 pytestmark = pytest.mark.device
 
@@ -76,14 +77,14 @@ def test_a_mixture_swapped_and_recomputed_is_served_too() -> None:
 @pytest.mark.cpu("it looks at that device")
 def test_fetched_outputs_land_at_planned_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[bool] = []
-    empty = Device.empty
 
-    def noted(self: Device, *args: Any) -> torch.Tensor:
-        tensor = empty(self, *args)
-        fetched.append(owned(tensor))
-        return tensor
+    class Noting(ScriptedDevice):
+        def empty(self, *args: Any) -> torch.Tensor:
+            tensor = super().empty(*args)
+            fetched.append(owned(tensor))
+            return tensor
 
-    monkeypatch.setattr(Device, "empty", noted)
+    monkeypatch.setattr(Device, "streams", lambda self, core: core.python_streams(Noting()))
     run = train(BLOCKS["swapped"], steps=12)
     first = run.states.index(State.SERVING) + 1
     in_a_step = len(fetched) // 12

@@ -40,7 +40,7 @@ def test_a_model_that_is_compiled_after_attaching_keeps_its_gradients() -> None:
     reference(x).backward()
     with memplug.attach(model, regions("layers.*")) as session:
         torch.compile(model, backend="eager")(x).backward()
-        assert session.executor.in_flight.forwards == 2
+        assert session.executor.flow.forwards == 2
     torch._dynamo.reset()
     assert_same(gradients(model), gradients(reference))
 

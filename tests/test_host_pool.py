@@ -4,14 +4,17 @@ again.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplug.execute import host_pool
+from memplug.execute.core import core
 from memplug.execute.device import Device
-from memplug.execute.host_pool import ALIGNMENT_BYTES, HostPool, Slot
+from memplug.execute.host_pool import ALIGNMENT_BYTES, HostPool
 
 SLAB_BYTES = 4096
 
@@ -39,47 +42,49 @@ class Pins(Device):
 
 @pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 4095, 4096, 4097, 100_000])
 def test_a_slot_has_the_bytes_asked_for(nbytes: int) -> None:
-    slot = HostPool(Device(), 1 << 20).take(nbytes)
-    assert slot.data.dtype == torch.uint8 and slot.data.shape == (nbytes,)
-    assert slot.data.data_ptr() % 4 == 0 and slot.offset % ALIGNMENT_BYTES == 0
+    pool = HostPool(Device(), 1 << 20, core())
+    slot = pool.rows.take(nbytes)
+    assert slot.nbytes == nbytes <= slot.size < nbytes + ALIGNMENT_BYTES
+    assert slot.offset % ALIGNMENT_BYTES == slot.size % ALIGNMENT_BYTES == 0
+    assert slot.offset + slot.size <= pool.slabs[slot.slab].numel()
 
 
 def test_memory_given_back_is_used_again_before_the_pool_grows() -> None:
-    pool = HostPool(Device(), 1 << 20)
-    slots = [pool.take(1024) for _ in range(4)]
+    pool = HostPool(Device(), 1 << 20, core())
+    slots = [pool.rows.take(1024) for _ in range(4)]
     capacity = pool.capacity_bytes
-    pool.give(slots[1])
-    pool.give(slots[2])
-    merged = pool.take(2048)
+    pool.rows.give(slots[1])
+    pool.rows.give(slots[2])
+    merged = pool.rows.take(2048)
     assert (merged.slab, merged.offset) == (slots[1].slab, slots[1].offset)
     assert pool.capacity_bytes == capacity
 
 
 def test_an_exhausted_budget_gives_none_and_holds_what_was_given() -> None:
-    pool = HostPool(Device(), 3 * SLAB_BYTES)
+    pool = HostPool(Device(), 3 * SLAB_BYTES, core())
     taken = []
-    while (slot := pool.take(1000)) is not None:
+    while (slot := pool.rows.take(1000)) is not None:
         taken.append(slot)
     assert len(taken) == 3 * SLAB_BYTES // 1024
     assert pool.capacity_bytes == pool.budget_bytes == pool.used_bytes
-    assert pool.take(1) is None
-    pool.give(taken[0])
-    assert pool.take(1) is not None
+    assert pool.rows.take(1) is None
+    pool.rows.give(taken[0])
+    assert pool.rows.take(1) is not None
 
 
 def test_a_budget_of_nothing_gives_nothing() -> None:
-    pool = HostPool(Device(), 0)
-    assert pool.take(1) is None
+    pool = HostPool(Device(), 0, core())
+    assert pool.rows.take(1) is None
     pool.reserve(1000)
     assert pool.capacity_bytes == 0
 
 
 def test_reserved_memory_is_there_before_the_first_use() -> None:
-    pool = HostPool(Device(), 1 << 20)
+    pool = HostPool(Device(), 1 << 20, core())
     pool.reserve(50_000)
     assert (capacity := pool.capacity_bytes) >= 50_000
     for _ in range(50_000 // 1024):
-        pool.take(1024)
+        pool.rows.take(1024)
     assert pool.capacity_bytes == capacity
     pool.reserve(1 << 30)
     assert pool.capacity_bytes <= 1 << 20
@@ -87,17 +92,17 @@ def test_reserved_memory_is_there_before_the_first_use() -> None:
 
 def test_closing_unregisters_every_slab() -> None:
     device = Pins()
-    pool = HostPool(device, 1 << 20)
+    pool = HostPool(device, 1 << 20, core())
     for _ in range(20):
-        pool.take(3000)
+        pool.rows.take(3000)
     assert len(device.pinned) == len(pool.slabs) > 1
     pool.close()
     assert not device.pinned and pool.capacity_bytes == 0
 
 
 def test_a_driver_that_refuses_is_said_once_and_memory_still_comes(caplog: pytest.LogCaptureFixture) -> None:
-    pool = HostPool(Pins(accepts=False), 1 << 20)
-    slots = [pool.take(3000) for _ in range(20)]
+    pool = HostPool(Pins(accepts=False), 1 << 20, core())
+    slots = [pool.rows.take(3000) for _ in range(20)]
     assert None not in slots and len(pool.slabs) > 1
     assert sum("refused to register" in record.message for record in caplog.records) == 1
     pool.close()
@@ -109,22 +114,23 @@ ACTIONS = st.lists(st.one_of(st.integers(1, 6000), st.integers(-1000, -1)), max_
 @settings(max_examples=150, deadline=None)
 @given(ACTIONS, st.integers(0, 40_000))
 def test_slots_never_overlap_and_everything_merges_in_the_end(actions: list[int], budget_bytes: int) -> None:
-    pool = HostPool(Device(), budget_bytes)
-    alive: list[Slot] = []
+    pool = HostPool(Device(), budget_bytes, core())
+    alive: list[Any] = []
     for action in actions:  # positive: take so many bytes; negative: give one back
         if action > 0:
-            slot = pool.take(action)
+            slot = pool.rows.take(action)
             if slot is not None:
                 alive.append(slot)
         elif alive:
-            pool.give(alive.pop(action % len(alive)))
-        ranges = sorted((slot.data.data_ptr(), slot.data.data_ptr() + slot.data.numel()) for slot in alive)
-        assert all(end <= begin for (_, end), (begin, _) in zip(ranges, ranges[1:], strict=False))
+            pool.rows.give(alive.pop(action % len(alive)))
+        ranges = sorted((slot.slab, slot.offset, slot.offset + slot.size) for slot in alive)
+        pairs = zip(ranges, ranges[1:], strict=False)
+        assert all(one != other or end <= begin for (one, _, end), (other, begin, _) in pairs)
         assert pool.capacity_bytes <= budget_bytes
         assert pool.used_bytes == sum(slot.size for slot in alive) <= pool.peak_bytes <= pool.capacity_bytes
     for slot in alive:
-        pool.give(slot)
+        pool.rows.give(slot)
     assert pool.used_bytes == 0
     for slab in list(pool.slabs):  # every slab is one hole again
-        assert (pool.take(slab.numel())) is not None
+        assert (pool.rows.take(slab.numel())) is not None
     assert pool.used_bytes == pool.capacity_bytes

@@ -28,7 +28,7 @@ def test_graphs_that_die_on_other_threads_are_counted(alpha: float) -> None:
     model = Stack(2)
     executor = tokenwise(model, alpha)
     losses = [model(torch.randn(2, 6, 16)) for _ in range(16)]
-    assert executor.in_flight.count == 32 and executor.in_flight.peak["layers.0"] == 16
+    assert executor.flow.live == 32 and model.regions[0].peak == 16
 
     def drop() -> None:
         while losses:
@@ -43,7 +43,7 @@ def test_graphs_that_die_on_other_threads_are_counted(alpha: float) -> None:
     for thread in threads:
         thread.join()
     assert_clean(executor)
-    assert executor.in_flight.forwards == 32 and executor.ledger.waiting == 0
+    assert executor.flow.forwards == 32 and executor.flow.waiting == 0
 
 
 @alphas

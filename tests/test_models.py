@@ -96,7 +96,7 @@ def train_alike(model: Causal, alpha: float, batch: int = 1, steps: int = 2, **s
         assert losses[0] == losses[1]
         assert_same(gradients(model), gradients(reference), exact=alpha in EXACT)
         assert_clean(executor)
-    assert executor.in_flight.forwards == steps * len(model.layers)
+    assert executor.flow.forwards == steps * len(model.layers)
     assert executor.divergences == 0
     assert executor.transfer.offloaded_total_bytes > 0
 

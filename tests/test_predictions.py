@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import memplug
-from memplug.execute.tokenwise import Executor
-from memplug.stages import predictions
+from memplug.execute.region import Region
+from memplug.stages import planning, predictions
 from memplug.stages.table import Stage
 from tests.blocks import LAYERS, Block, Layer, Stack, assert_same, gradients, twin
 from tests.parallel import Parallel
@@ -73,7 +73,7 @@ def trained(layer: type[Layer] | Any, micro_batches: int = 1, tokens: int = 12, 
         while session.stage is not Stage.STABLE:
             step()
         executor = session.executor
-        executor.transfer.refused = executor.pool.peak_bytes = 0
+        executor.transfer.refused = executor.pool.rows.peak_bytes = 0
         for _ in range(3):
             step()
         return session.report()
@@ -109,19 +109,19 @@ def test_of_an_opaque_region_a_plan_swaps_the_input_and_runs_all_again() -> None
     assert opaque["predicted_regions_s"] == pytest.approx(opaque["predicted_full_recomputation_s"], rel=0.01)
 
 
-class Untrue(Executor):
-    """Says that it was to send what it did not."""
-
-    def expect(self, region: Any) -> None:
-        super().expect(region)
-        self.expected_bytes += 1000
-
-
 def test_a_plan_that_moves_something_else_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(predictions.Predictions, "warn", WARN)
-    monkeypatch.setattr("memplug.session.Executor", Untrue)
+    put = planning.put
+
+    def untrue(policy: planning.Policy | None, regions: Sequence[Region]) -> None:
+        """Regions are to send what they do not."""
+        put(policy, regions)
+        for region in regions:
+            region.forward_bytes = region.forward_bytes and region.forward_bytes + 1000
+
+    monkeypatch.setattr(planning, "put", untrue)
     with caplog.at_level(logging.WARNING):
         report = trained(Block)
     assert report["sent_step_bytes"] == report["expected_step_bytes"] - 3000

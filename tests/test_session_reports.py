@@ -50,7 +50,7 @@ def test_the_plan_predicts_the_host_bytes_that_the_next_step_needs() -> None:
             train(model)
             session.step()
         pool = session.executor.pool
-        pool.peak_bytes = 0
+        pool.rows.peak_bytes = 0
         train(model)
         predicted = session.report()["predicted_host_bytes"]
         assert 0 < pool.peak_bytes <= 1.1 * predicted + 512 * 6 * 20, "slots are rounded up to 512 bytes"

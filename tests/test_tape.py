@@ -27,7 +27,7 @@ def names(run: Run) -> list[str]:
 
 def actions(run: Run, captured: dict[int, bool]) -> list[int]:
     run.forward.decide(captured, [])
-    return run.forward.actions()[:-1]
+    return run.forward.actions[:-1]
 
 
 def plan(call: Callable[..., Any], captured: dict[str, bool] | None = None) -> list[tuple[str, int]]:

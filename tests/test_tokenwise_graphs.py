@@ -33,14 +33,14 @@ def test_passes_without_gradients_leave_no_trace(alpha: float) -> None:
     executor = tokenwise(model, alpha)
     x = torch.randn(2, 6, 16)
     loss = model(x)
-    frames, moved = executor.in_flight.forwards, executor.transfer.offloaded_total_bytes
+    frames, moved = executor.flow.forwards, executor.transfer.offloaded_total_bytes
     with torch.no_grad():
         assert torch.equal(model(x * 2), reference(x * 2))
     model.eval()
     with torch.inference_mode():
         assert torch.equal(model(x * 3), reference(x * 3))
     model.train()
-    assert (executor.in_flight.forwards, executor.transfer.offloaded_total_bytes) == (frames, moved)
+    assert (executor.flow.forwards, executor.transfer.offloaded_total_bytes) == (frames, moved)
     loss.backward()
     reference(x).backward()
     assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
@@ -58,7 +58,7 @@ def test_graphs_alive_together_run_backward_in_any_order(alpha: float, order: li
     data = torch.randn(4, 2, 6, 16)
     with no_garbage_collection():
         losses, expected = [model(x) for x in data], [reference(x) for x in data]
-        assert executor.in_flight.count == 12
+        assert executor.flow.live == 12
         for index in order:
             losses[index].backward()
             expected[index].backward()

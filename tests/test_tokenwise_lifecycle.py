@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from memplug.execute.core import core
-from memplug.execute.device import Device
 from tests.blocks import (
     Block,
     Stack,
@@ -25,7 +24,7 @@ from tests.blocks import (
 )
 from tests.failing import Failing, MayFail
 from tests.forwards import Routes
-from tests.simulated import adversarial_device
+from tests.simulated import ScriptedDevice, adversarial_device
 
 pytestmark = pytest.mark.device
 
@@ -96,7 +95,7 @@ def test_an_error_leaves_nothing_behind_and_the_next_step_is_right(
 @pytest.mark.cpu("its copies raise")
 @alphas
 def test_an_error_before_a_forward_begins_leaves_nothing_behind(alpha: float) -> None:
-    class Broken(Device):
+    class Broken(ScriptedDevice):
         def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
             raise Stop
 

@@ -71,7 +71,7 @@ def test_a_forward_that_follows_after_all_makes_them_go_or_stay_where_the_host_i
     model, reference, executor = trained(device, alpha)
     executor.pool.budget_bytes = min(executor.pool.budget_bytes, budget_bytes)
     if not budget_bytes:
-        executor.pool.take = lambda nbytes: None
+        executor.pool.rows.limit_bytes = 0
     first, second = torch.randn(2, 2, 6, 16)
     for network in (model, reference):
         (network(first) + network(second)).backward()
@@ -85,7 +85,7 @@ def test_a_forward_that_follows_after_all_makes_them_go_or_stay_where_the_host_i
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 def test_what_is_written_in_place_after_it_was_captured_is_kept_where_the_host_is_full(device, alpha, block):
     model, reference, executor = trained(device, alpha, block)
-    executor.pool.take = lambda nbytes: None
+    executor.pool.rows.limit_bytes = 0
     for seed in (1, 2):
         step(model, reference, alpha, seed=seed)
     assert_clean(executor)

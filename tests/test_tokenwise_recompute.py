@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplug.errors import RecomputeError
-from memplug.execute.device import Device
 from tests.blocks import (
     Block,
     Layer,
@@ -28,6 +27,7 @@ from tests.blocks import (
     twin,
 )
 from tests.forwards import Routes
+from tests.simulated import ScriptedDevice
 
 pytestmark = pytest.mark.device
 
@@ -200,7 +200,7 @@ def test_a_second_pass_of_an_opaque_region_that_saves_other_tensors_is_an_error(
         model(torch.randn(2, 6, 16)).backward()
 
 
-class Noisy(Device):
+class Noisy(ScriptedDevice):
     """Brings back rows that differ by a rounding, as another shape of a product gives them."""
 
     def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:

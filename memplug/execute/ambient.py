@@ -29,29 +29,18 @@ class Ambient:
         self.surroundings = [take() for take in surroundings]
         self.cpu_rng = torch.get_rng_state()
         self.device_rng = None if device.kind == "cpu" else device.get_rng_state()
-        kinds = {"cpu", device.kind}
-        self.autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)
-        ]
+        kinds = ("cpu",) if device.kind == "cpu" else ("cpu", device.kind)
+        self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         self.attention = _attention_backends()
         self.default_device = _default_device()
 
-    @contextlib.contextmanager
-    def during_forward(self) -> Iterator[None]:
+    def during_forward(self) -> contextlib.AbstractContextManager[None]:
         """No autocast cache: a weight cast once for two regions would be cast again in the recompute pass of one. And
         nothing compiled: functions that the model compiles inside of a region run as they are written, since compiled
         code has no operators to see.
         """
-        with _as_written:
-            if not any(enabled for _, enabled, _ in self.autocast):
-                yield
-                return
-            cached = torch.is_autocast_cache_enabled()
-            torch.set_autocast_cache_enabled(False)
-            try:
-                yield
-            finally:
-                torch.set_autocast_cache_enabled(cached)
+        casts = any(enabled for _, enabled, _ in self.autocast)
+        return _without_autocast_cache() if casts else _as_written
 
     @contextlib.contextmanager
     def during_recompute(self) -> Iterator[None]:
@@ -76,7 +65,18 @@ class Ambient:
             yield
 
 
-class _AsWritten:
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with _as_written:
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+class _AsWritten(contextlib.AbstractContextManager):
     """Nothing compiled runs inside. The compiler's stance is the process's: of threads that overlap, the first sets
     it and the last puts it back, whichever that is.
     """

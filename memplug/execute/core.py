@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 from memplug import native
-from memplug.errors import NativeError
+from memplug.errors import ConflictError, InPlaceError, NativeError
 from memplug.execute import operators
 
 log = logging.getLogger("memplug")
@@ -27,3 +27,17 @@ def core() -> Any:
         return None
     module.describe_operators(operators.describe)
     return module
+
+
+def fail(kind: int, size: str) -> NoReturn:
+    """Raise what a failure of the core means, by `Failure::Kind` in memplug/native/transfer.h."""
+    if kind == 0:
+        raise InPlaceError(f"a captured {size} tensor was modified in place after its region had ended")
+    if kind == 1:
+        raise InPlaceError(
+            f"a {size} tensor was modified in place after its region had ended and before its copy to the host was done"
+        )
+    raise ConflictError(
+        "backward ran through a graph after its memplug session was detached, and its rows are gone",
+        "Run backward on the graphs in flight first, then detach.",
+    )

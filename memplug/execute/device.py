@@ -1,4 +1,4 @@
-"""Streams, events and copies of one device: CUDA, or the CPU, where everything is in program order already.
+"""One device: CUDA, or the CPU, where everything is in program order already.
 
 The executor orders memory across streams by events alone. Each ordering point has a name (`Wait`), so that a test can
 leave one out and show that something breaks. The tests add a third implementation, whose copies run as late or as
@@ -16,10 +16,10 @@ import torch
 
 
 class Wait(enum.Enum):
-    """Why one stream waits for another; every wait of the executor is one of these."""
+    """Why one stream waits for another; every wait of the executor is one of these (memplug/native/streams.h)."""
 
     OFFLOAD_FOR_COMPUTE = "the copy out starts once the operator has written its output"
-    RELEASE_FOR_OFFLOAD = "device memory is let go once its copy out has read it"
+    RELEASE_FOR_OFFLOAD = "device memory is released once its copy out has read it"
     MUTATE_FOR_OFFLOAD = "an operator writes in place once the copy out has read the former value"
     PREFETCH_FOR_COMPUTE = "the copy in starts once earlier users of its device memory and of the host rows are done"
     USE_FOR_PREFETCH = "compute reads rows once their copy in has written them"
@@ -27,10 +27,7 @@ class Wait(enum.Enum):
 
 
 class Device:
-    """The CPU: copies happen at once, in program order, so that streams and events are only names.
-
-    Subclasses override every method. `stream` arguments are what `new_stream` or `compute_stream` returned.
-    """
+    """The CPU: copies happen at once, in program order. Subclasses override every method."""
 
     kind = "cpu"
 
@@ -39,36 +36,13 @@ class Device:
         """As torch names it."""
         return torch.device(self.kind)
 
-    def new_stream(self) -> Any:
-        """A stream for copies."""
-        return None
-
-    def compute_stream(self) -> Any:
-        """The stream that the caller's operators run on now."""
-        return None
-
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Operators inside run on `stream`, and memory that they ask for is its own."""
-        return contextlib.nullcontext()
+    def streams(self, core: Any) -> Any:
+        """Streams, events and copies for transfers (memplug/native/streams.h)."""
+        return core.cpu_streams()
 
     def is_capturing(self) -> bool:
         """Whether operators are captured into a graph now, instead of run."""
         return False
-
-    def record(self, stream: Any) -> Any:
-        """An event that completes when the work queued on `stream` so far is done."""
-        return None
-
-    def wait(self, stream: Any, event: Any, why: Wait) -> None:
-        """Make work queued on `stream` from now on start after `event`."""
-
-    def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue `destination.copy_(source)` on `stream`; both of one shape and dtype, one of them on the host."""
-        destination.copy_(source)
-
-    def empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised device memory of the given size and stride (elements), owned by the compute stream."""
-        return torch.empty_strided(size, stride, dtype=dtype, device=self.kind)
 
     def pin(self, buffer: torch.Tensor) -> bool:
         """Register host memory (1-D uint8) with the driver; False where the driver refuses."""
@@ -98,7 +72,7 @@ class Device:
 
 
 class CudaDevice(Device):
-    """One CUDA device: real streams, events and asynchronous copies from registered host memory."""
+    """One CUDA device: its streams and generators, and the driver that registers host memory."""
 
     kind = "cuda"
 
@@ -109,31 +83,11 @@ class CudaDevice(Device):
     def torch_device(self) -> torch.device:
         return self.device
 
-    def new_stream(self) -> torch.cuda.Stream:
-        # of high priority: a kernel gathers rows that are not contiguous, and is not to queue behind compute's
-        return torch.cuda.Stream(self.device, priority=-1)
-
-    def compute_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
-
-    def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+    def streams(self, core: Any) -> Any:
+        return core.cuda_streams(self.device.index)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
-
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        return stream.record_event()
-
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event, why: Wait) -> None:
-        stream.wait_event(event)
-
-    def copy(self, stream: torch.cuda.Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(stream):
-            destination.copy_(source, non_blocking=True)
-
-    def empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=self.device)
 
     def pin(self, buffer: torch.Tensor) -> bool:
         code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
@@ -155,7 +109,7 @@ class CudaDevice(Device):
 
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self.compute_stream())
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds_between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:

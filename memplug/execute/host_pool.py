@@ -1,19 +1,17 @@
 """Pinned host memory for swapped rows: exact sizes, few slabs, grown on demand up to a budget.
 
 `torch.empty(pin_memory=True)` rounds up to a power of two and allocates 1.5-2 GB/s. Here a slab is plain memory that
-threads touch in parallel before it is registered with the driver; rows of any size are cut out of it first-fit, and
-neighbours merge when they are given back, so that a run with many sequence lengths does not grow without bound
-(ProTrain, appendix B.2).
+threads touch in parallel before it is registered with the driver; rows of any size are cut out of it
+(memplug/native/host_rows.h).
 """
 
 from __future__ import annotations
 
-import bisect
 import logging
 import os
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,33 +23,25 @@ ALIGNMENT_BYTES = 512
 SMALLEST_SLAB_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Bytes `[offset, offset + size)` of one slab; `data` is the view of them (1-D uint8, `nbytes` as asked)."""
-
-    slab: int
-    offset: int
-    size: int
-    data: torch.Tensor
-
-
 class HostPool:
     """First-fit pool over registered slabs.
 
     Args:
         device: registers the slabs.
         budget_bytes: the sum of slabs never exceeds this.
+        core: the native core.
+
+    Attributes:
+        rows: hands out slots of the slabs.
     """
 
-    def __init__(self, device: Device, budget_bytes: int):
+    def __init__(self, device: Device, budget_bytes: int, core: Any):
         self.device = device
         self.budget_bytes = budget_bytes
-        self.used_bytes = 0
-        self.peak_bytes = 0
-        self._recent_peak_bytes = 0
+        pool = weakref.ref(self)
+        self.rows = core.HostRows(lambda nbytes: pool()._grow(nbytes))
         self._planned_bytes = 0
         self.slabs: list[torch.Tensor] = []
-        self._free: list[list[tuple[int, int]]] = []  # per slab: sorted (offset, size)
         self._pinned: list[bool] = []
         self._warned = False
         # where it is dropped without having been closed: memory that is freed while it is registered stays mapped
@@ -63,39 +53,15 @@ class HostPool:
         """Bytes of all slabs."""
         return sum(slab.numel() for slab in self.slabs)
 
-    def take(self, nbytes: int) -> Slot | None:
-        """Host memory for `nbytes` bytes, or None when the budget has no room left for it."""
-        size = _aligned(nbytes)
-        found = self._find(size)
-        if found is None and self._grow(size):
-            found = self._find(size)
-        if found is None:
-            return None
-        slab, position = found
-        offset, free = self._free[slab][position]
-        if free == size:
-            del self._free[slab][position]
-        else:
-            self._free[slab][position] = (offset + size, free - size)
-        self.used_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        self._recent_peak_bytes = max(self._recent_peak_bytes, self.used_bytes)
-        return Slot(slab, offset, size, self.slabs[slab][offset : offset + nbytes])
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all slots that are in use."""
+        return self.rows.used_bytes
 
-    def give(self, slot: Slot) -> None:
-        """Take a slot back. The caller has ordered every copy of it before the next use of the pool."""
-        free = self._free[slot.slab]
-        position = bisect.bisect_left(free, (slot.offset, 0))
-        start, end = slot.offset, slot.offset + slot.size
-        if position < len(free) and free[position][0] == end:
-            end += free[position][1]
-            del free[position]
-        if position > 0 and sum(free[position - 1]) == start:
-            start = free[position - 1][0]
-            position -= 1
-            del free[position]
-        free.insert(position, (start, end - start))
-        self.used_bytes -= slot.size
+    @property
+    def peak_bytes(self) -> int:
+        """The most that were in use so far."""
+        return self.rows.peak_bytes
 
     def reserve(self, nbytes: int) -> None:
         """A plan needs `nbytes`: have one slab of the most that any plan so far needed, within the budget, and no
@@ -110,24 +76,16 @@ class HostPool:
 
     def take_peak_bytes(self) -> int:
         """The most that was in use since the last call."""
-        peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self.used_bytes
+        peak_bytes, self.rows.recent_peak_bytes = self.rows.recent_peak_bytes, self.used_bytes
         return peak_bytes
 
     def close(self) -> None:
         """Wait for every copy, and give the slabs back to the system."""
         self._clear()
-        self.used_bytes = 0
 
     def _clear(self) -> None:
         _give_back(self.device, self.slabs, self._pinned)
-        self._free.clear()
-
-    def _find(self, size: int) -> tuple[int, int] | None:
-        for slab, holes in enumerate(self._free):
-            for position, (_, free) in enumerate(holes):
-                if free >= size:
-                    return slab, position
-        return None
+        self.rows.clear()
 
     def _grow(self, size: int) -> bool:
         capacity = self.capacity_bytes
@@ -155,7 +113,7 @@ class HostPool:
                 "swapping will be slow"
             )
         self.slabs.append(slab)
-        self._free.append([(0, nbytes)])
+        self.rows.add(slab)
         self._pinned.append(pinned)
         return True
 

@@ -183,9 +183,9 @@ def describe(name: str, overload: str) -> int:
         gives_python_value(func),
         leaves_memory_blank(func),
         name in _RESHAPES,
-        kind_of(func) is not None,
         is_factory(func),
         name == _WAIT,
+        *(kind_of(func) is kind for kind in Kind),
     )
     return sum(1 << bit for bit, holds in enumerate(traits) if holds)
 

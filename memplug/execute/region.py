@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memplug.execute import operators
-from memplug.execute.operators import Kind
-from memplug.execute.tape import Record, records_of
+from memplug.execute.core import core
+from memplug.execute.tape import Record
 
 if TYPE_CHECKING:
     from memplug.execute.frame import Frame
+
+
+def _native(name: str, text: str) -> Any:
+    """An attribute that the native core reads, or sets (memplug/native/region.h)."""
+    return property(
+        lambda self: getattr(self.native, name), lambda self, value: setattr(self.native, name, value), doc=text
+    )
 
 
 class Region:
@@ -24,39 +31,72 @@ class Region:
     Attributes:
         key: regions of one key ran the same operators and share a plan.
         swaps_input: whether its input leaves for the host; else it is held.
-        forward_bytes: what one forward sends to the host by the plan; None before there is one.
+        plain_bytes: it runs as it would without memplug where it is given no more than so many bytes of tensors; None:
+            it never does.
         planned_from: records of the forward that the plan was made from; None before there is one.
-        plan: operator index -> (operator, fraction, keep on the device), from the planner; None before there is one.
-        unneeded: operator index -> operator, where no backward ever asked for the captured output: not captured again.
         communicates: its forward contains collectives that a recompute pass runs again, so that all ranks must
             recompute alike.
-        opaque: why no tape tells what its forward does, such as work that no operator shows; "" where one does. Its
-            input is all that is swapped, and a recompute pass runs the module again.
         seen: it has run forward.
-        lingers: in the last step, backward always found its tensors on the device still, as it followed at once (MEMO,
-            section 4.1: the last two layers): their copies out start only when they have to go after all.
-        released: since that was found out, they had to go.
         familiar: its last forward did what an earlier one did; only a forward of an unfamiliar region is watched for
             work that no operator shows.
     """
 
+    rows = _native("rows", "Fraction of the rows of every matmul's output to swap, where no plan says so.")
+    forward_bytes = _native(
+        "forward_bytes", "What one forward sends to the host by the plan; None before there is one."
+    )
+    lingers = _native(
+        "lingers",
+        "In the last step, backward always found its tensors on the device still, as it followed at once (MEMO, "
+        "section 4.1: the last two layers): their copies out start only when they have to go after all.",
+    )
+    peak = _native("peak", "The most of its forwards that were in flight at once.")
+
     def __init__(self, name: str, kind: str, rows: float):
+        known = core()
+        self.native = known.Region() if known is not None else _Alone()
         self.name = name
         self.kind = self.key = kind
         self.rows = rows
-        self.plan: Mapping[int, tuple[Any, float, bool]] | None = None
         self.swaps_input = True
-        self.forward_bytes: int | None = None
+        self.plain_bytes: int | None = None
         self.planned_from: Sequence[Record] | None = None
-        self.unneeded: dict[int, Any] = {}
         self.communicates = False
-        self.opaque = ""
         self.familiar = False
         self.seen = False
-        self.lingers = False
-        self.released = False
+        self._plan: Mapping[int, tuple[Any, float, bool]] | None = None
+        self._opaque = ""
         self._forwards = 0
-        self._named: _Named | None = None
+
+    @property
+    def plan(self) -> Mapping[int, tuple[Any, float, bool]] | None:
+        """Operator index -> (operator, fraction, keep on the device), from the planner; None before there is one. With
+        another plan, what was learnt under this one is forgotten.
+        """
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Mapping[int, tuple[Any, float, bool]] | None) -> None:
+        self._plan = plan
+        by_name = plan and {index: (_name_of(func), fraction, keep) for index, (func, fraction, keep) in plan.items()}
+        self.native.plan(by_name)
+        self.native.forget_unneeded()
+
+    @property
+    def unneeded(self) -> dict[int, str]:
+        """Operators by index, where no backward ever asked for the captured output: not captured again."""
+        return self.native.unneeded
+
+    @property
+    def opaque(self) -> str:
+        """Why no tape tells what its forward does, such as work that no operator shows; "" where one does. Its input is
+        all that is swapped, and a recompute pass runs the module again.
+        """
+        return self._opaque
+
+    @opaque.setter
+    def opaque(self, why: str) -> None:
+        self._opaque, self.native.opaque = why, bool(why)
 
     def ran(self, frame: Frame) -> None:
         """A forward is over."""
@@ -64,48 +104,38 @@ class Region:
         self._forwards += 1
         self.communicates = self.communicates or frame.communicates
 
-    def named(self, tape: Any) -> list[int]:
-        """The operators of a native tape that a forward that does the same is to hand over when they are over."""
-        if self._named is None or not self._named.holds(self, tape):
-            self._named = _Named(self, tape, self._name(records_of(tape)))
-        return self._named.indices
-
-    def _name(self, records: Sequence[Record]) -> list[int]:
-        named = []
-        for index, record in enumerate(records):
-            kind = operators.kind_of(record.func)
-            fraction, _ = self.decide(index, record.func)
-            if kind is Kind.COLLECTIVE or (fraction > 0 and record.capturable):
-                named.append(index)
-        return named
-
     def end_step(self) -> None:
         """Find out whether its tensors stay until backward."""
-        self.lingers = self._forwards > 0 and not self.released
-        self.released, self._forwards = False, 0
+        self.lingers = self._forwards > 0 and not self.native.released
+        self.native.released, self._forwards = False, 0
 
     def decide(self, index: int, func: Any) -> tuple[float, bool]:
         """Fraction of rows to swap of operator `index`, and whether to keep it on the device instead. The plan is
-        advice: a forward that runs other operators than the planned one is captured by kind."""
-        if self.unneeded.get(index) is func:
-            return 0.0, False
-        kind = operators.kind_of(func)
-        if self.plan is not None and kind not in (Kind.CHOICE, Kind.COLLECTIVE):
-            planned, fraction, keep = self.plan.get(index, (func, 0.0, False))
-            if planned is func:
-                return fraction, keep
-        if kind is Kind.ROWS:
-            return self.rows, False
-        return float(kind is not None), False
+        advice: a forward that runs other operators than the planned one is captured by kind.
+        """
+        return self.native.decide(index, func._schema.name, func._schema.overload_name)
 
 
-class _Named:
-    """What `Region.named` returned, and what that followed from."""
+@dataclasses.dataclass
+class _Alone:
+    """Of a region without the native core: nothing of it is planned."""
 
-    def __init__(self, region: Region, tape: Any, indices: list[int]):
-        self.indices = indices
-        self._tape, self._plan, self._rows, self._unneeded = tape, region.plan, region.rows, dict(region.unneeded)
+    rows: float = 0.0
+    forward_bytes: int | None = None
+    lingers: bool = False
+    released: bool = True
+    opaque: bool = True
+    peak: int = 1
+    unneeded: dict[int, str] = dataclasses.field(default_factory=dict)
 
-    def holds(self, region: Region, tape: Any) -> bool:
-        same = self._tape is tape and self._plan is region.plan
-        return same and self._rows == region.rows and self._unneeded == region.unneeded
+    def plan(self, plan: Any) -> None:
+        """Without operators there are none to plan."""
+
+    def forget_unneeded(self) -> None:
+        """There is nothing to forget."""
+
+
+def _name_of(func: Any) -> str:
+    """As the native core calls an operator."""
+    schema = func._schema
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name

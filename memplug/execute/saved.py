@@ -1,45 +1,15 @@
-"""What a frame holds in place of tensors: it knows how to get the tensor back, or that it is too late for that."""
+"""Memory from outside of a region that its recompute pass finds again: inputs that are held, and buffers."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
 
 import torch
 
-from memplug.errors import InPlaceError
-from memplug.execute.transfer import alias_of
+from memplug.execute.core import core
 
 IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
-
-
-class Kept:
-    """A captured tensor that stays on the device: small, or kept by plan."""
-
-    __slots__ = ("tensor", "version", "written")
-
-    whole = True
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = alias_of(tensor)
-        self.version = tensor._version
-        self.written = False  # the forward went on to write to it: a recompute pass will too
-
-    def before_write(self) -> None:
-        """An operator of the forward is about to write in place: remember the value of now."""
-        self.tensor, self.written = copy_of(self.tensor), True
-        self.version = self.tensor._version
-
-    def get(self) -> torch.Tensor:
-        """The tensor as it was captured."""
-        if self.tensor._version != self.version:
-            raise InPlaceError(
-                f"a captured {tuple(self.tensor.shape)} tensor was modified in place after its region had ended"
-            )
-        return self.tensor
-
-    def fresh(self) -> torch.Tensor:
-        """For a recompute pass, which may go on to write to it as the forward did."""
-        return copy_of(self.get()) if self.written else self.get().detach()
 
 
 class Held:
@@ -49,7 +19,8 @@ class Held:
 
     def __init__(self, tensor: torch.Tensor):
         # a parameter is held itself: what shards or offloads parameters exchanges their memory
-        self.tensor = tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
+        itself = type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
+        self.tensor = tensor if itself else tensor.detach()
         self.version, self.requires_grad = tensor._version, tensor.requires_grad
         self.written = False  # the forward writes to it
 
@@ -64,14 +35,33 @@ class Held:
         return self.tensor
 
 
-class Capture:
-    """The captured outputs of one operator; none: a collective whose result nobody asks for."""
+class Buffers:
+    """What one forward wrote to in place, such as running statistics, and the values before: a recompute pass must find
+    those, and leave no trace.
+    """
 
-    __slots__ = ("parts", "whole")
+    def __init__(self) -> None:
+        self._before: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
 
-    def __init__(self, parts: list[Any], whole: bool):
-        self.parts = parts  # per tensor that it returned: Swapped or Kept
-        self.whole = whole
+    def note(self, tensor: torch.Tensor) -> None:
+        """The forward is about to write to the tensor, for the first time."""
+        self._before.append((alias_of(tensor), tensor.untyped_storage().clone()))
+
+    def as_before(self) -> contextlib.AbstractContextManager[None]:
+        """Every buffer has its former value meanwhile, and no version of it counts."""
+        return self._as_before() if self._before else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _as_before(self) -> Iterator[None]:
+        now = [(tensor, before, tensor.untyped_storage().clone()) for tensor, before in self._before]
+        with torch.autograd._unsafe_preserve_version_counter(tuple(tensor for tensor, _ in self._before)):
+            try:
+                for tensor, before, _ in now:
+                    tensor.untyped_storage().copy_(before)
+                yield
+            finally:
+                for tensor, _, after in now:
+                    tensor.untyped_storage().copy_(after)
 
 
 def check_version(tensor: torch.Tensor, version: int) -> None:
@@ -99,3 +89,14 @@ def leaf_of(tensor: torch.Tensor, requires_grad: bool, written: bool) -> torch.T
         return leaf
     with torch.enable_grad():
         return leaf.clone()
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and version counter, without the graph. Inside a dispatch mode `detach` alone makes a version
+    counter of its own, and a write by the rest of the program would go unnoticed."""
+    known = core()
+    if known is not None:
+        return known.alias(tensor)
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        return tensor.detach()

@@ -59,7 +59,7 @@ class Record(NamedTuple):
 
     @property
     def capturable(self) -> bool:
-        """Whether its outputs can be put in by a recompute pass."""
+        """Whether its outputs can be substituted in a recompute pass."""
         return (self.form is Form.PURE and not operators.is_factory(self.func)) or (
             operators.kind_of(self.func) is not None
         )
@@ -92,7 +92,7 @@ class Tape:
         given: storages that no operator made.
         bytes: of every storage.
         spared: collectives that no recompute pass launches again, and the waits for them.
-        fetched: storages that such a collective filled, and a recompute pass puts in.
+        fetched: storages that such a collective filled, and a recompute pass substitutes.
         stamps: (begin, end) of every operator, where the profile asked for them.
         span, recompute_span: (begin, end) of the forward and of the recompute pass, likewise.
     """

@@ -5,7 +5,7 @@ Any module can be a region. Its forward runs once under an observer that capture
 first rows to the host; the region two further on waits for those copies and lets the memory go (two rounding buffers,
 by reference). In backward, rows are fetched ahead of use within a limit of bytes that keeps the peak at full
 recomputation's: what is restored at any time is at most the largest region's saved tensors, which full recomputation
-has there too, plus the region inputs, which it never lets go.
+has there too, plus the region inputs, which it never releases.
 """
 
 from __future__ import annotations
@@ -21,22 +21,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from memplug.execute.arguments import flatten, tensor_bytes
 from memplug.execute.core import core
 from memplug.execute.device import Device
 from memplug.execute.frame import Frame
 from memplug.execute.host_pool import HostPool
-from memplug.execute.in_flight import InFlight
-from memplug.execute.ledger import Ledger
 from memplug.execute.region import Region
 from memplug.execute.replayed import Replayed
-from memplug.execute.tape import Tapes, is_plain, reasons, storage_of
-from memplug.execute.transfer import Swapped, Transfer, swappable
-from memplug.execute.unobserved import Unobserved
+from memplug.execute.tape import Tapes, reasons
+from memplug.execute.unobserved import Copies, Copy, Unobserved
 
 log = logging.getLogger("memplug")
-
-RESIDENT_REGIONS = 2  # rounding buffers
-TEMPORARIES = 3  # of backward at a time: the gradients of a gated MLP's product and of its two factors
 
 
 class _OfThread(threading.local):
@@ -45,7 +40,7 @@ class _OfThread(threading.local):
 
 
 class Executor:
-    """Runs regions, keeps their frames in order, and fetches ahead.
+    """Runs regions.
 
     Args:
         device: where the training runs.
@@ -53,28 +48,36 @@ class Executor:
         min_offload_bytes: smaller tensors stay on the device.
         regathers: parameters are gathered in forward (ZeRO 3): every region recomputes on every rank, whatever is
             swapped.
+
+    Attributes:
+        pool: pinned host memory.
+        transfer: copies between device and host, and their counters (memplug/native/transfer.h).
+        flow: frames in flight, in order (memplug/native/flow.h).
     """
 
     def __init__(
         self, device: Device, host_budget_bytes: int, min_offload_bytes: int = 1 << 20, regathers: bool = False
     ):
         self.device = device
-        self.pool = HostPool(device, host_budget_bytes)
-        self.transfer = Transfer(device, self.pool)
         self.min_offload_bytes = min_offload_bytes
         self.regathers = regathers
+        self.pool: Any
+        self.transfer: Any
+        self.flow: Any
+        self.swapped_type: type
+        known = core()
+        if known is None:
+            self.pool = self.transfer = self.flow = Copies(host_budget_bytes)
+            self.swapped_type = Copy
+        else:
+            self.pool = HostPool(device, host_budget_bytes, known)
+            self.transfer = known.Transfer(device.streams(known), self.pool.rows)
+            self.flow = known.Flow(self.transfer, device.kind, min_offload_bytes)
+            self.swapped_type = known.Swapped
         self.tapes = Tapes()
-        self.share = 1.0  # of the rows that regions say, that are swapped: less where host memory has run out
         self._threads = _OfThread()
         self.timing = False
-        known = core()
-        self.ledger: Any = known.Ledger() if known is not None else Ledger()
-        self.in_flight = InFlight(self.ledger)
-        self.largest_region_bytes = 0
-        self.largest_saved_bytes = 0
         self.divergences = 0
-        self.expected_bytes = 0  # that forwards so far were to send to the host, by their plans
-        self.unplanned = 0  # forwards that no plan says so of
         self.strayed = 0  # forwards that did something else than the one that their plan was made from
         self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
         # around a region's forward and recompute: (phase, region) -> context manager
@@ -86,11 +89,20 @@ class Executor:
         # memory that a host lends to whoever runs: its contents are nobody's, before and after
         self.is_scratch: Callable[[torch.Tensor], bool] = lambda tensor: False
         self.on_frame: Callable[[Frame], None] | None = None  # the profile listens here
+        self.on_plain: Callable[[int], None] = lambda given_bytes: None  # and here
         # `with executor.own:` around operators that are no part of the program, for whoever watches it
         self.own: Any = contextlib.nullcontext()
-        self._resident: collections.deque[weakref.ref[Frame]] = collections.deque()
         self._warned = False
         self._told_of_capture = False
+
+    @property
+    def share(self) -> float:
+        """Of the rows that regions say, that are swapped: less where host memory has run out."""
+        return self.flow.share
+
+    @share.setter
+    def share(self, share: float) -> None:
+        self.flow.share = share
 
     @property
     def newest(self) -> weakref.ref[Frame] | None:
@@ -114,15 +126,26 @@ class Executor:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
         if not torch.is_grad_enabled() or self._is_captured():
             return call(*args, **kwargs)
+        if region.plain_bytes is not None and self._runs_plain(region, args, kwargs):
+            return call(*args, **kwargs)
         with self.guard("forward", region):
             with self.own:
-                self._make_room()
                 frame = self._frame(region, call, args, kwargs)
-            self.newest = weakref.ref(frame)
-            self._resident.append(self.newest)
             out = frame.forward(args, kwargs)
         self._warn_if_full()
         return out
+
+    def _runs_plain(self, region: Region, args: Any, kwargs: Any) -> bool:
+        """Not where it is given more than in the step that the plan was made from: it would keep more too. But all
+        ranks must launch the same collectives, however much each is given.
+        """
+        flat: list[Any] = []
+        flatten((args, kwargs), flat)
+        given_bytes = tensor_bytes(flat)
+        if given_bytes > region.plain_bytes and not (self.regathers or region.communicates):
+            return False
+        self.on_plain(given_bytes)
+        return True
 
     def _frame(self, region: Region, *rest: Any) -> Frame:
         known = core()
@@ -141,33 +164,6 @@ class Executor:
             return False
         return region.seen or not (dist.is_initialized() and dist.get_world_size() > 1)
 
-    def worth_swapping(self, tensor: torch.Tensor) -> bool:
-        """Large enough, on this device, and laid out so that rows travel as they lie."""
-        return (
-            is_plain(type(tensor))
-            and tensor.device.type == self.device.kind
-            and tensor.numel() * tensor.element_size() >= max(1, self.min_offload_bytes)
-            and swappable(tensor)
-        )
-
-    def swap_input(self, value: torch.Tensor, later: bool) -> Swapped | None:
-        """Start a region input on its way to the host, whole, now or `later`; a neighbour region's copy of the same
-        tensor is shared. None: the host is full.
-        """
-        for reference in self._resident:
-            frame = reference()
-            for part in frame.inputs if frame is not None else ():
-                if (
-                    isinstance(part, Swapped)
-                    and part.tensor is not None
-                    and part.resident
-                    and part.version == value._version
-                ):
-                    same = (part.size, part.stride, part.dtype) == (value.shape, value.stride(), value.dtype)
-                    if same and storage_of(part.tensor) == storage_of(value):
-                        return part
-        return self.transfer.offload(value, value.shape[0], later)
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Operators inside are not the region's own: neither noted nor replayed (parameter gathering, hooks)."""
@@ -183,64 +179,12 @@ class Executor:
 
     def note(self, frame: Frame) -> None:
         """A frame's forward is over."""
-        self.in_flight.over(frame)
-        self.largest_region_bytes = max(self.largest_region_bytes, frame.saved_bytes)
-        self.largest_saved_bytes = max(self.largest_saved_bytes, frame.largest_saved_bytes)
         if frame.opaque and not (frame.region.opaque and frame.region.seen):
             self._note_opaque(frame)
         frame.region.ran(frame)
         self.strayed += frame.records is not frame.region.planned_from and not frame.opaque
-        if not frame.region.lingers:
-            self.expect(frame.region)
         if self.on_frame is not None:
             self.on_frame(frame)
-
-    def expect(self, region: Region) -> None:
-        """A forward sends its tensors to the host, as far as the plan says."""
-        self.expected_bytes += region.forward_bytes or 0
-        self.unplanned += region.forward_bytes is None
-
-    def pump(self, frame: Frame) -> None:
-        """Fetch what backward needs next, this frame's tensors first, as far ahead as the limit of bytes allows."""
-        self.in_flight.settle()
-        if not self.ledger.waiting:
-            return
-        pending_bytes = 0
-        ahead: Frame | None = frame
-        while ahead is not None:
-            while ahead.todo:
-                part = ahead.todo[-1]
-                if part.tensor is None:
-                    if ahead is not frame and self.held_bytes() + pending_bytes + part.nbytes > self.limit_bytes:
-                        return
-                    self.transfer.prefetch(part)
-                ahead.todo.pop()
-                self.ledger.waiting -= 1
-            pending_bytes += ahead.pending_bytes
-            ahead = ahead.previous() if ahead.previous is not None else None
-
-    @property
-    def limit_bytes(self) -> int:
-        """How many bytes of saved tensors may be on the device, so that the peak is that of full recomputation.
-
-        Full recomputation holds one region's saved tensors at once, and every region's input. It has let some of the
-        former go by the time backward's own temporaries are there: three gradients as large as the largest of them.
-        """
-        return self.largest_region_bytes + self.in_flight.peak_input_bytes - TEMPORARIES * self.largest_saved_bytes
-
-    def held_bytes(self) -> int:
-        """Bytes of saved tensors on the device: captured and not let go, fetched, recomputed, or with autograd."""
-        transfer, ledger = self.transfer, self.ledger
-        return transfer.resident_bytes + transfer.fetched_bytes + ledger.recomputed_bytes + ledger.lent_bytes()
-
-    def trim(self, frame: Frame) -> None:
-        """Let the oldest resident regions go where captured tensors exceed the limit, which one region's run tells."""
-        if not self.largest_region_bytes:
-            return
-        while len(self._resident) > 1 and self.held_bytes() + frame.pending_bytes > self.limit_bytes:
-            oldest = self._resident.popleft()()
-            if oldest is not None:
-                oldest.release()
 
     def diverged(self, region: Region, how: str) -> None:
         """A recompute pass ran other operators than its forward: it is done again in full, without captured outputs."""
@@ -251,6 +195,7 @@ class Executor:
     def close(self) -> None:
         """Wait for all copies and give back the host memory. Graphs still in flight can no longer run backward."""
         self.transfer.close()
+        self.pool.close()
 
     def _is_captured(self) -> bool:
         """Whether a CUDA graph is being captured: its replays would write to host rows that are others' by then."""
@@ -278,12 +223,6 @@ class Executor:
                 region.name,
                 region.opaque,
             )
-
-    def _make_room(self) -> None:
-        while len(self._resident) >= RESIDENT_REGIONS:
-            frame = self._resident.popleft()()
-            if frame is not None:
-                frame.release()
 
     def _warn_if_full(self) -> None:
         if self.transfer.refused and not self._warned:

@@ -27,9 +27,9 @@ log = logging.getLogger("memplug")
 NAME = "memplug_native"
 FOLDER = Path(__file__).parent
 TOGETHER = (
-    ("forward_module", "module", "saved_type"),
-    ("forward", "observer", "operators", "saving", "sequence", "storages", "tape"),
-    ("clock", "exchange", "replay"),
+    ("forward_module", "module", "saved_type", "transfer_module"),
+    ("captures", "flow", "forward", "frame", "observer", "operators", "saving", "sequence", "storages", "tape"),
+    ("clock", "exchange", "host_rows", "replay", "streams", "transfer"),
     ("arena", "arena_plan", "cpu_allocator", "requests", "serving"),
     ("cuda_allocator", "cuda_arena", "cuda_device"),
 )

@@ -49,6 +49,14 @@ void forget();
 // Operators of the calling thread inside are memplug's own, and no part of the program.
 void suspend();
 void resume();
+struct Suspension {
+  Suspension() {
+    suspend();
+  }
+  ~Suspension() {
+    resume();
+  }
+};
 
 // Autograd nodes that the program has made on the calling thread, ever: a summary of a step's forwards that costs
 // nothing to keep.

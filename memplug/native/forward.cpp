@@ -52,7 +52,11 @@ Forward::Forward(
     noted_ = std::make_shared<Tape>();
   } else {
     followed_ = known_.front();
-    likeliest_ = followed_.get();
+    const size_t count = followed_->nbytes.size();
+    storages.reserve(count);
+    given.reserve(count);
+    captured_.reserve(count);
+    saved.reserve(followed_->saves.size());
   }
 }
 
@@ -263,10 +267,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   if (over) {
     wait_for(results); // what the back end does then is no operator of the region
   }
-  const auto holds = [&](const std::vector<bool>& indices) { return index < indices.size() && indices[index]; };
-  const bool is_known = !listener_->named.empty() && followed_ != nullptr && followed_.get() == likeliest_;
-  const bool asked = is_known ? holds(listener_->named) : op.has(EXPENSIVE) || holds(listener_->planned);
-  if (!failed && asked && (over || !op.has(EXCHANGE))) {
+  if (!failed && (over || !op.has(EXCHANGE)) && listener_->wants(index, op)) {
     listener_->capture(index, op.has(EXCHANGE) ? exchanged_ : results);
   }
 }

@@ -38,15 +38,16 @@ class Listener {
   // Memory that is captured, or that was given and is not the forward's own yet, is about to be written to.
   virtual void before_write(int32_t storage, const at::Tensor& tensor) = 0;
 
-  // An operator that the policy may capture is over; an exchange with what it wrote to.
+  // Whether an operator is to be captured.
+  virtual bool wants(size_t index, const Operator& op) const = 0;
+
+  // Such an operator is over; an exchange with what it wrote to.
   virtual void capture(size_t index, c10::ArrayRef<c10::IValue> results) = 0;
 
   // Whether a subclass's own dispatch only calls other operators.
   virtual bool is_transparent(const at::Tensor& tensor) = 0;
 
   bool is_timed = false;
-  std::vector<bool> planned; // by index: what the policy names besides expensive operators
-  std::vector<bool> named; // likewise, all of it, for as long as the likeliest tape is followed
 };
 
 class Forward {
@@ -94,6 +95,10 @@ class Forward {
 
   // Backward takes it. Throws where it was written to since.
   at::Tensor take(size_t index);
+
+  // Memory from outside, for a recompute pass. Throws where it is gone, or was written to since and does not change by
+  // the region's own doing.
+  at::Tensor given_again(int32_t storage, bool regathered, bool changes) const;
 
   // What was restored and not taken goes.
   void forget(size_t index);
@@ -170,7 +175,6 @@ class Forward {
   std::vector<std::shared_ptr<const Tape>> known_;
   Listener* listener_;
   std::shared_ptr<Ledger> ledger_;
-  const Tape* likeliest_ = nullptr;
   std::shared_ptr<const Tape> followed_;
   std::shared_ptr<Tape> noted_;
   size_t begun_ = 0;

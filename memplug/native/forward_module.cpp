@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "exchange.h"
+#include "frame.h"
 #include "observer.h"
 #include "replay.h"
 #include "saved_type.h"
@@ -18,14 +19,6 @@ namespace memplug {
 namespace {
 
 using Tapes = std::vector<std::shared_ptr<const Tape>>;
-
-// The same memory and version counter, without the graph.
-at::Tensor alias_of(const at::Tensor& tensor) {
-  auto* const original = tensor.unsafeGetTensorImpl();
-  auto alias = original->shallow_copy_and_detach(original->version_counter(), false);
-  alias->set_allow_tensor_metadata_change(true);
-  return at::Tensor(std::move(alias));
-}
 
 std::vector<int32_t> storages_of(const std::vector<Use>& uses) {
   std::vector<int32_t> numbers;
@@ -60,41 +53,46 @@ py::tuple described(const Record& record) {
       dimensions);
 }
 
-// A forward with its observer, and what Python is told: methods of `frame`, which is alive while the forward runs.
-struct Running final : Listener {
-  Running(Tapes known, py::handle frame, bool regathers, std::shared_ptr<Ledger> ledger)
-      : frame(frame),
-        forward(std::make_shared<Forward>(
-            std::move(known), this, regathers ? is_parameter : nullptr, std::move(ledger))) {}
+// A frame with its observer, and what Python is told: methods of `python`, which is alive while the forward runs.
+struct Running final : Frame {
+  Running(
+      Tapes known,
+      py::handle python,
+      std::shared_ptr<Flow> flow,
+      std::shared_ptr<Region> region,
+      bool regathers)
+      : Frame(std::move(known), std::move(flow), std::move(region), regathers ? is_parameter : nullptr),
+        python(python) {}
 
   void time(size_t index, bool over) override {
     const py::gil_scoped_acquire locked;
-    frame.attr("time")(index, over);
+    python.attr("time")(index, over);
   }
   void before_write(int32_t storage, const at::Tensor& tensor) override {
     const py::gil_scoped_acquire locked;
-    frame.attr("before_write")(storage, wrapped(tensor));
+    Frame::before_write(storage, tensor);
+  }
+  void before_foreign_write(int32_t storage, const at::Tensor& tensor) override {
+    python.attr("before_foreign_write")(storage, wrapped(tensor));
   }
   void capture(size_t index, c10::ArrayRef<c10::IValue> results) override {
     const py::gil_scoped_acquire locked;
-    py::list tensors;
-    each_use(results, [&](const ArgumentPath&, const at::Tensor& tensor) { tensors.append(wrapped(tensor)); });
-    frame.attr("capture")(index, tensors);
+    Frame::capture(index, results);
   }
-
   bool is_transparent(const at::Tensor& tensor) override {
     const py::gil_scoped_acquire locked;
-    return frame.attr("is_transparent")(wrapped(tensor)).cast<bool>();
+    return python.attr("is_transparent")(wrapped(tensor)).cast<bool>();
   }
 
   void begin() {
-    observer.emplace(*forward);
+    observer.emplace(forward);
   }
-  // The forward is over, or has raised.
+  // The forward has run, or raised.
   void end() {
     observer.reset();
   }
-  std::shared_ptr<const Tape> close() {
+  // It is over; returns its tape.
+  std::shared_ptr<const Tape> finish() {
     if (observer.has_value()) {
       auto& running = *observer;
       struct End {
@@ -105,153 +103,96 @@ struct Running final : Listener {
       } const end{observer};
       running.rethrow();
     }
-    tape = forward->close();
+    tape = forward.close();
     return tape;
   }
 
-  // Reads of each captured storage, and whether anything has to be recomputed.
-  std::pair<std::map<int32_t, int>, bool> sort(bool direct) {
-    forward->sort(direct);
-    std::map<int32_t, int> views;
-    bool recomputes = false;
-    for (const Forward::Saved& saved : forward->saved) {
-      if (saved.alive && saved.way == Forward::Way::VIEW) {
-        ++views[saved.use.storage];
-      }
-      recomputes = recomputes || (saved.alive && saved.way == Forward::Way::RECOMPUTED);
+  // `substitute`: gives captured results instead of this frame's captures, in tests.
+  void replay_again(
+      const std::map<int32_t, py::object>& elsewhere,
+      const std::vector<int32_t>& changing,
+      const std::optional<py::function>& substitute) {
+    std::map<int32_t, at::Tensor> memory;
+    for (const auto& [storage, tensor] : elsewhere) {
+      memory[storage] = tensor_of(tensor);
     }
-    return {views, recomputes};
-  }
-
-  std::vector<Action> actions_for(
-      const std::map<size_t, bool>& captured, const std::vector<size_t>& launches, bool every_saved) const {
-    std::vector<Captured> all;
-    for (const auto& [index, whole] : captured) {
-      all.push_back({index, whole});
-    }
-    std::vector<int32_t> storages;
-    for (const Forward::Saved& saved : forward->saved) {
-      if (saved.use.storage >= 0 && (every_saved || (saved.alive && saved.way == Forward::Way::RECOMPUTED))) {
-        storages.push_back(saved.use.storage);
-      }
-    }
-    return actions_of(*tape, all, launches, storages);
-  }
-
-  static std::vector<size_t> substituted(const std::vector<Action>& actions) {
-    std::vector<size_t> indices;
-    for (size_t i = 0; i < actions.size(); ++i) {
-      if (actions[i] == Action::SUBSTITUTE) {
-        indices.push_back(i);
-      }
-    }
-    return indices;
-  }
-
-  // Which captured results a recompute pass would ask for that restores all that was saved.
-  std::vector<size_t> asked(const std::map<size_t, bool>& captured, const std::vector<size_t>& launches) const {
-    return substituted(actions_for(captured, launches, true));
-  }
-
-  // What the recompute pass does; which captured results it asks for, and whether other ranks take part.
-  std::pair<std::vector<size_t>, bool> decide(
-      const std::map<size_t, bool>& captured, const std::vector<size_t>& launches) {
-    actions = actions_for(captured, launches, false);
-    return {substituted(actions), communicates(*tape, actions)};
-  }
-
-  std::vector<Use> wanted() const {
-    std::vector<Use> uses;
-    for (size_t i = 0; i < forward->saved.size(); ++i) {
-      const Forward::Saved& saved = forward->saved[i];
-      if (saved.alive && saved.way == Forward::Way::RECOMPUTED) {
-        uses.push_back(saved.use);
-      }
-    }
-    return uses;
-  }
-
-  // Storages that were given and that the pass reads.
-  std::vector<int32_t> reads() const {
-    return read_by(*tape, actions, wanted());
-  }
-
-  // Restores all saved tensors that have to be recomputed.
-  void replay(const std::map<int32_t, py::object>& inputs, const std::vector<int32_t>& changing, const py::function& substitute) {
-    std::vector<size_t> indices;
-    for (size_t i = 0; i < forward->saved.size(); ++i) {
-      if (forward->saved[i].alive && forward->saved[i].way == Forward::Way::RECOMPUTED) {
-        indices.push_back(i);
-      }
-    }
-    const std::vector<Use> uses = wanted();
-    Bases bases(tape->nbytes.size());
-    for (const int32_t storage : read_by(*tape, actions, uses)) {
-      if (const auto found = inputs.find(storage); found != inputs.end()) {
-        bases[storage] = tensor_of(found->second);
-        continue;
-      }
-      const Given& given = forward->given[storage];
-      TORCH_CHECK(given.tensor.defined(), "memplug: a region input is not there in the recompute pass");
-      const bool changes = std::find(changing.begin(), changing.end(), storage) != changing.end();
-      TORCH_CHECK(
-          changes || given.tensor.is_inference() || given.tensor._version() == given.version,
-          "one of the variables needed for gradient computation has been modified by an inplace operation: a ",
-          given.tensor.sizes(),
-          " tensor that its region reads is at version ",
-          given.tensor._version(),
-          "; expected version ",
-          given.version);
-      TORCH_CHECK(
-          static_cast<int64_t>(tape->regathered[storage] ? given.tensor.nbytes() : given.tensor.storage().nbytes()) >=
-              forward->storages.nbytes[storage],
-          "memplug: the memory of a ",
-          given.tensor.sizes(),
-          " tensor that a region reads was taken away between its forward and its backward");
-      bases[storage] = given.tensor;
-    }
+    Bases there = bases(memory, changing);
+    const auto uses = wanted();
     std::vector<at::Tensor> found;
     {
       const py::gil_scoped_release unlocked;
-      found = memplug::replay(*tape, actions, std::move(bases), forward->drawn, uses, [&](size_t index) {
+      found = memplug::replay(*tape, actions, std::move(there), forward.drawn, uses, [&](size_t index) {
         const py::gil_scoped_acquire locked;
-        const py::tuple parts = substitute(index);
-        Substitute all;
-        all.rows = parts[1].cast<int64_t>();
-        for (const py::handle& part : parts[0]) {
-          all.tensors.push_back(tensor_of(part));
-        }
-        return all;
+        return substitute ? substitute_of((*substitute)(index)) : Frame::substitute(index);
       });
     }
-    for (size_t i = 0; i < found.size(); ++i) {
-      forward->restore(indices[i], found[i]);
-    }
+    restore(found);
   }
 
-  py::handle frame;
-  std::shared_ptr<Forward> forward;
-  std::shared_ptr<const Tape> tape;
+  static Substitute substitute_of(const py::tuple& parts) {
+    Substitute all;
+    all.rows = parts[1].cast<int64_t>();
+    for (const py::handle& part : parts[0]) {
+      all.tensors.push_back(tensor_of(part));
+    }
+    return all;
+  }
+
+  py::handle python;
   std::optional<Observer> observer;
-  std::vector<Action> actions;
 };
 
-void mark(std::vector<bool>& marks, const std::vector<size_t>& indices, size_t size) {
-  marks.resize(std::max(marks.size(), size));
-  for (const size_t index : indices) {
-    marks.resize(std::max(marks.size(), index + 1));
-    marks[index] = true;
-  }
-}
-
-void add_ledger(py::module_& module) {
-  py::class_<Ledger, std::shared_ptr<Ledger>>(module, "Ledger")
+void add_flow(py::module_& module) {
+  using Plan = std::map<size_t, std::tuple<std::string, double, bool>>;
+  py::class_<Region, std::shared_ptr<Region>>(module, "Region")
       .def(py::init<>())
-      .def_readwrite("recomputed_bytes", &Ledger::recomputed_bytes)
-      .def_readwrite("waiting", &Ledger::waiting)
-      .def("lend", [](Ledger& ledger, py::handle tensor) { ledger.lent.add(tensor_of(tensor)); })
-      .def("lent_bytes", [](Ledger& ledger) { return ledger.lent.nbytes(); });
-  module.def("alias", [](py::handle tensor) { return wrapped(alias_of(tensor_of(tensor))); });
+      .def("plan", [](Region& region, const std::optional<Plan>& plan) {
+        region.plan.reset();
+        if (plan) {
+          region.plan.emplace();
+          for (const auto& [index, planned] : *plan) {
+            const auto& [name, fraction, keep] = planned;
+            (*region.plan)[index] = {name, {fraction, keep}};
+          }
+        }
+      })
+      .def("decide", [](const Region& region, size_t index, const std::string& name, const std::string& overload) {
+        const Decision decision = region.decide(index, *operator_named(name, overload));
+        return std::make_pair(decision.fraction, decision.keep);
+      })
+      .def_property_readonly("unneeded", [](const Region& region) {
+        std::map<size_t, std::string> found;
+        for (const auto& [index, op] : region.unneeded) {
+          found[index] = op->name;
+        }
+        return found;
+      })
+      .def("leave_out", [](Region& region, size_t index, const std::string& name, const std::string& overload) {
+        region.unneeded[index] = operator_named(name, overload);
+      })
+      .def("forget_unneeded", [](Region& region) { region.unneeded.clear(); })
+      .def_readwrite("rows", &Region::rows)
+      .def_readwrite("forward_bytes", &Region::forward_bytes)
+      .def_readwrite("opaque", &Region::opaque)
+      .def_readwrite("lingers", &Region::lingers)
+      .def_readwrite("released", &Region::released)
+      .def_readonly("live", &Region::live)
+      .def_readwrite("peak", &Region::peak);
+  py::class_<Flow, std::shared_ptr<Flow>>(module, "Flow")
+      .def(py::init([](std::shared_ptr<Transfer> transfer, const std::string& device, int64_t min_offload_bytes) {
+        return std::make_shared<Flow>(std::move(transfer), c10::Device(device).type(), min_offload_bytes);
+      }))
+      .def("make_room", &Flow::make_room)
+      .def("begin", [](Flow& flow, const std::shared_ptr<Running>& frame) { flow.begin(frame); })
+      .def("pump", [](Flow& flow, Running& frame) { flow.pump(frame); })
+      .def_readwrite("share", &Flow::share)
+      .def_readonly("forwards", &Flow::forwards)
+      .def_readonly("live", &Flow::live)
+      .def_readonly("input_bytes", &Flow::input_bytes)
+      .def_readonly("expected_bytes", &Flow::expected_bytes)
+      .def_readonly("unplanned", &Flow::unplanned)
+      .def_property_readonly("recomputed_bytes", [](const Flow& flow) { return flow.ledger->recomputed_bytes; })
+      .def_property_readonly("waiting", [](const Flow& flow) { return flow.ledger->waiting; });
 }
 
 void add_tape(py::module_& module) {
@@ -281,71 +222,71 @@ void add_forwards(py::module_& module) {
   module.def("paused", &Observer::paused);
   module.attr("unpack") = unpack_hook();
   add_tape(module);
-  add_ledger(module);
-  py::class_<Running>(module, "Forward")
-      .def(py::init([](const std::vector<std::shared_ptr<Tape>>& known, py::handle frame, bool regathers,
-                       std::shared_ptr<Ledger> ledger) {
-        return std::make_unique<Running>(Tapes(known.begin(), known.end()), frame, regathers, std::move(ledger));
+  add_flow(module);
+  py::class_<Running, std::shared_ptr<Running>>(module, "Frame")
+      .def(py::init([](const std::vector<std::shared_ptr<Tape>>& known, py::handle frame, std::shared_ptr<Flow> flow,
+                       std::shared_ptr<Region> region, bool regathers) {
+        return std::make_shared<Running>(
+            Tapes(known.begin(), known.end()), frame, std::move(flow), std::move(region), regathers);
       }))
       .def_property(
           "timed", [](const Running& r) { return r.is_timed; }, [](Running& r, bool on) { r.is_timed = on; })
-      .def("plan", [](Running& r, const std::vector<size_t>& indices) { mark(r.planned, indices, 0); })
-      .def("name", [](Running& r, const std::vector<size_t>& indices, size_t records) { mark(r.named, indices, records); })
-      .def("restore", [](Running& r, size_t index, py::handle tensor) { r.forward->restore(index, tensor_of(tensor)); })
-      .def("take", [](Running& r, size_t index) { return wrapped(r.forward->take(index)); })
+      .def("follow", [](Running& r, const std::shared_ptr<Running>& previous) { r.previous = previous; })
+      .def("enter", [](Running& r, py::handle tensor, bool swaps) { return r.enter(tensor_of(tensor), swaps); })
+      .def("pack", [](const std::shared_ptr<Running>& r) { return pack_hook(r, r->python); })
+      .def("begin", &Running::begin)
+      .def("end", &Running::end)
+      .def("finish", [](Running& r) { return std::const_pointer_cast<Tape>(r.finish()); })
+      .def("close", &Running::close)
+      .def("blind", [](Running& r, uint32_t reasons) { r.forward.blind(reasons); })
+      .def("decide", py::overload_cast<const std::map<size_t, bool>&, const std::vector<size_t>&>(&Running::decide))
+      .def("reads", &Running::reads)
+      .def("replay", &Running::replay_again, py::arg("elsewhere"), py::arg("changing"), py::arg("substitute") = py::none())
+      .def("acquire", [](Running& r, Swapped& part) { return wrapped(r.flow->transfer->acquire(part).first); })
+      .def("consume", &Running::consume)
+      .def("restore", [](Running& r, size_t index, py::handle tensor) { r.forward.restore(index, tensor_of(tensor)); })
+      .def("take", [](Running& r, size_t index) { return wrapped(r.forward.take(index)); })
+      .def("forget", [](Running& r) {
+        for (size_t i = 0; i < r.forward.saved.size(); ++i) {
+          r.forward.forget(i);
+        }
+      })
       .def("restored", [](const Running& r) {
         py::dict found;
-        for (size_t i = 0; i < r.forward->saved.size(); ++i) {
-          if (r.forward->saved[i].restored.defined()) {
-            found[py::int_(i)] = wrapped(r.forward->saved[i].restored);
+        for (size_t i = 0; i < r.forward.saved.size(); ++i) {
+          if (r.forward.saved[i].restored.defined()) {
+            found[py::int_(i)] = wrapped(r.forward.saved[i].restored);
           }
         }
         return found;
       })
-      .def("forget", [](Running& r) {
-        for (size_t i = 0; i < r.forward->saved.size(); ++i) {
-          r.forward->forget(i);
-        }
+      .def("has_to_restore", [](const Running& r, size_t index) {
+        const Forward::Saved& saved = r.forward.saved.at(index);
+        return saved.alive && saved.way == Forward::Way::RECOMPUTED;
       })
-      .def("pack", [](const Running& r) { return pack_hook(r.forward, r.frame); })
-      .def("enter", [](Running& r, py::handle tensor, bool captured) { return r.forward->enter(tensor_of(tensor), captured); })
-      .def("begin", &Running::begin)
-      .def("end", &Running::end)
-      .def("close", [](Running& r) { return std::const_pointer_cast<Tape>(r.close()); })
-      .def("blind", [](Running& r, uint32_t reasons) { r.forward->blind(reasons); })
-      .def("set_captured", [](Running& r, py::handle tensor, bool whole) {
-        const at::Tensor& unpacked = tensor_of(tensor);
-        const int32_t storage = r.forward->storages.find(unpacked);
-        r.forward->set_captured(storage, whole, unpacked.scalar_type());
-        return storage;
-      })
-      .def("record", [](const Running& r, size_t index) { return described(r.forward->tape().records.at(index)); })
-      .def("maker_of", [](const Running& r, int32_t storage, size_t before) { return r.forward->tape().maker_of(storage, before); })
-      .def("sole_maker_of", [](const Running& r, size_t index) { return r.forward->tape().sole_maker_of(index); })
-      .def("sort", &Running::sort)
-      .def("asked", &Running::asked)
-      .def("decide", &Running::decide)
-      .def("reads", &Running::reads)
-      .def("actions", [](const Running& r) {
+      .def("storage_of", [](const Running& r, size_t index) { return r.forward.saved.at(index).use.storage; })
+      .def_property_readonly("actions", [](const Running& r) {
         std::vector<int> all;
         for (const Action action : r.actions) {
           all.push_back(static_cast<int>(action));
         }
         return all;
       })
-      .def("replay", &Running::replay)
-      .def("is_alive", [](const Running& r, size_t index) { return r.forward->saved.at(index).alive; })
-      .def("way", [](const Running& r, size_t index) { return static_cast<int>(r.forward->saved.at(index).way); })
-      .def("storage_of", [](const Running& r, size_t index) { return r.forward->saved.at(index).use.storage; })
-      .def("view", [](const Running& r, size_t index, py::handle base) {
-        return wrapped(tensor_at(tensor_of(base), r.forward->saved.at(index).use.geometry));
-      })
-      .def_property_readonly("saved", [](const Running& r) { return r.forward->saved.size(); })
-      .def_property_readonly("followed", [](const Running& r) { return std::const_pointer_cast<Tape>(r.forward->followed()); })
-      .def_property_readonly("opaque", [](const Running& r) { return r.forward->opaque(); })
-      .def_property_readonly("saved_bytes", [](const Running& r) { return r.forward->saved_bytes; })
-      .def_property_readonly("pending_bytes", [](const Running& r) { return r.forward->pending_bytes; })
-      .def_property_readonly("largest_saved_bytes", [](const Running& r) { return r.forward->largest_saved_bytes; });
+      .def_property_readonly("saved", [](const Running& r) { return r.forward.saved.size(); })
+      .def_property_readonly(
+          "followed", [](const Running& r) { return std::const_pointer_cast<Tape>(r.forward.followed()); })
+      .def_property_readonly("saved_bytes", [](const Running& r) { return r.forward.saved_bytes; })
+      .def_property_readonly("opaque", [](const Running& r) { return r.forward.opaque(); })
+      .def_property_readonly("has_launches", &Running::has_launches)
+      .def_readwrite("is_restored", &Running::is_restored)
+      .def_readonly("is_opaque", &Running::is_opaque)
+      .def_readonly("recomputes", &Running::recomputes)
+      .def_readonly("communicates", &Running::communicates)
+      .def_readonly("writes_input", &Running::writes_input)
+      .def_readonly("offered", &Running::offered)
+      .def_readonly("offered_bytes", &Running::offered_bytes)
+      .def_readonly("spared", &Running::spared)
+      .def_readonly("fetched", &Running::fetched);
 }
 
 } // namespace memplug

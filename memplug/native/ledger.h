@@ -9,8 +9,8 @@
 
 namespace memplug {
 
-// Memory that autograd was given, and has until it lets go of it.
-class Lent {
+// Memory that autograd was given, and has until it releases it.
+class Restored {
  public:
   void add(const at::Tensor& tensor) {
     const auto& storage = tensor.storage();
@@ -40,7 +40,7 @@ class Lent {
 
 struct Ledger {
   int64_t recomputed_bytes = 0; // of recompute passes, that backward has not taken yet
-  Lent lent;
+  Restored restored;
   int64_t waiting = 0; // captured tensors that are away, and that backward will ask for
 };
 

@@ -15,6 +15,7 @@
 #include "sequence.h"
 #include "serving.h"
 #include "forward_module.h"
+#include "transfer_module.h"
 
 namespace py = pybind11;
 
@@ -225,6 +226,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return texts;
   });
 
+  add_transfers(module);
   add_forwards(module);
 
   py::class_<Suspended>(module, "Suspended")

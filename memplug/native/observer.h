@@ -13,7 +13,7 @@ namespace memplug {
 // Tells a forward of this thread's operators until it is destroyed.
 //
 // An operator that only calls others (composite, under autocast, with tensors of a subclass) is looked through: the
-// operators that it calls are told in its place. All others are leaves, and what runs inside of a leaf is not told.
+// operators that it calls are noted in its place. All others are leaves, and what runs inside of a leaf is not noted.
 class Observer {
  public:
   explicit Observer(Forward& forward);

@@ -71,9 +71,9 @@ std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits
       position("async_op")});
 }
 
-} // namespace
-
-const Operator* operator_of(const at::RecordFunction& function) {
+// `name` is asked for where `key`, its address, was not seen yet.
+template <typename Name>
+const Operator* operator_at(const char* key, const Name& name_of) {
   static const auto* const watch =
       new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Watch>()));
   (void)watch;
@@ -83,11 +83,10 @@ const Operator* operator_of(const at::RecordFunction& function) {
     seen.clear();
     generation = now;
   }
-  const char* key = function.name();
   if (const auto found = seen.find(key); found != seen.end()) {
     return found->second;
   }
-  const auto name = function.operator_name();
+  const std::optional<c10::OperatorName> name = name_of();
   if (!name) {
     return nullptr; // a label: its address may be another's later
   }
@@ -106,6 +105,17 @@ const Operator* operator_of(const at::RecordFunction& function) {
     kept = std::move(fresh);
   }
   return seen[key] = kept.get();
+}
+
+} // namespace
+
+const Operator* operator_of(const at::RecordFunction& function) {
+  return operator_at(function.name(), [&] { return function.operator_name(); });
+}
+
+const Operator* operator_named(const std::string& name, const std::string& overload) {
+  const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
+  return handle ? operator_at(handle->schema().name().c_str(), [&] { return handle->operator_name(); }) : nullptr;
 }
 
 void describe_operators(std::function<uint32_t(const std::string&, const std::string&)> describe) {

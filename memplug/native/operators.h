@@ -22,9 +22,12 @@ enum Trait : uint32_t {
   VALUE = 1 << 6, // gives Python a number
   BLANK = 1 << 7, // its output is memory that another operator has to fill
   RESHAPES = 1 << 8, // gives a tensor other memory, or another layout, in place
-  EXPENSIVE = 1 << 9, // its results are captured unless a plan says otherwise
-  FACTORY = 1 << 10, // makes a tensor out of nothing
-  WAITS = 1 << 11, // for what a collective has launched, in the memory of its argument
+  FACTORY = 1 << 9, // makes a tensor out of nothing
+  WAITS = 1 << 10, // for what a collective has launched, in the memory of its argument
+  ROWS = 1 << 11, // the kinds of expensive operators (memplug/execute/operators.py): their results are captured
+  ATTENTION = 1 << 12, // unless a plan says otherwise
+  COLLECTIVE = 1 << 13,
+  CHOICE = 1 << 14,
 };
 
 struct Operator {
@@ -39,6 +42,9 @@ struct Operator {
 
   bool has(Trait trait) const {
     return (traits & trait) != 0;
+  }
+  bool is_expensive() const {
+    return (traits & (ROWS | ATTENTION | COLLECTIVE | CHOICE)) != 0;
   }
 
   // Whether this call is one under autocast.
@@ -55,6 +61,9 @@ struct Operator {
 
 // Null for labels, which are no operators. Operators live for ever.
 const Operator* operator_of(const at::RecordFunction& function);
+
+// By its schema's name and its overload, "" for the default one; null where there is none.
+const Operator* operator_named(const std::string& name, const std::string& overload);
 
 // Who gives an operator's traits, by its name and overload; to be set before the first operator is looked up.
 void describe_operators(std::function<uint32_t(const std::string&, const std::string&)> describe);

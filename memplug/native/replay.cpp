@@ -81,7 +81,7 @@ class RecomputePass {
       generators_.set(*drawn);
     }
     Stack stack(record.arguments.begin(), record.arguments.end());
-    put_in(record, stack);
+    set_tensors(record, stack);
     record.op->handle.callBoxed(&stack);
     if (record.op->has(EXCHANGE)) {
       wait_for(stack);
@@ -95,7 +95,7 @@ class RecomputePass {
     release(record, index);
   }
 
-  void put(size_t index, Substitute found) {
+  void substitute(size_t index, Substitute found) {
     const Record& record = tape_.records[index];
     if (found.rows >= 0) {
       compute_rows(record, found.tensors.front(), found.rows);
@@ -144,7 +144,7 @@ class RecomputePass {
   }
 
   // The tensors of an operator's arguments.
-  void put_in(const Record& record, Stack& stack) const {
+  void set_tensors(const Record& record, Stack& stack) const {
     ArgumentPath copied{-1}; // the lists there are this call's own
     for (const Use& use : record.inputs) {
       const ArgumentPath& path = use.path;
@@ -172,7 +172,7 @@ class RecomputePass {
   // Rows from `begin` on of a matmul's result, into the memory of the rows that are there.
   void compute_rows(const Record& record, const at::Tensor& out, int64_t begin) const {
     Stack stack(record.arguments.begin(), record.arguments.end());
-    put_in(record, stack);
+    set_tensors(record, stack);
     at::Tensor rows = out.slice(0, begin);
     const std::string& name = record.op->name;
     const auto rest = [&](size_t position) { return stack[position].toTensor().slice(0, begin); };
@@ -335,7 +335,7 @@ std::vector<at::Tensor> replay(
     if (actions[i] == Action::RUN) {
       pass.run(i, states);
     } else if (actions[i] == Action::SUBSTITUTE) {
-      pass.put(i, substitute(i));
+      pass.substitute(i, substitute(i));
     }
   }
   std::vector<at::Tensor> restored;

@@ -2,8 +2,10 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "clock.h"
 #include "observer.h"
 #include "replay.h"
+#include "transfer_module.h"
 
 namespace py = pybind11;
 
@@ -16,17 +18,17 @@ constexpr const char* kWritten =
 // Stands for a tensor in autograd's graph.
 struct SavedObject {
   PyObject_HEAD;
-  std::shared_ptr<Forward> forward;
-  PyObject* frame;
+  std::shared_ptr<Frame> frame;
+  PyObject* python;
   size_t index;
 };
 
 void destroy(PyObject* self) {
   auto* const saved = reinterpret_cast<SavedObject*>(self);
-  saved->forward->saved[saved->index].alive = false;
-  saved->forward->forget(saved->index);
-  saved->forward.~shared_ptr();
-  Py_DECREF(saved->frame);
+  saved->frame->forward.saved[saved->index].alive = false;
+  saved->frame->forward.forget(saved->index);
+  saved->frame.~shared_ptr();
+  Py_DECREF(saved->python);
   PyTypeObject* const type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -43,8 +45,8 @@ PyTypeObject* saved_type() {
 }
 
 struct Packs {
-  std::shared_ptr<Forward> forward;
-  PyObject* frame; // alive for as long as its forward runs
+  std::shared_ptr<Frame> frame;
+  PyObject* python; // alive for as long as its forward runs
 };
 
 template <typename Call>
@@ -54,7 +56,9 @@ PyObject* translated(const Call& call) {
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
+    if (!set_error(error)) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
   }
   return nullptr;
 }
@@ -62,7 +66,7 @@ PyObject* translated(const Call& call) {
 PyObject* pack(PyObject* self, PyObject* tensor) {
   return translated([&]() -> PyObject* {
     auto* const packs = static_cast<Packs*>(PyCapsule_GetPointer(self, nullptr));
-    Forward& forward = *packs->forward;
+    Forward& forward = packs->frame->forward;
     auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
     const bool parameter = type == ParameterClass;
     const bool plain = type == THPVariableClass || parameter;
@@ -76,8 +80,8 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
       return nullptr;
     }
     auto* const made = reinterpret_cast<SavedObject*>(object);
-    new (&made->forward) std::shared_ptr<Forward>(packs->forward);
-    made->frame = Py_NewRef(packs->frame);
+    new (&made->frame) std::shared_ptr<Frame>(packs->frame);
+    made->python = Py_NewRef(packs->python);
     made->index = forward.saved.size() - 1;
     return object;
   });
@@ -86,19 +90,25 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
 PyObject* unpack(PyObject*, PyObject* object) {
   return translated([&]() -> PyObject* {
     auto* const self = reinterpret_cast<SavedObject*>(object);
-    const Forward::Saved& saved = self->forward->saved[self->index];
+    Frame& frame = *self->frame;
+    const Forward::Saved& saved = frame.forward.saved[self->index];
     if (saved.written) {
       PyErr_SetString(PyExc_RuntimeError, kWritten);
       return nullptr;
     }
-    if (saved.restored.defined()) {
-      if (self->forward->ledger().waiting > 0) {
-        py::handle(self->frame).attr("fetch")();
-      }
-      return THPVariable_Wrap(self->forward->take(self->index));
-    }
     if (saved.way != Forward::Way::HELD) {
-      return py::handle(self->frame).attr("unpack")(self->index).release().ptr();
+      const Suspension own;
+      if (frame.is_timed) {
+        py::handle(self->python).attr("begin_backward")();
+      }
+      frame.flow->pump(frame);
+      if (saved.way == Forward::Way::VIEW) {
+        return THPVariable_Wrap(frame.view(self->index));
+      }
+      if (!saved.restored.defined()) {
+        py::handle(self->python).attr("restore")();
+      }
+      return THPVariable_Wrap(frame.forward.take(self->index));
     }
     if (saved.counter.enabled() && saved.counter.current_version() != saved.version) {
       PyErr_Format(
@@ -112,7 +122,7 @@ PyObject* unpack(PyObject*, PyObject* object) {
     if (saved.held.defined()) {
       return THPVariable_Wrap(saved.held);
     }
-    return THPVariable_Wrap(tensor_at(self->forward->given[saved.use.storage].tensor, saved.use.geometry));
+    return THPVariable_Wrap(tensor_at(frame.forward.given[saved.use.storage].tensor, saved.use.geometry));
   });
 }
 
@@ -121,9 +131,9 @@ PyMethodDef unpack_method = {"unpack", unpack, METH_O, nullptr};
 
 } // namespace
 
-py::object pack_hook(std::shared_ptr<Forward> forward, py::handle frame) {
+py::object pack_hook(std::shared_ptr<Frame> frame, py::handle python) {
   const py::capsule capsule(
-      new Packs{std::move(forward), frame.ptr()}, [](void* packs) { delete static_cast<Packs*>(packs); });
+      new Packs{std::move(frame), python.ptr()}, [](void* packs) { delete static_cast<Packs*>(packs); });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, capsule.ptr()));
 }
 

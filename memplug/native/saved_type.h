@@ -5,14 +5,15 @@
 
 #include <memory>
 
-#include "forward.h"
+#include "frame.h"
 
 namespace memplug {
 
-// Autograd's pack hook of one forward; `frame` is who restores what cannot be had from the forward alone.
-pybind11::object pack_hook(std::shared_ptr<Forward> forward, pybind11::handle frame);
+// Autograd's pack hook of one frame; `python` is the object that runs its recompute pass, and lives as long as what the
+// hook returns.
+pybind11::object pack_hook(std::shared_ptr<Frame> frame, pybind11::handle python);
 
-// Autograd's unpack hook of all forwards. Calls `frame.unpack(index)` for what has to be fetched or recomputed.
+// Autograd's unpack hook of all frames. Calls `python.restore()` for what has to be recomputed.
 pybind11::object unpack_hook();
 
 // Autograd's tensor as an object of Python.

@@ -78,11 +78,31 @@ void Forward::restore(size_t index, const at::Tensor& tensor) {
   ledger_->recomputed_bytes += static_cast<int64_t>(tensor.nbytes());
 }
 
+at::Tensor Forward::given_again(int32_t storage, bool regathered, bool changes) const {
+  const Given& memory = given[storage];
+  TORCH_CHECK(memory.tensor.defined(), "memplug: a region input is not there in the recompute pass");
+  TORCH_CHECK(
+      changes || memory.tensor.is_inference() || memory.tensor._version() == memory.version,
+      "one of the variables needed for gradient computation has been modified by an inplace operation: a ",
+      memory.tensor.sizes(),
+      " tensor that its region reads is at version ",
+      memory.tensor._version(),
+      "; expected version ",
+      memory.version);
+  const size_t nbytes = regathered ? memory.tensor.nbytes() : memory.tensor.storage().nbytes();
+  TORCH_CHECK(
+      static_cast<int64_t>(nbytes) >= storages.nbytes[storage],
+      "memplug: the memory of a ",
+      memory.tensor.sizes(),
+      " tensor that a region reads was taken away between its forward and its backward");
+  return memory.tensor;
+}
+
 at::Tensor Forward::take(size_t index) {
   at::Tensor tensor = saved[index].restored;
   const uint32_t version = saved[index].restored_version;
   forget(index);
-  ledger_->lent.add(tensor);
+  ledger_->restored.add(tensor);
   TORCH_CHECK(
       tensor.is_inference() || tensor._version() == version,
       "one of the variables needed for gradient computation has been modified by an inplace operation: a ",

@@ -37,6 +37,13 @@ int32_t Storages::add(const at::Tensor& tensor, bool is_given) {
   return number;
 }
 
+void Storages::reserve(size_t count) {
+  numbers_.reserve(count);
+  addresses_.reserve(count);
+  nbytes.reserve(count);
+  origins.reserve(count);
+}
+
 void Storages::forget() {
   numbers_.clear();
   ranges_.clear();

@@ -23,6 +23,9 @@ class Storages {
   // Gives it one. It is given, or an operator made it.
   int32_t add(const at::Tensor& tensor, bool given);
 
+  // About so many are to come.
+  void reserve(size_t count);
+
   // Addresses name storages no more.
   void forget();
 

@@ -56,9 +56,6 @@ bool equal(const c10::IValue& one, const c10::IValue& other) {
   if (one.isNone() || other.isNone()) {
     return one.isNone() && other.isNone();
   }
-  if (one.isIntList() && other.isIntList()) {
-    return one.toIntList().vec() == other.toIntList().vec();
-  }
   if (one.isTensor() || other.isTensor()) { // wrapped numbers and undefined ones: the others are uses
     return one.isTensor() && other.isTensor() && same_number(one.toTensor(), other.toTensor());
   }

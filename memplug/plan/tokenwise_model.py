@@ -63,6 +63,8 @@ class Region:
     """One instance, nothing swapped."""
     backward_s: float
     """One instance, nothing recomputed."""
+    saved_bytes: int = 0
+    """All that backward asks for and that was not there before the region, of one instance; 0: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +98,8 @@ class Group:
     """Without the region's input."""
     kept_bytes: int
     recompute_s: float
+    plain: bool = False
+    """They run as they would without memplug: autograd keeps all that backward asks for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,16 +14,13 @@ from math import ceil
 from statistics import fmean, median
 from typing import Any, Literal
 
-import torch
-
 from memplug.execute import operators
 from memplug.execute.frame import Frame
 from memplug.execute.operators import Kind
 from memplug.execute.region import Region
 from memplug.execute.tape import Form, Record, Tape
 from memplug.execute.tokenwise import Executor
-from memplug.execute.transfer import Swapped
-from memplug.plan import memo
+from memplug.plan import memo, plain
 from memplug.plan import tokenwise as plan
 from memplug.plan.tokenwise_model import measure
 
@@ -45,6 +42,7 @@ class Setting:
     forward_bytes: int | None = None
     """That one forward sends to the host, as predicted; None where nothing was."""
     planned_from: Sequence[Record] | None = None
+    plain_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +64,8 @@ class Observer:
         self.tapes: dict[str, Tape] = {}
         self.input_bytes: dict[str, int] = {}
         self.input_tensors: dict[str, int] = {}
+        self.given_bytes: dict[str, int] = {}
+        self.saved_bytes: dict[str, int] = {}
         self._sizes: list[int] = []
 
     def take_sizes(self) -> list[int]:
@@ -76,19 +76,26 @@ class Observer:
     def clear(self) -> None:
         """Let the tapes go."""
         self.tapes, self.input_bytes, self.input_tensors = {}, {}, {}
+        self.given_bytes, self.saved_bytes = {}, {}
+
+    def ran_plain(self, given_bytes: int) -> None:
+        """A plain region's forward begins, with tensors of so many bytes."""
+        self._sizes.append(given_bytes)
 
     def __call__(self, frame: Frame) -> None:
         """A frame's forward is over. One without times tells the planner nothing."""
-        self._sizes.append(sum(map(_given_bytes, frame.inputs)))
-        tape = frame.tape
+        self._sizes.append(frame.given_bytes)
+        tape, name = frame.tape, frame.region.name
         if tape is None:
             return
-        self.tapes[frame.region.name] = tape
+        self.tapes[name] = tape
+        self.given_bytes[name] = max(frame.given_bytes, self.given_bytes.get(name, 0))
+        self.saved_bytes[name] = max(frame.saved_bytes, self.saved_bytes.get(name, 0))
         # what collectives gave, and choices, are swapped like inputs: always, and whole
         sizes = (tape.bytes[number] for number in tape.fetched | _chosen(tape))
         large = [nbytes for nbytes in sizes if nbytes >= max(1, frame.executor.min_offload_bytes)]
-        self.input_bytes[frame.region.name] = frame.offered_bytes + sum(large)
-        self.input_tensors[frame.region.name] = frame.offered + len(large)
+        self.input_bytes[name] = frame.offered_bytes + sum(large)
+        self.input_tensors[name] = frame.offered + len(large)
 
 
 def group_regions(regions: Sequence[Region], observer: Observer) -> dict[str, list[Region]]:
@@ -116,7 +123,7 @@ def describe(
     described = []
     for key, members in groups.items():
         tapes = [observer.tapes[region.name] for region in members]
-        in_flight = max(1, max(executor.in_flight.peak[region.name] for region in members))
+        in_flight = max(1, max(region.peak for region in members))
         forward_s = median(seconds(*tape.span) for tape in tapes)
         operations, saved, given = (
             _module(forward_s)
@@ -141,6 +148,7 @@ def describe(
                 input_tensors=max(observer.input_tensors[region.name] for region in _sending(members)),
                 forward_s=forward_s,
                 backward_s=median(backward_s[region.name] for region in members),
+                saved_bytes=max(observer.saved_bytes[region.name] for region in members),
             )
         )
     return described
@@ -189,6 +197,10 @@ def policy_of(
             ordinal = sending.index(region) if region in sending else len(sending)
             group = region_plan.group(ordinal * instances // len(sending))
             tape = observer.tapes[region.name]
+            if group.plain:
+                given_bytes = observer.given_bytes[region.name]
+                settings[region.name] = Setting(key, None, 0.0, plain_bytes=given_bytes)
+                continue
             captured = {i: (tape.records[i].func, fraction, False) for i, fraction in group.fractions.items()}
             captured.update({i: (tape.records[i].func, 1.0, True) for i in group.keep})
             input_bytes = observer.input_bytes[region.name] if solution.inputs_swapped else 0
@@ -215,8 +227,7 @@ def put(policy: Policy | None, regions: Sequence[Region]) -> None:
         setting = setting or Setting(region.kind, None, 0.0)
         region.key, region.plan, region.rows = setting.key, setting.plan, setting.rows
         region.swaps_input, region.forward_bytes = setting.swaps_input, setting.forward_bytes
-        region.planned_from = setting.planned_from
-        region.unneeded = {}  # learnt under what was captured before
+        region.planned_from, region.plain_bytes = setting.planned_from, setting.plain_bytes
 
 
 def agree(
@@ -228,8 +239,9 @@ def agree(
     """Plans to choose from, the one that should be the fastest first: as many on every rank, equal for equal regions.
 
     Every rank solves with the smallest budgets of all ranks that share its set of regions, and takes the solutions of
-    the lowest of them. The others are solved as if the link were slower or faster, and told what they cost at its
-    measured rate. One that is on all ranks the same as an earlier one is left out.
+    the lowest of them. The first keeps everything, where the device of every rank has room for that. The last are
+    solved as if the link were slower or faster, and told what they cost at its measured rate. One that is on all ranks
+    the same as an earlier one is left out.
 
     Args:
         own: this rank's regions and budget.
@@ -260,7 +272,11 @@ def agree(
     by_rank = gather([_solve_around(regions, smallest, factor) for factor in LINK_FACTORS[:most]])
     # the earliest of those that are equal on all ranks
     distinct = {str([_choices(plans[i]) for plans in by_rank]): i for i in reversed(range(len(by_rank[0])))}
-    return [by_rank[first][i] for i in sorted(distinct.values())]
+    found = [by_rank[first][i] for i in sorted(distinct.values())]
+    everything = plain.solve(regions, smallest)
+    if all(gather(everything is not None)):
+        found.insert(0, everything)
+    return found[:most]
 
 
 def _solve_around(regions: list[plan.Region], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
@@ -278,13 +294,6 @@ def _choices(solution: plan.TokenwisePlan) -> Any:
         for _, region in sorted(solution.regions.items())
         for group in region.groups
     ]
-
-
-def _given_bytes(value: Any) -> int:
-    if isinstance(value, Swapped):
-        return value.nbytes
-    tensor = getattr(value, "tensor", None)
-    return tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
 
 
 def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes: int) -> plan.Operator:

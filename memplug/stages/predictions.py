@@ -81,4 +81,10 @@ class Predictions:
         executor = self._executor
         transfer = executor.transfer
         strayed = executor.strayed + transfer.hurried  # what would have stayed may have left
-        return transfer.offloaded_total_bytes, executor.expected_bytes, transfer.refused, executor.unplanned, strayed
+        return (
+            transfer.offloaded_total_bytes,
+            executor.flow.expected_bytes,
+            transfer.refused,
+            executor.flow.unplanned,
+            strayed,
+        )

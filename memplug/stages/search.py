@@ -88,7 +88,8 @@ class Search:
         self._begun = 0.0
         self._warned = False
         executor.timing = True
-        executor.in_flight.peak.clear()  # forwards in flight of this program, not of another
+        for region in self.regions:
+            region.peak = 0  # forwards in flight of this program, not of another
         step_peak()
 
     def begin_program(self) -> None:

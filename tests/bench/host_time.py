@@ -10,7 +10,7 @@ step, memplug's work at its end included.
 | `reentrant` | `torch.utils.checkpoint` around every layer; in case c Megatron-Core's own |
 | `non_reentrant` | `torch.utils.checkpoint` around every layer; not in case c |
 | `memplug:A`, `memplug:A+arena` | alpha 0, 1 or auto, without and with the arena; tensors of any size are swapped |
-| `memplug:fits`, `memplug:fits+arena` | alpha auto, and no tensor is large enough to be swapped |
+| `memplug:plain`, `memplug:plain+arena` | alpha auto, and the device has room for everything |
 
 | case | what it is |
 |---|---|
@@ -35,7 +35,7 @@ from tests.bench.table import Row, figures, render, write_rows
 from tests.launching import ROOT
 
 BENCH = "host_time"
-ALPHAS = ("0", "1", "auto", "fits")
+ALPHAS = ("0", "1", "auto", "plain")
 MODES = (
     "keep_all",
     "reentrant",
@@ -70,8 +70,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="[all]")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="[all]")
     add("--layers", type=int, help="instead of the case's")
-    add("--steps", type=int, default=3, help="measured each time that it is a mode's turn [3]")
-    add("--rounds", type=int, default=5, help="turns of each mode [5]")
+    add("--steps", type=int, default=10, help="measured each time that it is a mode's turn [10]")
+    add("--rounds", type=int, default=7, help="turns of each mode [7]")
     add("--json", type=Path, metavar="FILE", help="write the rows here")
     return parser.parse_args(argv)
 

@@ -17,7 +17,7 @@ import memplug
 from tests.bench import modes
 from tests.bench.host_time import Shape
 
-WARM_UP = 14  # of memplug: two are compared, two observed, five try plans, and the arena begins
+WARM_UP = 16  # of memplug: two are compared, two observed, six try plans, and the arena begins
 
 
 class Training:
@@ -65,12 +65,13 @@ def _call(layer: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Ten
 
 def _block(mode: str) -> dict[str, Any]:
     alpha, _, arena = mode.partition(":")[2].partition("+")
-    number = "auto" if alpha in ("auto", "fits") else float(alpha)
-    smallest = {} if alpha == "fits" else {"min_offload_bytes": 0}
+    number = "auto" if alpha in ("auto", "plain") else float(alpha)
+    device_budget = {"device_budget_gib": 8} if alpha == "plain" else {}
     return {
         "enabled": True,
         "plan_dir": False,
-        "tokenwise": {"alpha": number, **smallest},
+        "tokenwise": {"alpha": number, "min_offload_bytes": 0},
+        **device_budget,
         "arena": {"enabled": bool(arena)},
     }
 

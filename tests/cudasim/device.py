@@ -128,9 +128,6 @@ class ScheduledDevice(CudaDevice):
         schedule: see above.
         seed: of "random".
         missing: a kind of wait that is left out, everywhere.
-
-    Attributes:
-        waits: how often each kind was asked for.
     """
 
     POLICIES = {"late": "computefirst", "early": "copyfirst", "random": "random"}
@@ -139,7 +136,7 @@ class ScheduledDevice(CudaDevice):
         super().__init__(0)
         self.schedule = Schedule(self.POLICIES[schedule], seed)
         self.missing = missing
-        self.waits: collections.Counter[Wait] = collections.Counter()
+        self._native: Any = None
         self._scheduled = contextlib.ExitStack()
         self._before = violations()
 
@@ -155,7 +152,13 @@ class ScheduledDevice(CudaDevice):
         """One for each since it was made; what they are is on stderr."""
         return ["see above"] * (violations() - self._before)
 
-    def wait(self, stream: Any, event: Any, why: Wait) -> None:
-        self.waits[why] += 1
-        if why is not self.missing:
-            super().wait(stream, event, why)
+    def streams(self, core: Any) -> Any:
+        self._native = super().streams(core)
+        if self.missing is not None:
+            self._native.leave_out(list(Wait).index(self.missing))
+        return self._native
+
+    @property
+    def waits(self) -> collections.Counter[Wait]:
+        """How often each kind was asked for."""
+        return collections.Counter(dict(zip(Wait, self._native.waits, strict=True)))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from memplug.execute.core import core
 from memplug.execute.device import CudaDevice
 from memplug.execute.host_pool import HostPool
-from memplug.execute.transfer import Transfer
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
 
@@ -25,8 +25,9 @@ LAYOUTS: dict[str, Callable[[int], torch.Tensor]] = {
 
 def there_and_back(layout: str, length: int, fraction: float) -> int:
     """The rows are what they were, and the host did not wait; returns how many tasks that took."""
-    transfer = Transfer(CudaDevice(0), HostPool(CudaDevice(0), 1 << 30))
-    transfer.pool.reserve(1 << 20)
+    pool = HostPool(CudaDevice(0), 1 << 30, core())
+    transfer = core().Transfer(CudaDevice(0).streams(core()), pool.rows)
+    pool.reserve(1 << 20)
     tensor = LAYOUTS[layout](length)
     expected = tensor.clone()
     rows = max(1, round(fraction * tensor.shape[0]))
@@ -43,6 +44,7 @@ def there_and_back(layout: str, length: int, fraction: float) -> int:
     assert device.blocked() == waited
     assert torch.equal(back[:rows], expected[:rows])
     transfer.close()
+    pool.close()
     return tasks
 
 

@@ -1,0 +1,206 @@
+// What one forward of a region captures of its operators' outputs, each on its way to the host or kept.
+#include <cmath>
+
+#include "clock.h"
+#include "frame.h"
+
+namespace memplug {
+namespace {
+
+// Whether its outputs can be substituted in a recompute pass.
+bool is_capturable(const Record& record) {
+  return (record.form == Form::PURE && !record.op->has(FACTORY)) || record.op->is_expensive();
+}
+
+// Whether a call of a `ROWS` operator can be recomputed from any row on: not a grouped mm over 3-D inputs.
+bool splits_by_rows(const Record& record) {
+  const auto dimensions = [&](size_t i) { return record.inputs.at(i).geometry.size.size(); };
+  return record.op->has(ROWS) &&
+      (record.op->schema_name != "aten::_grouped_mm" || (dimensions(0) == 2 && dimensions(1) == 3));
+}
+
+std::vector<at::Tensor> tensors_of(c10::ArrayRef<c10::IValue> values) {
+  std::vector<at::Tensor> tensors;
+  for (const c10::IValue& value : values) {
+    each_tensor(value, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
+  }
+  return tensors;
+}
+
+} // namespace
+
+bool Frame::wants(size_t index, const Operator& op) const {
+  return op.has(COLLECTIVE) || (!op.has(EXCHANGE) && region->decide(index, op).fraction > 0);
+}
+
+void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
+  if (region->opaque) {
+    return;
+  }
+  const Suspension own;
+  const Record& record = forward.tape().records[index];
+  const Operator& op = *record.op;
+  const Decision decision = region->decide(index, op);
+  if (op.has(EXCHANGE)) {
+    capture_exchange(index, record, results);
+  } else if (decision.fraction > 0 && is_capturable(record)) {
+    capture_outputs(index, record, results, decision);
+  } else if (op.has(COLLECTIVE)) {
+    leave_out(index, record);
+  }
+  flow->trim(*this);
+}
+
+// The first `fraction` of the rows of each output.
+void Frame::capture_outputs(
+    size_t index, const Record& record, c10::ArrayRef<c10::IValue> results, Decision decision) {
+  const Operator& op = *record.op;
+  const auto outputs = tensors_of(results);
+  const double fraction = decision.fraction * (op.has(ROWS) && !decision.keep ? flow->share : 1.0);
+  const int64_t length = outputs.front().dim() > 0 ? outputs.front().size(0) : 0;
+  std::optional<int64_t> rows = std::llrint(fraction * static_cast<double>(length)); // none: all of them
+  if (*rows == length || (!splits_by_rows(record) && fraction >= 0.5)) {
+    rows.reset();
+  } else if (*rows == 0 || !splits_by_rows(record)) {
+    return;
+  }
+  const int64_t launch = op.has(COLLECTIVE) ? launch_of(index, record) : -1;
+  if (op.has(COLLECTIVE) && launch < 0) {
+    return;
+  }
+  std::vector<Part> parts;
+  for (const at::Tensor& value : outputs) {
+    const auto part = part_of(value, rows, decision.keep, op);
+    if (!part) {
+      return; // the host is full: recomputed instead; parts that did leave are dropped
+    }
+    parts.push_back(*part);
+  }
+  for (size_t i = 0; i < parts.size(); ++i) {
+    add(outputs[i], parts[i]);
+  }
+  captures_[index] = {std::move(parts), !rows.has_value()};
+  if (launch >= 0) {
+    launches_[launch] = index;
+  }
+}
+
+// The result of a collective that fills a tensor leaves for the host where a recompute pass can substitute it: on every
+// rank or on none, since it follows from the operators alone. Else the pass runs it again.
+void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c10::IValue> results) {
+  const auto written = tensors_of(results);
+  // all of its storage, be it empty: a rank whose experts get no tokens exchanges nothing
+  if (written.size() != 1 || written[0].storage_offset() != 0 || written[0].storage().nbytes() != written[0].nbytes()) {
+    return;
+  }
+  const int64_t maker = forward.tape().sole_maker_of(index);
+  if (maker < 0) {
+    return;
+  }
+  launches_[maker] = index;
+  if (captures_.erase(maker) > 0) {
+    region->unneeded[maker] = forward.tape().records[maker].op;
+  }
+  if (const auto found = region->unneeded.find(index); found != region->unneeded.end() && found->second == record.op) {
+    captures_[index] = {{}, true};
+    return;
+  }
+  const Part part = *part_of(written[0], std::nullopt, false, *record.op);
+  add(written[0], part);
+  captures_[index] = {{part}, true};
+}
+
+// A collective whose result no backward ever asked for: neither captured nor launched again.
+void Frame::leave_out(size_t index, const Record& record) {
+  if (const int64_t launch = launch_of(index, record); launch >= 0) {
+    captures_[index] = {{}, true};
+    launches_[launch] = index;
+  }
+}
+
+// The operator that launched the collective whose result is waited for; -1 where it is not this region's, or gives more
+// results.
+int64_t Frame::launch_of(size_t index, const Record& record) const {
+  const int64_t launch = forward.tape().maker_of(record.inputs.front().storage, index);
+  if (launch < 0) {
+    return -1;
+  }
+  const Record& launched = forward.tape().records[launch];
+  const bool is_list = launched.op->handle.schema().returns().front().type()->kind() == c10::TypeKind::ListType;
+  return launched.outputs.size() > 1 || is_list ? -1 : launch;
+}
+
+std::optional<Part> Frame::part_of(
+    const at::Tensor& value, std::optional<int64_t> rows, bool keep, const Operator& op) {
+  const auto kept = [&] { return Part{nullptr, std::make_shared<Kept>(value)}; };
+  if (keep || !flow->is_worth_swapping(value)) {
+    return rows ? std::nullopt : std::optional(kept());
+  }
+  if (auto swapped = flow->transfer->offload(value, rows.value_or(value.size(0)), region->lingers)) {
+    return Part{std::move(swapped), nullptr};
+  }
+  // recomputing it alone would leave other ranks waiting, or choose differently
+  return op.has(COLLECTIVE) || op.has(CHOICE) ? std::optional(kept()) : std::nullopt;
+}
+
+void Frame::add(const at::Tensor& tensor, const Part& part) {
+  const int32_t storage = forward.storages.find(tensor);
+  forward.set_captured(storage, part.whole(), tensor.scalar_type());
+  parts_[storage] = part;
+  if (part.swapped != nullptr) {
+    swapped.push_back(part.swapped);
+  }
+}
+
+// The captured collectives that a recompute pass could ask for, whatever else this rank had room to capture: to leave one
+// out is for all ranks to do.
+std::set<size_t> Frame::asked_of_ranks() const {
+  std::vector<Captured> shared;
+  for (const auto& [index, capture] : captures_) {
+    if (tape->records[index].op->has(COLLECTIVE)) {
+      shared.push_back({index, true});
+    }
+  }
+  std::set<size_t> asked;
+  if (shared.empty()) {
+    return asked;
+  }
+  std::vector<int32_t> storages;
+  for (const Forward::Saved& saved : forward.saved) {
+    if (saved.use.storage >= 0) {
+      storages.push_back(saved.use.storage);
+    }
+  }
+  const auto every = actions_of(*tape, shared, launches(), storages);
+  for (const Captured& each : shared) {
+    if (every[each.index] == Action::SUBSTITUTE) {
+      asked.insert(each.index);
+    }
+  }
+  return asked;
+}
+
+// Which captures no backward asks for: they are not made again.
+void Frame::learn(const std::vector<size_t>& substituted) {
+  const auto of_ranks = asked_of_ranks();
+  std::set<size_t> asked(substituted.begin(), substituted.end());
+  asked.insert(of_ranks.begin(), of_ranks.end());
+  for (const auto& [index, capture] : captures_) {
+    const bool used = asked.count(index) > 0 ||
+        std::any_of(capture.parts.begin(), capture.parts.end(), [](const Part& part) {
+          return part.swapped != nullptr && part.swapped->uses > 0;
+        });
+    if (!used && !tape->records[index].op->has(CHOICE)) {
+      region->unneeded[index] = tape->records[index].op;
+    }
+  }
+  for (const auto& [launch, index] : launches_) {
+    spared.insert({launch, index});
+    if (of_ranks.count(index) > 0) {
+      const auto& made = tape->records[launch].made;
+      fetched.insert(made.begin(), made.end());
+    }
+  }
+}
+
+} // namespace memplug

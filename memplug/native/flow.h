@@ -1,0 +1,82 @@
+// The frames of one executor: in which order they are released and fetched, and what of them is on the device.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <memory>
+
+#include "ledger.h"
+#include "region.h"
+#include "transfer.h"
+
+namespace memplug {
+
+class Frame;
+
+// Guarded by Python's lock: whoever calls holds it.
+class Flow {
+ public:
+  // Tensors of fewer than `min_offload_bytes` stay on the device.
+  Flow(std::shared_ptr<Transfer> transfer, c10::DeviceType device, int64_t min_offload_bytes)
+      : transfer(std::move(transfer)), device_(device), min_offload_bytes_(std::max<int64_t>(1, min_offload_bytes)) {}
+
+  // Large enough, on this device, and laid out so that rows travel as they lie.
+  bool is_worth_swapping(const at::Tensor& tensor) const;
+
+  // Starts a region input on its way to the host, whole, now or `later`; a neighbour region's copy of the same tensor is
+  // shared. Null: the host is full.
+  std::shared_ptr<Swapped> swap_input(const at::Tensor& value, bool later);
+
+  // A frame is about to be made: the oldest resident one is released, where there are as many as rounding buffers.
+  void make_room();
+
+  // A frame's forward begins, and is over.
+  void begin(const std::shared_ptr<Frame>& frame) {
+    resident_.push_back(frame);
+  }
+  void end(const Frame& frame);
+
+  // A forward sends its tensors to the host, as far as the plan says.
+  void expect(const Region& region);
+
+  // Fetches what backward needs next, the frame's tensors first, as far ahead as the limit of bytes allows.
+  void pump(Frame& frame);
+
+  // Releases the oldest resident frames where captured tensors exceed the limit, which one region's run tells.
+  void trim(const Frame& frame);
+
+  // How many bytes of saved tensors may be on the device, so that the peak is that of full recomputation.
+  //
+  // Full recomputation holds one region's saved tensors at once, and every region's input. It has let some of the former
+  // go by the time backward's own temporaries are there: three gradients as large as the largest of them.
+  int64_t limit_bytes() const {
+    return largest_region_bytes + peak_input_bytes - kTemporaries * largest_saved_bytes;
+  }
+
+  // Bytes of saved tensors on the device: captured and not released, fetched, recomputed, or with autograd.
+  int64_t held_bytes() {
+    return transfer->resident_bytes + transfer->fetched_bytes + ledger->recomputed_bytes + ledger->restored.nbytes();
+  }
+
+  std::shared_ptr<Transfer> transfer;
+  std::shared_ptr<Ledger> ledger = std::make_shared<Ledger>();
+  double share = 1; // of the rows that regions say, that are swapped: less where host memory has run out
+  int64_t largest_region_bytes = 0, largest_saved_bytes = 0;
+  int64_t forwards = 0, live = 0; // that there have been, and that are in flight
+  int64_t input_bytes = 0, peak_input_bytes = 0; // of swapped inputs of the forwards in flight: now, and the most
+  int64_t expected_bytes = 0; // that forwards so far were to send to the host, by their plans
+  int64_t unplanned = 0; // forwards that no plan says so of
+
+ private:
+  static constexpr size_t kResident = 2; // rounding buffers
+  static constexpr int64_t kTemporaries = 3; // of backward: gradients of a gated MLP's product and of its two factors
+
+  void release_oldest();
+
+  c10::DeviceType device_;
+  int64_t min_offload_bytes_;
+  std::deque<std::weak_ptr<Frame>> resident_;
+};
+
+} // namespace memplug

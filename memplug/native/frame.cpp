@@ -1,0 +1,309 @@
+#include "frame.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <algorithm>
+
+#include "clock.h"
+
+namespace memplug {
+namespace {
+
+// A copy that lies in memory as the original does: views of the one fit the other.
+at::Tensor copy_of(const at::Tensor& tensor) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const Geometry bytes{{static_cast<int64_t>(tensor.storage().nbytes())}, {1}, 0, at::kByte, false, false};
+  return alias_at(alias_at(tensor, bytes).clone(), Geometry::of(tensor));
+}
+
+} // namespace
+
+void Kept::before_write() {
+  tensor = copy_of(tensor);
+  version = tensor._version();
+  written = true;
+}
+
+const at::Tensor& Kept::get() const {
+  if (tensor._version() != version) {
+    throw Failure(Failure::KEPT_WAS_WRITTEN, tensor.sizes());
+  }
+  return tensor;
+}
+
+at::Tensor Kept::fresh() const {
+  return written ? copy_of(get()) : alias_of(get());
+}
+
+Frame::Frame(
+    std::vector<std::shared_ptr<const Tape>> known,
+    std::shared_ptr<Flow> own_flow,
+    std::shared_ptr<Region> own_region,
+    Storages::Regathered regathered)
+    : flow(std::move(own_flow)),
+      region(std::move(own_region)),
+      forward(std::move(known), this, regathered, flow->ledger) {
+  ++flow->forwards;
+  ++flow->live;
+  region->peak = std::max(region->peak, ++region->live);
+}
+
+Frame::~Frame() {
+  --flow->live;
+  --region->live;
+  flow->ledger->waiting -= static_cast<int64_t>(todo.size());
+  flow->input_bytes -= is_over_ ? input_bytes : 0;
+}
+
+// -- forward ----------------------------------------------------------------------------------------------------------
+
+std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
+  std::shared_ptr<Swapped> part;
+  if (swaps && flow->is_worth_swapping(value)) {
+    part = flow->swap_input(value, region->lingers);
+    if (part == nullptr || part->uses == 0) {
+      ++offered;
+      offered_bytes += static_cast<int64_t>(value.storage().nbytes());
+      input_bytes += part != nullptr ? part->nbytes : 0;
+    }
+  }
+  const int32_t storage = forward.enter(value, part != nullptr);
+  if (part != nullptr) {
+    swapped.push_back(part);
+    inputs.emplace_back(storage, part);
+    parts_[storage] = {part, nullptr};
+    forward.set_captured(storage, part->whole(), value.scalar_type());
+  }
+  return part;
+}
+
+std::shared_ptr<Swapped> Frame::input_of(int32_t storage) const {
+  const auto found =
+      std::find_if(inputs.rbegin(), inputs.rend(), [&](const auto& input) { return input.first == storage; });
+  return found != inputs.rend() ? found->second : nullptr;
+}
+
+void Frame::before_write(int32_t storage, const at::Tensor& tensor) {
+  const auto found = parts_.find(storage);
+  if (found == parts_.end()) {
+    before_foreign_write(storage, tensor);
+    return;
+  }
+  const Suspension own;
+  const Part part = found->second;
+  parts_.erase(found);
+  if (part.kept != nullptr) {
+    part.kept->before_write();
+    return;
+  }
+  flow->transfer->before_write(*part.swapped);
+  writes_input = writes_input || input_of(storage) != nullptr;
+}
+
+void Frame::close(bool direct) {
+  is_opaque = region->opaque || forward.opaque() != 0;
+  forward.sort(direct);
+  for (const Forward::Saved& saved : forward.saved) {
+    if (saved.alive && saved.way == Forward::Way::VIEW) {
+      if (const auto& part = parts_.at(saved.use.storage).swapped; part != nullptr) {
+        ++part->uses;
+      }
+    }
+    recomputes = recomputes || (saved.alive && saved.way == Forward::Way::RECOMPUTED);
+  }
+  if (is_opaque) {
+    for (const auto& [storage, input] : inputs) {
+      input->uses += recomputes ? 1 : 0;
+    }
+  } else {
+    const auto asked = decide();
+    for (const int32_t storage : recomputes ? reads() : std::vector<int32_t>()) {
+      if (const auto input = input_of(storage)) {
+        ++input->uses;
+      }
+    }
+    learn(asked);
+  }
+  swapped.erase(
+      std::remove_if(swapped.begin(), swapped.end(), [](const auto& part) { return part->uses == 0; }), swapped.end());
+  for (const auto& part : swapped) {
+    part->uses_left = part->uses;
+  }
+  is_over_ = true;
+  flow->end(*this);
+  flow->trim(*this);
+}
+
+std::vector<size_t> Frame::decide(const std::map<size_t, bool>& captured, const std::vector<size_t>& launches) {
+  std::vector<Captured> all;
+  for (const auto& [index, whole] : captured) {
+    all.push_back({index, whole});
+  }
+  std::vector<int32_t> storages;
+  for (const Use& use : wanted()) {
+    storages.push_back(use.storage);
+  }
+  actions = actions_of(*tape, all, launches, storages);
+  communicates = memplug::communicates(*tape, actions);
+  std::vector<size_t> substituted;
+  for (size_t i = 0; i < actions.size(); ++i) {
+    if (actions[i] == Action::SUBSTITUTE) {
+      substituted.push_back(i);
+    }
+  }
+  return substituted;
+}
+
+std::vector<size_t> Frame::decide() {
+  auto asked = decide(captured(), launches());
+  const auto absent = [&](size_t index) { return captures_.at(index).parts.empty(); };
+  while (std::any_of(asked.begin(), asked.end(), absent)) {
+    // this forward is another than those before: run the collectives again after all
+    for (const size_t index : asked) {
+      if (absent(index)) {
+        captures_.erase(index);
+      }
+    }
+    for (auto each = launches_.begin(); each != launches_.end();) {
+      each = captures_.count(each->second) > 0 ? std::next(each) : launches_.erase(each);
+    }
+    region->unneeded.clear();
+    asked = decide(captured(), launches());
+  }
+  if (!recomputes) {
+    return {};
+  }
+  for (const size_t index : asked) {
+    for (const Part& part : captures_.at(index).parts) {
+      if (part.swapped != nullptr) {
+        ++part.swapped->uses;
+      }
+    }
+  }
+  return asked;
+}
+
+std::map<size_t, bool> Frame::captured() const {
+  std::map<size_t, bool> found;
+  for (const auto& [index, capture] : captures_) {
+    found[index] = capture.whole;
+  }
+  return found;
+}
+
+std::vector<size_t> Frame::launches() const {
+  std::vector<size_t> found;
+  for (const auto& [launch, index] : launches_) {
+    found.push_back(launch);
+  }
+  return found;
+}
+
+// -- between ----------------------------------------------------------------------------------------------------------
+
+void Frame::release() {
+  region->released = true;
+  if (region->lingers) {
+    flow->expect(*region);
+  }
+  flow->transfer->release(swapped);
+  flow->ledger->waiting -= static_cast<int64_t>(todo.size());
+  todo.clear();
+  for (const auto& part : swapped) {
+    if (!part->tensor.defined()) {
+      todo.push_back(part);
+    }
+  }
+  flow->ledger->waiting += static_cast<int64_t>(todo.size());
+  if (recomputes) {
+    std::reverse(todo.begin(), todo.end());
+  }
+}
+
+// -- backward ---------------------------------------------------------------------------------------------------------
+
+at::Tensor Frame::view(size_t index) {
+  const Use& use = forward.saved.at(index).use;
+  const Part& part = parts_.at(use.storage);
+  if (part.kept != nullptr) {
+    return tensor_at(part.kept->get(), use.geometry);
+  }
+  const at::Tensor found = tensor_at(flow->transfer->acquire(*part.swapped).first, use.geometry);
+  consume(part.swapped);
+  if (!part.swapped->tensor.defined()) {
+    flow->ledger->restored.add(found);
+  }
+  return found;
+}
+
+void Frame::consume(const std::shared_ptr<Swapped>& part) {
+  if (--part->uses_left <= 0) {
+    part->uses_left = part->uses;
+    flow->transfer->drop(part);
+  }
+}
+
+Substitute Frame::substitute(size_t index) {
+  Substitute found;
+  for (const Part& part : captures_.at(index).parts) {
+    if (part.kept != nullptr) {
+      found.tensors.push_back(part.kept->fresh());
+      continue;
+    }
+    auto [tensor, rows] = flow->transfer->acquire(*part.swapped);
+    if (rows < tensor.size(0)) {
+      found.rows = rows;
+    }
+    found.tensors.push_back(alias_of(tensor));
+    consume(part.swapped);
+  }
+  return found;
+}
+
+std::vector<size_t> Frame::recomputed() const {
+  std::vector<size_t> found;
+  for (size_t i = 0; i < forward.saved.size(); ++i) {
+    if (forward.saved[i].alive && forward.saved[i].way == Forward::Way::RECOMPUTED) {
+      found.push_back(i);
+    }
+  }
+  return found;
+}
+
+std::vector<Use> Frame::wanted() const {
+  std::vector<Use> uses;
+  for (const size_t index : recomputed()) {
+    uses.push_back(forward.saved[index].use);
+  }
+  return uses;
+}
+
+Bases Frame::bases(const std::map<int32_t, at::Tensor>& elsewhere, const std::vector<int32_t>& changing) {
+  Bases bases(tape->nbytes.size());
+  for (const int32_t storage : reads()) {
+    if (const auto found = elsewhere.find(storage); found != elsewhere.end()) {
+      bases[storage] = found->second;
+    } else if (const auto input = input_of(storage)) {
+      const at::Tensor tensor = flow->transfer->acquire(*input).first;
+      bases[storage] = input->mutated ? copy_of(tensor) : tensor;
+    } else {
+      const bool changes = std::find(changing.begin(), changing.end(), storage) != changing.end();
+      bases[storage] = forward.given_again(storage, tape->regathered[storage], changes);
+    }
+  }
+  return bases;
+}
+
+void Frame::restore(const std::vector<at::Tensor>& found) {
+  const auto indices = recomputed();
+  for (size_t i = 0; i < found.size(); ++i) {
+    forward.restore(indices[i], found[i]);
+  }
+  for (const int32_t storage : reads()) {
+    if (const auto input = input_of(storage)) {
+      consume(input);
+    }
+  }
+}
+
+} // namespace memplug

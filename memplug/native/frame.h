@@ -1,0 +1,160 @@
+// One forward of one region: which of its operators' outputs are captured, where they are, and how backward has them
+// back.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "flow.h"
+#include "forward.h"
+#include "replay.h"
+
+namespace memplug {
+
+// A captured tensor that stays on the device: small, or kept by plan.
+struct Kept {
+  explicit Kept(const at::Tensor& tensor) : tensor(alias_of(tensor)), version(tensor._version()) {}
+
+  void before_write(); // an operator of the forward is about to write in place: remember the value of now
+  const at::Tensor& get() const; // as it was captured; throws `KEPT_WAS_WRITTEN`
+  at::Tensor fresh() const; // for a recompute pass, which may go on to write to it as the forward did
+
+  at::Tensor tensor;
+  uint32_t version;
+  bool written = false; // by the forward, after it was captured
+};
+
+// A captured tensor: one of the two.
+struct Part {
+  std::shared_ptr<Swapped> swapped;
+  std::shared_ptr<Kept> kept;
+
+  bool whole() const {
+    return kept != nullptr || swapped->whole();
+  }
+};
+
+// The frame lives as long as its graph does, so several can be in flight, in any order, and backward can run more than
+// once. Guarded by Python's lock, but for what a forward notes of operators.
+class Frame : public Listener, public std::enable_shared_from_this<Frame> {
+ public:
+  Frame(
+      std::vector<std::shared_ptr<const Tape>> known,
+      std::shared_ptr<Flow> flow,
+      std::shared_ptr<Region> region,
+      Storages::Regathered regathered);
+  ~Frame() override;
+
+  // -- forward
+
+  // A region input, before the first operator. `swaps`: it leaves for the host if it can; returns its copy, or null.
+  std::shared_ptr<Swapped> enter(const at::Tensor& value, bool swaps);
+
+  bool wants(size_t index, const Operator& op) const override;
+  void capture(size_t index, c10::ArrayRef<c10::IValue> results) override;
+  void before_write(int32_t storage, const at::Tensor& tensor) override;
+
+  // The forward is over: decides how backward has each saved tensor, and counts who reads what was swapped. `direct`:
+  // from a copy, where there is a whole one.
+  void close(bool direct);
+
+  // -- between
+
+  // Waits for the copies out, and releases the device memory.
+  void release();
+
+  // -- backward
+
+  // A saved tensor that is a view of a captured one.
+  at::Tensor view(size_t index);
+
+  // Memory for a recompute pass: what was there before the region.
+  //
+  // `elsewhere`: memory from outside that was written to since, by storage. `changing`: storages from outside whose
+  // contents need not be unchanged.
+  Bases bases(const std::map<int32_t, at::Tensor>& elsewhere, const std::vector<int32_t>& changing);
+
+  // The pass is over, and gave what was `wanted`.
+  void restore(const std::vector<at::Tensor>& found);
+
+  // Saved tensors that a pass restores.
+  std::vector<Use> wanted() const;
+
+  // The captured results of an operator.
+  Substitute substitute(size_t index);
+
+  // One read of a swapped tensor is done; after the last in this backward pass, its device memory goes.
+  void consume(const std::shared_ptr<Swapped>& part);
+
+  // Decides what a recompute pass does, with these captured (whole or in part) and launched; returns the operators whose
+  // captured results it asks for.
+  std::vector<size_t> decide(const std::map<size_t, bool>& captured, const std::vector<size_t>& launches);
+
+  // Storages that were given and that the pass reads.
+  std::vector<int32_t> reads() const {
+    return read_by(*tape, actions, wanted());
+  }
+
+  // Bytes of storages that backward asks for and that a recompute pass, still to come, will make.
+  int64_t pending_bytes() const {
+    return is_restored ? 0 : forward.pending_bytes;
+  }
+
+  using Inputs = std::vector<std::pair<int32_t, std::shared_ptr<Swapped>>>; // by storage
+
+  std::shared_ptr<Flow> flow;
+  std::shared_ptr<Region> region;
+  Forward forward;
+  std::shared_ptr<const Tape> tape;
+  std::vector<Action> actions;
+  std::weak_ptr<Frame> previous; // of the same thread: its backward follows
+  Inputs inputs; // that are swapped
+  std::vector<std::shared_ptr<Swapped>> swapped; // in the order of their copies out; inputs too
+  std::vector<std::shared_ptr<Swapped>> todo; // of them, what is away and needed in backward, the soonest last
+  int64_t input_bytes = 0; // of inputs that have a copy, but for another region's
+  int64_t offered = 0, offered_bytes = 0; // likewise, with those that the host had no room for
+  bool writes_input = false;
+  bool recomputes = false; // some saved tensor has to be recomputed
+  bool communicates = false; // the recompute pass launches collectives
+  bool is_opaque = false;
+  bool is_restored = false; // by a recompute pass
+  std::set<size_t> spared; // collectives that no recompute pass launches again, and the waits for them
+  std::set<int32_t> fetched; // storages that such a collective filled, and a recompute pass has from its capture
+  bool has_launches() const {
+    return !launches_.empty();
+  }
+
+ protected:
+  // An operator is about to write to memory that was there before the region, for the first time.
+  virtual void before_foreign_write(int32_t storage, const at::Tensor& tensor) = 0;
+
+ private:
+  struct Capture {
+    std::vector<Part> parts; // none: a collective whose result no backward asks for
+    bool whole;
+  };
+
+  std::shared_ptr<Swapped> input_of(int32_t storage) const; // null: it is none that was swapped
+  void capture_outputs(size_t index, const Record& record, c10::ArrayRef<c10::IValue> results, Decision decision);
+  void capture_exchange(size_t index, const Record& record, c10::ArrayRef<c10::IValue> written);
+  void leave_out(size_t index, const Record& record);
+  std::optional<Part> part_of(const at::Tensor& value, std::optional<int64_t> rows, bool keep, const Operator& op);
+  void add(const at::Tensor& tensor, const Part& part);
+  int64_t launch_of(size_t index, const Record& record) const;
+  std::vector<size_t> decide();
+  std::set<size_t> asked_of_ranks() const;
+  void learn(const std::vector<size_t>& substituted);
+  std::vector<size_t> recomputed() const;
+  std::map<size_t, bool> captured() const;
+  std::vector<size_t> launches() const;
+
+  std::map<size_t, Capture> captures_; // by operator
+  std::map<size_t, size_t> launches_; // where a collective is launched -> where its result is there, captured
+  std::map<int32_t, Part> parts_; // captured tensors by storage
+  bool is_over_ = false;
+};
+
+} // namespace memplug

@@ -1,0 +1,52 @@
+// What a plan says of one module that runs token-wise, and what its forwards have shown.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <unordered_map>
+
+#include "operators.h"
+
+namespace memplug {
+
+// Fraction of the rows of an operator's output to swap, [0, 1], and whether to keep it on the device instead.
+struct Decision {
+  double fraction = 0;
+  bool keep = false;
+};
+
+struct Region {
+  struct Planned {
+    std::string op; // with its overload
+    Decision decision;
+  };
+
+  // The plan is advice: a forward that runs other operators than the planned one is captured by kind.
+  Decision decide(size_t index, const Operator& op) const {
+    if (const auto found = unneeded.find(index); found != unneeded.end() && found->second == &op) {
+      return {};
+    }
+    if (plan && !op.has(CHOICE) && !op.has(COLLECTIVE)) {
+      const auto found = plan->find(index);
+      if (found == plan->end()) {
+        return {};
+      }
+      if (found->second.op == op.name) {
+        return found->second.decision;
+      }
+    }
+    return {op.has(ROWS) ? rows : op.is_expensive() ? 1.0 : 0.0, false};
+  }
+
+  std::optional<std::unordered_map<size_t, Planned>> plan; // by index of the operator; none before there is one
+  double rows = 0; // fraction of the rows of every matmul's output to swap, where no plan says so
+  std::unordered_map<size_t, const Operator*> unneeded; // no backward ever asked for these captured outputs
+  std::optional<int64_t> forward_bytes; // that one forward sends to the host by the plan
+  bool opaque = false;
+  bool lingers = false; // backward always found its tensors on the device: their copies out start when they have to go
+  bool released = false; // since that was found out, they had to go
+  int64_t live = 0, peak = 0; // forwards in flight: now, and the most at once
+};
+
+} // namespace memplug

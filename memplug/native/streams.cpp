@@ -1,0 +1,109 @@
+#include "streams.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cstring>
+
+namespace memplug {
+namespace {
+
+class CpuStreams final : public Streams {
+ public:
+  StreamRef make() override {
+    return nullptr;
+  }
+  StreamRef current() override {
+    return nullptr;
+  }
+  bool same(const StreamRef&, const StreamRef&) override {
+    return true;
+  }
+  EventRef record(const StreamRef&) override {
+    return nullptr;
+  }
+  void copy(const StreamRef&, const at::Tensor& destination, const at::Tensor& source) override {
+    if (destination.is_contiguous() && source.is_contiguous()) {
+      std::memcpy(destination.mutable_data_ptr(), source.const_data_ptr(), source.nbytes());
+    } else {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      destination.copy_(source);
+    }
+  }
+  at::Tensor empty(const StreamRef&, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) override {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype));
+  }
+
+ private:
+  void order(const StreamRef&, const EventRef&) override {}
+};
+
+class AcceleratorStreams final : public Streams {
+ public:
+  explicit AcceleratorStreams(c10::Device device) : device_(device), backend_(device.type()) {}
+
+  StreamRef make() override {
+    // a kernel gathers rows that are not contiguous, and is not to queue behind compute's
+    return std::make_shared<c10::Stream>(backend_.getNewStream(device_, kHighPriority));
+  }
+  StreamRef current() override {
+    return std::make_shared<c10::Stream>(backend_.getStream(device_));
+  }
+  bool same(const StreamRef& one, const StreamRef& other) override {
+    return of(one) == of(other);
+  }
+  EventRef record(const StreamRef& stream) override {
+    auto event = std::make_shared<c10::Event>(device_.type());
+    event->record(of(stream));
+    return event;
+  }
+  void copy(const StreamRef& stream, const at::Tensor& destination, const at::Tensor& source) override {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const On on(backend_, of(stream));
+    destination.copy_(source, /*non_blocking=*/true);
+  }
+  at::Tensor empty(const StreamRef& stream, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) override {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const On on(backend_, of(stream));
+    return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype).device(device_));
+  }
+
+ private:
+  void order(const StreamRef& stream, const EventRef& event) override {
+    static_cast<const c10::Event*>(event.get())->block(of(stream));
+  }
+
+  static constexpr int kHighPriority = -1;
+
+  struct On {
+    On(const c10::impl::VirtualGuardImpl& backend, c10::Stream stream)
+        : backend(backend), before(backend.exchangeStream(stream)) {}
+    ~On() {
+      backend.exchangeStream(before);
+    }
+    const c10::impl::VirtualGuardImpl& backend;
+    c10::Stream before;
+  };
+
+  static const c10::Stream& of(const StreamRef& stream) {
+    return *static_cast<const c10::Stream*>(stream.get());
+  }
+
+  c10::Device device_;
+  c10::impl::VirtualGuardImpl backend_;
+};
+
+} // namespace
+
+std::shared_ptr<Streams> cpu_streams() {
+  return std::make_shared<CpuStreams>();
+}
+
+std::shared_ptr<Streams> accelerator_streams(c10::Device device) {
+  return std::make_shared<AcceleratorStreams>(device);
+}
+
+} // namespace memplug

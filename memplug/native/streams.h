@@ -1,0 +1,71 @@
+// Streams, events and copies of one device, as transfers use them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+namespace memplug {
+
+// Why one stream waits for another, as `Wait` in memplug/execute/device.py; in its order.
+enum class Wait : uint8_t {
+  OFFLOAD_FOR_COMPUTE,
+  RELEASE_FOR_OFFLOAD,
+  MUTATE_FOR_OFFLOAD,
+  PREFETCH_FOR_COMPUTE,
+  USE_FOR_PREFETCH,
+  DISCARD_FOR_PREFETCH,
+};
+constexpr size_t kWaits = 6;
+
+// Of a device. On the CPU, where everything is in program order already, both are null.
+using StreamRef = std::shared_ptr<void>;
+using EventRef = std::shared_ptr<void>;
+
+class Streams {
+ public:
+  virtual ~Streams() = default;
+
+  // For copies.
+  virtual StreamRef make() = 0;
+
+  // That this thread's operators run on now.
+  virtual StreamRef current() = 0;
+
+  virtual bool same(const StreamRef& one, const StreamRef& other) = 0;
+
+  // An event that completes when the work queued on the stream so far is done.
+  virtual EventRef record(const StreamRef& stream) = 0;
+
+  // Work queued on the stream from now on starts after the event.
+  void wait(const StreamRef& stream, const EventRef& event, Wait why) {
+    ++waits[static_cast<size_t>(why)];
+    if (left_out != why) {
+      order(stream, event);
+    }
+  }
+
+  // Queues a copy between tensors of one shape and dtype, one of them on the host.
+  virtual void copy(const StreamRef& stream, const at::Tensor& destination, const at::Tensor& source) = 0;
+
+  // Uninitialised device memory that belongs to the stream.
+  virtual at::Tensor empty(
+      const StreamRef& stream, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) = 0;
+
+  std::array<int64_t, kWaits> waits{}; // how often each kind was asked for
+  std::optional<Wait> left_out; // tests leave out one kind, everywhere, and show that something breaks
+
+ private:
+  virtual void order(const StreamRef& stream, const EventRef& event) = 0;
+};
+
+// Copies happen at once.
+std::shared_ptr<Streams> cpu_streams();
+
+// Of an accelerator that torch knows (CUDA): its current streams, and copy streams of high priority.
+std::shared_ptr<Streams> accelerator_streams(c10::Device device);
+
+} // namespace memplug

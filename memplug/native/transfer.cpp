@@ -1,0 +1,285 @@
+#include "transfer.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "replay.h"
+
+namespace memplug {
+namespace {
+
+// Whether the running backward is to leave its graph alive.
+bool keeps_graph() {
+  return torch::autograd::get_current_graph_task_keep_graph();
+}
+
+std::vector<int64_t> dense_strides(at::IntArrayRef size) {
+  std::vector<int64_t> strides(size.size(), 1);
+  for (size_t i = size.size() - 1; i-- > 0;) {
+    strides[i] = strides[i + 1] * std::max<int64_t>(size[i + 1], 1);
+  }
+  return strides;
+}
+
+std::string text_of(at::IntArrayRef size) {
+  std::ostringstream text;
+  text << size;
+  return text.str();
+}
+
+} // namespace
+
+Failure::Failure(Kind kind, at::IntArrayRef size) : std::runtime_error(text_of(size)), kind(kind) {}
+
+Swapped::Swapped(std::shared_ptr<Transfer> own, const at::Tensor& original, int64_t rows)
+    : transfer(std::move(own)),
+      tensor(alias_of(original)),
+      geometry(Geometry::of(original)),
+      nbytes(static_cast<int64_t>(original.storage().nbytes())),
+      rows(rows),
+      version(tensor._version()),
+      stream(transfer->streams_->current()) {}
+
+Swapped::~Swapped() {
+  const int64_t held_bytes = tensor.defined() ? nbytes : 0;
+  transfer->dead_.push_back(
+      {std::move(tensor),
+       std::move(stream),
+       std::move(fetched),
+       std::move(offloaded),
+       slot,
+       resident ? held_bytes : 0,
+       resident ? 0 : held_bytes});
+}
+
+at::Tensor Swapped::host_rows() const {
+  Geometry rows_of = geometry;
+  rows_of.size[0] = rows;
+  const int64_t longest = *std::max_element(geometry.stride.begin(), geometry.stride.end());
+  if (!whole() && geometry.size[0] != 1 && geometry.stride[0] != longest) {
+    const auto strides = dense_strides(at::IntArrayRef(rows_of.size));
+    rows_of.stride.assign(strides.begin(), strides.end());
+  }
+  rows_of.offset = slot->offset / static_cast<int64_t>(c10::elementSize(geometry.dtype));
+  return alias_at(transfer->pool_->slab(*slot), rows_of);
+}
+
+at::Tensor Swapped::device_rows() const {
+  Geometry rows_of = geometry;
+  rows_of.size[0] = rows;
+  return tensor_at(tensor, rows_of);
+}
+
+Transfer::Transfer(std::shared_ptr<Streams> streams, std::shared_ptr<HostRows> pool)
+    : streams_(std::move(streams)),
+      pool_(std::move(pool)),
+      offload_stream_(streams_->make()),
+      prefetch_stream_(streams_->make()) {}
+
+std::shared_ptr<Swapped> Transfer::offload(const at::Tensor& tensor, int64_t rows, bool later) {
+  drain();
+  std::optional<Slot> slot;
+  if (!later) {
+    slot = take(static_cast<int64_t>(tensor.storage().nbytes()) / tensor.size(0) * rows);
+    if (!slot) {
+      return nullptr;
+    }
+  }
+  auto swapped = std::make_shared<Swapped>(shared_from_this(), tensor, rows);
+  know(swapped->stream);
+  resident_bytes += swapped->nbytes;
+  if (slot) {
+    send(*swapped, *slot);
+  }
+  return swapped;
+}
+
+void Transfer::know(const StreamRef& stream) {
+  for (size_t i = 0; i < compute_streams_.size(); ++i) {
+    if (const StreamRef known = compute_streams_[i]; streams_->same(known, stream)) {
+      return;
+    }
+  }
+  compute_streams_.push_back(stream);
+}
+
+std::optional<Slot> Transfer::take(int64_t nbytes) {
+  auto slot = pool_->take(nbytes);
+  if (!slot) {
+    ++refused;
+    refused_bytes += nbytes;
+  }
+  return slot;
+}
+
+void Transfer::send(Swapped& swapped, Slot slot) {
+  swapped.order = ++offloads;
+  swapped.slot = slot;
+  for (size_t i = 0; i < compute_streams_.size(); ++i) {
+    const StreamRef stream = compute_streams_[i];
+    streams_->wait(offload_stream_, streams_->record(stream), Wait::OFFLOAD_FOR_COMPUTE);
+  }
+  streams_->copy(offload_stream_, swapped.host_rows(), swapped.device_rows());
+  swapped.offloaded = streams_->record(offload_stream_);
+  offloaded_total_bytes += slot.nbytes;
+}
+
+// Starts a copy out that has not been; where the pool has no room, the tensor stays.
+void Transfer::send_late(Swapped& swapped) {
+  if (!swapped.slot) {
+    check_version(swapped);
+    if (const auto slot = take(swapped.nbytes / swapped.geometry.size[0] * swapped.rows)) {
+      send(swapped, *slot);
+    }
+  }
+}
+
+void Transfer::release(std::vector<std::shared_ptr<Swapped>> group) {
+  std::vector<Swapped*> leaving;
+  for (const auto& swapped : group) {
+    if (swapped->resident && swapped->tensor.defined()) {
+      send_late(*swapped);
+      if (swapped->slot) {
+        leaving.push_back(swapped.get());
+      }
+    }
+  }
+  for (size_t i = 0; i < compute_streams_.size(); ++i) { // copies are on one stream: a wait for the last covers all
+    const StreamRef stream = compute_streams_[i];
+    const Swapped* last = nullptr;
+    for (const Swapped* swapped : leaving) {
+      if (swapped->offloaded != nullptr && streams_->same(swapped->stream, stream) &&
+          (last == nullptr || swapped->order > last->order)) {
+        last = swapped;
+      }
+    }
+    if (last != nullptr) {
+      streams_->wait(stream, last->offloaded, Wait::RELEASE_FOR_OFFLOAD);
+    }
+  }
+  for (Swapped* swapped : leaving) {
+    check_version(*swapped);
+    swapped->offloaded = nullptr;
+    leave(*swapped);
+  }
+}
+
+void Transfer::before_write(Swapped& swapped) {
+  ++hurried;
+  send_late(swapped);
+  swapped.mutated = true;
+  if (!swapped.slot) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    swapped.tensor = swapped.tensor.clone();
+    swapped.version = swapped.tensor._version();
+    return;
+  }
+  if (swapped.offloaded != nullptr) {
+    wait_on_its_streams(swapped, swapped.offloaded, Wait::MUTATE_FOR_OFFLOAD);
+    swapped.offloaded = nullptr;
+  }
+  leave(swapped);
+}
+
+void Transfer::prefetch(Swapped& swapped) {
+  if (swapped.tensor.defined()) {
+    return;
+  }
+  if (closed) {
+    throw Failure(Failure::DETACHED, swapped.geometry.size);
+  }
+  drain();
+  const Geometry& geometry = swapped.geometry;
+  swapped.tensor = streams_->empty(swapped.stream, geometry.size, geometry.stride, geometry.dtype);
+  streams_->wait(prefetch_stream_, streams_->record(swapped.stream), Wait::PREFETCH_FOR_COMPUTE);
+  streams_->copy(prefetch_stream_, swapped.device_rows(), swapped.host_rows());
+  swapped.fetched = streams_->record(prefetch_stream_);
+  fetched_bytes += swapped.nbytes;
+  prefetched_total_bytes += swapped.slot->nbytes;
+}
+
+std::pair<at::Tensor, int64_t> Transfer::acquire(Swapped& swapped) {
+  prefetch(swapped);
+  if (swapped.fetched != nullptr) {
+    wait_on_its_streams(swapped, swapped.fetched, Wait::USE_FOR_PREFETCH);
+    swapped.fetched = nullptr;
+  }
+  if (swapped.resident) {
+    check_version(swapped);
+  }
+  return {swapped.tensor, swapped.resident ? swapped.geometry.size[0] : swapped.rows};
+}
+
+void Transfer::drop(const std::shared_ptr<Swapped>& swapped) {
+  if (swapped->resident && !swapped->slot) {
+    if (!keeps_graph()) {
+      leave(*swapped);
+    }
+  } else if (swapped->resident) {
+    release({swapped});
+  } else if (swapped->tensor.defined()) {
+    fetched_bytes -= swapped->nbytes;
+    swapped->tensor.reset();
+  }
+}
+
+void Transfer::drain() {
+  while (!dead_.empty()) {
+    Dead dead = std::move(dead_.front());
+    dead_.pop_front();
+    if (dead.fetched != nullptr) {
+      streams_->wait(dead.stream, dead.fetched, Wait::DISCARD_FOR_PREFETCH);
+    }
+    if (dead.offloaded != nullptr) {
+      streams_->wait(dead.stream, dead.offloaded, Wait::RELEASE_FOR_OFFLOAD);
+    }
+    dead.tensor.reset();
+    resident_bytes -= dead.resident_bytes;
+    fetched_bytes -= dead.fetched_bytes;
+    if (!closed && dead.slot) {
+      pool_->give(*dead.slot);
+    }
+  }
+}
+
+// The tensor's own stream, and the one that operators run on now where that is another.
+void Transfer::wait_on_its_streams(const Swapped& swapped, const EventRef& event, Wait why) {
+  streams_->wait(swapped.stream, event, why);
+  if (const StreamRef current = streams_->current(); !streams_->same(current, swapped.stream)) {
+    streams_->wait(current, event, why);
+  }
+}
+
+void Transfer::leave(Swapped& swapped) {
+  if (swapped.resident && swapped.tensor.defined()) {
+    resident_bytes -= swapped.nbytes;
+  }
+  swapped.tensor.reset();
+  swapped.resident = false;
+}
+
+void Transfer::check_version(const Swapped& swapped) {
+  if (swapped.tensor.defined() && swapped.tensor._version() != swapped.version) {
+    throw Failure(Failure::SWAPPED_WAS_WRITTEN, swapped.geometry.size);
+  }
+}
+
+bool is_dense(const at::Tensor& tensor) {
+  if (tensor.dim() == 0 || tensor.storage_offset() != 0 || tensor.numel() == 0 ||
+      tensor.storage().nbytes() != tensor.nbytes()) {
+    return false;
+  }
+  return tensor.is_non_overlapping_and_dense();
+}
+
+at::Tensor alias_of(const at::Tensor& tensor) {
+  auto* const original = tensor.unsafeGetTensorImpl();
+  auto alias = original->shallow_copy_and_detach(original->version_counter(), false);
+  alias->set_allow_tensor_metadata_change(true);
+  return at::Tensor(std::move(alias));
+}
+
+} // namespace memplug

@@ -1,0 +1,146 @@
+// Rows on their way between device and host: two copy streams, events, and the pinned rows. The only place that copies.
+//
+// A `Swapped` tensor is in one of three places; its copy out starts at once, or only when it has to go:
+//
+//     resident ──release()──► away ──prefetch()──► fetched ──drop()──► away ...
+//        └── acquire() hands out the tensor in any of them ──┘
+//
+// A tensor's stream is the one that its region's forward ran on. Its backward runs there too, even where a region on
+// another stream starts the copy. Three rules make every reuse of memory safe, in the order of events alone (`Wait`
+// names each one):
+//   1. device memory is released, or written in place, only after the tensor's stream has waited for the copy out that
+//      reads it;
+//   2. a copy in starts only after the present of the tensor's stream: earlier users of the new device memory are done,
+//      and so, by rule 1, is the copy out that filled the host rows;
+//   3. host rows go back to the pool only after the tensor's stream has waited for every copy in that reads them, and
+//      a copy out starts only after the present of all streams that regions have run on.
+// All device memory belongs to its tensor's stream, so the caching allocator needs no `record_stream`.
+//
+// Guarded by Python's lock: whoever calls holds it. Growing the pool, and a device in Python, may let another thread run.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+#include "host_rows.h"
+#include "streams.h"
+#include "tape.h"
+
+namespace memplug {
+
+// An error that memplug/execute/core.py says in words; `what()` is the size of the tensor concerned.
+struct Failure : std::runtime_error {
+  enum Kind : uint8_t { KEPT_WAS_WRITTEN, SWAPPED_WAS_WRITTEN, DETACHED };
+  Failure(Kind kind, at::IntArrayRef size);
+
+  Kind kind;
+};
+
+class Transfer;
+
+// A tensor whose first `rows` of dimension 0 have a copy on the host.
+struct Swapped {
+  Swapped(std::shared_ptr<Transfer> transfer, const at::Tensor& tensor, int64_t rows);
+  ~Swapped();
+  Swapped(const Swapped&) = delete;
+  Swapped& operator=(const Swapped&) = delete;
+
+  bool whole() const {
+    return rows == geometry.size[0];
+  }
+  at::Tensor host_rows() const; // in the memory order of the device tensor
+  at::Tensor device_rows() const;
+
+  std::shared_ptr<Transfer> transfer;
+  int64_t order = 0; // of its copy out among all copies out
+  at::Tensor tensor; // the device memory, undefined while away; dense, covers its storage from offset 0
+  Geometry geometry;
+  int64_t nbytes, rows;
+  std::optional<Slot> slot; // none until its copy out starts
+  bool resident = true; // it is still the original, with every row valid; afterwards only `[0, rows)` come back
+  bool mutated = false; // overwritten in place after it was captured: only a recompute pass can replay that
+  EventRef offloaded, fetched; // that its stream has not waited for yet
+  uint32_t version;
+  StreamRef stream; // that made it, and that its device memory belongs to
+  int64_t uses = 0, uses_left = 0; // reads in one backward pass
+};
+
+class Transfer : public std::enable_shared_from_this<Transfer> {
+ public:
+  Transfer(std::shared_ptr<Streams> streams, std::shared_ptr<HostRows> pool);
+
+  // Starts copying rows `[0, rows)` of a dense device tensor to the host; null when the pool is exhausted. `later`: only
+  // when its device memory is to be released, which may never be.
+  std::shared_ptr<Swapped> offload(const at::Tensor& tensor, int64_t rows, bool later);
+
+  // Releases the device memory of resident tensors, once the last of their copies out is done. Throws
+  // `SWAPPED_WAS_WRITTEN` where the copy out may have read either value.
+  void release(std::vector<std::shared_ptr<Swapped>> group);
+
+  // An operator is about to write to the captured tensor in place: finishes the copy out, and forgets the device memory;
+  // where there is no copy, since the host is full, the device keeps one.
+  void before_write(Swapped& swapped);
+
+  // Starts copying the host rows into new device memory of the full size, if the tensor is away. Throws `DETACHED`.
+  void prefetch(Swapped& swapped);
+
+  // The device tensor, and how many of its first rows the tensor's stream may read from now on.
+  std::pair<at::Tensor, int64_t> acquire(Swapped& swapped);
+
+  // The device memory has had its last use in this backward pass; its host rows stay for another, or where there are
+  // none, the memory itself.
+  void drop(const std::shared_ptr<Swapped>& swapped);
+
+  // Gives back what dead tensors held. Device memory is released once its stream has waited for the copy in that writes
+  // it, or for the copy out that reads it: what that writes is never read, but memory may be given back to the system
+  // while it reads.
+  void drain();
+
+  void close() {
+    drain();
+    closed = true;
+  }
+
+  int64_t fetched_bytes = 0; // of the device: fetched tensors that were not dropped yet
+  int64_t resident_bytes = 0; // of the device: captured tensors that were not released yet
+  int64_t offloads = 0, offloaded_total_bytes = 0, prefetched_total_bytes = 0;
+  int64_t hurried = 0; // copies out that started, or ended, since their tensor was about to be written to
+  int64_t refused = 0, refused_bytes = 0; // the pool had no room
+  bool closed = false;
+
+ private:
+  friend struct Swapped;
+  struct Dead {
+    at::Tensor tensor;
+    StreamRef stream;
+    EventRef fetched, offloaded;
+    std::optional<Slot> slot;
+    int64_t resident_bytes, fetched_bytes;
+  };
+
+  void know(const StreamRef& stream);
+  std::optional<Slot> take(int64_t nbytes);
+  void send(Swapped& swapped, Slot slot);
+  void send_late(Swapped& swapped);
+  void leave(Swapped& swapped);
+  void wait_on_its_streams(const Swapped& swapped, const EventRef& event, Wait why);
+  static void check_version(const Swapped& swapped);
+
+  std::shared_ptr<Streams> streams_;
+  std::shared_ptr<HostRows> pool_;
+  StreamRef offload_stream_, prefetch_stream_;
+  std::vector<StreamRef> compute_streams_; // that regions have run on
+  std::deque<Dead> dead_;
+};
+
+// Whether a tensor covers its storage densely, so that its rows can travel as they lie in memory.
+bool is_dense(const at::Tensor& tensor);
+
+// The same memory and version counter, without the graph.
+at::Tensor alias_of(const at::Tensor& tensor);
+
+} // namespace memplug
