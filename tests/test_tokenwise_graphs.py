@@ -167,3 +167,21 @@ def test_gradients_hold_inside_a_checkpoint(alpha: float, reentrant: bool) -> No
             run(network, data.clone().requires_grad_()).backward()
         assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
     assert_clean(executor)
+
+
+def test_a_forward_is_captured_by_the_plan_that_it_began_with() -> None:
+    class Replans(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            for region in model.regions:
+                region.plan = {}  # captures nothing
+            return x + self.out(y.sigmoid())
+
+    model = Stack(2, Replans)
+    executor = tokenwise(model, 1.0)
+    moved = []
+    for _ in range(2):
+        before = executor.transfer.offloads
+        model(torch.randn(2, 6, 16)).backward()
+        moved.append(executor.transfer.offloads - before)
+    assert moved == [2 + 1, 1], "both products of the first layer, then no more than the second's input"

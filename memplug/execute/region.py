@@ -80,7 +80,6 @@ class Region:
         self._plan = plan
         by_name = plan and {index: (_name_of(func), fraction, keep) for index, (func, fraction, keep) in plan.items()}
         self.native.plan(by_name)
-        self.native.forget_unneeded()
 
     @property
     def unneeded(self) -> dict[int, str]:
@@ -130,9 +129,6 @@ class _Alone:
 
     def plan(self, plan: Any) -> None:
         """Without operators there are none to plan."""
-
-    def forget_unneeded(self) -> None:
-        """There is nothing to forget."""
 
 
 def _name_of(func: Any) -> str:

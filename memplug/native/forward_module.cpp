@@ -147,31 +147,36 @@ void add_flow(py::module_& module) {
   py::class_<Region, std::shared_ptr<Region>>(module, "Region")
       .def(py::init<>())
       .def("plan", [](Region& region, const std::optional<Plan>& plan) {
-        region.plan.reset();
-        if (plan) {
-          region.plan.emplace();
-          for (const auto& [index, planned] : *plan) {
-            const auto& [name, fraction, keep] = planned;
-            (*region.plan)[index] = {name, {fraction, keep}};
+        region.change([&](Policy& changed) {
+          changed.unneeded.clear(); // learnt under the former plan
+          changed.plan.reset();
+          if (plan) {
+            changed.plan.emplace();
+            for (const auto& [index, planned] : *plan) {
+              const auto& [name, fraction, keep] = planned;
+              (*changed.plan)[index] = {name, {fraction, keep}};
+            }
           }
-        }
+        });
       })
       .def("decide", [](const Region& region, size_t index, const std::string& name, const std::string& overload) {
-        const Decision decision = region.decide(index, *operator_named(name, overload));
+        const Decision decision = region.policy->decide(index, *operator_named(name, overload));
         return std::make_pair(decision.fraction, decision.keep);
       })
       .def_property_readonly("unneeded", [](const Region& region) {
         std::map<size_t, std::string> found;
-        for (const auto& [index, op] : region.unneeded) {
+        for (const auto& [index, op] : region.policy->unneeded) {
           found[index] = op->name;
         }
         return found;
       })
       .def("leave_out", [](Region& region, size_t index, const std::string& name, const std::string& overload) {
-        region.unneeded[index] = operator_named(name, overload);
+        region.leave_out(index, operator_named(name, overload));
       })
-      .def("forget_unneeded", [](Region& region) { region.unneeded.clear(); })
-      .def_readwrite("rows", &Region::rows)
+      .def_property(
+          "rows",
+          [](const Region& region) { return region.policy->rows; },
+          [](Region& region, double rows) { region.change([&](Policy& changed) { changed.rows = rows; }); })
       .def_readwrite("forward_bytes", &Region::forward_bytes)
       .def_readwrite("opaque", &Region::opaque)
       .def_readwrite("lingers", &Region::lingers)

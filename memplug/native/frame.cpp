@@ -42,6 +42,7 @@ Frame::Frame(
     Storages::Regathered regathered)
     : flow(std::move(own_flow)),
       region(std::move(own_region)),
+      policy(region->policy),
       forward(std::move(known), this, regathered, flow->ledger) {
   ++flow->forwards;
   ++flow->live;
@@ -167,7 +168,7 @@ std::vector<size_t> Frame::decide() {
     for (auto each = launches_.begin(); each != launches_.end();) {
       each = captures_.count(each->second) > 0 ? std::next(each) : launches_.erase(each);
     }
-    region->unneeded.clear();
+    region->change([](Policy& changed) { changed.unneeded.clear(); });
     asked = decide(captured(), launches());
   }
   if (!recomputes) {

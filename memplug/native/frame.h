@@ -107,6 +107,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
 
   std::shared_ptr<Flow> flow;
   std::shared_ptr<Region> region;
+  std::shared_ptr<const Policy> policy; // the region's, when the forward began
   Forward forward;
   std::shared_ptr<const Tape> tape;
   std::vector<Action> actions;

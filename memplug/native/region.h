@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "operators.h"
 
@@ -16,7 +18,8 @@ struct Decision {
   bool keep = false;
 };
 
-struct Region {
+// What is captured of a region's operators. It never changes: a forward has the one that it began with.
+struct Policy {
   struct Planned {
     std::string op; // with its overload
     Decision decision;
@@ -24,7 +27,7 @@ struct Region {
 
   // The plan is advice: a forward that runs other operators than the planned one is captured by kind.
   Decision decide(size_t index, const Operator& op) const {
-    if (const auto found = unneeded.find(index); found != unneeded.end() && found->second == &op) {
+    if (is_unneeded(index, op)) {
       return {};
     }
     if (plan && !op.has(CHOICE) && !op.has(COLLECTIVE)) {
@@ -38,10 +41,34 @@ struct Region {
     }
     return {op.has(ROWS) ? rows : op.is_expensive() ? 1.0 : 0.0, false};
   }
+  bool is_unneeded(size_t index, const Operator& op) const {
+    const auto found = unneeded.find(index);
+    return found != unneeded.end() && found->second == &op;
+  }
 
   std::optional<std::unordered_map<size_t, Planned>> plan; // by index of the operator; none before there is one
   double rows = 0; // fraction of the rows of every matmul's output to swap, where no plan says so
   std::unordered_map<size_t, const Operator*> unneeded; // no backward ever asked for these captured outputs
+};
+
+// Guarded by Python's lock.
+struct Region {
+  // From the next forward on.
+  template <typename Change>
+  void change(const Change& change) {
+    auto changed = std::make_shared<Policy>(*policy);
+    change(*changed);
+    policy = std::move(changed);
+  }
+
+  // No backward ever asked for the operator's captured output.
+  void leave_out(size_t index, const Operator* op) {
+    if (const auto found = policy->unneeded.find(index); found == policy->unneeded.end() || found->second != op) {
+      change([&](Policy& changed) { changed.unneeded[index] = op; });
+    }
+  }
+
+  std::shared_ptr<const Policy> policy = std::make_shared<Policy>();
   std::optional<int64_t> forward_bytes; // that one forward sends to the host by the plan
   bool opaque = false;
   bool lingers = false; // backward always found its tensors on the device: their copies out start when they have to go
