@@ -125,3 +125,19 @@ def test_a_storage_at_a_reused_address_is_another_storage() -> None:
 
 def test_views_need_not_run() -> None:
     assert plan(lambda x, w: [x.sin().t()[1:]]) == [("sin", RUN), ("t", SKIP), ("slice", SKIP)]
+
+
+def test_a_saved_tensor_whose_graph_goes_while_the_pass_runs_leaves_the_others_right() -> None:
+    run = record(lambda x, w: [x.cos().exp(), (x @ w).exp(), x.sin()], torch.randn(4, 4), torch.randn(4, 4))
+    product = names(run).index("mm")
+    expected = [tensor.clone() for tensor in run.saved]
+    first, *others = (i for i in range(len(run.saved)) if run.forward.has_to_restore(i))
+    mm = torch.randn(4, 4)
+
+    def substitute(index: int) -> tuple[list[torch.Tensor], int]:
+        run.objects[first] = None
+        return [mm], -1
+
+    restored = run.restored({product: True}, substitute)
+    assert list(restored) == others and len(others) == 2
+    assert torch.equal(restored[others[0]], mm.exp()) and torch.equal(restored[others[1]], expected[others[1]])

@@ -2,10 +2,11 @@
 (MEMO, section 4.1).
 
 Any module can be a region. Its forward runs once under an observer that captures expensive outputs and sends their
-first rows to the host; the region two further on waits for those copies and lets the memory go (two rounding buffers,
-by reference). In backward, rows are fetched ahead of use within a limit of bytes that keeps the peak at full
-recomputation's: what is restored at any time is at most the largest region's saved tensors, which full recomputation
-has there too, plus the region inputs, which it never releases.
+first rows to the host; the region two further on waits for those copies and releases the memory (two rounding buffers,
+by reference). In backward, rows are prefetched within a limit of bytes that keeps the peak at full recomputation's:
+what is restored at any time is at most the largest region's saved tensors, which full recomputation has there too, plus
+the region inputs, which it never releases. What runs once a tensor is native: memplug/native/frame.h, flow.h and
+transfer.h.
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ class Executor:
         self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
         # around a region's forward and recompute: (phase, region) -> context manager
         self.guard: Callable[[str, Region], Any] = lambda phase, region: contextlib.nullcontext()
-        # around a recompute pass that runs operators alone: a host brings back what parameters hold
+        # around a recompute pass that runs operators alone: a framework gathers the region's parameters
         self.gathered: Callable[[Region], Any] = lambda region: contextlib.nullcontext()
-        # hosts' states that random operators depend on, see `Ambient`
+        # the framework's states that random operators depend on, see `Ambient`
         self.surroundings: list[Callable[[], Callable[[], Any]]] = []
-        # memory that a host lends to whoever runs: its contents are nobody's, before and after
+        # scratch buffers owned by the framework: never captured or restored
         self.is_scratch: Callable[[torch.Tensor], bool] = lambda tensor: False
         self.on_frame: Callable[[Frame], None] | None = None  # the profile listens here
         self.on_plain: Callable[[int], None] = lambda given_bytes: None  # and here

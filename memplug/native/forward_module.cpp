@@ -116,17 +116,16 @@ struct Running final : Frame {
     for (const auto& [storage, tensor] : elsewhere) {
       memory[storage] = tensor_of(tensor);
     }
-    Bases there = bases(memory, changing);
-    const auto uses = wanted();
+    Pass pass = begin_pass(memory, changing);
     std::vector<at::Tensor> found;
     {
       const py::gil_scoped_release unlocked;
-      found = memplug::replay(*tape, actions, std::move(there), forward.drawn, uses, [&](size_t index) {
+      found = memplug::replay(*tape, actions, std::move(pass.bases), forward.drawn, pass.wanted, [&](size_t index) {
         const py::gil_scoped_acquire locked;
         return substitute ? substitute_of((*substitute)(index)) : Frame::substitute(index);
       });
     }
-    restore(found);
+    end_pass(pass, found);
   }
 
   static Substitute substitute_of(const py::tuple& parts) {

@@ -279,31 +279,31 @@ std::vector<Use> Frame::wanted() const {
   return uses;
 }
 
-Bases Frame::bases(const std::map<int32_t, at::Tensor>& elsewhere, const std::vector<int32_t>& changing) {
-  Bases bases(tape->nbytes.size());
+Frame::Pass Frame::begin_pass(const std::map<int32_t, at::Tensor>& elsewhere, const std::vector<int32_t>& changing) {
+  Pass pass{recomputed(), wanted(), {}, Bases(tape->nbytes.size())};
   for (const int32_t storage : reads()) {
     if (const auto found = elsewhere.find(storage); found != elsewhere.end()) {
-      bases[storage] = found->second;
+      pass.bases[storage] = found->second;
     } else if (const auto input = input_of(storage)) {
       const at::Tensor tensor = flow->transfer->acquire(*input).first;
-      bases[storage] = input->mutated ? copy_of(tensor) : tensor;
+      pass.bases[storage] = input->mutated ? copy_of(tensor) : tensor;
+      pass.inputs.push_back(input);
     } else {
       const bool changes = std::find(changing.begin(), changing.end(), storage) != changing.end();
-      bases[storage] = forward.given_again(storage, tape->regathered[storage], changes);
+      pass.bases[storage] = forward.given_again(storage, tape->regathered[storage], changes);
     }
   }
-  return bases;
+  return pass;
 }
 
-void Frame::restore(const std::vector<at::Tensor>& found) {
-  const auto indices = recomputed();
+void Frame::end_pass(const Pass& pass, const std::vector<at::Tensor>& found) {
   for (size_t i = 0; i < found.size(); ++i) {
-    forward.restore(indices[i], found[i]);
-  }
-  for (const int32_t storage : reads()) {
-    if (const auto input = input_of(storage)) {
-      consume(input);
+    if (forward.saved[pass.indices[i]].alive) {
+      forward.restore(pass.indices[i], found[i]);
     }
+  }
+  for (const auto& input : pass.inputs) {
+    consume(input);
   }
 }
 

@@ -71,17 +71,20 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // A saved tensor that is a view of a captured one.
   at::Tensor view(size_t index);
 
-  // Memory for a recompute pass: what was there before the region.
-  //
+  // A recompute pass: which saved tensors it restores, from what. Parts of the graph may go while it runs.
+  struct Pass {
+    std::vector<size_t> indices;
+    std::vector<Use> wanted;
+    std::vector<std::shared_ptr<Swapped>> inputs; // that it reads
+    Bases bases; // what was there before the region
+  };
+
   // `elsewhere`: memory from outside that was written to since, by storage. `changing`: storages from outside whose
   // contents need not be unchanged.
-  Bases bases(const std::map<int32_t, at::Tensor>& elsewhere, const std::vector<int32_t>& changing);
+  Pass begin_pass(const std::map<int32_t, at::Tensor>& elsewhere, const std::vector<int32_t>& changing);
 
-  // The pass is over, and gave what was `wanted`.
-  void restore(const std::vector<at::Tensor>& found);
-
-  // Saved tensors that a pass restores.
-  std::vector<Use> wanted() const;
+  // It gave what was wanted.
+  void end_pass(const Pass& pass, const std::vector<at::Tensor>& found);
 
   // The captured results of an operator.
   Substitute substitute(size_t index);
@@ -149,6 +152,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::set<size_t> asked_of_ranks() const;
   void learn(const std::vector<size_t>& substituted);
   std::vector<size_t> recomputed() const;
+  std::vector<Use> wanted() const;
   std::map<size_t, bool> captured() const;
   std::vector<size_t> launches() const;
 
