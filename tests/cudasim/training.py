@@ -15,8 +15,9 @@ ALONE = {"profiler": {"enabled": False}, "arena": {"enabled": False}}
 
 
 def block(alpha: float | str = "auto", **parts: Any) -> dict[str, Any]:
-    """That swaps even the smallest tensor."""
-    return {"enabled": True, "plan_dir": False, "tokenwise": {"alpha": alpha, "min_offload_bytes": 1}, **parts}
+    """That swaps even the smallest tensor, however much room the device has."""
+    swapping = {"device_budget_gib": 1e-9, "tokenwise": {"alpha": alpha, "min_offload_bytes": 1}}
+    return {"enabled": True, "plan_dir": False, **swapping, **parts}
 
 
 def model(dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> LlamaForCausalLM:
