@@ -106,19 +106,11 @@ class ScriptedDevice(Device):
         return torch.empty_strided(size, stride, dtype=dtype)
 
 
-class SimulatedDevice(ScriptedDevice):
-    """See the module's text. A context manager around the code under test: operators inside tick the compute clock."""
+class LeavesOut(Device):
+    """In front of another device: its waits are counted, and those of a kind that is `missing` are left out."""
 
-    def __init__(self, schedule: str, seed: int = 0, missing: Wait | None = None):
-        self.schedule = schedule
-        self.random = random.Random(seed)
-        self.clock = 0
-        self.missing = missing
-        self._streams: list[Stream] = []
-        self.violations: list[str] = []
-        self._native: Any = None
-        self.copying = False
-        self._ticker = _Ticker(self)
+    missing: Wait | None = None
+    _native: Any = None
 
     def streams(self, core: Any) -> Any:
         self._native = super().streams(core)
@@ -130,6 +122,20 @@ class SimulatedDevice(ScriptedDevice):
     def waits(self) -> collections.Counter[Wait]:
         """How often each kind was asked for."""
         return collections.Counter(dict(zip(Wait, self._native.waits, strict=True)))
+
+
+class SimulatedDevice(LeavesOut, ScriptedDevice):
+    """See the module's text. A context manager around the code under test: operators inside tick the compute clock."""
+
+    def __init__(self, schedule: str, seed: int = 0, missing: Wait | None = None):
+        self.schedule = schedule
+        self.random = random.Random(seed)
+        self.clock = 0
+        self.missing = missing
+        self._streams: list[Stream] = []
+        self.violations: list[str] = []
+        self.copying = False
+        self._ticker = _Ticker(self)
 
     def __enter__(self) -> SimulatedDevice:
         self._ticker.__enter__()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memplug.execute.device import CudaDevice, Wait
+from tests.simulated import LeavesOut
 
 _library = ctypes.CDLL(None)  # it is in front of all others
 _library.cudasim_violations.restype = ctypes.c_longlong
@@ -121,7 +122,7 @@ def _total_bytes() -> int:
     return total.value
 
 
-class ScheduledDevice(CudaDevice):
+class ScheduledDevice(LeavesOut, CudaDevice):
     """memplug's CUDA device, on the simulated runtime: within it, copies run "late", "early" or at "random".
 
     Args:
@@ -136,7 +137,6 @@ class ScheduledDevice(CudaDevice):
         super().__init__(0)
         self.schedule = Schedule(self.POLICIES[schedule], seed)
         self.missing = missing
-        self._native: Any = None
         self._scheduled = contextlib.ExitStack()
         self._before = violations()
 
@@ -151,14 +151,3 @@ class ScheduledDevice(CudaDevice):
     def violations(self) -> list[str]:
         """One for each since it was made; what they are is on stderr."""
         return ["see above"] * (violations() - self._before)
-
-    def streams(self, core: Any) -> Any:
-        self._native = super().streams(core)
-        if self.missing is not None:
-            self._native.leave_out(list(Wait).index(self.missing))
-        return self._native
-
-    @property
-    def waits(self) -> collections.Counter[Wait]:
-        """How often each kind was asked for."""
-        return collections.Counter(dict(zip(Wait, self._native.waits, strict=True)))
