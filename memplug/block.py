@@ -34,6 +34,7 @@ Patterns = Annotated[
 Bytes = Annotated[
     int, Field(strict=True, ge=0), BeforeValidator(integral), Allowed("a whole number of bytes, 0 or more")
 ]
+Buffers = Annotated[int, Field(strict=True, ge=2), BeforeValidator(integral), Allowed("a whole number, 2 or more")]
 Steps = Annotated[
     int, Field(strict=True, ge=0), BeforeValidator(integral), Allowed("a whole number of steps, 0 or more")
 ]
@@ -84,6 +85,16 @@ class TokenwiseConfig(Section):
     min_offload_bytes: Bytes = Field(
         default=1 << 20,
         description="Tensors below this many bytes are never swapped. A whole number, 0 or more, in bytes.",
+    )
+    buffers: Buffers = Field(
+        default=2,
+        description=(
+            "Rounding buffers (MEMO, section 4.1). In forward: how many regions' captured tensors are on the device "
+            "while they leave for the host; the next region waits for the oldest. In backward, without the planned "
+            "arena: as many buffers of device memory, each for what the largest region swaps, that tensors come back "
+            "into in turn, reserved before the first step under a plan. With the arena nothing is reserved: their "
+            "addresses are planned. With one, no copy would overlap with computation. A whole number, 2 or more."
+        ),
     )
 
 

@@ -54,6 +54,11 @@ class Claim:
         if wanted:
             self._build()
 
+    @property
+    def has_arena(self) -> bool:
+        """Whether the arena serves, or may yet."""
+        return not (self.serving.why if self.serving is not None else self.arena_off_because)
+
     def take(self) -> bool:
         """Claim what is wanted and not claimed yet; returns whether the recorder was got by this call."""
         if not self._pending:

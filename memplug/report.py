@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from memplug.config import MemplugConfig
 from memplug.execute.arena import Counters
+from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
 from memplug.plan.tokenwise import TokenwisePlan
 from memplug.show.words import size
 
 if TYPE_CHECKING:
+    from memplug.stages.planning import Policy
+    from memplug.stages.predictions import Predictions
+    from memplug.stages.rounding import Rounding
     from memplug.stages.serving import Serving
 
 GIB = 2**30
 
 
 def counters(executor: Executor) -> dict[str, Any]:
-    """What the executor did so far and holds now; bytes, counts, and why regions are opaque."""
+    """What the executor did so far and holds now; bytes, counts, and why regions are opaque.
+
+    `transfer_allocations` counts how often a copy in got new device memory, `buffer_misses` how often it did although
+    rounding buffers were reserved, which take `buffer_bytes` of the device.
+    """
     transfer, pool = executor.transfer, executor.pool
     return {
         "forwards": executor.flow.forwards,
@@ -29,9 +40,27 @@ def counters(executor: Executor) -> dict[str, Any]:
         "host_budget_bytes": pool.budget_bytes,
         "host_refusals": transfer.refused,
         "fetched_bytes": transfer.fetched_bytes,
+        "transfer_allocations": transfer.allocations,
+        "buffer_bytes": transfer.buffer_bytes,
+        "buffer_misses": transfer.buffer_misses,
         "recomputed_in_full": executor.divergences,
         "opaque_regions": executor.opaque_regions,
         "opaque_because": sorted(executor.opaque),
+    }
+
+
+def predicted(policy: Policy | None, predictions: Predictions, rounding: Rounding) -> dict[str, Any]:
+    """What the plan in force promises, None without one, and whether a step has kept its promise of bytes."""
+    solution = policy.solution if policy else None
+    return {
+        "predicted_regions_s": solution.step_s if solution else None,
+        "predicted_full_recomputation_s": policy.full_recomputation_s if policy else None,
+        "predicted_host_bytes": solution.host_bytes if solution else None,
+        "expected_step_bytes": predictions.expected_bytes,
+        "sent_step_bytes": predictions.sent_bytes,
+        "predicted_kept_bytes": solution.device_bytes if solution else None,
+        "predicted_peak_bytes": rounding.peak_bytes(policy),
+        "bound": solution.bound if solution else None,
     }
 
 
@@ -73,6 +102,13 @@ def arena(serving: Serving | None, why: str) -> dict[str, Any]:
     }
 
 
+def swapped_fraction(config: MemplugConfig, solution: TokenwisePlan | None, regions: Sequence[Region]) -> float | None:
+    """Of the rows of every matmul's output, the mean of all regions; None before there is a plan."""
+    if not isinstance(config.tokenwise.alpha, str):
+        return float(config.tokenwise.alpha)
+    return statistics.fmean(region.rows for region in regions) if solution and regions else None
+
+
 def planned(solution: TokenwisePlan) -> str:
     """A plan in one line."""
     if all(group.plain for region in solution.regions.values() for group in region.groups):
@@ -107,7 +143,7 @@ def out_of_memory_note(phase: str, region: str | None, report: dict[str, Any], p
         f"memplug: out of memory in {phase}" + (f" of region {region}" if region else ""),
         f"  peak: predicted {_gib(report['predicted_peak_bytes'])}, measured {_gib(peak_bytes)} (allocated in all)",
         f"  memplug holds on the device: {_gib(report['fetched_bytes'])} fetched, "
-        f"{_gib(report['predicted_kept_bytes'])} kept by plan",
+        f"{_gib(report['predicted_kept_bytes'])} kept by plan, {_gib(report['buffer_bytes'])} in rounding buffers",
         f"  memplug holds on the host: {_gib(report['host_used_bytes'])} of {_gib(report['host_budget_bytes'])}",
         f"  stage {report['stage']}, alpha {report['alpha']}, {report['forwards_in_flight']} region forwards in flight",
         "  Three things to change, the cheapest first:",

@@ -1,7 +1,8 @@
 """One attached model: its regions, its executor, what tells where a step ends, and what it reports of itself.
 
 Until there is a plan, every region runs at the safest setting: inputs and attention outputs swapped, every matmul
-recomputed. With a number for alpha there is nothing to plan: the session is stable at once, and watches nothing.
+recomputed. With a number for alpha there is nothing to plan: the session is stable at once, and times one step only, to
+check the number.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from memplug.profile.trace import Trace
 from memplug.recording import Recording, of_rank, unused
 from memplug.stages import budgets
 from memplug.stages.adjuster import Adjuster
+from memplug.stages.checking import AlphaCheck
 from memplug.stages.predictions import Predictions
 from memplug.stages.ranks import Ranks
+from memplug.stages.rounding import Rounding
 from memplug.stages.serving import Serving
 from memplug.stages.shortage import Shortage
 from memplug.stages.table import Stage
@@ -60,9 +63,9 @@ class Session:
         self.config = config
         self.regions = list(regions)
         self.device = device
-        host_bytes = budgets.host_budget_bytes(config)
-        self.executor = Executor(device, host_bytes, config.tokenwise.min_offload_bytes, regathers)
-        self.executor.guard = self.explaining
+        host_bytes, tokenwise = budgets.host_budget_bytes(config), config.tokenwise
+        self.executor = Executor(device, host_bytes, tokenwise.min_offload_bytes, regathers, tokenwise.buffers)
+        self.executor.explain = self._explain
         self.steps = 0
         self._planned_steps = 0
         self._timelines = 0
@@ -80,11 +83,12 @@ class Session:
         self._ranks = Ranks()
         self._adjuster = Adjuster(config, self.regions, self.executor, begin, self._step_peak, self._ranks)
         self._shortage = Shortage(self.executor, self._ranks)
+        self._check = AlphaCheck(config, self.regions, self.executor, self._ranks)
         self._predictions = Predictions(self.executor)
+        self._rounding = Rounding(self.executor, planned=self._plans)
         self.at_detach(closing.at_exit(self))
         if self._plans:
-            self.executor.on_frame = self._adjuster.observer
-            self.executor.on_plain = self._adjuster.observer.ran_plain
+            self.executor.on_timed = self._adjuster.observer
             self._adjuster.tell(f"{len(self.regions)} regions, planned for once the program repeats")
         elif config.tokenwise.enabled:
             self._adjuster.tell(f"{len(self.regions)} regions, alpha {config.tokenwise.alpha}")
@@ -108,7 +112,7 @@ class Session:
         for region in self.regions:
             region.end_step()
         self._time_step()
-        operators, nodes = self._take()
+        (operators, nodes), sizes = self._take(), self.executor.flow.take_given_bytes()
         if recording is not None:
             recording.end_step()
         if self.regions and self.stage is Stage.STABLE:
@@ -118,16 +122,19 @@ class Session:
         if self._plans:
             policy = self._adjuster.policy
             self._planned_steps += policy is not None
-            program = Program(operators, self._adjuster.observer.take_sizes(), nodes)
+            program = Program(operators, sizes, nodes)
             if policy is None:
                 self._predictions.skip_step()
             else:
                 self._predictions.end_step(policy, program, self._adjuster.programs.current.baseline)
             self._adjuster.end_step(self.steps, program)
+        self._check.end_step()
         if serving is not None:
             if not recording.able:
                 serving.close("steps cannot be recorded")
             serving.end_step(self._adjuster.lasting, recording.step_trace)
+        has_arena = self._claim is not None and self._claim.has_arena
+        self._rounding.end_step(self._adjuster.policy, self.stage is Stage.STABLE and not has_arena)
         for callback in self.on_step:
             callback(self)
         self._begin_step()
@@ -160,33 +167,30 @@ class Session:
 
         `swapped_share` is how much of what was to be swapped still is, below 1 once the host memory of a rank has run
         out; `step_s` is the median of the last steps, from one `step()` to the next; `predicted_*` come from the plan
-        and are None before there is one; `program` is the index of the current one among the `programs` remembered,
-        and `replans` counts how often a plan was made.
+        and are None before there is one, the peak with the rounding buffers that are reserved now; `program` is the
+        index of the current one among the `programs` remembered, and `replans` counts how often a plan was made.
         `sent_step_bytes` went to the host in the second step under the latest plan, or the first after it that was as
         large as the one that it was made from, and was to send `expected_step_bytes`.
+        `alpha_by_link` and `alpha_by_host` are the largest fractions that the link hides behind each region's forward,
+        and that the host budget holds; None until a number above 0 for alpha is checked.
         """
-        solution, programs = self.solution, self._adjuster.programs
+        programs = self._adjuster.programs
         return {
             "stage": self.stage.value,
             "steps": self.steps,
             "regions": len(self.regions),
             "plain_regions": sum(region.plain_bytes is not None for region in self.regions),
             "alpha": self.config.tokenwise.alpha,
+            "alpha_by_link": self._check.by_link,
+            "alpha_by_host": self._check.by_host,
             "program": programs.current.index if programs.current else None,
             "programs": len(programs),
             "replans": self._adjuster.replans,
             "planned_steps": self._planned_steps,
-            "swapped_fraction": self._swapped_fraction(),
+            "swapped_fraction": report.swapped_fraction(self.config, self.solution, self.regions),
             "swapped_share": self.executor.share,
             "step_s": statistics.median(self._step_seconds) if self._step_seconds else None,
-            "predicted_regions_s": solution.step_s if solution else None,
-            "predicted_full_recomputation_s": self._adjuster.policy.full_recomputation_s if solution else None,
-            "predicted_host_bytes": solution.host_bytes if solution else None,
-            "expected_step_bytes": self._predictions.expected_bytes,
-            "sent_step_bytes": self._predictions.sent_bytes,
-            "predicted_kept_bytes": solution.device_bytes if solution else None,
-            "predicted_peak_bytes": self._adjuster.policy.peak_bytes if solution else None,
-            "bound": solution.bound if solution else None,
+            **report.predicted(self._adjuster.policy, self._predictions, self._rounding),
             **report.counters(self.executor),
             "profiler": "operators" if self._recording is not None and self._watches else "sizes",
             "profiler_off_because": (self._claim.profiler_off_because or None) if self._claim else None,
@@ -207,7 +211,7 @@ class Session:
         if self._claim is not None:
             self._claim.release("the session is detached")
         self.executor.own = contextlib.nullcontext()
-        self.executor.on_frame = None
+        self.executor.on_timed = None
         self.executor.close()
         if self._claim is not None:  # else attaching failed
             self.tell(line)
@@ -301,15 +305,17 @@ class Session:
         self._undo.append(undo)
 
     @contextlib.contextmanager
-    def explaining(self, phase: str, region: Region | None = None) -> Iterator[None]:
+    def explaining(self, phase: str) -> Iterator[None]:
         """A device out-of-memory error that passes gets a note of what memplug knew."""
         try:
             yield
         except torch.OutOfMemoryError as error:
-            name = region.name if region else None
-            peak_bytes = budgets.peak_bytes(self.device)
-            report.add_note(error, report.out_of_memory_note(phase, name, self.report(), peak_bytes))
+            self._explain(phase, None, error)
             raise
+
+    def _explain(self, phase: str, region: Region | None, error: BaseException) -> None:
+        peak_bytes, name = budgets.peak_bytes(self.device), region.name if region else None
+        report.add_note(error, report.out_of_memory_note(phase, name, self.report(), peak_bytes))
 
     def tell(self, text: str) -> None:
         """One line, on rank 0."""
@@ -382,11 +388,6 @@ class Session:
         if self._last_step is not None:
             self._step_seconds.append(now - self._last_step)
         self._last_step = now
-
-    def _swapped_fraction(self) -> float | None:
-        if not isinstance(self.config.tokenwise.alpha, str):
-            return float(self.config.tokenwise.alpha)
-        return statistics.fmean(region.rows for region in self.regions) if self.solution and self.regions else None
 
 
 def initial_regions(config: MemplugConfig, named_kinds: Sequence[tuple[str, str]]) -> list[Region]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +10,11 @@ import torch
 
 
 class Watcher:
-    """What a native forward tells, which nobody needs here."""
+    """What a native frame asks its executor for, when its forward writes in place."""
 
-    def time(self, index: int, over: bool) -> None:
-        pass
-
-    def before_foreign_write(self, storage: int, tensor: torch.Tensor) -> None:
-        pass
-
-    def is_transparent(self, tensor: torch.Tensor) -> bool:
-        return False
+    def is_scratch(self, tensor: torch.Tensor) -> bool:
+        """Nobody needs the former value here."""
+        return True
 
 
 class Run:
@@ -26,33 +22,37 @@ class Run:
 
     def __init__(self, core: Any, call: Callable[[], Any], known: tuple[Any, ...] = ()):
         self.saved: list[torch.Tensor] = []
-        self.watcher = Watcher()
         transfer = core.Transfer(core.cpu_streams(), core.HostRows(lambda nbytes: False))
-        region = core.Region()
+        region = core.Region("")
         region.opaque = True  # nothing is captured
-        self.forward = core.Frame(list(known), self.watcher, core.Flow(transfer, "cpu", 1), region, False)
+        self.forward = core.Frame(list(known), core.Flow(transfer, "cpu", 1, 2), region, Watcher())
         packed = self.forward.pack()
         self.objects: list[Any] = []
 
+        this = weakref.ref(self)  # a collective's work has the hook too, and may be dropped last, on Gloo's thread
+
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            self.saved.append(tensor)
-            self.objects.append(packed(tensor))
+            run = this()
+            assert run is not None, "its forward is over"
+            run.saved.append(tensor)
+            run.objects.append(packed(tensor))
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             self.forward.begin()
             try:
                 self.out = call()
-                self.tape = self.forward.finish()
+                self.forward.finish()
             finally:
                 self.forward.end()
+        self.tape = self.forward.tape
         self.follows = self.forward.followed is not None
         self.forward.close(False)
 
     def restored(self, captured: dict[int, bool], substitute: Callable[[int], Any]) -> dict[int, torch.Tensor]:
         """What a recompute pass gives."""
         self.forward.decide(captured, [])
-        self.forward.replay({}, [], substitute)
+        self.forward.replay(substitute)
         return self.forward.restored()
 
 

@@ -1,5 +1,5 @@
-"""A tape that a dispatch mode notes in Python, which the native one is compared with: the operators of one forward,
-what storages they read and made, and what a recompute pass must do with each of them .
+"""A tape that a dispatch mode notes in Python, which the native one is compared with: the operators of one forward, the
+storages that they read, write and make, and what a recompute pass must do with each of them.
 
 The tape keeps names, not tensors. Storages are named by a running number; while the forward runs, by their address too,
 which is then kept from being reused.
@@ -7,7 +7,6 @@ which is then kept from being reused.
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -18,204 +17,88 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplug.execute import operators
 from memplug.execute.operators import tensors_in, written_arguments
-
-
-class Form(enum.Enum):
-    """How an operator touches memory."""
-
-    VIEW = "view"  # its outputs share the storage of an input
-    WRITE = "write"  # it writes to an argument
-    PURE = "pure"  # it makes new storages from its inputs, and that is all it does
-    FIXED = (
-        "fixed"  # it must run in every recompute pass: random, or other ranks take part, or it has effects of its own
-    )
-    EXCHANGE = "exchange"  # other ranks take part, and its outputs are arguments that it writes to
-    VALUE = "value"  # Python gets a number from it, and the same number in every recompute pass: control flow repeats
-
-
-def is_plain(kind: type) -> bool:
-    """Whether tensors of this type are what their memory says: no wrapper with a dispatch of its own."""
-    return kind is torch.Tensor or kind is torch.nn.Parameter
-
-
-def _gives_subclass(out: Any) -> bool:
-    return isinstance(out, torch.Tensor) and not is_plain(type(out))
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Address of the tensor's storage object: valid as a name only while the tensor lives."""
-    return tensor.untyped_storage()._cdata
-
-
-def fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is all of its storage, be it empty: a rank whose experts get no tokens exchanges nothing."""
-    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
-class Record:
-    """One operator of the tape. `inputs` and `outputs` are storage numbers; `outputs` are those that it made."""
-
-    __slots__ = ("func", "form", "inputs", "outputs", "shapes", "root", "capturable", "stamps")
-
-    def __init__(
-        self, func: Any, form: Form, inputs: tuple[int, ...], outputs: tuple[int, ...], shapes: list[Any], root: bool
-    ):
-        self.func = func
-        self.form = form
-        self.inputs = inputs
-        self.outputs = outputs
-        self.shapes = shapes  # per output (size, stride, dtype, device), or the value itself where it is no tensor
-        self.root = root  # it counts as needed whether or not anything reads its outputs
-        self.capturable = (form is Form.PURE and not operators.is_factory(func)) or operators.kind_of(func) is not None
-        self.stamps: Any = None  # device times before and after, where the profile asked for them
+from memplug.execute.tape import Form, Record, storage_of
 
 
 class Tape:
-    """Operators of one forward in program order.
+    """Operators of one forward in program order, as records of memplug's own kind.
 
     Storages that no operator on the tape made (region inputs, parameters, constants) are *given*: a recompute pass
     finds them there.
-
-    Some work is on no tape: kernels launched on addresses (Triton, pybind), Python reading memory (`tolist`, `numpy`),
-    tensor subclasses. A forward that gives a sign of it is `opaque`: nothing is skipped, since nobody knows what was
-    read.
     """
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self.saved: set[int] = set()  # storages that backward asks for and only a recompute pass can give
-        self.asked: set[int] = set()  # storages that backward asks for, in whatever way
-        self.read: set[int] = set()  # storages that Python reads: a recompute pass must find the same there
         self.given: set[int] = set()
-        self.spared: set[int] = set()  # exchanges that no recompute pass runs again
-        self.fetched: set[int] = set()  # storages that such an exchange filled, and a recompute pass puts in
-        self.bytes: dict[int, int] = {}
-        self.random = False
-        self.communicates = False
-        self.opaque = False
+        self.bytes: list[int] = []  # of every storage
         self.blank: set[int] = set()  # storages whose contents no operator has written
-        self.span: Any = None  # (begin, end) stamps of the forward, where the profile asked for them
-        self.recompute_span: Any = None
-        self.backward_begin: Any = None
         self._names: dict[int, int] = {}
         # while these are held, no other storage gets the address of one that is gone, seen or unseen
         self._addresses: list[StorageWeakRef] = []
 
-    def add(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
-        """Note one operator; returns its index."""
-        if operators.is_exchange(func):
-            return self._add_exchange(func, args, kwargs)
-        inputs = tuple(self._name(tensor) for tensor in tensors_in(args))
-        if kwargs:
-            inputs += tuple(self._name(tensor) for tensor in tensors_in(list(kwargs.values())))
-        outputs, shapes = self._outputs(inputs, out)
-        form, root = Form.PURE if outputs else Form.VIEW, False
-        if not is_ordinary(func) or _gives_subclass(out):
-            form, root = self._special(func, args, kwargs, out, outputs, form)
-        self.records.append(Record(func, form, inputs, outputs, shapes, root))
-        return len(self.records) - 1
-
-    def _special(
-        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, outputs: tuple[int, ...], form: Form
-    ) -> tuple[Form, bool]:
-        """Form and root of an operator that does more than read its inputs and make its outputs."""
-        root = False
-        if draws(func, args, kwargs):
-            self.random = True
-            # in-place draws (dropout masks) read nothing but the generator
-            form, root = Form.FIXED, not operators.is_mutable(func)
-        elif operators.is_communication(func):
-            self.communicates = True
-            form, root = Form.FIXED, True
-        elif operators.has_effects(func) or _gives_subclass(out):
-            form, root = Form.FIXED, True
-        elif operators.gives_python_value(func):
-            form = Form.VALUE
-        elif operators.is_mutable(func):
-            form = Form.WRITE
-            root = any(self._name(tensor) in self.given for tensor in written_arguments(func, args, kwargs))
+    def add(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Note one operator."""
+        tensors = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        inputs = tuple(self._name(tensor) for tensor in tensors)
+        written = tuple(map(self._name, written_arguments(func, args, kwargs))) if operators.is_mutable(func) else ()
+        returned = list(tensors_in([out]))
+        made = written if operators.is_exchange(func) else self._made(inputs, returned)
+        form, root = Form.PURE if made else Form.VIEW, False
+        if not is_ordinary(func):
+            form, root = self._special(func, args, kwargs, written, form)
         if operators.leaves_memory_blank(func):
-            self.blank.update(number for number in outputs if self.bytes[number])
-        elif self.blank and operators.is_mutable(func):
-            self.blank.difference_update(self._name(tensor) for tensor in written_arguments(func, args, kwargs))
-        return form, root
-
-    def _add_exchange(self, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-        written = written_arguments(func, args, kwargs)
-        outputs = tuple(self._name(tensor) for tensor in written)
-        unread = () if operators.accumulates(func) else written
-        given = (tensor for tensor in tensors_in(args) if not any(tensor is other for other in unread))
-        inputs = tuple(self._name(tensor) for tensor in given)
-        self.communicates = True
-        self.blank.difference_update(outputs)
-        self.records.append(Record(func, Form.EXCHANGE, inputs, outputs, [], root=True))
-        return len(self.records) - 1
-
-    def note_read(self, tensor: torch.Tensor, begin: int) -> None:
-        """Python reads a tensor, or what the operators from index `begin` on have just made of it."""
-        number = self.number(tensor)
-        self.read.update(() if number is None else (number,))
-        for record in self.records[begin:]:
-            self.read.update(record.outputs)
-
-    def sole_maker(self, index: int) -> int | None:
-        """The operator that made the one storage that exchange `index` fills, where nobody saw the storage between the
-        two: whoever gives the result need not run either.
-        """
-        (number,) = self.records[index].outputs or (None,)
-        for before in range(index - 1, -1, -1):
-            record = self.records[before]
-            if record.form is Form.PURE and record.outputs == (number,) and len(record.shapes) == 1:
-                return before
-            if record.form is not Form.VIEW and number in (*record.inputs, *record.outputs):
-                return None
-        return None
-
-    def number(self, tensor: torch.Tensor) -> int | None:
-        """The number of a living tensor's storage; None when no operator touched it."""
-        return self._names.get(storage_of(tensor))
+            self.blank.update(number for number in made if self.bytes[number])
+        else:
+            self.blank.difference_update(written)
+        rows = returned[0].shape[0] if returned and returned[0].dim() else 0
+        results = tuple(self._names[storage_of(tensor)] for tensor in returned)
+        dimensions = tuple(tensor.dim() for tensor in tensors)
+        drawn = draws(func, args, kwargs)
+        self.records.append(Record(func, form, root, drawn, rows, inputs, made, written, results, dimensions))
 
     def close(self) -> None:
-        """The forward is over: addresses no longer name storages. Memory that nobody was seen to fill was filled
-        unseen.
-        """
-        self.opaque = self.opaque or bool(self.blank)
+        """The forward is over: addresses no longer name storages."""
         self._names.clear()
         self._addresses.clear()
 
-    def maker_of(self, tensor: torch.Tensor) -> int | None:
-        """Index of the operator that made a living tensor's storage; None for a given one."""
-        number = self.number(tensor)
-        return next((i for i in range(len(self.records) - 1, -1, -1) if number in self.records[i].outputs), None)
+    def _special(
+        self, func: Any, args: Any, kwargs: dict[str, Any], written: tuple[int, ...], form: Form
+    ) -> tuple[Form, bool]:
+        """Form and root of an operator that does more than read its inputs and make its outputs."""
+        if operators.is_exchange(func):
+            return Form.EXCHANGE, True
+        if draws(func, args, kwargs):
+            # in-place draws (dropout masks) read nothing but the generator
+            return Form.FIXED, not operators.is_mutable(func)
+        if operators.is_communication(func) or operators.has_effects(func):
+            return Form.FIXED, True
+        if operators.gives_python_value(func):
+            return Form.VALUE, False
+        if operators.is_mutable(func):
+            return Form.WRITE, not self.given.isdisjoint(written)
+        return form, False
 
     def _name(self, tensor: torch.Tensor) -> int:
-        address = storage_of(tensor)
-        number = self._names.get(address)
+        """The number of a tensor's storage: a new one, of a given storage, where no operator touched it so far."""
+        number = self._names.get(storage_of(tensor))
         if number is None:
-            number = self._new(address, tensor)
+            number = self._new(tensor)
             self.given.add(number)
         return number
 
-    def _new(self, address: int, tensor: torch.Tensor) -> int:
-        number = len(self.bytes)
+    def _new(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
-        self._names[address] = number
+        self._names[storage_of(tensor)] = len(self.bytes)
         self._addresses.append(StorageWeakRef(storage))
-        self.bytes[number] = storage.nbytes()
-        return number
+        self.bytes.append(storage.nbytes())
+        return len(self.bytes) - 1
 
-    def _outputs(self, inputs: tuple[int, ...], out: Any) -> tuple[tuple[int, ...], list[Any]]:
-        outputs: list[int] = []
-        shapes: list[Any] = []
-        for item in out if isinstance(out, (tuple, list)) else (out,):
-            if not isinstance(item, torch.Tensor):
-                shapes.append(item)
-                continue
-            shapes.append((item.shape, item.stride(), item.dtype, item.device))
-            address = storage_of(item)
-            if self._names.get(address) not in inputs:
-                outputs.append(self._new(address, item))
-        return tuple(outputs), shapes
+    def _made(self, inputs: tuple[int, ...], returned: list[torch.Tensor]) -> tuple[int, ...]:
+        made: list[int] = []
+        for tensor in returned:
+            if self._names.get(storage_of(tensor)) not in (*inputs, *made):
+                made.append(self._new(tensor))
+        return tuple(made)
 
 
 @functools.cache
@@ -226,7 +109,6 @@ def is_ordinary(func: Any) -> bool:
         operators.is_random,
         operators.has_effects,
         operators.gives_python_value,
-        operators.leaves_memory_blank,
         operators.is_mutable,
     )
     return not any(holds(func) for holds in special)

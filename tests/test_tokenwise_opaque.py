@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from memplug.execute import garbage
 from memplug.execute import tokenwise as executing
 from tests.blocks import Block, Layer, Stack, alphas, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 from tests.forwards import Counts, Routes, Statistics, WritesInput
@@ -21,11 +21,24 @@ pytestmark = pytest.mark.device
 def test_without_the_native_core_regions_are_opaque_and_gradients_hold(
     alpha: float, block: type[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (executing, garbage):
-        monkeypatch.setattr(module, "core", lambda: None)
+    monkeypatch.setattr(executing, "core", lambda: None)
     executor = train_alike(block, alpha, exact=True)
     assert dict(executor.opaque) == {"the native core is missing": 3}
     assert executor.transfer.offloaded_total_bytes > 0, "inputs are swapped"
+
+
+def test_without_the_native_core_gradients_hold_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executing, "core", lambda: None)
+    torch.manual_seed(0)
+    model = Stack(2)
+    reference = twin(model)
+    tokenwise(model, 0.0)
+    x = torch.randn(2, 6, 16)
+    for network in (model, reference):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = network(x)
+        out.backward()
+    assert_same(gradients(model), gradients(reference))
 
 
 class TakesAddress(Layer):
@@ -33,6 +46,43 @@ class TakesAddress(Layer):
         y = self.inner(x)
         y.data_ptr()
         return x + self.out(torch.nn.functional.dropout(y.sigmoid(), 0.3))
+
+
+class Point(NamedTuple):
+    one: torch.Tensor
+    other: Any
+
+
+class Nests(Layer):
+    """Opaque, and given tensors in containers."""
+
+    def forward(self, x: torch.Tensor, nested: dict[str, Any], *, scales: list[Any]) -> torch.Tensor:
+        y = self.inner(x)
+        y.data_ptr()
+        (pair, point), ordered = nested["parts"], nested["ordered"]
+        y = (y.unflatten(-1, (16, 2)).sum(-1) * pair[0] + pair[1]).sigmoid() * point.one * point.other + ordered[
+            "last"
+        ] * scales[0]
+        return x + self.out((y * (scales[1] if scales[2] is None else 0)).repeat(1, 1, 2))
+
+
+@alphas
+def test_an_opaque_recompute_pass_is_given_the_same_containers(alpha: float) -> None:
+    torch.manual_seed(0)
+    model = Stack(1, Nests)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    tensors = [torch.randn(2, 6, 16) for _ in range(5)]
+    for network in (model, reference):
+        own = [tensor.clone().requires_grad_() for tensor in tensors]
+        x, a, b, c, d = (tensor * 1 for tensor in own)
+        nested = {"parts": [(a, b), Point(c, 0.5)], "ordered": collections.OrderedDict(first=None, last=d)}
+        network.layers[0](x, nested, scales=[2, 3.0, None]).sum().backward()
+        network.inputs = [tensor.grad for tensor in own]
+    assert executor.opaque_regions == 1
+    assert_same(gradients(model), gradients(reference))
+    assert all(map(torch.equal, model.inputs, reference.inputs))
+    assert_clean(executor)
 
 
 class Wraps(Layer):

@@ -66,6 +66,7 @@ def _in_words(config: "MemplugConfig") -> list[str]:
             "  regions          "
             + ("every decoder layer" if tokenwise.regions == "auto" else ", ".join(tokenwise.regions)),
             f"  smallest swap    tensors of {tokenwise.min_offload_bytes:,} bytes",
+            f"  buffers          {_buffers_in_words(config)}",
         ]
     else:
         lines.append("  row-cached recompute is switched off (tokenwise.enabled): nothing is swapped or recomputed")
@@ -94,6 +95,12 @@ def _alpha_in_words(alpha: float | str) -> str:
     if alpha == 1:
         return "all of each captured tensor, nothing expensive is recomputed (alpha 1)"
     return f"the first {alpha:.4g} of each captured tensor's rows, the rest recomputed (alpha {alpha:.4g})"
+
+
+def _buffers_in_words(config: "MemplugConfig") -> str:
+    count = config.tokenwise.buffers
+    reserved = "planned with the arena" if config.arena.enabled else "reserved before the first step under a plan"
+    return f"{count} regions' tensors at a time are on their way; memory to come back into is {reserved}"
 
 
 def _budget_in_words(budget_gib: float | str, auto: str) -> str:

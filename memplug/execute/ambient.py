@@ -17,36 +17,58 @@ from memplug.execute.device import Device
 
 
 class Ambient:
-    """Taken when a region's forward starts.
+    """Taken when a region's forward starts: by the native core (memplug/native/ambient.h), or here.
 
     Args:
-        surroundings: of the host; each takes a state that random operators depend on, and returns what gives a context
+        device: where the training runs.
+        surroundings: states of the host that random operators depend on, each as a function that gives a context
             manager in which that state is back.
+        cpu_rng, device_rng: generator states; of the device none where that is the CPU.
+        autocast: (device, whether it is on, dtype) of each kind.
+        attention: which back ends are enabled.
+        default_device: of factory functions, where one was set.
     """
 
-    def __init__(self, device: Device, surroundings: Sequence[Callable[[], Callable[[], Any]]] = ()):
-        self.device = device
-        self.surroundings = [take() for take in surroundings]
-        self.cpu_rng = torch.get_rng_state()
-        self.device_rng = None if device.kind == "cpu" else device.get_rng_state()
+    def __init__(
+        self,
+        device: Device,
+        surroundings: Sequence[Callable[[], Any]],
+        cpu_rng: torch.Tensor,
+        device_rng: torch.Tensor | None,
+        autocast: Sequence[tuple[str, bool, torch.dtype]],
+        attention: tuple[bool, ...],
+        default_device: torch.device | None,
+    ):
+        self.device, self.surroundings = device, surroundings
+        self.cpu_rng, self.device_rng = cpu_rng, device_rng
+        self.autocast, self.attention, self.default_device = autocast, attention, default_device
+
+    @classmethod
+    def taken(cls, device: Device, surroundings: Sequence[Callable[[], Any]]) -> Ambient:
+        """As it is now, without the native core."""
         kinds = ("cpu",) if device.kind == "cpu" else ("cpu", device.kind)
-        self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-        self.attention = _attention_backends()
-        self.default_device = _default_device()
+        return cls(
+            device,
+            surroundings,
+            torch.get_rng_state(),
+            None if device.kind == "cpu" else device.get_rng_state(),
+            [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
+            _attention_backends(),
+            default_device(),
+        )
 
     def during_forward(self) -> contextlib.AbstractContextManager[None]:
         """No autocast cache: a weight cast once for two regions would be cast again in the recompute pass of one. And
-        nothing compiled: functions that the model compiles inside of a region run as they are written, since compiled
-        code has no operators to see.
+        nothing compiled.
         """
         casts = any(enabled for _, enabled, _ in self.autocast)
-        return _without_autocast_cache() if casts else _as_written
+        return _without_autocast_cache() if casts else as_written
 
     @contextlib.contextmanager
     def during_recompute(self) -> Iterator[None]:
         """The same state again, for a pass that runs the module."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_as_written)
+            stack.enter_context(as_written)
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
             if self.default_device is not None:
@@ -65,20 +87,10 @@ class Ambient:
             yield
 
 
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with _as_written:
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
-
-
 class _AsWritten(contextlib.AbstractContextManager):
-    """Nothing compiled runs inside. The compiler's stance is the process's: of threads that overlap, the first sets
-    it and the last puts it back, whichever that is.
+    """Nothing compiled runs inside: functions that the model compiles inside of a region run as they are written, since
+    compiled code has no operators to see. The compiler's stance is the process's: of threads that overlap, the first
+    sets it and the last puts it back, whichever that is.
     """
 
     def __init__(self) -> None:
@@ -99,10 +111,21 @@ class _AsWritten(contextlib.AbstractContextManager):
                 self._stance.__exit__(None, None, None)
 
 
-_as_written = _AsWritten()
+as_written = _AsWritten()
 
 
-def _default_device() -> torch.device | None:
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with as_written:
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def default_device() -> torch.device | None:
     """Of factory functions, where one was set; `torch.get_default_device` would make a tensor to find out."""
     modes = reversed(_get_current_function_mode_stack())
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ def core() -> Any:
         )
         return None
     module.describe_operators(operators.describe)
+    gc.callbacks.append(module.collecting)
     return module
 
 

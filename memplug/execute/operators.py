@@ -190,11 +190,6 @@ def describe(name: str, overload: str) -> int:
     return sum(1 << bit for bit, holds in enumerate(traits) if holds)
 
 
-def returns_list(func: Any) -> bool:
-    """Whether the operator returns a list of tensors as one value."""
-    return isinstance(func._schema.returns[0].type, torch.ListType)
-
-
 def splits_by_rows(func: Any, dimensions: Sequence[int]) -> bool:
     """Whether a call of a `ROWS` operator on tensors of so many dimensions can be recomputed from any row on: not a
     grouped mm over 3-D inputs.

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from memplug.execute.core import core
-from memplug.execute.tape import Record
-
-if TYPE_CHECKING:
-    from memplug.execute.frame import Frame
 
 
 def _native(name: str, text: str) -> Any:
@@ -30,15 +26,8 @@ class Region:
 
     Attributes:
         key: regions of one key ran the same operators and share a plan.
-        swaps_input: whether its input leaves for the host; else it is held.
         plain_bytes: it runs as it would without memplug where it is given no more than so many bytes of tensors; None:
             it never does.
-        planned_from: records of the forward that the plan was made from; None before there is one.
-        communicates: its forward contains collectives that a recompute pass runs again, so that all ranks must
-            recompute alike.
-        seen: it has run forward.
-        familiar: its last forward did what an earlier one did; only a forward of an unfamiliar region is watched for
-            work that no operator shows.
     """
 
     rows = _native("rows", "Fraction of the rows of every matmul's output to swap, where no plan says so.")
@@ -51,22 +40,30 @@ class Region:
         "section 4.1: the last two layers): their copies out start only when they have to go after all.",
     )
     peak = _native("peak", "The most of its forwards that were in flight at once.")
+    swaps_input = _native("swaps_input", "Whether its input leaves for the host; else it is held.")
+    planned_from = _native(
+        "planned_from", "The native tape of the forward that the plan was made from; None before there is one."
+    )
+    communicates = _native(
+        "communicates",
+        "Its forward contains collectives that a recompute pass runs again, so that all ranks must recompute alike.",
+    )
+    seen = _native("seen", "It has run forward.")
+    familiar = _native(
+        "familiar",
+        "Its last forward did what an earlier one did; only a forward of an unfamiliar region is watched for work that "
+        "no operator shows.",
+    )
 
     def __init__(self, name: str, kind: str, rows: float):
         known = core()
-        self.native = known.Region() if known is not None else _Alone()
+        self.native = known.Region(kind) if known is not None else _Alone()
         self.name = name
         self.kind = self.key = kind
         self.rows = rows
-        self.swaps_input = True
         self.plain_bytes: int | None = None
-        self.planned_from: Sequence[Record] | None = None
-        self.communicates = False
-        self.familiar = False
-        self.seen = False
         self._plan: Mapping[int, tuple[Any, float, bool]] | None = None
         self._opaque = ""
-        self._forwards = 0
 
     @property
     def plan(self) -> Mapping[int, tuple[Any, float, bool]] | None:
@@ -97,16 +94,11 @@ class Region:
     def opaque(self, why: str) -> None:
         self._opaque, self.native.opaque = why, bool(why)
 
-    def ran(self, frame: Frame) -> None:
-        """A forward is over."""
-        self.seen = True
-        self._forwards += 1
-        self.communicates = self.communicates or frame.communicates
-
     def end_step(self) -> None:
         """Find out whether its tensors stay until backward."""
-        self.lingers = self._forwards > 0 and not self.native.released
-        self.native.released, self._forwards = False, 0
+        native = self.native
+        self.lingers = native.forwards > 0 and not native.released
+        native.released, native.forwards = False, 0
 
     def decide(self, index: int, func: Any) -> tuple[float, bool]:
         """Fraction of rows to swap of operator `index`, and whether to keep it on the device instead. The plan is
@@ -125,6 +117,12 @@ class _Alone:
     released: bool = True
     opaque: bool = True
     peak: int = 1
+    swaps_input: bool = True
+    planned_from: None = None
+    communicates: bool = False
+    seen: bool = False
+    familiar: bool = False
+    forwards: int = 0
     unneeded: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def plan(self, plan: Any) -> None:

@@ -7,14 +7,11 @@ reads of them: the policy, to name what is captured, and the planner. Storages a
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from memplug.execute import operators
-
-if TYPE_CHECKING:
-    from memplug.execute.region import Region
 
 
 class Form(enum.Enum):
@@ -71,12 +68,6 @@ def record_of(described: tuple[Any, ...]) -> Record:
     return Record(operators.named(name, overload), _FORMS[form], root, draws, rows, *map(tuple, storages))
 
 
-def record_at(forward: Any, index: int) -> Record:
-    """One of a native forward that still runs."""
-    followed = forward.followed
-    return records_of(followed)[index] if followed is not None else record_of(forward.record(index))
-
-
 def records_of(tape: Any) -> list[Record]:
     """All records of a native tape; made once."""
     if not hasattr(tape, "records"):
@@ -88,6 +79,7 @@ class Tape:
     """One forward's own tape, for the planner: the records, and the device times around them.
 
     Attributes:
+        native: the native tape.
         asked: storages that backward asks for, in whatever way.
         given: storages that no operator made.
         bytes: of every storage.
@@ -98,6 +90,7 @@ class Tape:
     """
 
     def __init__(self, tape: Any, asked: set[int]):
+        self.native = tape
         self.records = records_of(tape)
         self.asked = asked
         self.given = {storage for storage, given in enumerate(tape.given) if given}
@@ -118,38 +111,6 @@ def is_plain(kind: type) -> bool:
 def storage_of(tensor: torch.Tensor) -> int:
     """Address of the tensor's storage object: valid as a name only while the tensor lives."""
     return tensor.untyped_storage()._cdata
-
-
-def fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is all of its storage, be it empty: a rank whose experts get no tokens exchanges nothing."""
-    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
-class Tapes:
-    """Native tapes of earlier forwards, for later ones to follow: a few of each kind of region, and the last of each
-    region.
-    """
-
-    def __init__(self) -> None:
-        self._by_kind: dict[str, list[Any]] = {}
-        self._last: dict[str, Any] = {}
-
-    def known(self, region: Region) -> list[Any]:
-        """What a region's next forward may follow, the likeliest first."""
-        last = self._last.get(region.name)
-        others = [tape for tape in self._by_kind.get(region.kind, ()) if tape is not last]
-        return others if last is None else [last, *others]
-
-    def keep(self, region: Region, tape: Any) -> None:
-        """A region's forward did what this tape says."""
-        self._last[region.name] = tape
-        kept = self._by_kind.setdefault(region.kind, [])
-        if kept and kept[0] is tape:
-            return
-        kept[:] = [tape, *(other for other in kept if other is not tape)][:_KEPT]
-
-
-_KEPT = 4  # of a kind: a region's shapes change between a few, such as those of training and of validation
 
 
 def reasons(bits: int) -> str:

@@ -2,11 +2,17 @@
 (MEMO, section 4.1).
 
 Any module can be a region. Its forward runs once under an observer that captures expensive outputs and sends their
-first rows to the host; the region two further on waits for those copies and releases the memory (two rounding buffers,
-by reference). In backward, rows are prefetched within a limit of bytes that keeps the peak at full recomputation's:
-what is restored at any time is at most the largest region's saved tensors, which full recomputation has there too, plus
-the region inputs, which it never releases. What runs once a tensor is native: memplug/native/frame.h, flow.h and
-transfer.h.
+first rows to the host; the region two further on (or as many as `buffers` says) waits for those copies and releases the
+memory. Operators write their outputs to memory that they ask for themselves, so nothing lies in a rounding buffer in
+forward: MEMO's two are a rule of release here. In backward, rows are prefetched ahead of their use:
+
+* into rounding buffers (memplug/native/rounding.h), where those are reserved (`memplug.stages.rounding`): as far ahead
+  as they have room;
+* else into new memory, within a limit of bytes that keeps the peak at full recomputation's: what is restored at any
+  time is at most the largest region's saved tensors, which full recomputation has there too, plus the region inputs,
+  which it never releases.
+
+What runs once a tensor is native: memplug/native/frame.h, flow.h and transfer.h.
 """
 
 from __future__ import annotations
@@ -15,28 +21,29 @@ import collections
 import contextlib
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from memplug.execute.arguments import flatten, tensor_bytes
+from memplug.errors import RecomputeError
+from memplug.execute.ambient import Ambient, as_written
 from memplug.execute.core import core
 from memplug.execute.device import Device
-from memplug.execute.frame import Frame
 from memplug.execute.host_pool import HostPool
 from memplug.execute.region import Region
-from memplug.execute.replayed import Replayed
-from memplug.execute.tape import Tapes, reasons
-from memplug.execute.unobserved import Copies, Copy, Unobserved
+from memplug.execute.rerun import as_before, rerun
+from memplug.execute.saved import Buffers
+from memplug.execute.tape import Tape, reasons
+from memplug.execute.times import Times
+from memplug.execute.unobserved import Copies, Unobserved
+from memplug.execute.watch import AddressMode
 
 log = logging.getLogger("memplug")
 
 
 class _OfThread(threading.local):
-    newest: weakref.ref[Frame] | None = None
     recomputing = 0
 
 
@@ -49,6 +56,8 @@ class Executor:
         min_offload_bytes: smaller tensors stay on the device.
         regathers: parameters are gathered in forward (ZeRO 3): every region recomputes on every rank, whatever is
             swapped.
+        buffers: how many regions' tensors wait on the device for their release, and how many rounding buffers
+            `flow.reserve` makes.
 
     Attributes:
         pool: pinned host memory.
@@ -57,40 +66,42 @@ class Executor:
     """
 
     def __init__(
-        self, device: Device, host_budget_bytes: int, min_offload_bytes: int = 1 << 20, regathers: bool = False
+        self,
+        device: Device,
+        host_budget_bytes: int,
+        min_offload_bytes: int = 1 << 20,
+        regathers: bool = False,
+        buffers: int = 2,
     ):
         self.device = device
         self.min_offload_bytes = min_offload_bytes
+        self.buffers = buffers
         self.regathers = regathers
         self.pool: Any
         self.transfer: Any
         self.flow: Any
-        self.swapped_type: type
-        known = core()
-        if known is None:
+        self.core = core()
+        if self.core is None:
             self.pool = self.transfer = self.flow = Copies(host_budget_bytes)
-            self.swapped_type = Copy
         else:
-            self.pool = HostPool(device, host_budget_bytes, known)
-            self.transfer = known.Transfer(device.streams(known), self.pool.rows)
-            self.flow = known.Flow(self.transfer, device.kind, min_offload_bytes)
-            self.swapped_type = known.Swapped
-        self.tapes = Tapes()
+            self.pool = HostPool(device, host_budget_bytes, self.core)
+            self.transfer = self.core.Transfer(device.streams(self.core), self.pool.rows)
+            self.flow = self.core.Flow(self.transfer, str(device.torch_device), min_offload_bytes, buffers, regathers)
         self._threads = _OfThread()
         self.timing = False
         self.divergences = 0
-        self.strayed = 0  # forwards that did something else than the one that their plan was made from
         self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
-        # around a region's forward and recompute: (phase, region) -> context manager
-        self.guard: Callable[[str, Region], Any] = lambda phase, region: contextlib.nullcontext()
+        # an error of the device's memory passes, in a phase of a region
+        self.explain: Callable[[str, Region, BaseException], None] = lambda phase, region, error: None
+        # around a region's forward ("forward") and recompute pass ("recompute"): (phase, region) -> context manager
+        self.around: list[Callable[[str, Region], Any]] = []
         # around a recompute pass that runs operators alone: a framework gathers the region's parameters
         self.gathered: Callable[[Region], Any] = lambda region: contextlib.nullcontext()
         # the framework's states that random operators depend on, see `Ambient`
         self.surroundings: list[Callable[[], Callable[[], Any]]] = []
         # scratch buffers owned by the framework: never captured or restored
         self.is_scratch: Callable[[torch.Tensor], bool] = lambda tensor: False
-        self.on_frame: Callable[[Frame], None] | None = None  # the profile listens here
-        self.on_plain: Callable[[int], None] = lambda given_bytes: None  # and here
+        self.on_timed: Callable[[Region, Any, Tape], None] | None = None  # the profile listens here
         # `with executor.own:` around operators that are no part of the program, for whoever watches it
         self.own: Any = contextlib.nullcontext()
         self._warned = False
@@ -104,15 +115,6 @@ class Executor:
     @share.setter
     def share(self, share: float) -> None:
         self.flow.share = share
-
-    @property
-    def newest(self) -> weakref.ref[Frame] | None:
-        """This thread's last frame: backward asks for its tensors first."""
-        return self._threads.newest
-
-    @newest.setter
-    def newest(self, frame: weakref.ref[Frame] | None) -> None:
-        self._threads.newest = frame
 
     @property
     def recomputing(self) -> int:
@@ -129,10 +131,16 @@ class Executor:
             return call(*args, **kwargs)
         if region.plain_bytes is not None and self._runs_plain(region, args, kwargs):
             return call(*args, **kwargs)
-        with self.guard("forward", region):
-            with self.own:
-                frame = self._frame(region, call, args, kwargs)
-            out = frame.forward(args, kwargs)
+        run = self._observe if self.core is not None else self._run_unobserved
+        try:
+            if self.around:
+                with self.standing_around("forward", region):
+                    out = run(region, call, args, kwargs)
+            else:
+                out = run(region, call, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            self.explain("forward", region, error)
+            raise
         self._warn_if_full()
         return out
 
@@ -140,58 +148,134 @@ class Executor:
         """Not where it is given more than in the step that the plan was made from: it would keep more too. But all
         ranks must launch the same collectives, however much each is given.
         """
-        flat: list[Any] = []
-        flatten((args, kwargs), flat)
-        given_bytes = tensor_bytes(flat)
+        given_bytes = self.core.given_bytes(args, kwargs)
         if given_bytes > region.plain_bytes and not (self.regathers or region.communicates):
             return False
-        self.on_plain(given_bytes)
+        self.flow.note_plain(given_bytes)
         return True
 
-    def _frame(self, region: Region, *rest: Any) -> Frame:
-        known = core()
-        if known is not None:
-            return Replayed(known, self, region, *rest)
-        region.opaque = region.opaque or "the native core is missing"
-        return Unobserved(self, region, *rest)
+    def _observe(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The native core notes every operator and every tensor that autograd saves (memplug/native/forward.h), or
+        finds that they are those of an earlier forward's tape; what is captured leaves for the host
+        (memplug/native/frame.h).
 
-    def direct(self, region: Region) -> bool:
-        """Whether backward may take captured tensors without a recompute pass.
-
-        Not where the pass itself contains collectives, since ranks that swapped different rows must still recompute
-        alike; whether it does, a region's first forward tells.
+        Autograd gets a small object instead of each tensor, and has it back in one of three ways: it is held, as
+        a parameter or a mask is that was there before the region; from a copy, where all of its storage is captured; or
+        from a recompute pass, which runs the operators of the tape that the saved tensors depend on, up to what is
+        captured. An opaque forward's tape is not all that it did: its input is swapped, and its recompute pass runs
+        the module again.
         """
-        if self.regathers or region.communicates:
-            return False
-        return region.seen or not (dist.is_initialized() and dist.get_world_size() > 1)
+        times = Times(self.device) if self.timing else None
+        surroundings = [take() for take in self.surroundings]
+        with as_written:
+            if region.familiar:
+                return self.flow.run(region.native, self, region, times, surroundings, call, args, kwargs)
+            with AddressMode(self.core):
+                return self.flow.run(region.native, self, region, times, surroundings, call, args, kwargs)
+
+    def _run_unobserved(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not region.opaque:
+            self.note_opaque(region, "the native core is missing")
+        with self.own:
+            frame = Unobserved(self, region, call, args, kwargs)
+        return frame.forward(args, kwargs)
+
+    @contextlib.contextmanager
+    def standing_around(self, phase: str, region: Region) -> Iterator[None]:
+        """What frameworks have to do around a region's forward or recompute pass."""
+        with contextlib.ExitStack() as stack:
+            for context in self.around:
+                stack.enter_context(context(phase, region))
+            yield
+
+    # -- what the native core calls: memplug/native/running.h ----------------------------------------------------------
+
+    written_buffers = Buffers
+
+    @property
+    def stands_around(self) -> bool:
+        """Whether a recompute pass needs `restore`, whatever the frame is like."""
+        return bool(self.around) or self.regathers
+
+    def is_alone(self) -> bool:
+        """There is one rank."""
+        return not (dist.is_initialized() and dist.get_world_size() > 1)
+
+    def note_opaque(self, region: Region, why: int | str) -> None:
+        """No tape tells what the region does: the reason, or bits of reasons."""
+        region.opaque = region.opaque or (why if isinstance(why, str) else reasons(why))
+        self.opaque[region.opaque] += 1
+        if self.opaque_regions == 1:
+            log.warning(
+                "memplug: region %s is opaque (%s): its input is swapped, all else is recomputed by running its module",
+                region.name,
+                region.opaque,
+            )
+
+    def note_timed(self, region: Region, frame: Any) -> None:
+        """A timed forward is over."""
+        tape = frame.times.close(frame)
+        if self.on_timed is not None:
+            self.on_timed(region, frame, tape)
+
+    def restore(self, frame: Any, region: Region) -> None:
+        """Run a frame's recompute pass, where that takes more than the tape's operators."""
+        tape = frame.times.tape if frame.times is not None else None
+        with self.standing_around("recompute", region):
+            frame.forget()
+            begin = self.device.stamp() if tape is not None else None
+            if frame.is_opaque:
+                self._rerun(frame, region)
+            else:
+                self._replay(frame, region)
+            frame.is_restored = True
+            if tape is not None:
+                tape.recompute_span = (begin, self.device.stamp())
+
+    def _rerun(self, frame: Any, region: Region) -> None:
+        def call() -> None:
+            args, kwargs = frame.arguments()
+            frame.call(*args, **kwargs)
+
+        ambient = Ambient(self.device, frame.surroundings, *frame.ambient)
+        rerun(self, region, call, ambient, frame.buffers, frame.saved, frame.has_to_restore, frame.restore)
+        frame.consume_inputs()
+
+    def _replay(self, frame: Any, region: Region) -> None:
+        def replay() -> None:
+            try:
+                with self.gathered(region), as_before(frame.buffers):
+                    frame.replay()
+            except self.core.GroupGone as collective:
+                raise RecomputeError(
+                    f"region {region.name}: the process group of {collective} was destroyed before backward, which "
+                    "launches that collective again",
+                    "Destroy process groups after the last backward.",
+                ) from None
+
+        try:
+            replay()
+        except self.core.Diverged as divergence:
+            if frame.has_launches or (frame.decide({}, []), frame.communicates)[1]:
+                raise RecomputeError(f"region {region.name}: {divergence}") from None
+            self.divergences += 1
+            if self.divergences == 1:
+                log.warning("memplug: region %s is recomputed in full: %s", region.name, divergence)
+            replay()
+
+    # -- what hooks call -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Operators inside are not the region's own: neither noted nor replayed (parameter gathering, hooks)."""
-        known = core()
-        if known is None:
+        if self.core is None:
             yield
             return
-        known.pause()
+        self.core.pause()
         try:
             yield
         finally:
-            known.resume()
-
-    def note(self, frame: Frame) -> None:
-        """A frame's forward is over."""
-        if frame.opaque and not (frame.region.opaque and frame.region.seen):
-            self._note_opaque(frame)
-        frame.region.ran(frame)
-        self.strayed += frame.records is not frame.region.planned_from and not frame.opaque
-        if self.on_frame is not None:
-            self.on_frame(frame)
-
-    def diverged(self, region: Region, how: str) -> None:
-        """A recompute pass ran other operators than its forward: it is done again in full, without captured outputs."""
-        self.divergences += 1
-        if self.divergences == 1:
-            log.warning("memplug: region %s is recomputed in full: %s", region.name, how)
+            self.core.resume()
 
     def close(self) -> None:
         """Wait for all copies and give back the host memory. Graphs still in flight can no longer run backward."""
@@ -213,17 +297,6 @@ class Executor:
     def opaque_regions(self) -> int:
         """How many regions no tape tells of."""
         return self.opaque.total()
-
-    def _note_opaque(self, frame: Frame) -> None:
-        region = frame.region
-        region.opaque = region.opaque or reasons(frame.native.opaque)
-        self.opaque[region.opaque] += 1
-        if self.opaque_regions == 1:
-            log.warning(
-                "memplug: region %s is opaque (%s): its input is swapped, all else is recomputed by running its module",
-                region.name,
-                region.opaque,
-            )
 
     def _warn_if_full(self) -> None:
         if self.transfer.refused and not self._warned:

@@ -19,16 +19,15 @@ _GIVES_ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.__dlpack__, torch.utils.
 
 
 class AddressMode(TorchFunctionMode):
-    """`taken`: an address was."""
+    """Tells the core when an address is taken."""
 
     def __init__(self, native: Any):
         super().__init__()
         self._native = native
-        self.taken = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _GIVES_ADDRESSES and not self._native.paused():
-            self.taken = True
+        if func in _GIVES_ADDRESSES:
+            self._native.address_taken()
         return func(*args, **(kwargs or {}))
 
 

@@ -260,21 +260,18 @@ def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]
     patch(partitioning.Init, "_partition", outside, session, VERSIONS)
 
     running = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
-    guard = executor.guard
 
     @contextlib.contextmanager
-    def guarded(phase: str, region: Region) -> Iterator[None]:
+    def around(phase: str, region: Region) -> Iterator[None]:
         if phase != "recompute":
-            with guard(phase, region):
-                yield
+            yield
             return
         before = list(running)
         running.append(modules[region.name])
         try:
-            with guard(phase, region):
-                yield
+            yield
         finally:
             running[:] = before
 
-    executor.guard = guarded
-    session.at_detach(lambda: setattr(executor, "guard", guard))
+    executor.around.append(around)
+    session.at_detach(lambda: executor.around.remove(around))

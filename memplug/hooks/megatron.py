@@ -220,7 +220,7 @@ def _hook_schedules(session: Session) -> None:
 
     def forward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # backward takes micro-batches in the schedule's order: what ran forward before is not what it asks for next
-        executor.newest = None
+        executor.flow.begin_micro_batch()
         with session.explaining("forward of a micro-batch"):
             return original(*args, **kwargs)
 
@@ -285,18 +285,17 @@ def _hook_transformer_engine(session: Session) -> None:
     contexts = getattr(_module("transformer_engine.pytorch.distributed"), "activation_recompute_forward", None)
     if contexts is None:
         raise PatchError("transformer_engine.pytorch.distributed.activation_recompute_forward", "1.13 to 2.20")
-    executor, guard = session.executor, session.executor.guard
 
     @contextlib.contextmanager
-    def guarded(phase: str, region: Region) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(guard(phase, region))
-            if region.opaque:
-                stack.enter_context(contexts(activation_recompute=True, recompute_phase=phase == "recompute"))
+    def around(phase: str, region: Region) -> Iterator[None]:
+        if region.opaque:
+            with contexts(activation_recompute=True, recompute_phase=phase == "recompute"):
+                yield
+        else:
             yield
 
-    executor.guard = guarded
-    session.at_detach(lambda: setattr(executor, "guard", guard))
+    session.executor.around.append(around)
+    session.at_detach(lambda: session.executor.around.remove(around))
 
 
 def _random_states() -> Callable[[], Any]:

@@ -26,12 +26,15 @@ log = logging.getLogger("memplug")
 
 NAME = "memplug_native"
 FOLDER = Path(__file__).parent
-TOGETHER = (
-    ("forward_module", "module", "saved_type", "transfer_module"),
-    ("captures", "flow", "forward", "frame", "observer", "operators", "saving", "sequence", "storages", "tape"),
-    ("clock", "exchange", "host_rows", "replay", "streams", "transfer"),
-    ("arena", "arena_plan", "cpu_allocator", "requests", "serving"),
-    ("cuda_allocator", "cuda_arena", "cuda_device"),
+TOGETHER = tuple(
+    tuple(names.split())
+    for names in (
+        "ambient arguments forward_module module running saved_type transfer_module",
+        "captures decisions flow forward frame observer operators saving sequence storages tape",
+        "clock exchange host_rows replay rounding streams transfer",
+        "arena arena_plan cpu_allocator requests serving",
+        "cuda_allocator cuda_arena cuda_device",
+    )
 )
 """Sources that are compiled as one: what they include of torch takes longer to read than all that is in them."""
 

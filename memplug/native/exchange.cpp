@@ -2,6 +2,7 @@
 
 #if __has_include(<torch/csrc/distributed/c10d/Work.hpp>)
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
@@ -26,6 +27,34 @@ class Finished final : public c10d::Work {
   }
   void synchronize() override {}
 };
+
+// In a capsule, which no operator takes.
+struct KeptGroup final : torch::CustomClassHolder {
+  explicit KeptGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& strong) : group(strong) {}
+
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> group; // while it is held, no other group gets this address
+};
+
+template <typename Class>
+bool is_a(const c10::IValue& value) {
+  return value.isObject() && value.toObjectRef().type() == c10::getCustomClassType<c10::intrusive_ptr<Class>>();
+}
+
+// What an object is a box of.
+const c10::intrusive_ptr_target* identity_of(const c10::IValue& value) {
+  if (value.isCapsule()) {
+    const auto held = value.toCapsule();
+    if (const auto* const kept = dynamic_cast<const KeptGroup*>(held.get())) {
+      return kept->group._unsafe_get_target();
+    }
+    return held.get();
+  }
+  const c10::ivalue::Object& object = value.toObjectRef();
+  if (object.slots().size() == 1 && object.getSlot(0).isCapsule()) {
+    return object.getSlot(0).toCapsule().get();
+  }
+  return &object;
+}
 
 c10::intrusive_ptr<c10d::Work> work_in(const c10::IValue& result) {
   return result.isObject() ? result.toCustomClass<c10d::Work>() : nullptr;
@@ -68,18 +97,31 @@ void wait_for(c10::ArrayRef<c10::IValue> results) {
   }
 }
 
+c10::IValue kept_object(const c10::IValue& object) {
+  if (!is_a<c10d::ProcessGroup>(object)) {
+    return object;
+  }
+  return c10::IValue::make_capsule(c10::make_intrusive<KeptGroup>(object.toCustomClass<c10d::ProcessGroup>()));
+}
+
+c10::IValue called_with(const c10::IValue& kept) {
+  if (!kept.isCapsule()) {
+    return kept;
+  }
+  const auto held = kept.toCapsule();
+  const auto* const weak = dynamic_cast<const KeptGroup*>(held.get());
+  if (weak == nullptr) {
+    return kept;
+  }
+  auto group = weak->group.lock();
+  return group != nullptr ? c10::IValue(std::move(group)) : c10::IValue();
+}
+
 bool same_object(const c10::IValue& one, const c10::IValue& other) {
-  const auto first = one.toObject(), second = other.toObject();
-  if (first == second) {
+  if (identity_of(one) == identity_of(other)) {
     return true;
   }
-  if (first->type() != second->type() || first->slots().size() != 1 || !first->getSlot(0).isCapsule()) {
-    return false;
-  }
-  if (first->getSlot(0).toCapsule() == second->getSlot(0).toCapsule()) {
-    return true; // a process group
-  }
-  if (first->type() != c10::getCustomClassType<c10::intrusive_ptr<c10d::ReduceOp>>()) {
+  if (!is_a<c10d::ReduceOp>(one) || !is_a<c10d::ReduceOp>(other)) {
     return false;
   }
   const auto reduction = one.toCustomClass<c10d::ReduceOp>(), another = other.toCustomClass<c10d::ReduceOp>();
@@ -112,8 +154,16 @@ namespace memplug {
 
 void wait_for(c10::ArrayRef<c10::IValue>) {}
 
+c10::IValue kept_object(const c10::IValue& object) {
+  return object;
+}
+
+c10::IValue called_with(const c10::IValue& kept) {
+  return kept;
+}
+
 bool same_object(const c10::IValue& one, const c10::IValue& other) {
-  return one.toObject() == other.toObject();
+  return one.is(other);
 }
 
 void stand_before_exchanges(bool (*)()) {}

@@ -8,7 +8,14 @@ namespace memplug {
 // Waits for what an exchange's results hold to be waited for; they may hold nothing.
 void wait_for(c10::ArrayRef<c10::IValue> results);
 
-// Whether two objects among an exchange's arguments are alike: they are boxed anew for each call.
+// An object among an operator's arguments as a tape keeps it: a process group weakly, for its last holder waits until its
+// threads have ended, and may be one of them.
+c10::IValue kept_object(const c10::IValue& object);
+
+// The argument again; none where its process group is gone.
+c10::IValue called_with(const c10::IValue& kept);
+
+// Whether two objects, kept or not, are alike: they are boxed anew for each call.
 bool same_object(const c10::IValue& one, const c10::IValue& other);
 
 // From now on an exchange whose caller would wait for it at once is over when it returns, where `is_watched` says so of

@@ -3,9 +3,14 @@
 #include "frame.h"
 
 namespace memplug {
+namespace {
+
+thread_local std::weak_ptr<Frame> newest;
+
+} // namespace
 
 bool Flow::is_worth_swapping(const at::Tensor& tensor) const {
-  return tensor.device().type() == device_ && tensor.has_storage() &&
+  return tensor.device().type() == device.type() && tensor.has_storage() &&
       !tensor.key_set().has(c10::DispatchKey::Python) &&
       static_cast<int64_t>(tensor.nbytes()) >= min_offload_bytes_ && is_dense(tensor);
 }
@@ -27,19 +32,73 @@ std::shared_ptr<Swapped> Flow::swap_input(const at::Tensor& value, bool later) {
 }
 
 void Flow::make_room() {
-  while (resident_.size() >= kResident) {
+  while (resident_.size() >= buffers_) {
     release_oldest();
   }
 }
 
-void Flow::end(const Frame& frame) {
+void Flow::begin(const std::shared_ptr<Frame>& frame) {
+  if (const auto previous = newest.lock(); previous != nullptr && previous->flow == frame->flow) {
+    frame->previous = previous;
+  }
+  newest = frame;
+  resident_.push_back(frame);
+}
+
+void Flow::begin_micro_batch() {
+  newest.reset();
+}
+
+std::vector<std::shared_ptr<const Tape>> Flow::known(const Region& region) const {
+  std::vector<std::shared_ptr<const Tape>> found;
+  if (region.last != nullptr) {
+    found.push_back(region.last);
+  }
+  if (const auto kept = tapes_.find(region.kind); kept != tapes_.end()) {
+    std::copy_if(kept->second.begin(), kept->second.end(), std::back_inserter(found), [&](const auto& tape) {
+      return tape != region.last;
+    });
+  }
+  return found;
+}
+
+void Flow::keep(Region& region, const std::shared_ptr<const Tape>& tape) {
+  region.last = tape;
+  auto& kept = tapes_[region.kind];
+  if (!kept.empty() && kept.front() == tape) {
+    return;
+  }
+  kept.erase(std::remove(kept.begin(), kept.end(), tape), kept.end());
+  kept.insert(kept.begin(), tape);
+  kept.resize(std::min(kept.size(), kTapes));
+}
+
+void Flow::end(Frame& frame) {
   input_bytes += frame.input_bytes;
   peak_input_bytes = std::max(peak_input_bytes, input_bytes);
   largest_region_bytes = std::max(largest_region_bytes, frame.forward.saved_bytes);
   largest_saved_bytes = std::max(largest_saved_bytes, frame.forward.largest_saved_bytes);
+  number(frame);
+  for (const auto& part : frame.swapped) {
+    if (!part->tensor.defined()) { // an operator wrote to it in place
+      frame.todo.push_back(part);
+      ++ledger->waiting;
+    }
+  }
   if (!frame.region->lingers) {
     expect(*frame.region);
   }
+}
+
+// Backward asks for a tensor that frames share in the last of them first.
+void Flow::number(const Frame& frame) {
+  int64_t nbytes = 0;
+  for (const auto& part : frame.swapped) {
+    part->frame = over_;
+    nbytes += RoundingBuffers::aligned(part->nbytes);
+  }
+  ++over_;
+  largest_frame_bytes = std::max(largest_frame_bytes, nbytes);
 }
 
 void Flow::expect(const Region& region) {
@@ -56,7 +115,7 @@ void Flow::pump(Frame& frame) {
     while (!ahead->todo.empty()) {
       const auto part = ahead->todo.back();
       const bool is_ahead = ahead.get() != &frame && !part->tensor.defined();
-      if (is_ahead && held_bytes() + pending_bytes + part->nbytes > limit_bytes()) {
+      if (is_ahead && !has_room(*part, pending_bytes)) {
         return;
       }
       ahead->todo.pop_back(); // before the copy, for which a device in Python may let another thread run
@@ -65,6 +124,14 @@ void Flow::pump(Frame& frame) {
     }
     pending_bytes += ahead->pending_bytes();
   }
+}
+
+// Whether a tensor may come back before its frame asks for it, which has to leave `pending_bytes` free.
+bool Flow::has_room(const Swapped& part, int64_t pending_bytes) {
+  if (const auto* const buffers = transfer->buffers_of(part)) {
+    return buffers->has_room(part.frame, part.nbytes);
+  }
+  return held_bytes() + pending_bytes + part.nbytes <= limit_bytes();
 }
 
 void Flow::trim(const Frame& frame) {

@@ -4,7 +4,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "ledger.h"
 #include "region.h"
@@ -17,9 +20,20 @@ class Frame;
 // Guarded by Python's lock: whoever calls holds it.
 class Flow {
  public:
-  // Tensors of fewer than `min_offload_bytes` stay on the device.
-  Flow(std::shared_ptr<Transfer> transfer, c10::DeviceType device, int64_t min_offload_bytes)
-      : transfer(std::move(transfer)), device_(device), min_offload_bytes_(std::max<int64_t>(1, min_offload_bytes)) {}
+  // `device`: where the training runs. Tensors of fewer than `min_offload_bytes` stay there. `buffers`: how many frames'
+  // tensors are resident at a time, and how many rounding buffers there are to be. `regathers`: parameters are gathered in
+  // forward (ZeRO 3): every region recomputes on every rank, whatever is swapped.
+  Flow(
+      std::shared_ptr<Transfer> transfer,
+      c10::Device device,
+      int64_t min_offload_bytes,
+      size_t buffers,
+      bool regathers)
+      : transfer(std::move(transfer)),
+        device(device),
+        regathers(regathers),
+        min_offload_bytes_(std::max<int64_t>(1, min_offload_bytes)),
+        buffers_(std::max<size_t>(1, buffers)) {}
 
   // Large enough, on this device, and laid out so that rows travel as they lie.
   bool is_worth_swapping(const at::Tensor& tensor) const;
@@ -28,20 +42,33 @@ class Flow {
   // shared. Null: the host is full.
   std::shared_ptr<Swapped> swap_input(const at::Tensor& value, bool later);
 
-  // A frame is about to be made: the oldest resident one is released, where there are as many as rounding buffers.
+  // A frame is about to be made: the oldest resident one is released, where there are `buffers`.
   void make_room();
 
   // A frame's forward begins, and is over.
-  void begin(const std::shared_ptr<Frame>& frame) {
-    resident_.push_back(frame);
-  }
-  void end(const Frame& frame);
+  void begin(const std::shared_ptr<Frame>& frame);
+  void end(Frame& frame);
+
+  // This thread's next forward follows none: a micro-batch begins.
+  static void begin_micro_batch();
+
+  // Tapes that a region's next forward may follow, the likeliest first.
+  std::vector<std::shared_ptr<const Tape>> known(const Region& region) const;
+
+  // A region's forward did what this tape says.
+  void keep(Region& region, const std::shared_ptr<const Tape>& tape);
 
   // A forward sends its tensors to the host, as far as the plan says.
   void expect(const Region& region);
 
-  // Fetches what backward needs next, the frame's tensors first, as far ahead as the limit of bytes allows.
+  // Fetches what backward needs next, the frame's tensors first, as far ahead as the rounding buffers have room; where
+  // there are none, as the limit of bytes allows.
   void pump(Frame& frame);
+
+  // Has the rounding buffers, each of `nbytes`; see `Transfer::reserve`.
+  bool reserve(int64_t nbytes) {
+    return transfer->reserve(buffers_, nbytes);
+  }
 
   // Releases the oldest resident frames where captured tensors exceed the limit, which one region's run tells.
   void trim(const Frame& frame);
@@ -60,23 +87,32 @@ class Flow {
   }
 
   std::shared_ptr<Transfer> transfer;
+  const c10::Device device;
+  const bool regathers;
   std::shared_ptr<Ledger> ledger = std::make_shared<Ledger>();
   double share = 1; // of the rows that regions say, that are swapped: less where host memory has run out
   int64_t largest_region_bytes = 0, largest_saved_bytes = 0;
+  int64_t largest_frame_bytes = 0; // of tensors that a forward swapped and its backward needs, with their rounding
   int64_t forwards = 0, live = 0; // that there have been, and that are in flight
   int64_t input_bytes = 0, peak_input_bytes = 0; // of swapped inputs of the forwards in flight: now, and the most
   int64_t expected_bytes = 0; // that forwards so far were to send to the host, by their plans
   int64_t unplanned = 0; // forwards that no plan says so of
+  int64_t strayed = 0; // that did something else than the one that their plan was made from
+  std::vector<int64_t> given_bytes; // of all tensors given to each forward, in order, since it was last asked for
 
  private:
-  static constexpr size_t kResident = 2; // rounding buffers
+  static constexpr size_t kTapes = 4; // of a kind: a region's shapes change between a few, as in a validation
   static constexpr int64_t kTemporaries = 3; // of backward: gradients of a gated MLP's product and of its two factors
 
   void release_oldest();
+  void number(const Frame& frame);
+  bool has_room(const Swapped& part, int64_t pending_bytes);
 
-  c10::DeviceType device_;
   int64_t min_offload_bytes_;
+  size_t buffers_;
+  int64_t over_ = 0; // forwards
   std::deque<std::weak_ptr<Frame>> resident_;
+  std::map<std::string, std::vector<std::shared_ptr<const Tape>>> tapes_; // of earlier forwards, by kind of region
 };
 
 } // namespace memplug

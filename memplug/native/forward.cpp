@@ -242,7 +242,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   if (listener_->is_timed) {
     listener_->time(index, true);
   }
-  const bool failed = results.size() != op.handle.schema().returns().size();
+  const bool failed = results.size() != op.result_count;
   if (!find_results(results, tape().records[index])) {
     opaque_ |= SUBCLASS;
   }

@@ -7,16 +7,12 @@
 #include "clock.h"
 
 namespace memplug {
-namespace {
 
-// A copy that lies in memory as the original does: views of the one fit the other.
 at::Tensor copy_of(const at::Tensor& tensor) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const Geometry bytes{{static_cast<int64_t>(tensor.storage().nbytes())}, {1}, 0, at::kByte, false, false};
   return alias_at(alias_at(tensor, bytes).clone(), Geometry::of(tensor));
 }
-
-} // namespace
 
 void Kept::before_write() {
   tensor = copy_of(tensor);
@@ -33,6 +29,33 @@ const at::Tensor& Kept::get() const {
 
 at::Tensor Kept::fresh() const {
   return written ? copy_of(get()) : alias_of(get());
+}
+
+Held::Held(const at::Tensor& value, bool itself)
+    : tensor(itself ? value : value.detach()),
+      version(value.is_inference() ? 0 : value._version()),
+      requires_grad(value.requires_grad()) {}
+
+void Held::before_write() {
+  tensor = copy_of(tensor.detach());
+  version = tensor._version();
+  written = true;
+}
+
+const at::Tensor& Held::get() const {
+  TORCH_CHECK(
+      tensor.is_inference() || tensor._version() == version,
+      "one of the variables needed for gradient computation has been modified by an inplace operation: a ",
+      tensor.sizes(),
+      " input of a region is at version ",
+      tensor._version(),
+      "; expected version ",
+      version);
+  return tensor;
+}
+
+at::Tensor Held::fresh() const {
+  return copy_of(get().detach());
 }
 
 Frame::Frame(
@@ -118,8 +141,8 @@ void Frame::close(bool direct) {
     }
   } else {
     const auto asked = decide();
-    for (const int32_t storage : recomputes ? reads() : std::vector<int32_t>()) {
-      if (const auto input = input_of(storage)) {
+    for (const int32_t storage : decisions->reads) {
+      if (const auto input = recomputes ? input_of(storage) : nullptr) {
         ++input->uses;
       }
     }
@@ -135,28 +158,22 @@ void Frame::close(bool direct) {
   flow->trim(*this);
 }
 
-std::vector<size_t> Frame::decide(const std::map<size_t, bool>& captured, const std::vector<size_t>& launches) {
+const std::vector<size_t>& Frame::decide(const std::map<size_t, bool>& captured, const std::vector<size_t>& launches) {
   std::vector<Captured> all;
   for (const auto& [index, whole] : captured) {
     all.push_back({index, whole});
   }
-  std::vector<int32_t> storages;
-  for (const Use& use : wanted()) {
-    storages.push_back(use.storage);
+  const auto wanted = storages_of(recomputed());
+  if (region->decisions == nullptr || !region->decisions->are_of(tape, all, launches, wanted)) {
+    region->decisions = std::make_shared<Decisions>(tape, std::move(all), launches, wanted);
   }
-  actions = actions_of(*tape, all, launches, storages);
-  communicates = memplug::communicates(*tape, actions);
-  std::vector<size_t> substituted;
-  for (size_t i = 0; i < actions.size(); ++i) {
-    if (actions[i] == Action::SUBSTITUTE) {
-      substituted.push_back(i);
-    }
-  }
-  return substituted;
+  decisions = region->decisions;
+  communicates = decisions->communicates;
+  return decisions->substituted;
 }
 
 std::vector<size_t> Frame::decide() {
-  auto asked = decide(captured(), launches());
+  std::vector<size_t> asked = decide(captured(), launches());
   const auto absent = [&](size_t index) { return captures_.at(index).parts.empty(); };
   while (std::any_of(asked.begin(), asked.end(), absent)) {
     // this forward is another than those before: run the collectives again after all
@@ -261,6 +278,12 @@ Substitute Frame::substitute(size_t index) {
   return found;
 }
 
+void Frame::forget() {
+  for (size_t i = 0; i < forward.saved.size(); ++i) {
+    forward.forget(i);
+  }
+}
+
 std::vector<size_t> Frame::recomputed() const {
   std::vector<size_t> found;
   for (size_t i = 0; i < forward.saved.size(); ++i) {
@@ -271,26 +294,30 @@ std::vector<size_t> Frame::recomputed() const {
   return found;
 }
 
-std::vector<Use> Frame::wanted() const {
-  std::vector<Use> uses;
-  for (const size_t index : recomputed()) {
-    uses.push_back(forward.saved[index].use);
+std::vector<int32_t> Frame::storages_of(const std::vector<size_t>& indices) const {
+  std::vector<int32_t> storages;
+  for (const size_t index : indices) {
+    storages.push_back(forward.saved[index].use.storage);
   }
-  return uses;
+  return storages;
 }
 
-Frame::Pass Frame::begin_pass(const std::map<int32_t, at::Tensor>& elsewhere, const std::vector<int32_t>& changing) {
-  Pass pass{recomputed(), wanted(), {}, Bases(tape->nbytes.size())};
-  for (const int32_t storage : reads()) {
-    if (const auto found = elsewhere.find(storage); found != elsewhere.end()) {
-      pass.bases[storage] = found->second;
+Frame::Pass Frame::begin_pass() {
+  Pass pass{recomputed(), {}, {}, Bases(tape->nbytes.size())};
+  for (const size_t index : pass.indices) {
+    pass.wanted.push_back(&forward.saved[index].use);
+  }
+  const auto wanted = storages_of(pass.indices); // less than when it was decided, where parts of the graph are gone
+  const auto reads = wanted == decisions->wanted ? decisions->reads : read_by(*tape, decisions->actions, wanted);
+  for (const int32_t storage : reads) {
+    if (const auto found = written.find(storage); found != written.end()) {
+      pass.bases[storage] = found->second->fresh();
     } else if (const auto input = input_of(storage)) {
       const at::Tensor tensor = flow->transfer->acquire(*input).first;
       pass.bases[storage] = input->mutated ? copy_of(tensor) : tensor;
       pass.inputs.push_back(input);
     } else {
-      const bool changes = std::find(changing.begin(), changing.end(), storage) != changing.end();
-      pass.bases[storage] = forward.given_again(storage, tape->regathered[storage], changes);
+      pass.bases[storage] = forward.given_again(storage, tape->regathered[storage], changing.count(storage) > 0);
     }
   }
   return pass;

@@ -27,6 +27,21 @@ struct Kept {
   bool written = false; // by the forward, after it was captured
 };
 
+// Memory from outside of a region that a recompute pass finds again: an input that is kept by reference.
+struct Held {
+  // `itself`: a parameter, since what shards or offloads parameters exchanges their memory; else without its graph.
+  Held(const at::Tensor& value, bool itself);
+
+  void before_write(); // the forward is about to write to it in place: remember the value of now
+  const at::Tensor& get() const; // an error where autograd would raise one too: it was written to since
+  at::Tensor fresh() const; // for a recompute pass, which writes to it as the forward did
+
+  at::Tensor tensor;
+  uint32_t version;
+  bool requires_grad;
+  bool written = false; // by the forward
+};
+
 // A captured tensor: one of the two.
 struct Part {
   std::shared_ptr<Swapped> swapped;
@@ -36,6 +51,9 @@ struct Part {
     return kept != nullptr || swapped->whole();
   }
 };
+
+// A copy that lies in memory as the original does: views of the one fit the other.
+at::Tensor copy_of(const at::Tensor& tensor);
 
 // The frame lives as long as its graph does, so several can be in flight, in any order, and backward can run more than
 // once. Guarded by Python's lock, but for what a forward notes of operators.
@@ -68,20 +86,28 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
 
   // -- backward
 
+  // Backward asks for a saved tensor of a timed forward.
+  virtual void begin_backward() = 0;
+
+  // Runs the recompute pass: backward asks for a saved tensor that has to be recomputed, and that is not there. It gives
+  // all of them, and the first that a further backward asks for does so again.
+  virtual void restore() = 0;
+
+  // What backward asked for raised an error, Python's of now.
+  virtual void explain() = 0;
+
   // A saved tensor that is a view of a captured one.
   at::Tensor view(size_t index);
 
   // A recompute pass: which saved tensors it restores, from what. Parts of the graph may go while it runs.
   struct Pass {
     std::vector<size_t> indices;
-    std::vector<Use> wanted;
+    std::vector<const Use*> wanted;
     std::vector<std::shared_ptr<Swapped>> inputs; // that it reads
     Bases bases; // what was there before the region
   };
 
-  // `elsewhere`: memory from outside that was written to since, by storage. `changing`: storages from outside whose
-  // contents need not be unchanged.
-  Pass begin_pass(const std::map<int32_t, at::Tensor>& elsewhere, const std::vector<int32_t>& changing);
+  Pass begin_pass();
 
   // It gave what was wanted.
   void end_pass(const Pass& pass, const std::vector<at::Tensor>& found);
@@ -94,17 +120,15 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
 
   // Decides what a recompute pass does, with these captured (whole or in part) and launched; returns the operators whose
   // captured results it asks for.
-  std::vector<size_t> decide(const std::map<size_t, bool>& captured, const std::vector<size_t>& launches);
-
-  // Storages that were given and that the pass reads.
-  std::vector<int32_t> reads() const {
-    return read_by(*tape, actions, wanted());
-  }
+  const std::vector<size_t>& decide(const std::map<size_t, bool>& captured, const std::vector<size_t>& launches);
 
   // Bytes of storages that backward asks for and that a recompute pass, still to come, will make.
   int64_t pending_bytes() const {
     return is_restored ? 0 : forward.pending_bytes;
   }
+
+  // What was restored and not taken goes.
+  void forget();
 
   using Inputs = std::vector<std::pair<int32_t, std::shared_ptr<Swapped>>>; // by storage
 
@@ -113,11 +137,13 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::shared_ptr<const Policy> policy; // the region's, when the forward began
   Forward forward;
   std::shared_ptr<const Tape> tape;
-  std::vector<Action> actions;
+  std::shared_ptr<const Decisions> decisions; // null where it is opaque
   std::weak_ptr<Frame> previous; // of the same thread: its backward follows
   Inputs inputs; // that are swapped
   std::vector<std::shared_ptr<Swapped>> swapped; // in the order of their copies out; inputs too
   std::vector<std::shared_ptr<Swapped>> todo; // of them, what is away and needed in backward, the soonest last
+  std::map<int32_t, std::shared_ptr<Held>> written; // inputs that the forward wrote to: the value before, by storage
+  std::set<int32_t> changing; // storages from outside whose contents a recompute pass need not find unchanged
   int64_t input_bytes = 0; // of inputs that have a copy, but for another region's
   int64_t offered = 0, offered_bytes = 0; // likewise, with those that the host had no room for
   bool writes_input = false;
@@ -132,7 +158,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   }
 
  protected:
-  // An operator is about to write to memory that was there before the region, for the first time.
+  // An operator is about to write to memory that was there before the region, for the first time: a recompute pass must
+  // find it as it is now, and leave no trace.
   virtual void before_foreign_write(int32_t storage, const at::Tensor& tensor) = 0;
 
  private:
@@ -152,7 +179,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::set<size_t> asked_of_ranks() const;
   void learn(const std::vector<size_t>& substituted);
   std::vector<size_t> recomputed() const;
-  std::vector<Use> wanted() const;
+  std::vector<int32_t> storages_of(const std::vector<size_t>& indices) const; // of saved tensors
   std::map<size_t, bool> captured() const;
   std::vector<size_t> launches() const;
 

@@ -39,6 +39,12 @@ void Observer::resume() {
   --pauses;
 }
 
+void Observer::address_taken() {
+  if (is_active()) {
+    current->forward_.blind(UNOBSERVED);
+  }
+}
+
 bool Observer::is_active() {
   return current != nullptr && pauses == 0;
 }
@@ -81,7 +87,7 @@ std::unique_ptr<at::ObserverContext> Observer::begin(const at::RecordFunction& f
 }
 
 Observer::Running Observer::begin(const at::RecordFunction& function, const Operator& op) {
-  const size_t count = op.handle.schema().arguments().size();
+  const size_t count = op.argument_count;
   if (function.inputs().size() < count) { // they cannot be boxed
     forward_.blind(UNOBSERVED);
     return {What::IGNORED, false, 0};

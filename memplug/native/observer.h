@@ -37,6 +37,9 @@ class Observer {
     }
   };
 
+  // Somebody took the address of a tensor: what is done with it is no operator.
+  static void address_taken();
+
   // Whether a forward of this thread is told of its operators.
   static bool is_active();
 

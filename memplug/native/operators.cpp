@@ -67,6 +67,8 @@ std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits
       handle->hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU),
       handle->hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA),
       handle->schema().is_mutable() || (traits & EXCHANGE) != 0,
+      handle->schema().arguments().size(),
+      handle->schema().returns().size(),
       position("dropout_p"),
       position("async_op")});
 }

@@ -38,6 +38,7 @@ struct Operator {
   bool composite; // it calls other operators, and does nothing besides
   bool casts_on_cpu, casts_on_cuda; // under autocast it casts its arguments first, and is called again
   bool mutates;
+  size_t argument_count, result_count; // by its schema
   int32_t dropout, async_op; // positions of the arguments `dropout_p` and `async_op`, or -1
 
   bool has(Trait trait) const {

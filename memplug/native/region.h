@@ -8,7 +8,9 @@
 #include <unordered_map>
 #include <utility>
 
+#include "decisions.h"
 #include "operators.h"
+#include "tape.h"
 
 namespace memplug {
 
@@ -68,9 +70,20 @@ struct Region {
     }
   }
 
+  explicit Region(std::string kind) : kind(std::move(kind)) {}
+
+  std::string kind; // the name of its class
   std::shared_ptr<const Policy> policy = std::make_shared<Policy>();
+  std::shared_ptr<const Tape> planned_from; // the tape that the plan was made from
+  std::shared_ptr<const Tape> last; // of its last forward that was not opaque
+  std::shared_ptr<const Decisions> decisions; // of its last recompute pass, for the next
   std::optional<int64_t> forward_bytes; // that one forward sends to the host by the plan
+  bool swaps_input = true; // else it is held
   bool opaque = false;
+  bool seen = false; // it has run forward
+  bool familiar = false; // its last forward did what an earlier one did
+  bool communicates = false; // its recompute passes launch collectives, which all ranks must do alike
+  int64_t forwards = 0; // since a step ended
   bool lingers = false; // backward always found its tensors on the device: their copies out start when they have to go
   bool released = false; // since that was found out, they had to go
   int64_t live = 0, peak = 0; // forwards in flight: now, and the most at once

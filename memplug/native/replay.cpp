@@ -58,7 +58,7 @@ class RecomputePass {
       : tape_(tape), actions_(actions), bases_(std::move(bases)) {}
 
   // A storage's index of the last operator that reads it.
-  void find_last_uses(const std::vector<Use>& wanted) {
+  void find_last_uses(const std::vector<const Use*>& wanted) {
     last_.assign(bases_.size(), -1);
     for (size_t i = 0; i < tape_.records.size(); ++i) {
       if (actions_[i] != Action::SKIP) {
@@ -70,8 +70,8 @@ class RecomputePass {
         }
       }
     }
-    for (const Use& use : wanted) {
-      last_[use.storage] = static_cast<int64_t>(tape_.records.size());
+    for (const Use* const use : wanted) {
+      last_[use->storage] = static_cast<int64_t>(tape_.records.size());
     }
   }
 
@@ -80,8 +80,7 @@ class RecomputePass {
     if (drawn != nullptr) {
       generators_.set(*drawn);
     }
-    Stack stack(record.arguments.begin(), record.arguments.end());
-    set_tensors(record, stack);
+    Stack stack = arguments_of(record);
     record.op->handle.callBoxed(&stack);
     if (record.op->has(EXCHANGE)) {
       wait_for(stack);
@@ -143,7 +142,20 @@ class RecomputePass {
     return path.inner < 0 ? element.toTensor() : element.toListRef()[path.inner].toTensor();
   }
 
-  // The tensors of an operator's arguments.
+  Stack arguments_of(const Record& record) const {
+    Stack stack(record.arguments.begin(), record.arguments.end());
+    for (c10::IValue& argument : stack) {
+      if (argument.isCapsule()) {
+        argument = called_with(argument);
+        if (argument.isNone()) {
+          throw GroupGone(record.op->name);
+        }
+      }
+    }
+    set_tensors(record, stack);
+    return stack;
+  }
+
   void set_tensors(const Record& record, Stack& stack) const {
     ArgumentPath copied{-1}; // the lists there are this call's own
     for (const Use& use : record.inputs) {
@@ -171,8 +183,7 @@ class RecomputePass {
 
   // Rows from `begin` on of a matmul's result, into the memory of the rows that are there.
   void compute_rows(const Record& record, const at::Tensor& out, int64_t begin) const {
-    Stack stack(record.arguments.begin(), record.arguments.end());
-    set_tensors(record, stack);
+    Stack stack = arguments_of(record);
     at::Tensor rows = out.slice(0, begin);
     const std::string& name = record.op->name;
     const auto rest = [&](size_t position) { return stack[position].toTensor().slice(0, begin); };
@@ -218,88 +229,6 @@ class RecomputePass {
 
 } // namespace
 
-std::vector<Action> actions_of(
-    const Tape& tape,
-    const std::vector<Captured>& captured,
-    const std::vector<size_t>& launches,
-    const std::vector<int32_t>& wanted) {
-  std::vector<bool> needed(tape.nbytes.size());
-  for (const int32_t storage : wanted) {
-    needed[storage] = true;
-  }
-  const auto any = [&](const std::vector<int32_t>& storages) {
-    return std::any_of(storages.begin(), storages.end(), [&](int32_t storage) { return needed[storage]; });
-  };
-  enum : uint8_t { NOT, PART, WHOLE, LAUNCH };
-  std::vector<uint8_t> how(tape.records.size(), NOT);
-  for (const Captured& each : captured) {
-    how[each.index] = each.whole ? WHOLE : PART;
-  }
-  for (const size_t index : launches) {
-    how[index] = LAUNCH;
-  }
-  std::vector<Action> actions(tape.records.size(), Action::SKIP);
-  for (size_t index = tape.records.size(); index-- > 0;) {
-    const Record& record = tape.records[index];
-    // a collective that is waited for has its result in the memory of its input
-    const bool waits = record.op->has(WAITS);
-    if (how[index] == LAUNCH || record.form == Form::VALUE || (record.form == Form::VIEW && !waits)) {
-      continue;
-    }
-    const bool asked = any(record.made) || any(record.written) || (waits && needed[record.outputs.front().storage]);
-    if (how[index] != NOT) {
-      if (asked) {
-        actions[index] = Action::SUBSTITUTE;
-      }
-      if (how[index] == WHOLE) {
-        for (const int32_t storage : record.made) {
-          needed[storage] = false;
-        }
-        if (waits) {
-          needed[record.outputs.front().storage] = false;
-        }
-        continue;
-      }
-    } else if (asked || (record.root && !record.draws)) {
-      actions[index] = Action::RUN;
-    }
-    if (actions[index] != Action::SKIP) {
-      for (const Use& use : record.inputs) {
-        needed[use.storage] = true;
-      }
-    }
-  }
-  return actions;
-}
-
-bool communicates(const Tape& tape, const std::vector<Action>& actions) {
-  for (size_t i = 0; i < actions.size(); ++i) {
-    if (actions[i] == Action::RUN && tape.records[i].op->has(COMMUNICATES)) {
-      return true;
-    }
-  }
-  return false;
-}
-
-std::vector<int32_t> read_by(const Tape& tape, const std::vector<Action>& actions, const std::vector<Use>& wanted) {
-  std::vector<bool> read(tape.nbytes.size());
-  for (const Use& use : wanted) {
-    read[use.storage] = true;
-  }
-  for (size_t i = 0; i < actions.size(); ++i) {
-    for (const Use& use : tape.records[i].inputs) {
-      read[use.storage] = read[use.storage] || actions[i] != Action::SKIP;
-    }
-  }
-  std::vector<int32_t> found;
-  for (size_t storage = 0; storage < read.size(); ++storage) {
-    if (read[storage] && tape.given[storage]) {
-      found.push_back(static_cast<int32_t>(storage));
-    }
-  }
-  return found;
-}
-
 at::Tensor tensor_at(const at::Tensor& base, const Geometry& geometry) {
   return geometry.is_of(base) ? base : alias_at(base, geometry);
 }
@@ -324,7 +253,7 @@ std::vector<at::Tensor> replay(
     const std::vector<Action>& actions,
     Bases bases,
     const std::vector<std::vector<Drawn>>& drawn,
-    const std::vector<Use>& wanted,
+    const std::vector<const Use*>& wanted,
     const std::function<Substitute(size_t)>& substitute) {
   const Below below;
   RecomputePass pass(tape, actions, std::move(bases));
@@ -339,8 +268,8 @@ std::vector<at::Tensor> replay(
     }
   }
   std::vector<at::Tensor> restored;
-  for (const Use& use : wanted) { // a parameter's memory may be exchanged before backward reads what is restored
-    restored.push_back(tape.given[use.storage] ? pass.alias(use) : pass.at(use));
+  for (const Use* const use : wanted) { // a parameter's memory may be exchanged before backward reads what is restored
+    restored.push_back(tape.given[use->storage] ? pass.alias(*use) : pass.at(*use));
   }
   return restored;
 }

@@ -1,5 +1,6 @@
 #include "saved_type.h"
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "clock.h"
@@ -19,7 +20,6 @@ constexpr const char* kWritten =
 struct SavedObject {
   PyObject_HEAD;
   std::shared_ptr<Frame> frame;
-  PyObject* python;
   size_t index;
 };
 
@@ -28,7 +28,6 @@ void destroy(PyObject* self) {
   saved->frame->forward.saved[saved->index].alive = false;
   saved->frame->forward.forget(saved->index);
   saved->frame.~shared_ptr();
-  Py_DECREF(saved->python);
   PyTypeObject* const type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -44,10 +43,9 @@ PyTypeObject* saved_type() {
   return type;
 }
 
-struct Packs {
-  std::shared_ptr<Frame> frame;
-  PyObject* python; // alive for as long as its forward runs
-};
+// Copies of a thread's state have the hook too, such as that of a collective's work, which may be dropped last, on a thread
+// of its process group: a frame must not die there.
+using Packs = std::weak_ptr<Frame>;
 
 template <typename Call>
 PyObject* translated(const Call& call) {
@@ -57,7 +55,7 @@ PyObject* translated(const Call& call) {
     error.restore();
   } catch (const std::exception& error) {
     if (!set_error(error)) {
-      PyErr_SetString(PyExc_RuntimeError, error.what());
+      torch::translate_exception_to_python(std::current_exception());
     }
   }
   return nullptr;
@@ -65,8 +63,12 @@ PyObject* translated(const Call& call) {
 
 PyObject* pack(PyObject* self, PyObject* tensor) {
   return translated([&]() -> PyObject* {
-    auto* const packs = static_cast<Packs*>(PyCapsule_GetPointer(self, nullptr));
-    Forward& forward = packs->frame->forward;
+    const auto frame = static_cast<Packs*>(PyCapsule_GetPointer(self, nullptr))->lock();
+    if (frame == nullptr) {
+      PyErr_SetString(PyExc_RuntimeError, "memplug: a tensor is saved in a forward that is over");
+      return nullptr;
+    }
+    Forward& forward = frame->forward;
     auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
     const bool parameter = type == ParameterClass;
     const bool plain = type == THPVariableClass || parameter;
@@ -80,17 +82,16 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
       return nullptr;
     }
     auto* const made = reinterpret_cast<SavedObject*>(object);
-    new (&made->frame) std::shared_ptr<Frame>(packs->frame);
-    made->python = Py_NewRef(packs->python);
+    new (&made->frame) std::shared_ptr<Frame>(frame);
     made->index = forward.saved.size() - 1;
     return object;
   });
 }
 
 PyObject* unpack(PyObject*, PyObject* object) {
-  return translated([&]() -> PyObject* {
-    auto* const self = reinterpret_cast<SavedObject*>(object);
-    Frame& frame = *self->frame;
+  auto* const self = reinterpret_cast<SavedObject*>(object);
+  Frame& frame = *self->frame;
+  PyObject* const unpacked = translated([&]() -> PyObject* {
     const Forward::Saved& saved = frame.forward.saved[self->index];
     if (saved.written) {
       PyErr_SetString(PyExc_RuntimeError, kWritten);
@@ -99,14 +100,14 @@ PyObject* unpack(PyObject*, PyObject* object) {
     if (saved.way != Forward::Way::HELD) {
       const Suspension own;
       if (frame.is_timed) {
-        py::handle(self->python).attr("begin_backward")();
+        frame.begin_backward();
       }
       frame.flow->pump(frame);
       if (saved.way == Forward::Way::VIEW) {
         return THPVariable_Wrap(frame.view(self->index));
       }
       if (!saved.restored.defined()) {
-        py::handle(self->python).attr("restore")();
+        frame.restore();
       }
       return THPVariable_Wrap(frame.forward.take(self->index));
     }
@@ -124,6 +125,10 @@ PyObject* unpack(PyObject*, PyObject* object) {
     }
     return THPVariable_Wrap(tensor_at(frame.forward.given[saved.use.storage].tensor, saved.use.geometry));
   });
+  if (unpacked == nullptr) {
+    frame.explain();
+  }
+  return unpacked;
 }
 
 PyMethodDef pack_method = {"pack", pack, METH_O, nullptr};
@@ -131,14 +136,14 @@ PyMethodDef unpack_method = {"unpack", unpack, METH_O, nullptr};
 
 } // namespace
 
-py::object pack_hook(std::shared_ptr<Frame> frame, py::handle python) {
-  const py::capsule capsule(
-      new Packs{std::move(frame), python.ptr()}, [](void* packs) { delete static_cast<Packs*>(packs); });
+py::object pack_hook(const std::shared_ptr<Frame>& frame) {
+  const py::capsule capsule(new Packs(frame), [](void* packs) { delete static_cast<Packs*>(packs); });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, capsule.ptr()));
 }
 
 py::object unpack_hook() {
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&unpack_method, nullptr));
+  static PyObject* const hook = PyCFunction_New(&unpack_method, nullptr);
+  return py::reinterpret_borrow<py::object>(hook);
 }
 
 py::object wrapped(const at::Tensor& tensor) {

@@ -9,11 +9,10 @@
 
 namespace memplug {
 
-// Autograd's pack hook of one frame; `python` is the object that runs its recompute pass, and lives as long as what the
-// hook returns.
-pybind11::object pack_hook(std::shared_ptr<Frame> frame, pybind11::handle python);
+// Autograd's pack hook of one frame.
+pybind11::object pack_hook(const std::shared_ptr<Frame>& frame);
 
-// Autograd's unpack hook of all frames. Calls `python.restore()` for what has to be recomputed.
+// Autograd's unpack hook of all frames.
 pybind11::object unpack_hook();
 
 // Autograd's tensor as an object of Python.

@@ -30,7 +30,7 @@ bool same_number(const at::Tensor& one, const at::Tensor& other) {
 
 c10::IValue without_tensors(const c10::IValue& argument) {
   if (!has_tensors(argument)) {
-    return argument;
+    return argument.isObject() ? kept_object(argument) : argument;
   }
   if (argument.isTensor()) {
     return {};
@@ -63,7 +63,7 @@ bool equal(const c10::IValue& one, const c10::IValue& other) {
     const auto ones = one.toListRef(), others = other.toListRef();
     return std::equal(ones.begin(), ones.end(), others.begin(), others.end(), equal);
   }
-  if (one.isObject() && other.isObject()) {
+  if ((one.isObject() || one.isCapsule()) && (other.isObject() || other.isCapsule())) {
     return same_object(one, other);
   }
   return one.tagKind() == other.tagKind() && one == other;

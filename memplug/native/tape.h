@@ -51,7 +51,7 @@ struct Record {
   Form form;
   bool root; // it runs whether or not anything reads what it makes
   bool draws;
-  std::vector<c10::IValue> arguments; // tensors are left out, their lists have as many undefined ones
+  std::vector<c10::IValue> arguments; // as `without_tensors`: tensors' lists have as many undefined ones
   std::vector<Use> inputs, outputs;
   std::vector<int32_t> made; // storages; an exchange makes those that it writes to
   std::vector<int32_t> written;
@@ -104,7 +104,7 @@ struct Tape {
 // Whether two arguments without tensors are the same.
 bool equal(const c10::IValue& one, const c10::IValue& other);
 
-// An argument as it is kept: without its tensors.
+// An argument as it is kept: without its tensors, a process group held weakly (exchange.h).
 c10::IValue without_tensors(const c10::IValue& argument);
 
 // Calls `visit(path, tensor)` for each tensor of arguments or results.

@@ -173,6 +173,7 @@ void Transfer::before_write(Swapped& swapped) {
   swapped.mutated = true;
   if (!swapped.slot) {
     const at::AutoDispatchBelowADInplaceOrView below;
+    ++allocations;
     swapped.tensor = swapped.tensor.clone();
     swapped.version = swapped.tensor._version();
     return;
@@ -192,13 +193,42 @@ void Transfer::prefetch(Swapped& swapped) {
     throw Failure(Failure::DETACHED, swapped.geometry.size);
   }
   drain();
-  const Geometry& geometry = swapped.geometry;
-  swapped.tensor = streams_->empty(swapped.stream, geometry.size, geometry.stride, geometry.dtype);
+  swapped.tensor = memory_for(swapped);
   streams_->wait(prefetch_stream_, streams_->record(swapped.stream), Wait::PREFETCH_FOR_COMPUTE);
   streams_->copy(prefetch_stream_, swapped.device_rows(), swapped.host_rows());
   swapped.fetched = streams_->record(prefetch_stream_);
   fetched_bytes += swapped.nbytes;
   prefetched_total_bytes += swapped.slot->nbytes;
+}
+
+at::Tensor Transfer::memory_for(const Swapped& swapped) {
+  const Geometry& geometry = swapped.geometry;
+  if (buffers_of(swapped) != nullptr) {
+    if (at::Tensor found = rounding_->take(swapped.frame, geometry, swapped.nbytes); found.defined()) {
+      return found;
+    }
+  }
+  buffer_misses += rounding_ != nullptr ? 1 : 0;
+  ++allocations;
+  return streams_->empty(swapped.stream, geometry.size, geometry.stride, geometry.dtype);
+}
+
+const RoundingBuffers* Transfer::buffers_of(const Swapped& swapped) const {
+  return rounding_ != nullptr && streams_->same(rounding_->stream, swapped.stream) ? rounding_.get() : nullptr;
+}
+
+bool Transfer::reserve(size_t count, int64_t nbytes) {
+  rounding_.reset();
+  if (closed || count == 0 || nbytes == 0) {
+    return true;
+  }
+  const StreamRef stream = compute_streams_.empty() ? streams_->current() : compute_streams_.front();
+  try {
+    rounding_ = std::make_unique<RoundingBuffers>(*streams_, stream, count, nbytes);
+  } catch (const c10::Error&) {
+    return false;
+  }
+  return true;
 }
 
 std::pair<at::Tensor, int64_t> Transfer::acquire(Swapped& swapped) {

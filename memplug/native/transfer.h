@@ -14,7 +14,8 @@
 //      and so, by rule 1, is the copy out that filled the host rows;
 //   3. host rows go back to the pool only after the tensor's stream has waited for every copy in that reads them, and
 //      a copy out starts only after the present of all streams that regions have run on.
-// All device memory belongs to its tensor's stream, so the caching allocator needs no `record_stream`.
+// All device memory belongs to its tensor's stream, so the caching allocator needs no `record_stream`, and a rounding
+// buffer that the host finds free is safe by rule 2.
 //
 // Guarded by Python's lock: whoever calls holds it. Growing the pool, and a device in Python, may let another thread run.
 #pragma once
@@ -27,6 +28,7 @@
 #include <vector>
 
 #include "host_rows.h"
+#include "rounding.h"
 #include "streams.h"
 #include "tape.h"
 
@@ -67,6 +69,7 @@ struct Swapped {
   uint32_t version;
   StreamRef stream; // that made it, and that its device memory belongs to
   int64_t uses = 0, uses_left = 0; // reads in one backward pass
+  int64_t frame = 0; // number of the frame that needs it back first: it comes into that one's rounding buffer
 };
 
 class Transfer : public std::enable_shared_from_this<Transfer> {
@@ -85,8 +88,16 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   // where there is no copy, since the host is full, the device keeps one.
   void before_write(Swapped& swapped);
 
-  // Starts copying the host rows into new device memory of the full size, if the tensor is away. Throws `DETACHED`.
+  // Starts copying the host rows into device memory of the full size, if the tensor is away: into a rounding buffer, or
+  // where none has room for it, new memory. Throws `DETACHED`.
   void prefetch(Swapped& swapped);
+
+  // Has so many rounding buffers of `nbytes` each from now on, none where that is 0. False: the device has no room, and
+  // there are none. What is in earlier ones stays there.
+  bool reserve(size_t count, int64_t nbytes);
+
+  // The rounding buffers, where the tensor's stream is theirs; else null, and it comes back into new memory.
+  const RoundingBuffers* buffers_of(const Swapped& swapped) const;
 
   // The device tensor, and how many of its first rows the tensor's stream may read from now on.
   std::pair<at::Tensor, int64_t> acquire(Swapped& swapped);
@@ -102,7 +113,13 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
   void close() {
     drain();
+    rounding_.reset();
     closed = true;
+  }
+
+  // Of all rounding buffers.
+  int64_t buffer_bytes() const {
+    return rounding_ ? rounding_->nbytes() : 0;
   }
 
   int64_t fetched_bytes = 0; // of the device: fetched tensors that were not dropped yet
@@ -110,6 +127,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   int64_t offloads = 0, offloaded_total_bytes = 0, prefetched_total_bytes = 0;
   int64_t hurried = 0; // copies out that started, or ended, since their tensor was about to be written to
   int64_t refused = 0, refused_bytes = 0; // the pool had no room
+  int64_t allocations = 0; // of device memory, but for rounding buffers
+  int64_t buffer_misses = 0; // copies in that no rounding buffer had room for, where there were some
   bool closed = false;
 
  private:
@@ -127,6 +146,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   void send(Swapped& swapped, Slot slot);
   void send_late(Swapped& swapped);
   void leave(Swapped& swapped);
+  at::Tensor memory_for(const Swapped& swapped);
   void wait_on_its_streams(const Swapped& swapped, const EventRef& event, Wait why);
   static void check_version(const Swapped& swapped);
 
@@ -134,6 +154,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   std::shared_ptr<HostRows> pool_;
   StreamRef offload_stream_, prefetch_stream_;
   std::vector<StreamRef> compute_streams_; // that regions have run on
+  std::unique_ptr<RoundingBuffers> rounding_;
   std::deque<Dead> dead_;
 };
 

@@ -120,7 +120,6 @@ void add_transfers(py::module_& module) {
     }
   });
   module.def("alias", [](py::handle tensor) { return wrapped(alias_of(tensor_of(tensor))); });
-  module.def("is_dense", [](py::handle tensor) { return is_dense(tensor_of(tensor)); });
 
   py::class_<Swapped, std::shared_ptr<Swapped>>(module, "Swapped")
       .def_property_readonly(
@@ -132,8 +131,7 @@ void add_transfers(py::module_& module) {
       .def_readonly("nbytes", &Swapped::nbytes)
       .def_readonly("rows", &Swapped::rows)
       .def_readonly("mutated", &Swapped::mutated)
-      .def_readwrite("uses", &Swapped::uses)
-      .def_readwrite("uses_left", &Swapped::uses_left);
+      .def_readwrite("uses", &Swapped::uses);
 
   py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
       .def(py::init<std::shared_ptr<Streams>, std::shared_ptr<HostRows>>())
@@ -150,6 +148,10 @@ void add_transfers(py::module_& module) {
       .def("drop", &Transfer::drop)
       .def("drain", &Transfer::drain)
       .def("close", &Transfer::close)
+      .def("reserve", &Transfer::reserve, py::arg("count"), py::arg("nbytes"))
+      .def_property_readonly("buffer_bytes", &Transfer::buffer_bytes)
+      .def_readonly("buffer_misses", &Transfer::buffer_misses)
+      .def_readonly("allocations", &Transfer::allocations)
       .def_readonly("fetched_bytes", &Transfer::fetched_bytes)
       .def_readonly("resident_bytes", &Transfer::resident_bytes)
       .def_readonly("offloads", &Transfer::offloads)

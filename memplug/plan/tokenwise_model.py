@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 
@@ -81,6 +81,15 @@ class Budget:
     """What each tensor there may take on top of its bytes, since it begins at a multiple of some number."""
     device_bytes: int
     """Device memory that may be spent on keeping, and on copies that lag behind."""
+    buffers: int = 0
+    """Rounding buffers that are reserved on the device for what is swapped (MEMO, section 4.1)."""
+
+    def with_buffers(self, regions: Sequence[Region]) -> Budget:
+        """What is left for plans that swap, once the buffers are reserved. Each holds what the largest region swaps:
+        that is taken to be all that its backward asks for.
+        """
+        largest_bytes = max((region.saved_bytes + region.input_bytes for region in regions), default=0)
+        return replace(self, device_bytes=max(0, self.device_bytes - self.buffers * largest_bytes), buffers=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

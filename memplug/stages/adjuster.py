@@ -79,7 +79,7 @@ class Adjuster:
         ranks: Ranks,
     ):
         self.config, self.regions, self.executor, self.stage = config, regions, executor, stage
-        self.observer = planning.Observer()
+        self.observer = planning.Observer(executor.min_offload_bytes)
         self.programs = Programs(config.profiler.length_tolerance, config.profiler.cosine_similarity)
         self.policy: planning.Policy | None = None
         self.history: collections.deque[tuple[int, Stage, int, str]] = collections.deque(maxlen=LONGEST_HISTORY)

@@ -48,6 +48,7 @@ def budget(config: MemplugConfig, device: Device, host_bytes: int, observed_peak
         host_bytes=host_bytes,
         padding_bytes=ALIGNMENT_BYTES - 1,
         device_bytes=room_bytes,
+        buffers=0 if config.arena.enabled else config.tokenwise.buffers,
     )
 
 
@@ -68,6 +69,19 @@ def device_room_bytes(config: MemplugConfig, device: Device, observed_peak_bytes
     if observed_peak_bytes is not None:  # with the allocator's share of it that no tensor has
         reserved_bytes *= observed_peak_bytes / max(torch.cuda.max_memory_allocated(which), 1)
     return max(0, int(budget_bytes - reserved_bytes))
+
+
+def has_room_for_buffers(device: Device, more_bytes: int) -> bool:
+    """Whether the device has room for so many more bytes than the run has needed so far, all within `DEVICE_SHARE` of
+    what other processes leave. What the steps so far fetched without rounding buffers counts as well: rather none than
+    a step that runs out of memory. The block's budget is for outputs that are kept.
+    """
+    if device.kind != "cuda":
+        return True
+    which = device.torch_device
+    free_bytes, _ = torch.cuda.mem_get_info(which)
+    ours_bytes = free_bytes + torch.cuda.memory_reserved(which)
+    return torch.cuda.max_memory_reserved(which) + more_bytes <= ours_bytes * DEVICE_SHARE
 
 
 def peak_bytes(device: Device) -> int | None:

@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from memplug.execute import operators
-from memplug.execute.frame import Frame
+from memplug.execute.host_pool import ALIGNMENT_BYTES
 from memplug.execute.operators import Kind
 from memplug.execute.region import Region
 from memplug.execute.tape import Form, Record, Tape
@@ -41,7 +41,8 @@ class Setting:
     swaps_input: bool = True
     forward_bytes: int | None = None
     """That one forward sends to the host, as predicted; None where nothing was."""
-    planned_from: Sequence[Record] | None = None
+    planned_from: Any = None
+    """The native tape of the forward that it was made from."""
     plain_bytes: int | None = None
 
 
@@ -51,49 +52,38 @@ class Policy:
 
     solution: plan.TokenwisePlan
     settings: Mapping[str, Setting]
+    frame_bytes: int = 0
+    """Of the region that swaps the most: what its tensors take on the device when they come back, at most."""
     peak_bytes: int | None = None
-    """Predicted largest allocation total of the device."""
+    """Predicted largest allocation total of the device, without rounding buffers."""
     full_recomputation_s: float | None = None
     """Predicted time of all regions in a step that recomputes everything."""
 
 
 class Observer:
-    """Keeps the last timed tape of every region, and what a step's regions were given; `Executor.on_frame` calls it."""
+    """Keeps the last timed tape of every region; `Executor.on_timed` calls it."""
 
-    def __init__(self) -> None:
+    def __init__(self, min_offload_bytes: int = 1) -> None:
+        self.min_offload_bytes = max(1, min_offload_bytes)
+        self.clear()
+
+    def clear(self) -> None:
+        """Let the tapes go."""
         self.tapes: dict[str, Tape] = {}
         self.input_bytes: dict[str, int] = {}
         self.input_tensors: dict[str, int] = {}
         self.given_bytes: dict[str, int] = {}
         self.saved_bytes: dict[str, int] = {}
-        self._sizes: list[int] = []
 
-    def take_sizes(self) -> list[int]:
-        """Bytes of all tensors given to each region forward since the last call, in order, whatever became of them."""
-        sizes, self._sizes = self._sizes, []
-        return sizes
-
-    def clear(self) -> None:
-        """Let the tapes go."""
-        self.tapes, self.input_bytes, self.input_tensors = {}, {}, {}
-        self.given_bytes, self.saved_bytes = {}, {}
-
-    def ran_plain(self, given_bytes: int) -> None:
-        """A plain region's forward begins, with tensors of so many bytes."""
-        self._sizes.append(given_bytes)
-
-    def __call__(self, frame: Frame) -> None:
-        """A frame's forward is over. One without times tells the planner nothing."""
-        self._sizes.append(frame.given_bytes)
-        tape, name = frame.tape, frame.region.name
-        if tape is None:
-            return
+    def __call__(self, region: Region, frame: Any, tape: Tape) -> None:
+        """A timed frame's forward is over."""
+        name = region.name
         self.tapes[name] = tape
         self.given_bytes[name] = max(frame.given_bytes, self.given_bytes.get(name, 0))
         self.saved_bytes[name] = max(frame.saved_bytes, self.saved_bytes.get(name, 0))
         # what collectives gave, and choices, are swapped like inputs: always, and whole
         sizes = (tape.bytes[number] for number in tape.fetched | _chosen(tape))
-        large = [nbytes for nbytes in sizes if nbytes >= max(1, frame.executor.min_offload_bytes)]
+        large = [nbytes for nbytes in sizes if nbytes >= self.min_offload_bytes]
         self.input_bytes[name] = frame.offered_bytes + sum(large)
         self.input_tensors[name] = frame.offered + len(large)
 
@@ -185,7 +175,7 @@ def policy_of(
         full_recomputation_s: see `Policy`.
         observed_peak_bytes: largest allocation total of the device at the safest setting, None where unknown.
     """
-    settings = {}
+    settings, frame_bytes = {}, 0
     for key, members in groups.items():
         region_plan = solution.regions.get(key)
         if region_plan is None:
@@ -204,18 +194,30 @@ def policy_of(
             captured = {i: (tape.records[i].func, fraction, False) for i, fraction in group.fractions.items()}
             captured.update({i: (tape.records[i].func, 1.0, True) for i in group.keep})
             input_bytes = observer.input_bytes[region.name] if solution.inputs_swapped else 0
+            frame_bytes = max(frame_bytes, _frame_bytes(tape, group, observer, region.name))
             settings[region.name] = Setting(
                 key,
                 captured,
                 _mean_fraction(tape.records, group, tape),
                 solution.inputs_swapped,
                 input_bytes + group.swapped_bytes,
-                tape.records,
+                tape.native,
             )
     peak_bytes = None if observed_peak_bytes is None else observed_peak_bytes + solution.device_bytes
     return Policy(
-        solution=solution, settings=settings, peak_bytes=peak_bytes, full_recomputation_s=full_recomputation_s
+        solution=solution,
+        settings=settings,
+        frame_bytes=frame_bytes,
+        peak_bytes=peak_bytes,
+        full_recomputation_s=full_recomputation_s,
     )
+
+
+def _frame_bytes(tape: Tape, group: plan.Group, observer: Observer, name: str) -> int:
+    """A tensor of which some rows are swapped comes back in full size, for the others to be recomputed in place."""
+    outputs = [tape.bytes[number] for index in group.fractions for number in tape.records[index].outputs]
+    tensors = observer.input_tensors[name] + len(outputs)
+    return observer.input_bytes[name] + sum(outputs) + tensors * (ALIGNMENT_BYTES - 1)
 
 
 def put(policy: Policy | None, regions: Sequence[Region]) -> None:
@@ -265,11 +267,13 @@ def agree(
         host_bytes=min(b.host_bytes for b in budgets),
         padding_bytes=budget.padding_bytes,
         device_bytes=min(b.device_bytes for b in budgets),
+        buffers=budget.buffers,
     )
+    swapping = smallest.with_buffers(regions)
     if alpha == "memo":
-        fraction = min(gather(memo.fraction_of(regions, smallest)))
-        return gather(plan.solve(regions, smallest, fraction))[first : first + 1]
-    by_rank = gather([_solve_around(regions, smallest, factor) for factor in LINK_FACTORS[:most]])
+        fraction = min(gather(memo.fraction_of(regions, swapping)))
+        return gather(plan.solve(regions, swapping, fraction))[first : first + 1]
+    by_rank = gather([_solve_around(regions, swapping, factor) for factor in LINK_FACTORS[:most]])
     # the earliest of those that are equal on all ranks
     distinct = {str([_choices(plans[i]) for plans in by_rank]): i for i in reversed(range(len(by_rank[0])))}
     found = [by_rank[first][i] for i in sorted(distinct.values())]

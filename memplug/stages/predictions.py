@@ -80,7 +80,7 @@ class Predictions:
     def _counts(self) -> tuple[int, ...]:
         executor = self._executor
         transfer = executor.transfer
-        strayed = executor.strayed + transfer.hurried  # what would have stayed may have left
+        strayed = executor.flow.strayed + transfer.hurried  # what would have stayed may have left
         return (
             transfer.offloaded_total_bytes,
             executor.flow.expected_bytes,

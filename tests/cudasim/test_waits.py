@@ -15,6 +15,7 @@ from tests.cudasim.training import ALONE, block, model
 pytestmark = pytest.mark.gpu
 
 STEPS = 24  # more than one in eight, which is watched
+CHECKED = 1  # the step whose times a number for alpha is checked against
 BEGINS: dict[str, list[str]] = {"alpha 0.5": [], "alpha 1, arena": ["serving"], "auto": ["stable", "serving"]}
 CASES = {"alpha 0.5": block(0.5, **ALONE), "alpha 1, arena": block(1.0), "auto": block()}
 
@@ -42,11 +43,14 @@ def waits(used: dict[str, Any] | None) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_host_waits_where_a_plan_is_made_or_the_arena_begins_and_in_no_other_step(case: str) -> None:
+def test_the_host_waits_where_alpha_is_checked_a_plan_is_made_or_the_arena_begins_and_in_no_other_step(
+    case: str,
+) -> None:
     with scheduled(Schedule("lazy")):
         plain, _ = waits(None)
         ours, states = waits(CASES[case])
     added = {step: count - plain[step] for step, count in enumerate(ours) if count != plain[step]}
     first = {begins: next((i for i, state in enumerate(states) if begins in state), -1) for begins in BEGINS[case]}
-    assert set(added) == set(first.values()) and all(count > 0 for count in added.values()), (added, states)
+    expected = {*first.values(), *([CHECKED] if "alpha" in case else [])}
+    assert set(added) == expected and all(count > 0 for count in added.values()), (added, states)
     assert states[-1].startswith("stable") and max(added, default=0) < STEPS - 9

@@ -1,0 +1,48 @@
+// The state around a region's forward that a recompute pass must meet again where it runs the module.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <optional>
+#include <vector>
+
+namespace memplug {
+
+// Taken when a region's forward starts; memplug/execute/ambient.py brings it back. Guarded by Python's lock.
+struct Ambient {
+  struct Autocast {
+    c10::DeviceType device;
+    bool enabled;
+    at::ScalarType dtype;
+  };
+
+  // `device`: where the training runs.
+  explicit Ambient(c10::Device device);
+
+  // As the arguments of Python's `Ambient`.
+  pybind11::tuple described() const;
+
+  bool casts() const;
+
+  at::Tensor cpu_rng;
+  std::optional<at::Tensor> device_rng; // none on the CPU
+  std::vector<Autocast> autocast;
+  std::array<bool, 4> attention; // flash, memory-efficient, math, cuDNN
+  pybind11::object default_device; // of factory functions, or None
+};
+
+// No weight is cast once for two regions, whose recompute passes would each cast it again.
+class WithoutAutocastCache {
+ public:
+  explicit WithoutAutocastCache(bool casts);
+  ~WithoutAutocastCache();
+  WithoutAutocastCache(const WithoutAutocastCache&) = delete;
+  WithoutAutocastCache& operator=(const WithoutAutocastCache&) = delete;
+
+ private:
+  bool casts_, cached_;
+};
+
+} // namespace memplug

@@ -1,0 +1,64 @@
+#include "rounding.h"
+
+#include <ATen/ops/from_blob.h>
+
+namespace memplug {
+
+RoundingBuffers::RoundingBuffers(Streams& streams, const StreamRef& stream, size_t count, int64_t nbytes)
+    : stream(stream) {
+  for (size_t i = 0; i < count; ++i) {
+    buffers_.push_back(std::make_shared<Buffer>());
+    buffers_.back()->memory = streams.empty(stream, {aligned(nbytes)}, {1}, at::kByte);
+  }
+}
+
+// The frame's own where that has room; else that of its turn, or the next one that is free.
+std::shared_ptr<RoundingBuffers::Buffer> RoundingBuffers::find(int64_t frame, int64_t nbytes) const {
+  for (const auto& buffer : buffers_) {
+    if (buffer->frame == frame && buffer->is_in_use() && buffer->has_room(buffer->used_bytes, nbytes)) {
+      return buffer;
+    }
+  }
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    const auto& buffer = buffers_[(static_cast<size_t>(frame) + i) % buffers_.size()];
+    if (!buffer->is_in_use() && buffer->has_room(0, nbytes)) {
+      return buffer;
+    }
+  }
+  return nullptr;
+}
+
+at::Tensor RoundingBuffers::take(int64_t frame, const Geometry& geometry, int64_t nbytes) {
+  const auto buffer = find(frame, nbytes);
+  if (buffer == nullptr) {
+    return {};
+  }
+  if (!buffer->is_in_use()) {
+    buffer->frame = frame;
+    buffer->used_bytes = 0;
+  }
+  auto* const begin = static_cast<char*>(buffer->memory.mutable_data_ptr()) + buffer->used_bytes;
+  buffer->used_bytes += aligned(nbytes);
+  buffer->alive.fetch_add(1, std::memory_order_relaxed);
+  const auto give_back = [](void* context) {
+    auto* const holder = static_cast<std::shared_ptr<Buffer>*>(context);
+    (*holder)->alive.fetch_sub(1, std::memory_order_release);
+    delete holder;
+  };
+  return at::for_blob(begin, geometry.size)
+      .strides(geometry.stride)
+      .context(new std::shared_ptr<Buffer>(buffer), give_back)
+      .options(buffer->memory.options().dtype(geometry.dtype))
+      .target_device(buffer->memory.device())
+      .make_tensor();
+}
+
+int64_t RoundingBuffers::nbytes() const {
+  int64_t total = 0;
+  for (const auto& buffer : buffers_) {
+    total += buffer->memory.numel();
+  }
+  return total;
+}
+
+} // namespace memplug

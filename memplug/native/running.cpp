@@ -1,0 +1,297 @@
+#include "running.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <string_view>
+
+#include "clock.h"
+#include "saved_type.h"
+
+namespace py = pybind11;
+
+namespace memplug {
+namespace {
+
+using Tapes = std::vector<std::shared_ptr<const Tape>>;
+
+// Autograd packs what it saves through a frame's hook.
+class Hooks {
+ public:
+  explicit Hooks(const std::shared_ptr<Frame>& frame) {
+    autograd().attr("_push_saved_tensors_default_hooks")(pack_hook(frame), unpack_hook());
+  }
+  ~Hooks() {
+    autograd().attr("_pop_saved_tensors_default_hooks")();
+  }
+  Hooks(const Hooks&) = delete;
+  Hooks& operator=(const Hooks&) = delete;
+
+ private:
+  static py::handle autograd() {
+    static PyObject* const module = py::module_::import("torch._C._autograd").release().ptr();
+    return module;
+  }
+};
+
+// Subclasses whose own dispatch only calls other operators, which are seen.
+bool is_transparent_type(const char* name) {
+  const std::string_view type = name;
+  return type == "AsyncCollectiveTensor" || type == "DTensor";
+}
+
+// A tensor for a recompute pass that runs the module: a leaf of its graph, or a copy where the pass writes to it, which
+// autograd forbids for leaves.
+py::object leaf_of(const at::Tensor& tensor, bool requires_grad, bool written) {
+  const at::Tensor leaf = tensor.detach().set_requires_grad(requires_grad);
+  if (!written) {
+    return wrapped(leaf);
+  }
+  const at::AutoGradMode with_gradients(true);
+  return wrapped(leaf.clone());
+}
+
+} // namespace
+
+Running::Running(
+    Tapes known,
+    std::shared_ptr<Flow> flow,
+    std::shared_ptr<Region> region,
+    py::object executor,
+    py::object region_object,
+    py::object times)
+    : Frame(std::move(known), flow, std::move(region), flow->regathers ? is_parameter : nullptr),
+      times(std::move(times)),
+      buffers(py::none()),
+      executor_(std::move(executor)),
+      region_object_(std::move(region_object)) {
+  is_timed = !this->times.is_none();
+}
+
+// -- forward ----------------------------------------------------------------------------------------------------------
+
+py::object Running::run(
+    const std::shared_ptr<Flow>& flow,
+    const std::shared_ptr<Region>& region,
+    py::object executor,
+    py::object region_object,
+    py::object times,
+    py::object surroundings,
+    py::object call,
+    const py::tuple& arguments,
+    const py::dict& keywords) {
+  std::shared_ptr<Running> frame;
+  {
+    const Suspension own;
+    flow->make_room();
+    frame = std::make_shared<Running>(
+        region->opaque ? Tapes() : flow->known(*region),
+        flow,
+        region,
+        std::move(executor),
+        std::move(region_object),
+        std::move(times));
+    frame->ambient.emplace(flow->device);
+    frame->surroundings = std::move(surroundings);
+    frame->call = std::move(call);
+    frame->enter(arguments, keywords);
+    flow->begin(frame);
+    if (frame->is_timed) {
+      frame->times.attr("begin")();
+    }
+  }
+  py::object out;
+  {
+    const WithoutAutocastCache casts(frame->ambient->casts());
+    const Hooks hooks(frame);
+    struct Ends {
+      Running& frame;
+      ~Ends() {
+        frame.end();
+      }
+    } const ends{*frame};
+    frame->begin();
+    out = py::reinterpret_steal<py::object>(PyObject_Call(frame->call.ptr(), arguments.ptr(), keywords.ptr()));
+    if (!out) {
+      throw py::error_already_set();
+    }
+    frame->finish();
+  }
+  const Suspension own;
+  frame->over();
+  return out;
+}
+
+void Running::enter(const py::tuple& arguments, const py::dict& keywords) {
+  const auto item = [&](py::handle value) { items_.push_back(item_of(value)); };
+  arguments_ = Containers::of(arguments, item);
+  keywords_ = Containers::of(keywords, item);
+}
+
+// A tensor is swapped whole where gradients flow through it, else held.
+Running::Item Running::item_of(py::handle object) {
+  if (!THPVariable_Check(object.ptr())) {
+    return {py::reinterpret_borrow<py::object>(object), nullptr, nullptr};
+  }
+  const at::Tensor& value = tensor_of(object);
+  given_bytes += static_cast<int64_t>(value.nbytes());
+  const bool swaps = region->swaps_input && value.requires_grad() && !value.is_leaf();
+  if (auto swapped = Frame::enter(value, swaps)) {
+    return {py::object(), std::move(swapped), nullptr};
+  }
+  const bool parameter = !THPVariable_CheckExact(object.ptr()) && is_parameter(value);
+  return {py::object(), nullptr, std::make_shared<Held>(value, parameter)};
+}
+
+void Running::finish() {
+  if (observer_.has_value()) {
+    struct End {
+      std::optional<Observer>& observer;
+      ~End() {
+        observer.reset();
+      }
+    } const end{observer_};
+    observer_->rethrow();
+  }
+  tape = forward.close();
+}
+
+// The forward is over: what a recompute pass does is decided.
+void Running::over() {
+  // backward takes captured tensors directly, but not where a recompute pass contains collectives: ranks that swapped
+  // different rows must recompute alike. Whether it does, a region's first forward tells
+  const bool direct = !flow->regathers && !region->communicates &&
+      (region->seen || executor_.attr("is_alone")().cast<bool>());
+  close(direct);
+  region->familiar = forward.followed() != nullptr;
+  if (!is_opaque) {
+    flow->keep(*region, tape);
+    flow->strayed += tape != region->planned_from ? 1 : 0;
+  } else if (!(region->opaque && region->seen)) {
+    executor_.attr("note_opaque")(region_object_, forward.opaque());
+  }
+  region->seen = true;
+  ++region->forwards;
+  region->communicates = region->communicates || communicates;
+  flow->given_bytes.push_back(given_bytes);
+  if (is_timed) {
+    executor_.attr("note_timed")(region_object_, std::static_pointer_cast<Running>(shared_from_this()));
+  }
+}
+
+void Running::time(size_t index, bool over) {
+  const py::gil_scoped_acquire locked;
+  times.attr("time")(index, over);
+}
+
+void Running::before_write(int32_t storage, const at::Tensor& tensor) {
+  const py::gil_scoped_acquire locked;
+  Frame::before_write(storage, tensor);
+}
+
+void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
+  const Suspension own;
+  if (executor_.attr("is_scratch")(wrapped(tensor)).cast<bool>()) {
+    changing.insert(storage);
+    return;
+  }
+  for (const Item& item : items_) {
+    const at::Tensor* const held = item.held != nullptr ? &item.held->tensor : nullptr;
+    if (held != nullptr && held->has_storage() && !held->key_set().has(c10::DispatchKey::Python) &&
+        held->is_alias_of(tensor)) {
+      item.held->before_write();
+      written.emplace(storage, item.held);
+    }
+  }
+  if (written.count(storage) > 0) {
+    return;
+  }
+  changing.insert(storage);
+  if (buffers.is_none()) {
+    buffers = executor_.attr("written_buffers")();
+  }
+  buffers.attr("note")(wrapped(tensor));
+}
+
+void Running::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
+  const py::gil_scoped_acquire locked;
+  Frame::capture(index, results);
+}
+
+bool Running::is_transparent(const at::Tensor& tensor) {
+  const py::gil_scoped_acquire locked;
+  return is_transparent_type(Py_TYPE(wrapped(tensor).ptr())->tp_name);
+}
+
+// -- backward ---------------------------------------------------------------------------------------------------------
+
+void Running::begin_backward() {
+  times.attr("begin_backward")();
+}
+
+void Running::restore() {
+  if (!is_opaque && !is_timed && buffers.is_none() && !executor_.attr("stands_around").cast<bool>()) {
+    try {
+      forget();
+      replay(std::nullopt);
+      is_restored = true;
+      return;
+    } catch (const Diverged&) { // once more, where that is looked after
+    } catch (const GroupGone&) {
+    }
+  }
+  executor_.attr("restore")(std::static_pointer_cast<Running>(shared_from_this()), region_object_);
+}
+
+void Running::explain() {
+  py::error_already_set error; // takes it: what follows may ask Python
+  if (error.matches(py::module_::import("torch").attr("OutOfMemoryError"))) {
+    executor_.attr("explain")("recompute", region_object_, error.value());
+  }
+  error.restore();
+}
+
+void Running::replay(const std::optional<py::function>& substitute) {
+  Pass pass = begin_pass();
+  std::vector<at::Tensor> found;
+  {
+    const py::gil_scoped_release unlocked;
+    found = memplug::replay(*tape, decisions->actions, std::move(pass.bases), forward.drawn, pass.wanted, [&](size_t index) {
+      const py::gil_scoped_acquire locked;
+      if (!substitute) {
+        return Frame::substitute(index);
+      }
+      const py::tuple parts = (*substitute)(index);
+      Substitute all;
+      all.rows = parts[1].cast<int64_t>();
+      for (const py::handle part : parts[0]) {
+        all.tensors.push_back(tensor_of(part));
+      }
+      return all;
+    });
+  }
+  end_pass(pass, found);
+}
+
+py::tuple Running::arguments() {
+  auto item = items_.begin();
+  const auto next = [&] {
+    const Item& each = *item++;
+    if (each.swapped != nullptr) {
+      return leaf_of(flow->transfer->acquire(*each.swapped).first, true, writes_input);
+    }
+    return each.held != nullptr ? leaf_of(each.held->get(), each.held->requires_grad, each.held->written) : each.value;
+  };
+  py::object arguments = arguments_.around(next);
+  return py::make_tuple(std::move(arguments), keywords_.around(next));
+}
+
+void Running::consume_inputs() {
+  for (const Item& item : items_) {
+    if (item.swapped != nullptr) {
+      consume(item.swapped);
+    }
+  }
+}
+
+} // namespace memplug

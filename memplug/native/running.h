@@ -1,0 +1,102 @@
+// A region's forward from its call to its last backward, with all that Python has to do with it.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "ambient.h"
+#include "arguments.h"
+#include "frame.h"
+#include "observer.h"
+
+namespace memplug {
+
+// Of `executor`, a memplug.execute.tokenwise.Executor, it calls `is_scratch`, `written_buffers`, `is_alone`, `note_opaque`,
+// `note_timed`, `restore` and `explain`. Guarded by Python's lock.
+class __attribute__((visibility("hidden"))) Running final : public Frame {
+ public:
+  // `region_object`: the Python `Region`. `times`: a memplug.execute.times.Times, or None.
+  Running(
+      std::vector<std::shared_ptr<const Tape>> known,
+      std::shared_ptr<Flow> flow,
+      std::shared_ptr<Region> region,
+      pybind11::object executor,
+      pybind11::object region_object,
+      pybind11::object times);
+
+  // Runs the region's own forward and returns what it returns. `surroundings`: of the framework, for Python's `Ambient`.
+  static pybind11::object run(
+      const std::shared_ptr<Flow>& flow,
+      const std::shared_ptr<Region>& region,
+      pybind11::object executor,
+      pybind11::object region_object,
+      pybind11::object times,
+      pybind11::object surroundings,
+      pybind11::object call,
+      const pybind11::tuple& arguments,
+      const pybind11::dict& keywords);
+
+  // -- an observed forward
+
+  void begin() {
+    observer_.emplace(forward);
+  }
+  // It has run, or raised.
+  void end() {
+    observer_.reset();
+  }
+  // It is over. Throws what went wrong while it was observed.
+  void finish();
+
+  void time(size_t index, bool over) override;
+  void before_write(int32_t storage, const at::Tensor& tensor) override;
+  void capture(size_t index, c10::ArrayRef<c10::IValue> results) override;
+  bool is_transparent(const at::Tensor& tensor) override;
+
+  // -- its recompute pass
+
+  void begin_backward() override;
+  void restore() override;
+  void explain() override;
+
+  // Runs the tape's operators. `substitute`: gives captured results instead of this frame's own captures, in tests.
+  void replay(const std::optional<pybind11::function>& substitute);
+
+  // For a pass that runs the module: its arguments and keywords, leaves of another graph.
+  pybind11::tuple arguments();
+
+  // Such a pass has read them.
+  void consume_inputs();
+
+  std::optional<Ambient> ambient;
+  pybind11::object call, surroundings;
+  pybind11::object times; // or None
+  int64_t given_bytes = 0; // of all tensors among the arguments
+  pybind11::object buffers; // a memplug.execute.saved.Buffers, or None: what the forward wrote to in place
+
+ protected:
+  void before_foreign_write(int32_t storage, const at::Tensor& tensor) override;
+
+ private:
+  // Of the arguments: a tensor that was swapped or is held, or another value.
+  struct Item {
+    pybind11::object value;
+    std::shared_ptr<Swapped> swapped;
+    std::shared_ptr<Held> held;
+  };
+
+  void enter(const pybind11::tuple& arguments, const pybind11::dict& keywords);
+  Item item_of(pybind11::handle value);
+  void over();
+
+  pybind11::object executor_, region_object_;
+  std::optional<Observer> observer_;
+  std::vector<Item> items_;
+  Containers arguments_, keywords_;
+};
+
+} // namespace memplug

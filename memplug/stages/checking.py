@@ -1,0 +1,146 @@
+"""A number for alpha, checked against link and host: it stays in force as asked, and one warning says where it is more.
+
+The second step is timed, with the number in force like in every other: in the first one kernels are loaded and host
+memory is registered, which takes longer than what is to be measured. MEMO's program (section 4.1) then tells which
+fraction the link hides behind each region's forward, and which the host's budget holds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import floor
+from statistics import median
+
+from memplug.config import MemplugConfig
+from memplug.execute import operators
+from memplug.execute.region import Region
+from memplug.execute.tape import Form, Tape
+from memplug.execute.tokenwise import Executor
+from memplug.plan import memo
+from memplug.plan import tokenwise as plan
+from memplug.stages import budgets, planning
+from memplug.stages.ranks import Ranks
+
+log = logging.getLogger("memplug")
+
+LAST_STEP = 10  # whose forwards are timed; where a rank has run no region in any of them, nothing is checked
+SLACK = 0.01  # by which alpha may exceed what fits: one step's times are no better known
+
+
+class AlphaCheck:
+    """Called at the end of the same steps on all ranks; does nothing unless the block has a number above 0 for alpha.
+
+    Args:
+        config: the block.
+        regions: all of the session's.
+        executor: which runs them.
+        ranks: who agree.
+
+    Attributes:
+        by_link: the largest fraction, the same for all regions, whose copies fit the forward of each, on every rank;
+            None so far, or without a check.
+        by_host: the largest fraction that fits the host budget of every rank, likewise.
+    """
+
+    def __init__(self, config: MemplugConfig, regions: Sequence[Region], executor: Executor, ranks: Ranks):
+        alpha = config.tokenwise.alpha
+        self.by_link: float | None = None
+        self.by_host: float | None = None
+        self._config, self._regions, self._executor, self._ranks = config, regions, executor, ranks
+        self._alpha = 0.0 if isinstance(alpha, str) or not config.tokenwise.enabled else alpha
+        self._observer = planning.Observer(executor.min_offload_bytes)
+        self._steps = 0
+        self._is_over = not self._alpha
+
+    def end_step(self) -> None:
+        """A step is over."""
+        if self._is_over:
+            return
+        self._steps += 1
+        if self._steps == 1:
+            self._executor.timing, self._executor.on_timed = True, self._observer
+            return
+        self._executor.device.synchronize()
+        everyone = self._ranks.gather(self._fitting())
+        known = all(everyone)
+        self._is_over = known or self._steps == LAST_STEP
+        if self._is_over:
+            self._executor.timing, self._executor.on_timed = False, None
+            self._observer.clear()
+        if known:
+            self.by_link, self.by_host = (min(fractions) for fractions in zip(*everyone, strict=True))
+            self._compare(self.by_link, self.by_host)
+
+    def _fitting(self) -> tuple[float, float] | None:
+        """What fits link and host of this rank; None where no region has run."""
+        seconds = self._executor.device.seconds_between
+        groups = planning.group_regions(self._regions, self._observer)
+        if not groups:
+            return None
+        described = planning.describe(groups, self._observer, self._executor, seconds)
+        tapes = self._observer.tapes
+        unhindered = [
+            replace(
+                region, forward_s=median(unhindered_s(tapes[member.name], seconds) for member in groups[region.key])
+            )
+            for region in described
+        ]
+        host_bytes = self._executor.pool.budget_bytes
+        return fitting(unhindered, budgets.budget(self._config, self._executor.device, host_bytes, None))
+
+    def _compare(self, by_link: float, by_host: float) -> None:
+        too_much = [
+            consequence
+            for fraction, consequence in (
+                (by_link, "the forward waits for copies"),
+                (by_host, "rows without room on the host are recomputed"),
+            )
+            if self._alpha > fraction + SLACK
+        ]
+        if too_much and self._ranks.first:
+            log.warning(
+                "memplug: alpha %g asks for more than fits: the link hides %.2f of the rows behind the forward, the "
+                'host budget holds %.2f. It stays as asked: %s. "memo" or "auto" choose for you',
+                self._alpha,
+                _rounded_down(by_link),
+                _rounded_down(by_host),
+                " and ".join(too_much),
+            )
+
+
+def fitting(regions: Sequence[plan.Region], budget: plan.Budget) -> tuple[float, float]:
+    """The largest fraction, the same for all regions, whose copies fit the forward of each, and the largest that fits
+    the host (MEMO, section 4.1). 0 where not even inputs and attention outputs fit.
+    """
+    largest = plan.solve(regions, budget, 1.0)
+    return memo.fraction_of(regions, budget), largest.alpha if largest.inputs_swapped else 0.0
+
+
+def unhindered_s(tape: Tape, seconds: planning.Seconds) -> float:
+    """A timed forward, in seconds, as it would be if it never had to wait for copies.
+
+    Else a link that is too slow would look fast enough: the longer its copies take, the longer the forward. Waits lie
+    between operators: after what is captured, as that may release the region before, before what writes in place, and
+    at the end. There the usual time between two operators counts. What follows an exchange with other ranks is the wait
+    for them, and counts.
+    """
+    begin, end = tape.span
+    gaps = [
+        seconds(before, after) for (_, before), (after, _) in pairwise([(begin, begin), *tape.stamps, (end, end)])
+    ]  # each in front of an operator, the last one behind them all
+    may_wait = {len(tape.stamps)}
+    for index, record in enumerate(tape.records):
+        if record.written:
+            may_wait.add(index)
+        if operators.kind_of(record.func) is not None and record.form is not Form.EXCHANGE:
+            may_wait.add(index + 1)
+    usual_s = median([gap for index, gap in enumerate(gaps) if index not in may_wait] or [0.0])
+    return seconds(begin, end) - sum(max(0.0, gaps[index] - usual_s) for index in may_wait)
+
+
+def _rounded_down(fraction: float) -> float:
+    """To a hundredth, so that what is told fits."""
+    return floor(100 * fraction + 1e-6) / 100

@@ -1,0 +1,85 @@
+"""When rounding buffers are reserved (MEMO, section 4.1): between two steps, as soon as their size is known.
+
+They are for training without the arena, which has planned addresses for all that comes back. A plan says what each
+region swaps, so that they are there before the first step under it. With a number for alpha there is no plan: the
+first step tells. A later step that swaps more makes them larger, for the next one. They never become smaller while the
+session is stable, whichever of its programs runs; the steps that a plan is made from, and tried in, go without.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from memplug.execute.tokenwise import Executor
+from memplug.show.words import size
+from memplug.stages import budgets
+from memplug.stages.planning import Policy
+
+log = logging.getLogger("memplug")
+
+
+class Rounding:
+    """Called at the end of every step.
+
+    Args:
+        executor: whose transfers use the buffers.
+        planned: there will be a plan, and nothing is reserved without one.
+    """
+
+    def __init__(self, executor: Executor, planned: bool):
+        self._executor = executor
+        self._is_stable = not planned
+        self._frame_bytes = 0  # that each buffer holds, or that the device refused
+        self._most_bytes = 0  # that all of them ever took: part of the device's peak
+        self._told = False
+
+    def end_step(self, policy: Policy | None, stable: bool) -> None:
+        """A step is over.
+
+        Args:
+            policy: that the regions run by from now on; None: a number for alpha.
+            stable: the program is to repeat, and no arena serves it.
+        """
+        flow = self._executor.flow
+        if not (stable and self._is_stable):
+            flow.largest_frame_bytes = 0  # of a step under another plan, or none
+        self._is_stable = stable
+        planned_bytes = policy.frame_bytes if policy is not None else 0
+        wanted_bytes = max(planned_bytes, flow.largest_frame_bytes) if stable else 0
+        if wanted_bytes > self._frame_bytes or (self._frame_bytes and not stable):
+            self._reserve(wanted_bytes)
+
+    def peak_bytes(self, policy: Policy | None) -> int | None:
+        """Largest allocation total of the device in a step, as predicted, with the buffers that are reserved now: those
+        of the step that the policy was made from came on top of nothing. None: unknown.
+        """
+        known = policy is not None and policy.peak_bytes is not None
+        return policy.peak_bytes + self._executor.transfer.buffer_bytes if known else None
+
+    def _reserve(self, frame_bytes: int) -> None:
+        executor = self._executor
+        total_bytes = executor.buffers * frame_bytes
+        if frame_bytes and not budgets.has_room_for_buffers(executor.device, total_bytes - self._most_bytes):
+            self._refuse(total_bytes)
+            return
+        with executor.own:
+            executor.flow.reserve(0)  # the former ones' memory is part of what is free
+            try:
+                has_room = executor.flow.reserve(frame_bytes)
+            except torch.OutOfMemoryError:  # of a device in Python
+                has_room = False
+        self._frame_bytes = frame_bytes
+        self._most_bytes = max(self._most_bytes, executor.transfer.buffer_bytes)
+        if not has_room:
+            self._refuse(total_bytes)
+
+    def _refuse(self, total_bytes: int) -> None:
+        if self._told:
+            return
+        self._told = True
+        log.warning(
+            "memplug: no room on the device for rounding buffers of %s: each tensor that comes back is allocated anew",
+            size(total_bytes),
+        )

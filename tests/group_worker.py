@@ -1,0 +1,42 @@
+"""Ends a process group of whose collectives a tape tells, and counts its threads before, meanwhile and after."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from memplug.execute.core import core
+from tests.native_forward import Run
+
+
+def threads() -> int:
+    """Of all process groups of this process."""
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop")
+
+
+def main() -> None:
+    """Writes this rank's counts, and what a recompute pass without the group says, into the folder that it is given."""
+    counts = [threads()]
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    run = Run(core(), lambda: dist.all_reduce(torch.ones(4)))
+    counts.append(threads())
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    counts.append(threads())
+    try:
+        run.restored({}, lambda index: None)
+        error = ""
+    except core().GroupGone as gone:
+        error = str(gone)
+    (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps([*counts, error]))
+
+
+if __name__ == "__main__":
+    main()
