@@ -48,7 +48,7 @@ class Tape:
             form, root = self._special(func, args, kwargs, written, form)
         if operators.leaves_memory_blank(func):
             self.blank.update(number for number in made if self.bytes[number])
-        else:
+        elif not operators.accumulates(func):
             self.blank.difference_update(written)
         rows = returned[0].shape[0] if returned and returned[0].dim() else 0
         results = tuple(self._names[storage_of(tensor)] for tensor in returned)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from memplug.execute import tokenwise as executing
 from tests.blocks import Block, Layer, Stack, alphas, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
@@ -185,3 +187,56 @@ def test_a_region_that_is_told_to_be_opaque_has_its_input_swapped_alone(alpha: f
     assert dict(executor.opaque) == {"told": 3}
     assert executor.transfer.offloads == 2, "the inputs of the second and the third"
     assert_clean(executor)
+
+
+def filled_past_torch(and_then: Callable[[torch.Tensor], Any]) -> type[Layer]:
+    """A layer with a kernel that is no operator of torch; what runs on its result, in place, before it is saved."""
+
+    class Squares(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            y = torch.empty(x.shape)
+            y.numpy()[...] = x.numpy() ** 2 - 1
+            and_then(y)
+            ctx.save_for_backward(y)
+            return y * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (y,) = ctx.saved_tensors
+            return gradient * y
+
+    class Fills(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.out(Squares.apply(self.inner(x)))
+
+    return Fills
+
+
+READERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "relu": lambda y: y.relu_(),
+    "add": lambda y: y.add_(0.5),
+    "gelu": lambda y: torch.ops.aten.gelu_(y),
+    "all-reduce": lambda y: dist.all_reduce(y, async_op=True).wait(),
+    "reduce": lambda y: dist.reduce(y, 0),
+}
+FILLERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "copy": lambda y: y.copy_(torch.ones_like(y)).relu_(),
+    "draw": lambda y: y.bernoulli_(0.5).div_(0.5),
+    "out": lambda y: torch.sin(torch.ones_like(y), out=y).mul_(2),
+    "broadcast": lambda y: dist.broadcast(y.fill_(2), 0),
+}
+
+
+@pytest.mark.cpu("it writes by numpy")
+@pytest.mark.parametrize("name", READERS)
+def test_an_operator_that_reads_what_it_writes_to_fills_no_memory(name: str, group: Any) -> None:
+    executor = train_alike(filled_past_torch(READERS[name]), 1.0)
+    assert dict(executor.opaque) == {"memory that no operator was seen to fill": 3}
+
+
+@pytest.mark.cpu("it writes by numpy")
+@pytest.mark.parametrize("name", FILLERS)
+def test_memory_that_an_operator_fills_is_no_reason_to_run_the_module_again(name: str, group: Any) -> None:
+    executor = train_alike(filled_past_torch(FILLERS[name]), 1.0)
+    assert not executor.opaque

@@ -64,7 +64,16 @@ _CHOICE = {
 }
 # of `c10d`: each writes to its first argument, and ends before it returns unless `async_op` says otherwise
 _FILLS = {"c10d::allreduce_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_"}
-_ACCUMULATES = {"c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::broadcast_", "c10d::reduce_"}
+# read the memory that they write to; of torch's operators, all pointwise ones in place do besides
+_ACCUMULATES = {
+    "c10d::allreduce_",
+    "c10d::allreduce_coalesced_",
+    "c10d::reduce_",
+    "_c10d_functional::all_reduce_",
+    "_c10d_functional::all_reduce_coalesced_",
+    *(f"aten::{name}_" for name in ("abs", "cumprod", "cumsum", "gelu", "hardswish", "mish", "threshold")),
+    *(f"aten::{name}_" for name in ("index_add", "scatter_add", "tril", "triu")),
+}
 _WRITES_NOTHING = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_"}
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 _RESHAPES = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data", "aten::swap_"}
@@ -108,8 +117,11 @@ def is_exchange(func: Any) -> bool:
 
 @functools.cache
 def accumulates(func: Any) -> bool:
-    """Whether an exchange reads what it writes to."""
-    return func._schema.name in _ACCUMULATES
+    """Whether the operator reads all that it writes to, which something else has filled then."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    in_place = func._schema.is_mutable and func._schema.name.endswith("_") and func.namespace == "aten"
+    return func._schema.name in _ACCUMULATES or (in_place and torch.Tag.pointwise in func.tags)
 
 
 @functools.cache
@@ -176,7 +188,7 @@ def describe(name: str, overload: str) -> int:
     traits = (
         is_communication(func),
         exchange,
-        exchange and accumulates(func),
+        accumulates(func),
         exchange and name in _WRITES_NOTHING,
         is_random(func),
         has_effects(func),

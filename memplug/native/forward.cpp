@@ -301,7 +301,7 @@ void Forward::classify(Record& record) {
     for (const int32_t storage : record.made) {
       blank_[storage] = storages.nbytes[storage] > 0;
     }
-  } else {
+  } else if (!op.has(ACCUMULATES)) {
     for (const int32_t storage : record.written) {
       blank_[storage] = false;
     }
@@ -344,6 +344,9 @@ void Forward::depart(size_t records) {
   blank_.assign(storages.size(), false);
   followed_.reset();
   for (const Record& record : noted_->records) { // what is blank by now
+    if (record.op->has(ACCUMULATES)) {
+      continue;
+    }
     for (const int32_t storage : record.op->has(BLANK) ? record.made : record.written) {
       if (static_cast<size_t>(storage) < blank_.size()) {
         blank_[storage] = record.op->has(BLANK) && storages.nbytes[storage] > 0;

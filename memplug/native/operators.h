@@ -15,7 +15,7 @@ namespace memplug {
 enum Trait : uint32_t {
   COMMUNICATES = 1 << 0, // other ranks take part
   EXCHANGE = 1 << 1, // of c10d: writes to its arguments, although its schema does not say so
-  ACCUMULATES = 1 << 2, // an exchange that reads the tensors it writes to
+  ACCUMULATES = 1 << 2, // reads what it writes to: it does not fill memory
   WRITES_NOTHING = 1 << 3, // an exchange without a result
   RANDOM = 1 << 4, // may advance a random generator
   EFFECTS = 1 << 5, // may do more than its outputs show
