@@ -153,6 +153,6 @@ class RecorderError(MemplugError):
 
 
 class ArenaError(MemplugError):
-    """The planned arena cannot serve here, or somebody wrote to memory of it that was not theirs."""
+    """The planned arena cannot serve here, or a write went to memory of it that belongs to another block."""
 
     default_advice = 'Set "arena": {"enabled": false}, which leaves all memory to torch\'s own allocator.'

@@ -85,7 +85,7 @@ class Recording:
         """A step begins.
 
         Args:
-            detail: to record it in, None: not at all, unless somebody wants it.
+            detail: to record it in, None: not at all, unless `want` was called.
             traced: `step_trace` is wanted of it, in that detail at least.
             placed: the recorder is told where in the program training is, recorded or not.
         """

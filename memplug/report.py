@@ -10,6 +10,7 @@ from memplug.config import MemplugConfig
 from memplug.execute.arena import Counters
 from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
+from memplug.plan.plain import is_plain
 from memplug.plan.tokenwise import TokenwisePlan
 from memplug.show.words import size
 
@@ -111,7 +112,7 @@ def swapped_fraction(config: MemplugConfig, solution: TokenwisePlan | None, regi
 
 def planned(solution: TokenwisePlan) -> str:
     """A plan in one line."""
-    if all(group.plain for region in solution.regions.values() for group in region.groups):
+    if is_plain(solution):
         return f"planned: the device has room for {size(solution.device_bytes)} more: regions run as without memplug"
     swapped = sum(region.swapped_bytes for region in solution.regions.values())
     recompute_s = sum(region.recompute_s for region in solution.regions.values())

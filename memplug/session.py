@@ -34,6 +34,7 @@ from memplug.recording import Recording, of_rank, unused
 from memplug.stages import budgets
 from memplug.stages.adjuster import Adjuster
 from memplug.stages.checking import AlphaCheck
+from memplug.stages.plain_regions import PlainRegions
 from memplug.stages.predictions import Predictions
 from memplug.stages.ranks import Ranks
 from memplug.stages.rounding import Rounding
@@ -82,6 +83,7 @@ class Session:
         begin = Stage.WARM_UP if self._plans else Stage.STABLE
         self._ranks = Ranks()
         self._adjuster = Adjuster(config, self.regions, self.executor, begin, self._step_peak, self._ranks)
+        self.plain = PlainRegions(self.regions, self.executor)
         self._shortage = Shortage(self.executor, self._ranks)
         self._check = AlphaCheck(config, self.regions, self.executor, self._ranks)
         self._predictions = Predictions(self.executor)
@@ -109,10 +111,9 @@ class Session:
         if serving is not None:
             serving.pause()
         self.executor.transfer.drain()
-        for region in self.regions:
-            region.end_step()
+        sizes = tuple(region.end_step() for region in self.regions)
         self._time_step()
-        (operators, nodes), sizes = self._take(), self.executor.flow.take_given_bytes()
+        operators, nodes = self._take()
         if recording is not None:
             recording.end_step()
         if self.regions and self.stage is Stage.STABLE:
@@ -122,12 +123,13 @@ class Session:
         if self._plans:
             policy = self._adjuster.policy
             self._planned_steps += policy is not None
-            program = Program(operators, sizes, nodes)
+            program = Program(operators, sizes, nodes, self.plain.unseen)
             if policy is None:
                 self._predictions.skip_step()
             else:
                 self._predictions.end_step(policy, program, self._adjuster.programs.current.baseline)
             self._adjuster.end_step(self.steps, program)
+            self.plain.end_step(self._adjuster.policy)
         self._check.end_step()
         if serving is not None:
             if not recording.able:
@@ -272,7 +274,7 @@ class Session:
         self._adjuster.begin_program()
 
     def miss_steps(self, seen: str) -> None:
-        """Training goes on, and nobody says where its steps end: tell it once."""
+        """Training goes on, and the ends of its steps are not marked: say so once."""
         if self._missed_steps or self.steps_are_marked:
             return
         self._missed_steps = True
@@ -289,7 +291,7 @@ class Session:
 
     @contextlib.contextmanager
     def in_optimizer(self) -> Iterator[None]:
-        """What runs inside belongs to the optimizer, in the eyes of whoever records it."""
+        """What runs inside belongs to the optimizer, in a recording."""
         if self._recording is None or not self._recording.placed:
             yield
             return
@@ -345,9 +347,7 @@ class Session:
         recorder.watch(self._watches)
 
     def _take(self) -> tuple[np.ndarray | None, int]:
-        """Operators and nodes of the step; whether the next one is watched too is settled by where the session stands
-        in it.
-        """
+        """Operators and nodes of the step."""
         if self._recording is None:
             return None, 0
         recorder = self._recording.recorder

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +32,8 @@ class Tape:
         self.records: list[Record] = []
         self.given: set[int] = set()
         self.bytes: list[int] = []  # of every storage
-        self.blank: set[int] = set()  # storages whose contents no operator has written
+        self.blank: dict[int, np.ndarray] = {}  # of storages that were asked for: whether no operator wrote a byte
+        self.reads_blank = False  # an operator read such a byte
         self._names: dict[int, int] = {}
         # while these are held, no other storage gets the address of one that is gone, seen or unseen
         self._addresses: list[StorageWeakRef] = []
@@ -47,14 +49,48 @@ class Tape:
         if not is_ordinary(func):
             form, root = self._special(func, args, kwargs, written, form)
         if operators.leaves_memory_blank(func):
-            self.blank.update(number for number in made if self.bytes[number])
-        elif not operators.accumulates(func):
-            self.blank.difference_update(written)
+            self.blank.update({number: np.ones(self.bytes[number], bool) for number in made if self.bytes[number]})
+        elif form is not Form.VIEW and not operators.is_factory(func):
+            self._touch(func, args, kwargs, tensors)
         rows = returned[0].shape[0] if returned and returned[0].dim() else 0
         results = tuple(self._names[storage_of(tensor)] for tensor in returned)
         dimensions = tuple(tensor.dim() for tensor in tensors)
         drawn = draws(func, args, kwargs)
         self.records.append(Record(func, form, root, drawn, rows, inputs, made, written, results, dimensions))
+
+    def has_unfilled(self) -> bool:
+        """Whether memory that was asked for was read before it was filled, or never written to."""
+        return self.reads_blank or any(bytes.all() for bytes in self.blank.values())
+
+    def _touch(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        """An operator reads and writes bytes."""
+        written = written_arguments(func, args, kwargs) if operators.is_mutable(func) else []
+        adds = _argument(func, args, kwargs, "accumulate", False)
+        in_part = operators.fills_in_part(func) and not adds
+        ids = [id(tensor) for tensor in written] if operators.fills(func) or in_part else []
+        for tensor in tensors:
+            if id(tensor) in ids:
+                ids.remove(id(tensor))
+            else:
+                self.read(tensor)
+        for tensor in written:
+            counted = (_argument(func, args, kwargs, name, None) for name in ("values", "source", "index"))
+            scattered = next((each.numel() for each in counted if each is not None), 0) if in_part else 0
+            if operators.fills(func) or scattered == tensor.numel() > 0:
+                self._bytes_of(tensor)[...] = False
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """An operator reads a tensor, or it is saved."""
+        self.reads_blank = self.reads_blank or bool(self._bytes_of(tensor).any())
+
+    def _bytes_of(self, tensor: torch.Tensor) -> np.ndarray:
+        """Of a tensor's bytes, whether they are blank; of any other memory none."""
+        blank = self.blank.get(self._names.get(storage_of(tensor), -1))
+        if blank is None or not tensor.numel():
+            return np.zeros(0, bool)
+        size = tensor.element_size()
+        strides = (*(size * stride for stride in tensor.stride()), 1)
+        return np.lib.stride_tricks.as_strided(blank[size * tensor.storage_offset() :], (*tensor.shape, size), strides)
 
     def close(self) -> None:
         """The forward is over: addresses no longer name storages."""

@@ -4,7 +4,7 @@ Operators of the test run at once, in program order: they are the compute stream
 
 * `late`: only when someone waits for its event,
 * `early`: as soon as everything it waits for is done,
-* `random`: at any moment between the two.
+* `random`: at any moment between the two; the seed also says how much it dawdles, from hardly ever to nearly always.
 
 What real hardware would get wrong shows up as poison (all bits set: NaN in every float) or as an entry in `violations`:
 
@@ -130,6 +130,7 @@ class SimulatedDevice(LeavesOut, ScriptedDevice):
     def __init__(self, schedule: str, seed: int = 0, missing: Wait | None = None):
         self.schedule = schedule
         self.random = random.Random(seed)
+        self._eagerness = self.random.random() ** 3
         self.clock = 0
         self.missing = missing
         self._streams: list[Stream] = []
@@ -170,7 +171,10 @@ class SimulatedDevice(LeavesOut, ScriptedDevice):
         else:
             stream.queue.append(("wait", event))
 
-    def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if stream is COMPUTE:
+            destination.copy_(source)
+            return
         ordered = stream.seen >= self.clock
         stream.queue.append((WeakTensor(destination), WeakTensor(source), ordered))
         self._shuffle()
@@ -193,7 +197,7 @@ class SimulatedDevice(LeavesOut, ScriptedDevice):
     def _shuffle(self) -> None:
         if self.schedule == "random":
             for stream in self._streams:
-                if stream.queue:
+                if stream.queue and self.random.random() < self._eagerness:
                     self._advance(stream, self.random.randint(0, len(stream.queue)))
         elif self.schedule == "early":
             for stream in self._streams:

@@ -16,12 +16,12 @@ from memplug.plan import tokenwise as plan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Fingerprint, Layer
 from memplug.session import Session
-from memplug.stages import planning
+from memplug.stages import candidates
 from memplug.stages.table import Stage
 from tests.blocks import LAYERS, Stack, assert_same, gradients, twin
 from tests.hosts import block
 
-ALPHAS = dict(zip(planning.LINK_FACTORS, (0.5, 0.25, 1.0, 0.125, 0.75, 0.0), strict=False))
+ALPHAS = dict(zip(candidates.LINK_FACTORS, (0.5, 0.25, 1.0, 0.125, 0.75, 0.0), strict=False))
 
 
 class Played:
@@ -147,7 +147,7 @@ def is_safest(session: Session) -> bool:
 @pytest.fixture
 def plans_by_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans to choose from are those of `solve_by_alpha`."""
-    monkeypatch.setattr(planning, "_solve_around", solve_by_alpha)
+    monkeypatch.setattr(candidates, "_solve_around", solve_by_alpha)
 
 
 def solve_by_alpha(regions: list[plan.Region], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:

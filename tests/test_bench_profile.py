@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.bench import host_time, leaks, logical_layers, profiler_overhead, stability
+from tests.bench import host_time, leaks, logical_layers, per_operator, profiler_overhead, stability
 from tests.bench.stability import Log
 
 
@@ -88,6 +88,27 @@ def test_the_hosts_time_is_measured_beside_keeping_everything(tmp_path, capsys):
     assert capsys.readouterr().out.count(mode) == 2
 
 
+def test_what_an_operator_takes_is_told_apart_from_what_a_region_takes(monkeypatch, tmp_path):
+    """By a clock that a forward moves on by 4 for each operator and 100 for the region, and a recompute pass by 2 and
+    30.
+    """
+
+    def note(self: per_operator.Measured, part: str, run: object) -> None:
+        run()
+        an_operator, besides = {"alone": (1, 0), "verified": (4, 100), "again": (1, 0), "replay": (2, 30)}[part]
+        self.seconds[part].append(an_operator * self.operators[part] + besides)
+
+    monkeypatch.setattr(per_operator.Measured, "_note", note)
+    output = tmp_path / "rows.json"
+    per_operator.main(["--repeats", "3", "--rounds", "2", "--json", str(output)])
+    found = {(row["case"], row["mode"], row["metric"]): row["value"] for row in json.loads(output.read_text())}
+    assert len(found) == 3 * 5 * 2
+    for kind in per_operator.KINDS:
+        assert found[kind, "verified", "operator_s"] == 4 and found[kind, "verified", "region_s"] == 100
+        assert found[kind, "added", "operator_s"] == 3 and found[kind, "added", "region_s"] == 100
+        assert found[kind, "replay", "operator_s"] == 2 and found[kind, "replay", "region_s"] == 30
+
+
 @pytest.mark.long
 def test_the_long_run_changes_programs_and_ends_with_a_plan_for_each_length(tmp_path, capsys):
     output = tmp_path / "rows.json"
@@ -115,6 +136,19 @@ def test_memory_over_a_long_run_is_a_curve_whose_growth_is_told(steps, tmp_path)
     assert sum(row["metric"] == "resident_bytes" for row in rows) == leaks.SAMPLES
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert leaks.growth_bytes_a_step([(step, 1000 + 7 * max(step, 50)) for step in range(100)]) == pytest.approx(7)
+
+
+@pytest.mark.parametrize("alpha", ["0", "auto"])
+def test_awkward_steps_grow_no_count_over_a_long_run(alpha, capsys):
+    leaks.main(["--steps", "160", "--awkward", "--alpha", alpha])
+    assert "counts that grew: none" in capsys.readouterr().out
+
+
+def test_a_count_that_grows_ends_with_an_error(monkeypatch):
+    counts = iter([{"tensors": 5}, {"tensors": 6}])
+    monkeypatch.setattr(leaks, "left_behind", lambda executor: next(counts))
+    monkeypatch.setattr(leaks, "resident_bytes", lambda: 10**8)
+    assert leaks.main(["--steps", "100", "--awkward"]) == 1
 
 
 def test_a_leak_would_be_seen(monkeypatch, capsys):

@@ -179,7 +179,7 @@ def figures(report: dict[str, Any]) -> tuple[Any, Any]:
 
 def host_bytes_of(session: Session, alpha: float) -> int:
     """What the layers that send anything need on the host."""
-    sending = sum(not each.lingers for each in session.regions)
+    sending = sum(not each.offloads_late for each in session.regions)
     return int(sending * (WHOLE_BYTES + alpha * ROW_BYTES + HOST_TENSORS * (ALIGNMENT_BYTES - 1)))
 
 

@@ -1,8 +1,10 @@
-"""Graphs die on any thread, and what they leave is counted all the same."""
+"""Graphs die on any thread, and what they leave is counted all the same; and each process of a fork has its own."""
 
 from __future__ import annotations
 
+import os
 import threading
+import traceback
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +19,7 @@ from tests.blocks import (
     gradients,
     no_garbage_collection,
     tokenwise,
+    train_stacks,
     twin,
 )
 
@@ -184,3 +187,36 @@ def test_threads_whose_regions_overlap_leave_the_compiler_as_it_was(alpha: float
     activation(torch.randn(3))
     assert len(compiled_calls) == 1, "and compiled again after them"
     torch.compiler.reset()
+
+
+@pytest.mark.cpu("no process uses CUDA after a fork")
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_a_child_of_a_fork_goes_on_with_the_graphs_in_flight_and_so_does_the_parent(alpha: float) -> None:
+    torch.manual_seed(0)
+    model = Stack(4)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    train_stacks(model, reference, 0, exact=alpha in (0, 1))
+    x = torch.randn(2, 6, 16)
+    loss, expected = model(x), reference(x)
+
+    def go_on(seed: int) -> None:
+        nonlocal loss
+        train_stacks(model, reference, seed, exact=alpha in (0, 1))
+        loss.backward()
+        expected.backward()
+        assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+        del loss
+        train_stacks(model, reference, seed + 1, exact=alpha in (0, 1))
+        assert_clean(executor)
+
+    child = os.fork()
+    if not child:
+        try:
+            go_on(1)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    go_on(3)

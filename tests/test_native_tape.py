@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from memplug.execute.tape import records_of
 from tests import forwards
 from tests.blocks import Layer
 from tests.compared_tapes import both, compare
-from tests.forking import launch_forked
 from tests.native_forward import Run
 
 KINDS = [
@@ -271,13 +268,3 @@ def test_an_exchange_is_the_same_where_its_group_and_its_reduction_are(
     assert not tape.opaque and [r.form.value for r in records_of(tape)].count("exchange") == 2
     assert len(records_of(tape)) == 4, "what the back end does to hand out a result is no operator"
     assert Run(core, lambda: call(second), (tape,)).follows == (first == second)
-
-
-@pytest.mark.distributed
-def test_a_tape_keeps_no_process_group_alive(tmp_path: Path) -> None:
-    """A frame, and its tape with it, may be freed on a thread of the group, which would then wait for itself."""
-    launch_forked(["tests.group_worker", tmp_path], module=True)
-    for rank in (0, 1):
-        before, meanwhile, after, error = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert before == after < meanwhile
-        assert error.startswith("c10d::allreduce_"), "a recompute pass names what it cannot launch"

@@ -18,7 +18,7 @@ from memplug.execute.operators import Kind, kind_of
 from memplug.execute.tape import records_of
 from tests.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 from tests.native_forward import Keeps, Run
-from tests.parallel import Parallel, Reduce
+from tests.parallel import Launches, Parallel, Reduce
 
 pytestmark = pytest.mark.device
 
@@ -202,19 +202,6 @@ def test_registered_flash_attention_is_captured_and_never_run_again(
     kind_of.cache_clear()
 
 
-class Launches(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts collectives that reach the process group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operators.is_communication(func):
-            self.calls[func._schema.name.partition("::")[2]] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_no_collective_is_launched_again_in_any_step(alpha: float, small: bool, group: Any) -> None:
@@ -224,7 +211,7 @@ def test_no_collective_is_launched_again_in_any_step(alpha: float, small: bool, 
     executor = tokenwise(model, alpha, **({"min_offload_bytes": 1 << 30} if small else {}))
     for x in torch.randn(4, 2, 6, 16):
         loss = model(x)
-        with Launches() as launches:
+        with Launches(operators.is_communication) as launches:
             loss.backward()
         assert not launches.calls
         reference(x).backward()
@@ -239,7 +226,7 @@ def test_no_collective_is_launched_again_when_host_memory_runs_out(budget_bytes:
     executor = tokenwise(model, 0.5, host_budget_bytes=budget_bytes)
     for x in torch.randn(3, 2, 6, 16):
         loss = model(x)
-        with Launches() as launches:
+        with Launches(operators.is_communication) as launches:
             loss.backward()
         assert not launches.calls
         del loss
@@ -277,7 +264,7 @@ def test_a_collective_that_turns_out_to_be_needed_runs_again_once_and_is_capture
             for layer in network.layers:
                 layer.saves = step >= 2
         loss = model(x)
-        with Launches() as launches:
+        with Launches(operators.is_communication) as launches:
             loss.backward()
         launched.append(launches.calls["all_reduce"])
         reference(x).backward()

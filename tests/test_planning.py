@@ -15,7 +15,7 @@ from memplug.execute.device import Device
 from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
 from memplug.plan import tokenwise as plan
-from memplug.stages import planning
+from memplug.stages import candidates, planning
 from tests.blocks import Block, Stack
 
 GIB = 1 << 30
@@ -231,7 +231,7 @@ def test_a_policy_predicts_the_peak_from_the_observed_one() -> None:
 
 
 class Ranks:
-    """Runs `planning.agree` for several ranks at once, with a gather that waits for all, as a collective does."""
+    """Runs `candidates.agree` for several ranks at once, with a gather that waits for all, as a collective does."""
 
     def __init__(self, owns: list[tuple[list[plan.Region], plan.Budget]], most: int = 1, alpha: Any = "auto"):
         self.calls = [0] * len(owns)
@@ -255,7 +255,7 @@ class Ranks:
             return values
 
         try:
-            self.plans[rank] = planning.agree(own, gather, self.most, self.alpha)
+            self.plans[rank] = candidates.agree(own, gather, self.most, self.alpha)
         except BaseException as error:
             self.plans[rank] = error
             self._barrier.abort()
@@ -314,7 +314,7 @@ def test_where_one_rank_has_nothing_to_plan_yet_none_plans() -> None:
 
 
 def test_one_process_alone_solves_with_its_own_budget() -> None:
-    plans = planning.agree(([layer()], budget(host=2500)), lambda value: [value])
+    plans = candidates.agree(([layer()], budget(host=2500)), lambda value: [value])
     assert plans == [plan.solve([layer()], budget(host=2500))]
 
 
@@ -329,19 +329,19 @@ def swapped(one: plan.TokenwisePlan) -> int:
 
 
 def test_plans_around_the_optimum_swap_less_and_more_and_cost_what_the_measured_link_gives() -> None:
-    optimum, less, more, least, most = planning.agree(([layer()], BY_LINK), lambda value: [value], 5)
+    optimum, less, more, least, most = candidates.agree(([layer()], BY_LINK), lambda value: [value], 5)
     assert optimum == plan.solve([layer()], BY_LINK)
     assert swapped(least) < swapped(less) < swapped(optimum) < swapped(more) < swapped(most)
     assert min(one.step_s for one in (less, more, least, most)) >= optimum.step_s
 
 
 def test_a_plan_that_does_the_same_as_an_earlier_one_is_left_out() -> None:
-    assert len(planning.agree(([layer()], NOT_BY_LINK), lambda value: [value], 5)) == 1
+    assert len(candidates.agree(([layer()], NOT_BY_LINK), lambda value: [value], 5)) == 1
 
 
 def test_no_more_plans_than_there_are_link_rates_to_try() -> None:
-    plans = planning.agree(([layer()], BY_LINK), lambda value: [value], 1000)
-    assert 5 < len(plans) <= len(planning.LINK_FACTORS)
+    plans = candidates.agree(([layer()], BY_LINK), lambda value: [value], 1000)
+    assert 5 < len(plans) <= len(candidates.LINK_FACTORS)
 
 
 def test_ranks_with_other_regions_try_as_many_plans_though_some_of_them_are_the_same() -> None:

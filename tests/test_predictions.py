@@ -14,6 +14,7 @@ from memplug.execute.region import Region
 from memplug.stages import planning, predictions
 from memplug.stages.table import Stage
 from tests.blocks import LAYERS, Block, Layer, Stack, assert_same, gradients, twin
+from tests.forwards import WritesAfterUse, WritesInput
 from tests.parallel import Parallel
 
 WARN = predictions.Predictions.warn  # as users have it: in tests it is an error
@@ -49,7 +50,9 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return of_rate
 
 
-def trained(layer: type[Layer] | Any, micro_batches: int = 1, tokens: int = 12, **block: Any) -> dict[str, Any]:
+def trained(
+    layer: type[Layer] | Any, micro_batches: int = 1, tokens: int = 12, exact: bool = True, **block: Any
+) -> dict[str, Any]:
     """The report of a training whose gradients are those without memplug; refusals and peak of its last steps."""
     torch.manual_seed(0)
     model = Stack(4, layer)
@@ -67,7 +70,7 @@ def trained(layer: type[Layer] | Any, micro_batches: int = 1, tokens: int = 12, 
             for x in torch.randn(micro_batches, 2, tokens // 2, 16):
                 model(x).backward()
                 reference(x).backward()
-            assert_same(gradients(model), gradients(reference))
+            assert_same(gradients(model), gradients(reference), exact)
             session.step()
 
         while session.stage is not Stage.STABLE:
@@ -81,7 +84,7 @@ def trained(layer: type[Layer] | Any, micro_batches: int = 1, tokens: int = 12, 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("rate", [1e15, 1.0])
-@pytest.mark.parametrize("layer", [Block, ByNumpy, Sorts, Parallel])
+@pytest.mark.parametrize("layer", [Block, ByNumpy, Sorts, Parallel, WritesAfterUse, WritesInput])
 def test_a_plan_moves_what_it_said_to_the_byte(
     layer: type[Layer], rate: float, micro_batches: int, link: Callable[[float], None], group: Any
 ) -> None:
@@ -139,16 +142,19 @@ def endless_link() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def wanted_bytes(endless_link: None) -> int:
     """Of host memory, where there is plenty."""
-    return trained(Block, tokens=1024)["predicted_host_bytes"]
+    return trained(Block, tokens=1024, exact=False)["predicted_host_bytes"]
 
 
 @pytest.mark.parametrize("percent", range(5, 101, 5))
 def test_a_binding_host_budget_is_used_up_and_nothing_is_refused(percent: int, wanted_bytes: int) -> None:
     budget = wanted_bytes * percent // 100
-    report = trained(Block, tokens=1024, host_budget_gib=budget / 2**30)
+    # a split may be anywhere, and some numbers of rows round otherwise; of several plans, the one that ran fastest may
+    # swap less
+    first = {"policy_steps": 0}
+    report = trained(Block, tokens=1024, exact=False, host_budget_gib=budget / 2**30, profiler=first)
     assert report["host_refusals"] == 0 and report["swapped_share"] == 1.0
     assert report["host_peak_bytes"] <= report["host_pool_bytes"] <= report["host_budget_bytes"]
     assert report["host_pool_bytes"] <= 1.02 * report["predicted_host_bytes"]
     assert report["host_peak_bytes"] >= 0.98 * report["predicted_host_bytes"]
-    if percent < 100:  # of plans that are as good to within noise, the one that ran fastest may swap a little less
+    if percent < 100:  # where the last tensors fit in part alone, swapping them may save nothing
         assert report["bound"] == "host" and report["predicted_host_bytes"] >= 0.94 * budget

@@ -20,7 +20,7 @@ PLANNED = SimpleNamespace(solution="a plan")
 
 def step(length: int) -> Program:
     """Steps of other lengths are other programs."""
-    return Program(None, [length])
+    return Program(None, ((length,),))
 
 
 def remembered(lengths: Sequence[int]) -> Programs:
@@ -144,10 +144,10 @@ def test_ranks_remember_forget_and_agree_alike_whatever_each_of_them_sees(bounda
 
 def test_a_baseline_gets_its_operators_from_the_first_step_that_is_watched():
     known = Programs(0.05, 0.95)
-    known.enter(known.remember(Program(None, [100], 7)))
-    other = Program([4, 5, 6], [100], 7)
+    known.enter(known.remember(Program(None, ((100,),), 7)))
+    other = Program([4, 5, 6], ((100,),), 7)
     assert known.vote(other) == 1, "nothing tells them apart yet"
-    known.renew(Program([1, 2, 3], [100], 7))
-    assert known.vote(Program([4, 5, 6], [100], 7)) == 0 and known.vote(Program(None, [100], 7)) == 1
-    known.renew(Program(None, [100], 7))
+    known.renew(Program([1, 2, 3], ((100,),), 7))
+    assert known.vote(Program([4, 5, 6], ((100,),), 7)) == 0 and known.vote(Program(None, ((100,),), 7)) == 1
+    known.renew(Program(None, ((100,),), 7))
     assert known.vote(other) == 0, "an unwatched step takes nothing away"

@@ -14,7 +14,7 @@ from memplug.profile.similarity import Program, cosine, difference, similar
 
 OPERATORS = st.lists(st.integers(0, 40), max_size=300)
 LONG = st.lists(st.integers(0, 40), min_size=200, max_size=400)
-SIZES = st.lists(st.integers(0, 10**12), max_size=20)
+SIZES = st.lists(st.lists(st.integers(0, 10**12), max_size=3).map(tuple), max_size=7).map(tuple)
 PROGRAMS = st.builds(Program, OPERATORS, SIZES)
 SHARES = st.floats(0, 1)
 LIMITS = (0.05, 0.95)
@@ -25,7 +25,7 @@ OPTIMIZER = [100, 101, 102] * 20
 
 
 def program(operators: list[int] | np.ndarray = (), sizes: list[int] = (100, 100)) -> Program:
-    return Program(operators, sizes)
+    return Program(operators, (tuple(sizes),))
 
 
 # -- a relation --------------------------------------------------------------------------------------------------------
@@ -52,6 +52,15 @@ def test_similarity_does_not_depend_on_which_came_first(one, other, tolerance, l
 def test_wider_limits_never_tell_apart_what_narrower_ones_take_for_the_same(one, other, t1, t2, c1, c2):
     if similar(one, other, min(t1, t2), max(c1, c2)):
         assert similar(one, other, max(t1, t2), min(c1, c2))
+
+
+def test_regions_that_one_of_two_steps_did_not_see_are_left_out():
+    whole, first = Program(None, ((5, 5), (7, 7), (9,))), Program(None, ((5, 5), (), ()), unseen=frozenset({1, 2}))
+    assert similar(whole, first, 0.0, 1.0) and whole.same(first)
+    shorter = Program(None, ((5,), (7,), ()), unseen=frozenset({1, 2}))
+    assert not similar(whole, shorter, *LIMITS) and not whole.same_sizes(shorter)
+    assert not similar(whole, Program(None, ((5, 5), (), ())), *LIMITS), "it saw that they did not run"
+    assert difference(shorter, whole) == "1 region inputs (-50% of bytes)"
 
 
 # -- what passes -------------------------------------------------------------------------------------------------------
@@ -145,14 +154,16 @@ def test_no_operators_and_some_are_not_the_same_program():
 
 
 def test_a_step_that_was_not_watched_is_compared_by_nodes_and_sizes():
-    watched = Program([1, 2, 3], [100], 50)
-    assert similar(watched, Program(None, [100], 50), *LIMITS) and similar(watched, Program(None, [104], 51), *LIMITS)
-    assert not similar(watched, Program(None, [100], 60), *LIMITS)
-    assert not similar(watched, Program(None, [110], 50), *LIMITS)
+    watched = Program([1, 2, 3], ((100,),), 50)
+    assert similar(watched, Program(None, ((100,),), 50), *LIMITS) and similar(
+        watched, Program(None, ((104,),), 51), *LIMITS
+    )
+    assert not similar(watched, Program(None, ((100,),), 60), *LIMITS)
+    assert not similar(watched, Program(None, ((110,),), 50), *LIMITS)
 
 
 def test_other_nodes_are_another_program_whatever_the_operators():
-    assert not similar(Program([1, 2, 3], [100], 50), Program([1, 2, 3], [100], 100), *LIMITS)
+    assert not similar(Program([1, 2, 3], ((100,),), 50), Program([1, 2, 3], ((100,),), 100), *LIMITS)
 
 
 # -- what people and other processes see -------------------------------------------------------------------------------
@@ -160,7 +171,7 @@ def test_other_nodes_are_another_program_whatever_the_operators():
 
 def test_a_fingerprint_is_the_same_in_another_process_and_another_for_another_program():
     one = program([3, 1, 2], [7])
-    code = "from memplug.profile.similarity import Program; print(Program([3, 1, 2], [7]).fingerprint)"
+    code = "from memplug.profile.similarity import Program; print(Program([3, 1, 2], ((7,),)).fingerprint)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     others = {program(*args).fingerprint for args in (([3, 1, 2], [8]), ([3, 2, 1], [7]), ([3, 1, 2, 7, 0], []))}
     assert one.fingerprint == printed and one.fingerprint not in others and len(others) == 3
@@ -170,5 +181,5 @@ def test_the_difference_of_two_programs_is_told_in_words():
     text = difference(program([1] * 1240, [1000] * 64), program([1] * 1000, [1250] * 64))
     assert "1,240 operators (+24%)" in text and "64 region inputs (-20% of bytes)" in text and "similarity 1.00" in text
     assert difference(program(None, [3]), program(None, [2])) == "1 region inputs (+50% of bytes)"
-    assert "4 nodes (+100%)" in difference(Program(None, [3], 4), Program([1], [3], 2))
+    assert "4 nodes (+100%)" in difference(Program(None, ((3,),), 4), Program([1], ((3,),), 2))
     assert "none before" in difference(program([1], [3]), program([], []))

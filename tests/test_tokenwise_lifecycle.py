@@ -37,6 +37,9 @@ class Stop(Exception):
     """Raised in the middle of a pass."""
 
 
+errors = pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+
+
 class Fails(Block):
     """`raises`: in this layer, in the pass that `armed` says; an opaque one is recomputed by running it again."""
 
@@ -51,20 +54,25 @@ class Fails(Block):
         if not self.raises:
             return x
         if self.armed == "backward":
-            x.register_hook(_stop)
+            x.register_hook(self._raise)
         return MayFail.apply(x)
 
-
-def _stop(gradient: torch.Tensor) -> None:
-    raise Stop
+    def _raise(self, gradient: torch.Tensor) -> None:
+        raise Failing.error
 
 
 @alphas
 @pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
 @pytest.mark.parametrize("opaque", [False, True])
 @pytest.mark.parametrize("layer", [1, 3])
+@errors
 def test_an_error_leaves_nothing_behind_and_the_next_step_is_right(
-    alpha: float, where: str, layer: int, opaque: bool, monkeypatch: pytest.MonkeyPatch
+    alpha: float,
+    where: str,
+    layer: int,
+    opaque: bool,
+    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(Fails, "opaque", opaque)
@@ -77,8 +85,8 @@ def test_an_error_leaves_nothing_behind_and_the_next_step_is_right(
         model(x[0]).backward()
         gradients(model)
         monkeypatch.setattr(Fails, "armed", where)
-        Failing.arm({"forward": 1, "recompute": 2, "backward": 0}[where], Stop)
-        with pytest.raises(Stop):
+        Failing.arm({"forward": 1, "recompute": 2, "backward": 0}[where], error)
+        with pytest.raises(error):
             model(x[1]).backward()
         monkeypatch.setattr(Fails, "armed", "")
         Failing.arm(0)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from memplug.execute import tokenwise as executing
 from tests.blocks import Block, Layer, Stack, alphas, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 from tests.forwards import Counts, Routes, Statistics, WritesInput
+from tests.test_collectives import broadcast_in_place
 
 pytestmark = pytest.mark.device
 
@@ -41,6 +42,29 @@ def test_without_the_native_core_gradients_hold_under_autocast(monkeypatch: pyte
             out = network(x)
         out.backward()
     assert_same(gradients(model), gradients(reference))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view])
+@pytest.mark.parametrize("opaque", ["", "for this test"])
+def test_an_input_that_is_conjugated_or_negated_lazily_comes_back_as_it_was(
+    lazy: Callable[[torch.Tensor], torch.Tensor], late: bool, opaque: str
+) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return (x * x * (1 + 2j)).real.sin().sum()
+
+    layer, model = torch.nn.Module(), torch.nn.Module()
+    layer.forward, model.layers = call, [layer]
+    executor = tokenwise(model, 1.0)
+    (region,) = model.regions
+    region.opaque, region.offloads_late = opaque, late
+    found = []
+    for run in (call, layer.forward):
+        x = torch.randn(4, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        losses = [run(lazy(x * factor)) for factor in range(1, 5)]  # so many that tensors have to leave
+        torch.stack(losses).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found) and executor.transfer.prefetched_total_bytes > 0
 
 
 class TakesAddress(Layer):
@@ -213,18 +237,60 @@ def filled_past_torch(and_then: Callable[[torch.Tensor], Any]) -> type[Layer]:
     return Fills
 
 
+def halves(y: torch.Tensor) -> None:
+    """All of it, half by half of each row."""
+    first, second = y.tensor_split(2, -1)
+    first.copy_(torch.ones_like(first))
+    second.fill_(2)
+
+
+def chunks(y: torch.Tensor) -> None:
+    """All of it, in pieces that overlap."""
+    flat = y.view(-1)
+    flat[:150].zero_()
+    torch.sin(torch.ones(flat.numel() - 100), out=flat[100:])
+
+
+def permuted(y: torch.Tensor) -> None:
+    """All of it, row by row in another order."""
+    rows = y.view(-1, y.shape[-1])
+    rows[torch.randperm(len(rows))] = torch.ones_like(rows)
+
+
 READERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "relu": lambda y: y.relu_(),
     "add": lambda y: y.add_(0.5),
     "gelu": lambda y: torch.ops.aten.gelu_(y),
     "all-reduce": lambda y: dist.all_reduce(y, async_op=True).wait(),
     "reduce": lambda y: dist.reduce(y, 0),
+    "broadcast": lambda y: dist.broadcast(y, 0),
+    "functional broadcast": lambda y: broadcast_in_place(y),
+    "addmm": lambda y: y.view(-1, 32).addmm_(torch.ones(12, 3), torch.ones(3, 32)),
+    "reading before": lambda y: y.copy_(y.cos()),
+}
+PARTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "columns": lambda y: y[..., :2].copy_(torch.ones(2)),
+    "rows": lambda y: y[:1].zero_(),
+    "every other": lambda y: y[..., ::2].fill_(3),
+    "all but one element": lambda y: y.view(-1)[1:].fill_(3),
+    "out": lambda y: torch.sin(torch.ones(1, 6, 32), out=y[1:]),
+    "indices": lambda y: y.view(-1, 32).index_put_((torch.tensor([0, 3]),), torch.ones(32)),
+    "scatter": lambda y: y.view(-1, 32).scatter_(1, torch.zeros(12, 1, dtype=torch.long), 3.0),
+    "mask": lambda y: y.masked_fill_(torch.arange(32) < 3, 3.0),
+    "in place": lambda y: y.unsqueeze_(0).squeeze_(0),
+    "diagonal": lambda y: y[0].fill_diagonal_(1.0),
 }
 FILLERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "copy": lambda y: y.copy_(torch.ones_like(y)).relu_(),
     "draw": lambda y: y.bernoulli_(0.5).div_(0.5),
     "out": lambda y: torch.sin(torch.ones_like(y), out=y).mul_(2),
     "broadcast": lambda y: dist.broadcast(y.fill_(2), 0),
+    "halves": halves,
+    "chunks": chunks,
+    "permutation": permuted,
+    "scatter": lambda y: y.view(-1, 32).scatter_(1, torch.arange(32).expand(12, 32), torch.ones(12, 32)),
+    "other shape": lambda y: y.transpose_(0, 1).zero_().transpose_(0, 1),
+    "gathered rows": lambda y: [dist.all_gather_into_tensor(row, torch.ones_like(row)) for row in y],
 }
 
 
@@ -232,6 +298,13 @@ FILLERS: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("name", READERS)
 def test_an_operator_that_reads_what_it_writes_to_fills_no_memory(name: str, group: Any) -> None:
     executor = train_alike(filled_past_torch(READERS[name]), 1.0)
+    assert dict(executor.opaque) == {"memory that no operator was seen to fill": 3}
+
+
+@pytest.mark.cpu("it writes by numpy")
+@pytest.mark.parametrize("name", PARTS)
+def test_an_operator_that_writes_to_a_part_of_memory_fills_no_more_than_that(name: str) -> None:
+    executor = train_alike(filled_past_torch(PARTS[name]), 1.0)
     assert dict(executor.opaque) == {"memory that no operator was seen to fill": 3}
 
 

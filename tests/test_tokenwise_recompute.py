@@ -160,6 +160,43 @@ def test_numbers_and_loops_that_change_with_every_call_are_those_of_the_forward(
     assert_clean(executor)
 
 
+class Scales(Layer):
+    """The same operators in every step, by another number: a loss scale, a schedule, the power of an exponent."""
+
+    step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (self.inner(self.norm(x)) * (1 / (1 + Scales.step))).sigmoid()
+        return x + torch.addmm(
+            x.flatten(0, 1), y.flatten(0, 1).pow(2 + Scales.step), self.out.weight.t(), alpha=Scales.step
+        ).view_as(x)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_a_number_that_changes_between_forward_and_backward_is_that_of_its_forward(
+    alpha: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the graphs of three steps in flight, and yet another number when they run backward."""
+    torch.manual_seed(0)
+    model = Stack(3, Scales)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    for first in (1, 4):
+        inputs = torch.randn(3, 2, 6, 16)
+        for network in (model, reference):
+            losses = []
+            for step, x in enumerate(inputs, first):
+                monkeypatch.setattr(Scales, "step", step)
+                losses.append(network(x))
+            monkeypatch.setattr(Scales, "step", 100)
+            for loss in losses:
+                loss.backward()
+        assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+    assert executor.opaque_regions == 0
+    del loss, losses
+    assert_clean(executor)
+
+
 class Drops(Layer):
     """Layer drop: whether it runs at all is drawn by Python."""
 

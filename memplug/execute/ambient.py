@@ -5,7 +5,6 @@ back ends, the default device. On a GPU it runs on autograd's own thread, which 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from memplug.execute.core import core
 from memplug.execute.device import Device
 
 
@@ -62,13 +62,13 @@ class Ambient:
         nothing compiled.
         """
         casts = any(enabled for _, enabled, _ in self.autocast)
-        return _without_autocast_cache() if casts else as_written
+        return _without_autocast_cache() if casts else as_written()
 
     @contextlib.contextmanager
     def during_recompute(self) -> Iterator[None]:
         """The same state again, for a pass that runs the module."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(as_written)
+            stack.enter_context(as_written())
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
             if self.default_device is not None:
@@ -87,31 +87,12 @@ class Ambient:
             yield
 
 
-class _AsWritten(contextlib.AbstractContextManager):
+def as_written() -> contextlib.AbstractContextManager[Any]:
     """Nothing compiled runs inside: functions that the model compiles inside of a region run as they are written, since
-    compiled code has no operators to see. The compiler's stance is the process's: of threads that overlap, the first
-    sets it and the last puts it back, whichever that is.
+    compiled code has no operators to see. Without the native core, of one thread at a time.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._stance: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._stance = torch.compiler.set_stance("force_eager")
-            self._inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._stance.__exit__(None, None, None)
-
-
-as_written = _AsWritten()
+    known = core()
+    return torch.compiler.set_stance("force_eager") if known is None else known.AsWritten()
 
 
 @contextlib.contextmanager
@@ -119,7 +100,7 @@ def _without_autocast_cache() -> Iterator[None]:
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with as_written:
+        with as_written():
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)

@@ -149,7 +149,7 @@ class Arena:
             self._native.open_arena(cuda, index, checks)
         except RuntimeError as error:
             raise ArenaError(f"there can be no planned arena: {_first_line(error)}") from None
-        self._leave: weakref.finalize | None = None  # while it serves, for a session that nobody detaches
+        self._leave: weakref.finalize | None = None  # while it serves, for a session that is never detached
 
     def serve(self, tables: Tables) -> None:
         """Serve by this plan from the next step on; what another one handed out stays valid.

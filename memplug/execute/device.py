@@ -20,7 +20,7 @@ class Wait(enum.Enum):
 
     OFFLOAD_FOR_COMPUTE = "the copy out starts once the operator has written its output"
     RELEASE_FOR_OFFLOAD = "device memory is released once its copy out has read it"
-    MUTATE_FOR_OFFLOAD = "an operator writes in place once the copy out has read the former value"
+    MUTATE_FOR_OFFLOAD = "an operator writes in place once the copy has read the former value"
     PREFETCH_FOR_COMPUTE = "the copy in starts once earlier users of its device memory and of the host rows are done"
     USE_FOR_PREFETCH = "compute reads rows once their copy in has written them"
     DISCARD_FOR_PREFETCH = "memory of an abandoned tensor is let go once its copy in has written it"

@@ -74,6 +74,12 @@ class HostPool:
         if planned > self.capacity_bytes:
             self._add(planned - self.capacity_bytes)
 
+    def give_back(self) -> None:
+        """No plan needs host memory: unpin and free the slabs, unless rows of them are in use."""
+        self._planned_bytes = 0
+        if not self.used_bytes:
+            self._clear()
+
     def take_peak_bytes(self) -> int:
         """The most that was in use since the last call."""
         peak_bytes, self.rows.recent_peak_bytes = self.rows.recent_peak_bytes, self.used_bytes

@@ -64,18 +64,20 @@ _CHOICE = {
 }
 # of `c10d`: each writes to its first argument, and ends before it returns unless `async_op` says otherwise
 _FILLS = {"c10d::allreduce_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_"}
-# read the memory that they write to; of torch's operators, all pointwise ones in place do besides
-_ACCUMULATES = {
-    "c10d::allreduce_",
-    "c10d::allreduce_coalesced_",
-    "c10d::reduce_",
-    "_c10d_functional::all_reduce_",
-    "_c10d_functional::all_reduce_coalesced_",
-    *(f"aten::{name}_" for name in ("abs", "cumprod", "cumsum", "gelu", "hardswish", "mish", "threshold")),
-    *(f"aten::{name}_" for name in ("index_add", "scatter_add", "tril", "triu")),
+# of `c10d`: read the memory that they write to; a broadcast where this rank sends (memplug/native/unfilled.cpp)
+_READS_WRITTEN = {"c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::reduce_", "c10d::broadcast_"}
+# of torch's operators in place: write all elements, whatever was there
+_OVERWRITES = {
+    *(f"aten::{name}_" for name in ("copy", "fill", "zero", "_foreach_copy", "_foreach_zero")),
+    *(f"aten::{name}_" for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal")),
+    *(f"aten::{name}_" for name in ("normal", "random", "uniform", "_philox_normal", "_philox_uniform")),
 }
+_PARTIAL = {"aten::index_put_", "aten::_index_put_impl_", "aten::index_copy_", "aten::scatter_", "aten::record_stream"}
 _WRITES_NOTHING = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_"}
-_EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+_EMPTY = {
+    *(f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "empty_permuted")),
+    *(f"aten::{name}" for name in ("new_empty", "new_empty_strided")),
+}
 _RESHAPES = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data", "aten::swap_"}
 _WAIT = "_c10d_functional::wait_tensor"
 _WITHOUT_COMMUNICATION = {_WAIT, "_c10d_functional::_wrap_tensor_autograd"}
@@ -116,12 +118,27 @@ def is_exchange(func: Any) -> bool:
 
 
 @functools.cache
-def accumulates(func: Any) -> bool:
-    """Whether the operator reads all that it writes to, which something else has filled then."""
-    if not isinstance(func, torch._ops.OpOverload):
+def fills(func: Any) -> bool:
+    """Whether the operator writes all elements of the tensors that it writes to, and reads none of them.
+
+    One that is not torch's own is taken to, unless its name says that it works in place.
+    """
+    if not is_mutable(func) or is_exchange(func):
+        return is_exchange(func) and func._schema.name not in _READS_WRITTEN
+    if func.namespace != "aten":
+        return not func._schema.name.endswith("_")
+    written = [each for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return func._schema.name in _OVERWRITES or all(each.kwarg_only or each.name == "out" for each in written)
+
+
+@functools.cache
+def fills_in_part(func: Any) -> bool:
+    """Whether the operator reads none of the tensor that it writes to, but may write a part of it, or nothing: the
+    elements that indices name, or another shape.
+    """
+    if not is_mutable(func) or "reduce" in func._overloadname:
         return False
-    in_place = func._schema.is_mutable and func._schema.name.endswith("_") and func.namespace == "aten"
-    return func._schema.name in _ACCUMULATES or (in_place and torch.Tag.pointwise in func.tags)
+    return func._schema.name in _PARTIAL or torch.Tag.inplace_view in func.tags
 
 
 @functools.cache
@@ -157,7 +174,7 @@ def is_factory(func: Any) -> bool:
 
 @functools.cache
 def leaves_memory_blank(func: Any) -> bool:
-    """Whether the output is memory that somebody else has to fill (`empty`)."""
+    """Whether the output is memory that another operator has to fill (`empty`)."""
     return isinstance(func, torch._ops.OpOverload) and func._schema.name in _EMPTY
 
 
@@ -188,7 +205,7 @@ def describe(name: str, overload: str) -> int:
     traits = (
         is_communication(func),
         exchange,
-        accumulates(func),
+        fills(func),
         exchange and name in _WRITES_NOTHING,
         is_random(func),
         has_effects(func),
@@ -198,6 +215,7 @@ def describe(name: str, overload: str) -> int:
         is_factory(func),
         name == _WAIT,
         *(kind_of(func) is kind for kind in Kind),
+        fills_in_part(func),
     )
     return sum(1 << bit for bit, holds in enumerate(traits) if holds)
 

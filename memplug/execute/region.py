@@ -34,10 +34,10 @@ class Region:
     forward_bytes = _native(
         "forward_bytes", "What one forward sends to the host by the plan; None before there is one."
     )
-    lingers = _native(
-        "lingers",
-        "In the last step, backward always found its tensors on the device still, as it followed at once (MEMO, "
-        "section 4.1: the last two layers): their copies out start only when they have to go after all.",
+    offloads_late = _native(
+        "offloads_late",
+        "In the last step its backward ran before its tensors had to be released (MEMO, section 4.1: the last two "
+        "layers), so offloading waits until release.",
     )
     peak = _native("peak", "The most of its forwards that were in flight at once.")
     swaps_input = _native("swaps_input", "Whether its input leaves for the host; else it is held.")
@@ -49,10 +49,10 @@ class Region:
         "Its forward contains collectives that a recompute pass runs again, so that all ranks must recompute alike.",
     )
     seen = _native("seen", "It has run forward.")
-    familiar = _native(
-        "familiar",
-        "Its last forward did what an earlier one did; only a forward of an unfamiliar region is watched for work that "
-        "no operator shows.",
+    repeats = _native(
+        "repeats",
+        "Its last forward was verified against a template; only a forward of a region that does not repeat is watched "
+        "for work that no operator shows.",
     )
 
     def __init__(self, name: str, kind: str, rows: float):
@@ -94,11 +94,17 @@ class Region:
     def opaque(self, why: str) -> None:
         self._opaque, self.native.opaque = why, bool(why)
 
-    def end_step(self) -> None:
-        """Find out whether its tensors stay until backward."""
-        native = self.native
-        self.lingers = native.forwards > 0 and not native.released
-        native.released, native.forwards = False, 0
+    def note_given(self, nbytes: int) -> None:
+        """A forward that the native core does not run is given tensors of so many bytes."""
+        self.native.note_given(nbytes)
+
+    def end_step(self) -> tuple[int, ...]:
+        """Find out whether its tensors stay until backward.
+
+        Returns:
+            The bytes of all tensors given to each of the step's forwards, in order.
+        """
+        return tuple(self.native.end_step())
 
     def decide(self, index: int, func: Any) -> tuple[float, bool]:
         """Fraction of rows to swap of operator `index`, and whether to keep it on the device instead. The plan is
@@ -113,20 +119,29 @@ class _Alone:
 
     rows: float = 0.0
     forward_bytes: int | None = None
-    lingers: bool = False
-    released: bool = True
+    offloads_late: bool = False
     opaque: bool = True
     peak: int = 1
     swaps_input: bool = True
     planned_from: None = None
     communicates: bool = False
     seen: bool = False
-    familiar: bool = False
-    forwards: int = 0
+    repeats: bool = False
     unneeded: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    given_bytes: list[int] = dataclasses.field(default_factory=list)
 
     def plan(self, plan: Any) -> None:
         """Without operators there are none to plan."""
+
+    def note_given(self, nbytes: int) -> None:
+        """A forward is given tensors of so many bytes."""
+        self.given_bytes.append(nbytes)
+
+    def end_step(self) -> list[int]:
+        """Bytes of all tensors given to each forward of the step, in order."""
+        given, self.given_bytes = self.given_bytes, []
+        return given
 
 
 def _name_of(func: Any) -> str:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from memplug.errors import RecomputeError
-from memplug.execute.ambient import Ambient, as_written
+from memplug.execute.ambient import Ambient
 from memplug.execute.core import core
 from memplug.execute.device import Device
 from memplug.execute.host_pool import HostPool
@@ -93,6 +93,8 @@ class Executor:
         self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
         # an error of the device's memory passes, in a phase of a region
         self.explain: Callable[[str, Region, BaseException], None] = lambda phase, region, error: None
+        # a plain region is given more than in the step that its plan was made from
+        self.on_larger: Callable[[], None] = lambda: None
         # around a region's forward ("forward") and recompute pass ("recompute"): (phase, region) -> context manager
         self.around: list[Callable[[str, Region], Any]] = []
         # around a recompute pass that runs operators alone: a framework gathers the region's parameters
@@ -102,7 +104,7 @@ class Executor:
         # scratch buffers owned by the framework: never captured or restored
         self.is_scratch: Callable[[torch.Tensor], bool] = lambda tensor: False
         self.on_timed: Callable[[Region, Any, Tape], None] | None = None  # the profile listens here
-        # `with executor.own:` around operators that are no part of the program, for whoever watches it
+        # `with executor.own:` around operators that are no part of the program, for the recorder
         self.own: Any = contextlib.nullcontext()
         self._warned = False
         self._told_of_capture = False
@@ -150,8 +152,9 @@ class Executor:
         """
         given_bytes = self.core.given_bytes(args, kwargs)
         if given_bytes > region.plain_bytes and not (self.regathers or region.communicates):
+            self.on_larger()
             return False
-        self.flow.note_plain(given_bytes)
+        region.note_given(given_bytes)
         return True
 
     def _observe(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -167,11 +170,9 @@ class Executor:
         """
         times = Times(self.device) if self.timing else None
         surroundings = [take() for take in self.surroundings]
-        with as_written:
-            if region.familiar:
-                return self.flow.run(region.native, self, region, times, surroundings, call, args, kwargs)
-            with AddressMode(self.core):
-                return self.flow.run(region.native, self, region, times, surroundings, call, args, kwargs)
+        watched = contextlib.nullcontext() if region.repeats else AddressMode(self.core)
+        with watched:
+            return self.flow.run(region.native, self, region, times, surroundings, call, args, kwargs)
 
     def _run_unobserved(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not region.opaque:

@@ -49,10 +49,9 @@ class Copies:
         self.budget_bytes = budget_bytes
         self.share = 1.0
         self.forwards = self.live = self.unplanned = self.strayed = self.expected_bytes = 0
-        self.given_bytes: list[int] = []
         self.used_bytes = self.peak_bytes = 0
         self.offloads = self.offloaded_total_bytes = self.prefetched_total_bytes = 0
-        self.refused = self.refused_bytes = self.hurried = 0
+        self.refused = self.refused_bytes = 0
         self.allocations = self.buffer_bytes = self.buffer_misses = self.largest_frame_bytes = 0
         self.fetched_bytes = self.input_bytes = self.recomputed_bytes = self.waiting = 0
 
@@ -60,11 +59,6 @@ class Copies:
     def capacity_bytes(self) -> int:
         """Each copy has memory of its own."""
         return self.used_bytes
-
-    def take_given_bytes(self) -> list[int]:
-        """Bytes of all tensors given to each forward since the last call, in order."""
-        given, self.given_bytes = self.given_bytes, []
-        return given
 
     def begin_micro_batch(self) -> None:
         """Nothing is prefetched along the order of forwards."""
@@ -90,6 +84,9 @@ class Copies:
     def reserve(self, nbytes: int) -> bool:
         """Nothing is reserved."""
         return True
+
+    def give_back(self) -> None:
+        """Nothing is reserved."""
 
     def take_peak_bytes(self) -> int:
         """The most that was in use so far."""
@@ -126,7 +123,7 @@ class Unobserved:
         self._swapped: set[int] = set()  # addresses of inputs that have a copy, while the forward runs
         flat, self._spec = tree_flatten((args, kwargs))
         self._copies: Copies = executor.transfer
-        self._copies.given_bytes.append(sum(value.nbytes for value in flat if isinstance(value, torch.Tensor)))
+        region.note_given(sum(value.nbytes for value in flat if isinstance(value, torch.Tensor)))
         self._inputs = [self._input(value) if isinstance(value, torch.Tensor) else value for value in flat]
         self._copies.forwards += 1
         self._copies.live += 1
@@ -153,9 +150,7 @@ class Unobserved:
         with self.ambient.during_forward(), hooks, WriteMode(self):
             out = self.call(*args, **kwargs)
         self._swapped.clear()
-        native = self.region.native
-        native.released = native.seen = True  # its input has left
-        native.forwards += 1
+        self.region.native.seen = True
         return out
 
     def before_write(self, tensor: torch.Tensor) -> None:

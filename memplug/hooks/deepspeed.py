@@ -149,7 +149,7 @@ def hook_engine(engine: Any, session: Session, modules: Sequence[tuple[str, nn.M
     """
 
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        steps = engine.global_steps  # of the optimizer, whoever tells where accumulation ends
+        steps = engine.global_steps  # of the optimizer: the engine may be told where accumulation ends
         with session.explaining("step"), session.in_optimizer():
             result = original(*args, **kwargs)
         if engine.global_steps != steps:

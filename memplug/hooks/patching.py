@@ -1,4 +1,4 @@
-"""How a hook replaces what is somebody else's: marked, with the original kept, undone when the session detaches."""
+"""How a hook replaces a framework's function: marked, with the original kept, undone when the session detaches."""
 
 from __future__ import annotations
 

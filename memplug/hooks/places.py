@@ -1,6 +1,6 @@
 """Tells a recorder where training is: which forward of which micro-batch, which layer, the optimizer.
 
-Put on while steps are recorded or served by the arena: a step that nobody asks about pays nothing. A backward needs no
+Put on while steps are recorded or served by the arena: other steps pay nothing. A backward needs no
 hooks; the recorder knows the nodes of its graph by the forward that made them.
 """
 

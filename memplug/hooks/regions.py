@@ -27,12 +27,47 @@ Prepare = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any
 
 
 class _Bound:
-    """What a region module carries: the region, its session, and what the host wants done to the arguments; or the root
-    of a model without regions, the session alone.
+    """A module that carries a session, under a subclass of its own class: a region's, with what the framework wants
+    done to the arguments, or the root of a model without regions.
     """
 
-    def __init__(self, region: Region | None, session: Session, prepare: Prepare | None):
-        self.region, self.session, self.prepare = region, session, prepare
+    def __init__(
+        self, module: nn.Module, session: Session, region: Region | None = None, prepare: Prepare | None = None
+    ):
+        self.session, self.region, self.prepare = session, region, prepare
+        self.changes_arguments = False
+        self._module = module
+        self._bind()
+
+    def _bind(self) -> None:
+        module, own = self._module, type(self._module)
+        self._own, self._subclass = own, _marked_class(own) if self.region is None else _region_class(own)
+        module.__class__ = self._subclass
+        object.__setattr__(module, _REGION, self)
+
+    def enter(self) -> bool:
+        """Put the subclass in the place of the module's own class; False where something else stands there by now."""
+        if _REGION in self._module.__dict__ or _is_replaced(self._module):
+            return False
+        self._bind()
+        return True
+
+    def leave(self) -> bool:
+        """Put the module's own class back; False, and nothing is changed, where a class was derived from the subclass,
+        or the forward needs its arguments changed.
+        """
+        if self.changes_arguments or type(self._module) is not self._subclass:
+            return False
+        self.undo()
+        return True
+
+    def undo(self) -> None:
+        """Put the module's own class back for good, as far as possible."""
+        module = self._module
+        if module.__dict__.get(_REGION) is self:
+            if type(module) is self._subclass:
+                module.__class__ = self._own
+            del module.__dict__[_REGION]
 
 
 def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -97,32 +132,21 @@ def make_region(
         raise ConflictError(
             f"module {region.name} is attached to another memplug session", "Detach that session first."
         )
-    if module.__dict__.get("_compiled_call_impl") is not None or hasattr(module, "_orig_mod"):
+    if _is_compiled(module):
         _refuse_compiled(region.name)
     if "forward" in module.__dict__:
         raise ConflictError(
             f"the forward of module {region.name} was replaced on the instance, so that memplug's would never run",
             "Attach memplug before whatever replaces it, or undo that.",
         )
-    return _bind(module, _region_class(type(module)), _Bound(region, session, prepare))
+    bound = _Bound(module, session, region, prepare)
+    session.plain.add(region, bound)
+    return bound.undo
 
 
 def mark(model: nn.Module, session: Session) -> Callable[[], None]:
     """Remember that a model without regions is attached; returns how to undo it."""
-    return _bind(model, _marked_class(type(model)), _Bound(None, session, None))
-
-
-def _bind(module: nn.Module, subclass: type, bound: _Bound) -> Callable[[], None]:
-    original = type(module)
-    module.__class__ = subclass
-    object.__setattr__(module, _REGION, bound)
-
-    def undo() -> None:
-        if type(module) is subclass:
-            module.__class__ = original
-        module.__dict__.pop(_REGION, None)
-
-    return undo
+    return _Bound(model, session).undo
 
 
 def session_of(model: nn.Module) -> Session | None:
@@ -141,7 +165,9 @@ def _region_class(original: type) -> type:
             return call(*args, **kwargs)
         bound.session.begin_forward()
         if bound.prepare is not None:
+            given = kwargs
             args, kwargs = bound.prepare(self, args, kwargs)
+            bound.changes_arguments = kwargs is not given
         return bound.session.executor.run(bound.region, call, args, kwargs)
 
     functools.update_wrapper(forward, original.forward)
@@ -176,6 +202,15 @@ def _subclass(original: type, **members: Any) -> type:
 
     named = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     return type(original)(original.__name__, (original,), {**named, "__reduce_ex__": reduce, **members})
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module.__dict__.get("_compiled_call_impl") is not None or hasattr(module, "_orig_mod")
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether the forward of a module's class is not what runs."""
+    return "forward" in module.__dict__ or _is_compiled(module)
 
 
 def _refuse_compiled(name: str) -> None:

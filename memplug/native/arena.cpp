@@ -125,7 +125,7 @@ bool Arena::is_stream(int32_t number, Stream stream) {
   return true;
 }
 
-// Whether nobody but this stream is served.
+// Whether this stream alone is served.
 bool Arena::is_only_stream(Stream stream) const {
   return streams_.size() == 1 && streams_[0].first && streams_[0].second == stream;
 }

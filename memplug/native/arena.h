@@ -105,14 +105,14 @@ struct ArenaCounters {
   int64_t without_gradients = 0; // or it is a validation's or the like, and nothing idle was large enough
   int64_t native_bytes = 0; // of all four
   int64_t elsewhere = 0; // likewise, of threads that do not train
-  int64_t written_freed = 0; // blocks that somebody wrote to after they were given back,
+  int64_t written_freed = 0; // blocks that were written to after they were given back,
   int64_t written_beyond = 0; // or past their end
   int64_t reserved_bytes = 0; // now, with what is still in use of earlier plans
   int64_t live_bytes = 0; // now: in use, as asked for
   int64_t live_size = 0; // now: rounded up
   int64_t peak_size = 0; // the most of it since the last plan
   int64_t peak_bytes = 0; // likewise, as asked for
-  int64_t unwanted_bytes = 0; // now, while there is a plan: of blocks whose end nobody wants to be told of
+  int64_t unwanted_bytes = 0; // now, while there is a plan: of blocks whose end is not to be told
 };
 
 // Whether a request that the plan does not know may use reusable space.

@@ -46,7 +46,7 @@ void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
   } else if (decision.fraction > 0 && is_capturable(record)) {
     capture_outputs(index, record, results, decision);
   } else if (op.has(COLLECTIVE)) {
-    leave_out(index, record);
+    leave_out(index);
   }
   flow->trim(*this);
 }
@@ -64,7 +64,7 @@ void Frame::capture_outputs(
   } else if (*rows == 0 || !splits_by_rows(record)) {
     return;
   }
-  const int64_t launch = op.has(COLLECTIVE) ? launch_of(index, record) : -1;
+  const int64_t launch = op.has(COLLECTIVE) ? launch_of(index) : -1;
   if (op.has(COLLECTIVE) && launch < 0) {
     return;
   }
@@ -111,23 +111,28 @@ void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c
 }
 
 // A collective whose result no backward ever asked for: neither captured nor launched again.
-void Frame::leave_out(size_t index, const Record& record) {
-  if (const int64_t launch = launch_of(index, record); launch >= 0) {
+void Frame::leave_out(size_t index) {
+  if (const int64_t launch = launch_of(index); launch >= 0) {
     captures_[index] = {{}, true};
     launches_[launch] = index;
   }
 }
 
-// The operator that launched the collective whose result is waited for; -1 where it is not this region's, or gives more
-// results.
-int64_t Frame::launch_of(size_t index, const Record& record) const {
-  const int64_t launch = forward.tape().maker_of(record.inputs.front().storage, index);
+// The operator that launched the collective whose result is waited for; -1 where a recompute pass cannot substitute that
+// result: it is not this region's, one of several, or in memory that was there before or has other values besides.
+int64_t Frame::launch_of(size_t index) const {
+  const Tape& tape = forward.tape();
+  const int64_t launch = tape.launch_of(index);
   if (launch < 0) {
     return -1;
   }
-  const Record& launched = forward.tape().records[launch];
+  const Record& launched = tape.records[launch];
   const bool is_list = launched.op->handle.schema().returns().front().type()->kind() == c10::TypeKind::ListType;
-  return launched.outputs.size() > 1 || is_list ? -1 : launch;
+  const Use& result = tape.records[index].inputs.front();
+  const bool in_place = launched.writes(result.storage);
+  const bool is_own = !forward.storages.given[result.storage] && result.geometry.offset == 0 &&
+      result.geometry.nbytes() == forward.storages.nbytes[result.storage];
+  return launched.outputs.size() > 1 || is_list || (in_place && !is_own) ? -1 : launch;
 }
 
 std::optional<Part> Frame::part_of(
@@ -136,7 +141,7 @@ std::optional<Part> Frame::part_of(
   if (keep || !flow->is_worth_swapping(value)) {
     return rows ? std::nullopt : std::optional(kept());
   }
-  if (auto swapped = flow->transfer->offload(value, rows.value_or(value.size(0)), region->lingers)) {
+  if (auto swapped = flow->transfer->offload(value, rows.value_or(value.size(0)), region->offloads_late)) {
     return Part{std::move(swapped), nullptr};
   }
   // recomputing it alone would leave other ranks waiting, or choose differently
@@ -197,8 +202,9 @@ void Frame::learn(const std::vector<size_t>& substituted) {
   for (const auto& [launch, index] : launches_) {
     spared.insert({launch, index});
     if (of_ranks.count(index) > 0) {
-      const auto& made = tape->records[launch].made;
-      fetched.insert(made.begin(), made.end());
+      const Record& launched = tape->records[launch];
+      fetched.insert(launched.made.begin(), launched.made.end());
+      fetched.insert(launched.written.begin(), launched.written.end());
     }
   }
 }

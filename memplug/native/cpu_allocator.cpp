@@ -135,7 +135,7 @@ void install_cpu(User user) {
   native_deleter = current->raw_deleter();
   c10::SetCPUAllocator(&delegating());
   if (c10::GetCPUAllocator() != &delegating()) {
-    throw std::runtime_error("the CPU's allocator was set with a higher priority by somebody else");
+    throw std::runtime_error("the CPU's allocator was set by another library with a higher priority");
   }
   wanted_by = user;
 }

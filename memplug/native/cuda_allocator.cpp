@@ -3,7 +3,7 @@
 // A wrapper would have to give recorded blocks a deleter of its own to see their frees, and the native allocator's
 // `recordStream` ignores, without a word, blocks whose deleter is not its own. So nothing is wrapped: blocks,
 // statistics, snapshots, streams and pools stay native. torch has no way to take a listener off again: it is attached
-// once, and returns at once while nobody records or counts.
+// once, and returns at once while requests are neither recorded nor counted.
 #ifdef MEMPLUG_CUDA
 
 #include <c10/cuda/CUDACachingAllocator.h>

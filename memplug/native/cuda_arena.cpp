@@ -345,7 +345,7 @@ Base* in_front(Base* native, int device) {
   if constexpr (std::is_abstract_v<InFront<Base>>) {
     throw std::runtime_error("this version of torch has an allocator that memplug does not know all calls of");
   } else {
-    return new InFront<Base>(native, device); // never destroyed: somebody may have kept a pointer to it
+    return new InFront<Base>(native, device); // never destroyed: torch may have kept a pointer to it
   }
 }
 
@@ -379,7 +379,7 @@ void prepare_cuda_allocator(int device) {
 void stand_before_cuda(bool on) {
   leaves = !on && reserved_parts.load() > 0;
   if (!leaves && !swap(on ? native_allocator : standing, on ? standing : native_allocator)) {
-    throw std::runtime_error("the CUDA allocator was changed by somebody else");
+    throw std::runtime_error("the CUDA allocator was changed by another library");
   }
 }
 

@@ -33,7 +33,7 @@ void reset_device_peak();
 // The arena's blocks have changed.
 void note_arena_use(int64_t live_bytes, int64_t live_size);
 
-// While one lives, what the calling thread asks of the allocator is heard by nobody.
+// While one lives, requests of the calling thread are not recorded.
 struct Unheard {
   Unheard();
   ~Unheard();

@@ -2,6 +2,7 @@
 
 #if __has_include(<torch/csrc/distributed/c10d/Work.hpp>)
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -28,32 +29,35 @@ class Finished final : public c10d::Work {
   void synchronize() override {}
 };
 
-// In a capsule, which no operator takes.
+// In a capsule, as a tape keeps it.
 struct KeptGroup final : torch::CustomClassHolder {
-  explicit KeptGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& strong) : group(strong) {}
+  KeptGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& strong, bool was_object)
+      : group(strong), is_object(was_object) {}
 
   const c10::weak_intrusive_ptr<c10d::ProcessGroup> group; // while it is held, no other group gets this address
+  const bool is_object; // else functional collectives were given the group itself: they take it in a capsule
 };
 
-template <typename Class>
-bool is_a(const c10::IValue& value) {
-  return value.isObject() && value.toObjectRef().type() == c10::getCustomClassType<c10::intrusive_ptr<Class>>();
-}
-
-// What an object is a box of.
-const c10::intrusive_ptr_target* identity_of(const c10::IValue& value) {
+// The contents of a capsule, or of an object that is a box of one; else null.
+c10::intrusive_ptr<torch::CustomClassHolder> held_in(const c10::IValue& value) {
   if (value.isCapsule()) {
-    const auto held = value.toCapsule();
-    if (const auto* const kept = dynamic_cast<const KeptGroup*>(held.get())) {
-      return kept->group._unsafe_get_target();
-    }
-    return held.get();
+    return value.toCapsule();
   }
   const c10::ivalue::Object& object = value.toObjectRef();
-  if (object.slots().size() == 1 && object.getSlot(0).isCapsule()) {
-    return object.getSlot(0).toCapsule().get();
+  return object.slots().size() == 1 && object.getSlot(0).isCapsule() ? object.getSlot(0).toCapsule() : nullptr;
+}
+
+const c10::intrusive_ptr_target* identity_of(const c10::IValue& value) {
+  const auto held = held_in(value);
+  if (held == nullptr) {
+    return &value.toObjectRef();
   }
-  return &object;
+  const auto* const kept = dynamic_cast<const KeptGroup*>(held.get());
+  return kept != nullptr ? kept->group._unsafe_get_target() : held.get();
+}
+
+bool is_reduction(const c10::IValue& value) {
+  return value.isObject() && value.toObjectRef().type() == c10::getCustomClassType<c10::intrusive_ptr<c10d::ReduceOp>>();
 }
 
 c10::intrusive_ptr<c10d::Work> work_in(const c10::IValue& result) {
@@ -98,10 +102,9 @@ void wait_for(c10::ArrayRef<c10::IValue> results) {
 }
 
 c10::IValue kept_object(const c10::IValue& object) {
-  if (!is_a<c10d::ProcessGroup>(object)) {
-    return object;
-  }
-  return c10::IValue::make_capsule(c10::make_intrusive<KeptGroup>(object.toCustomClass<c10d::ProcessGroup>()));
+  const auto group = c10::dynamic_intrusive_pointer_cast<c10d::ProcessGroup>(held_in(object));
+  return group == nullptr ? object
+                          : c10::IValue::make_capsule(c10::make_intrusive<KeptGroup>(group, object.isObject()));
 }
 
 c10::IValue called_with(const c10::IValue& kept) {
@@ -114,14 +117,29 @@ c10::IValue called_with(const c10::IValue& kept) {
     return kept;
   }
   auto group = weak->group.lock();
-  return group != nullptr ? c10::IValue(std::move(group)) : c10::IValue();
+  if (group == nullptr) {
+    return {};
+  }
+  return weak->is_object ? c10::IValue(std::move(group)) : c10::IValue::make_capsule(std::move(group));
+}
+
+int64_t rank_in(const c10::IValue& kept) {
+  if (kept.isString()) {
+    try {
+      return c10d::resolve_process_group(kept.toStringRef())->getRank();
+    } catch (const c10::Error&) {
+      return -1;
+    }
+  }
+  const c10::IValue found = called_with(kept);
+  return found.isNone() ? -1 : c10::static_intrusive_pointer_cast<c10d::ProcessGroup>(held_in(found))->getRank();
 }
 
 bool same_object(const c10::IValue& one, const c10::IValue& other) {
   if (identity_of(one) == identity_of(other)) {
     return true;
   }
-  if (!is_a<c10d::ReduceOp>(one) || !is_a<c10d::ReduceOp>(other)) {
+  if (!is_reduction(one) || !is_reduction(other)) {
     return false;
   }
   const auto reduction = one.toCustomClass<c10d::ReduceOp>(), another = other.toCustomClass<c10d::ReduceOp>();
@@ -160,6 +178,10 @@ c10::IValue kept_object(const c10::IValue& object) {
 
 c10::IValue called_with(const c10::IValue& kept) {
   return kept;
+}
+
+int64_t rank_in(const c10::IValue&) {
+  return -1;
 }
 
 bool same_object(const c10::IValue& one, const c10::IValue& other) {

@@ -85,7 +85,7 @@ void Flow::end(Frame& frame) {
       ++ledger->waiting;
     }
   }
-  if (!frame.region->lingers) {
+  if (!frame.region->offloads_late) {
     expect(*frame.region);
   }
 }

@@ -55,6 +55,15 @@ class Flow {
   // Tapes that a region's next forward may follow, the likeliest first.
   std::vector<std::shared_ptr<const Tape>> known(const Region& region) const;
 
+  // How many there are, of all regions.
+  size_t tapes() const {
+    size_t count = 0;
+    for (const auto& [kind, kept] : tapes_) {
+      count += kept.size();
+    }
+    return count;
+  }
+
   // A region's forward did what this tape says.
   void keep(Region& region, const std::shared_ptr<const Tape>& tape);
 
@@ -98,7 +107,6 @@ class Flow {
   int64_t expected_bytes = 0; // that forwards so far were to send to the host, by their plans
   int64_t unplanned = 0; // forwards that no plan says so of
   int64_t strayed = 0; // that did something else than the one that their plan was made from
-  std::vector<int64_t> given_bytes; // of all tensors given to each forward, in order, since it was last asked for
 
  private:
   static constexpr size_t kTapes = 4; // of a kind: a region's shapes change between a few, as in a validation

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "exchange.h"
+#include "unfilled.h"
 
 namespace memplug {
 namespace {
@@ -173,12 +174,9 @@ Record Forward::note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) c
   for (const c10::IValue& argument : arguments) {
     record.arguments.push_back(without_tensors(argument));
   }
-  const auto& schema = op.handle.schema().arguments();
   for (const Found& found : found_) {
     record.inputs.push_back({found.path, found.storage, Geometry::of(*found.tensor, storages.origins[found.storage])});
-    const auto* alias = schema[found.path.position].alias_info();
-    const bool first_of_exchange = op.has(EXCHANGE) && !op.has(WRITES_NOTHING) && found.path.position == 0;
-    if ((alias != nullptr && alias->isWrite()) || first_of_exchange) {
+    if (op.writes_to(found.path.position)) {
       record.written.push_back(found.storage);
     }
   }
@@ -274,7 +272,6 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
 
 void Forward::classify(Record& record) {
   const Operator& op = *record.op;
-  blank_.resize(storages.size());
   record.form = record.made.empty() ? Form::VIEW : Form::PURE;
   if (op.has(EXCHANGE)) {
     record.form = Form::EXCHANGE;
@@ -296,15 +293,6 @@ void Forward::classify(Record& record) {
   }
   if (op.has(RESHAPES)) {
     opaque_ |= RESHAPED;
-  }
-  if (op.has(BLANK)) {
-    for (const int32_t storage : record.made) {
-      blank_[storage] = storages.nbytes[storage] > 0;
-    }
-  } else if (!op.has(ACCUMULATES)) {
-    for (const int32_t storage : record.written) {
-      blank_[storage] = false;
-    }
   }
 }
 
@@ -341,18 +329,7 @@ void Forward::depart(size_t records) {
   noted_ = std::make_shared<Tape>();
   noted_->records.assign(followed_->records.begin(), followed_->records.begin() + static_cast<int64_t>(records));
   noted_->saves.assign(followed_->saves.begin(), followed_->saves.begin() + static_cast<int64_t>(saved.size()));
-  blank_.assign(storages.size(), false);
   followed_.reset();
-  for (const Record& record : noted_->records) { // what is blank by now
-    if (record.op->has(ACCUMULATES)) {
-      continue;
-    }
-    for (const int32_t storage : record.op->has(BLANK) ? record.made : record.written) {
-      if (static_cast<size_t>(storage) < blank_.size()) {
-        blank_[storage] = record.op->has(BLANK) && storages.nbytes[storage] > 0;
-      }
-    }
-  }
 }
 
 std::shared_ptr<const Tape> Forward::close() {
@@ -374,13 +351,10 @@ std::shared_ptr<const Tape> Forward::close() {
   if (followed_ != nullptr) {
     return followed_;
   }
-  if (std::find(blank_.begin(), blank_.end(), true) != blank_.end()) {
-    opaque_ |= UNFILLED;
-  }
   noted_->given = storages.given;
   noted_->nbytes = storages.nbytes;
   noted_->regathered = storages.regathered;
-  noted_->opaque = opaque_;
+  noted_->opaque = opaque_ | (has_unfilled(*noted_) ? UNFILLED : 0);
   return noted_;
 }
 

@@ -181,7 +181,7 @@ class Forward {
   bool running_ = false; // the last operator has begun, and not ended
   uint32_t opaque_ = 0;
 
-  std::vector<bool> own_, blank_, counted_; // by storage
+  std::vector<bool> own_, counted_; // by storage
   struct Captured {
     uint8_t rows = NOT;
     at::ScalarType dtype = at::kFloat;

@@ -9,6 +9,7 @@
 
 #include "exchange.h"
 #include "arguments.h"
+#include "as_written.h"
 #include "observer.h"
 #include "running.h"
 #include "saved_type.h"
@@ -95,11 +96,11 @@ void add_flow(py::module_& module) {
       .def_readwrite("swaps_input", &Region::swaps_input)
       .def_readwrite("opaque", &Region::opaque)
       .def_readwrite("seen", &Region::seen)
-      .def_readwrite("familiar", &Region::familiar)
+      .def_readwrite("repeats", &Region::repeats)
       .def_readwrite("communicates", &Region::communicates)
-      .def_readwrite("forwards", &Region::forwards)
-      .def_readwrite("lingers", &Region::lingers)
-      .def_readwrite("released", &Region::released)
+      .def_readwrite("offloads_late", &Region::offloads_late)
+      .def("end_step", &Region::end_step)
+      .def("note_given", [](Region& region, int64_t bytes) { region.given_bytes.push_back(bytes); })
       .def_readonly("live", &Region::live)
       .def_readwrite("peak", &Region::peak);
   py::class_<Flow, std::shared_ptr<Flow>>(module, "Flow")
@@ -118,8 +119,6 @@ void add_flow(py::module_& module) {
       .def_readwrite("largest_frame_bytes", &Flow::largest_frame_bytes)
       .def("run", &Running::run)
       .def("begin_micro_batch", [](Flow&) { Flow::begin_micro_batch(); })
-      .def("take_given_bytes", [](Flow& flow) { return std::exchange(flow.given_bytes, {}); })
-      .def("note_plain", [](Flow& flow, int64_t bytes) { flow.given_bytes.push_back(bytes); })
       .def_readwrite("share", &Flow::share)
       .def_readonly("forwards", &Flow::forwards)
       .def_readonly("live", &Flow::live)
@@ -128,6 +127,7 @@ void add_flow(py::module_& module) {
       .def_readonly("unplanned", &Flow::unplanned)
       .def_readonly("strayed", &Flow::strayed)
       .def_property_readonly("recomputed_bytes", [](const Flow& flow) { return flow.ledger->recomputed_bytes; })
+      .def_property_readonly("tapes", &Flow::tapes)
       .def_property_readonly("waiting", [](const Flow& flow) { return flow.ledger->waiting; });
 }
 
@@ -163,6 +163,11 @@ void add_forwards(py::module_& module) {
     phase == "start" ? Observer::pause() : Observer::resume();
   });
   module.def("given_bytes", &given_bytes);
+  struct Stance {};
+  py::class_<Stance>(module, "AsWritten")
+      .def(py::init<>())
+      .def("__enter__", [](Stance&) { AsWritten::enter(); })
+      .def("__exit__", [](Stance&, const py::args&) { AsWritten::leave(); });
   module.attr("unpack") = unpack_hook();
   add_tape(module);
   add_flow(module);
@@ -199,7 +204,13 @@ void add_forwards(py::module_& module) {
         return all;
       })
       // its recompute pass
-      .def("decide", py::overload_cast<const std::map<size_t, bool>&, const std::vector<size_t>&>(&Running::decide))
+      .def("decide", [](Running& r, const std::map<size_t, bool>& whole, const std::vector<size_t>& launches) {
+        std::vector<Captured> captured;
+        for (const auto& [index, is_whole] : whole) {
+          captured.push_back({index, is_whole});
+        }
+        return r.decide(captured, launches);
+      })
       .def("replay", &Running::replay, py::arg("substitute") = py::none())
       .def("forget", &Running::forget)
       .def("arguments", &Running::arguments)

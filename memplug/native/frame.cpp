@@ -84,7 +84,7 @@ Frame::~Frame() {
 std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
   std::shared_ptr<Swapped> part;
   if (swaps && flow->is_worth_swapping(value)) {
-    part = flow->swap_input(value, region->lingers);
+    part = flow->swap_input(value, region->offloads_late);
     if (part == nullptr || part->uses == 0) {
       ++offered;
       offered_bytes += static_cast<int64_t>(value.storage().nbytes());
@@ -158,14 +158,10 @@ void Frame::close(bool direct) {
   flow->trim(*this);
 }
 
-const std::vector<size_t>& Frame::decide(const std::map<size_t, bool>& captured, const std::vector<size_t>& launches) {
-  std::vector<Captured> all;
-  for (const auto& [index, whole] : captured) {
-    all.push_back({index, whole});
-  }
+const std::vector<size_t>& Frame::decide(const std::vector<Captured>& captured, const std::vector<size_t>& launches) {
   const auto wanted = storages_of(recomputed());
-  if (region->decisions == nullptr || !region->decisions->are_of(tape, all, launches, wanted)) {
-    region->decisions = std::make_shared<Decisions>(tape, std::move(all), launches, wanted);
+  if (region->decisions == nullptr || !region->decisions->are_of(tape, captured, launches, wanted)) {
+    region->decisions = std::make_shared<Decisions>(tape, captured, launches, wanted);
   }
   decisions = region->decisions;
   communicates = decisions->communicates;
@@ -201,10 +197,11 @@ std::vector<size_t> Frame::decide() {
   return asked;
 }
 
-std::map<size_t, bool> Frame::captured() const {
-  std::map<size_t, bool> found;
+std::vector<Captured> Frame::captured() const {
+  std::vector<Captured> found;
+  found.reserve(captures_.size());
   for (const auto& [index, capture] : captures_) {
-    found[index] = capture.whole;
+    found.push_back({index, capture.whole});
   }
   return found;
 }
@@ -221,7 +218,7 @@ std::vector<size_t> Frame::launches() const {
 
 void Frame::release() {
   region->released = true;
-  if (region->lingers) {
+  if (region->offloads_late) {
     flow->expect(*region);
   }
   flow->transfer->release(swapped);
@@ -272,8 +269,10 @@ Substitute Frame::substitute(size_t index) {
     if (rows < tensor.size(0)) {
       found.rows = rows;
     }
-    found.tensors.push_back(alias_of(tensor));
     consume(part.swapped);
+    // what stays for another backward is not for the pass to write to, as the forward did
+    const bool stays = part.swapped->mutated && part.swapped->tensor.defined();
+    found.tensors.push_back(stays ? copy_of(tensor) : alias_of(tensor));
   }
   return found;
 }

@@ -118,9 +118,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // One read of a swapped tensor is done; after the last in this backward pass, its device memory goes.
   void consume(const std::shared_ptr<Swapped>& part);
 
-  // Decides what a recompute pass does, with these captured (whole or in part) and launched; returns the operators whose
+  // Decides what a recompute pass does, with these captured, in program order, and launched; returns the operators whose
   // captured results it asks for.
-  const std::vector<size_t>& decide(const std::map<size_t, bool>& captured, const std::vector<size_t>& launches);
+  const std::vector<size_t>& decide(const std::vector<Captured>& captured, const std::vector<size_t>& launches);
 
   // Bytes of storages that backward asks for and that a recompute pass, still to come, will make.
   int64_t pending_bytes() const {
@@ -171,16 +171,16 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::shared_ptr<Swapped> input_of(int32_t storage) const; // null: it is none that was swapped
   void capture_outputs(size_t index, const Record& record, c10::ArrayRef<c10::IValue> results, Decision decision);
   void capture_exchange(size_t index, const Record& record, c10::ArrayRef<c10::IValue> written);
-  void leave_out(size_t index, const Record& record);
+  void leave_out(size_t index);
   std::optional<Part> part_of(const at::Tensor& value, std::optional<int64_t> rows, bool keep, const Operator& op);
   void add(const at::Tensor& tensor, const Part& part);
-  int64_t launch_of(size_t index, const Record& record) const;
+  int64_t launch_of(size_t index) const;
   std::vector<size_t> decide();
   std::set<size_t> asked_of_ranks() const;
   void learn(const std::vector<size_t>& substituted);
   std::vector<size_t> recomputed() const;
   std::vector<int32_t> storages_of(const std::vector<size_t>& indices) const; // of saved tensors
-  std::map<size_t, bool> captured() const;
+  std::vector<Captured> captured() const;
   std::vector<size_t> launches() const;
 
   std::map<size_t, Capture> captures_; // by operator

@@ -1,5 +1,7 @@
 #include "observer.h"
 
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
 #include <memory>
 
 namespace memplug {
@@ -7,6 +9,12 @@ namespace {
 
 thread_local Observer* current = nullptr;
 thread_local int pauses = 0;
+
+// Tensors without memory, of which torch wants no more than the shapes, as where DTensor asks how a result is sharded.
+bool is_fake() {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  return Modes::any_modes_set() && Modes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value();
+}
 
 } // namespace
 
@@ -73,7 +81,10 @@ std::unique_ptr<at::ObserverContext> Observer::begin(const at::RecordFunction& f
   }
   Running running{What::IGNORED, false, 0};
   if (!observer->inside_ && pauses == 0) {
-    if (const Operator* const op = operator_of(function); op != nullptr) {
+    if (is_fake()) {
+      observer->inside_ = true;
+      running.what = What::FAKE;
+    } else if (const Operator* const op = operator_of(function); op != nullptr) {
       try {
         running = observer->begin(function, *op);
       } catch (...) {
@@ -126,7 +137,7 @@ void Observer::end(const at::RecordFunction& function, at::ObserverContext*) {
   } catch (...) {
     observer->fail();
   }
-  if (running.what == What::LEAF) {
+  if (running.what == What::LEAF || running.what == What::FAKE) {
     observer->inside_ = false;
   }
 }

@@ -13,7 +13,8 @@ namespace memplug {
 // Tells a forward of this thread's operators until it is destroyed.
 //
 // An operator that only calls others (composite, under autocast, with tensors of a subclass) is looked through: the
-// operators that it calls are noted in its place. All others are leaves, and what runs inside of a leaf is not noted.
+// operators that it calls are noted in its place. All others are leaves, and what runs inside of a leaf is not noted, nor
+// are operators on fake tensors.
 class Observer {
  public:
   explicit Observer(Forward& forward);
@@ -44,7 +45,7 @@ class Observer {
   static bool is_active();
 
  private:
-  enum class What : uint8_t { IGNORED, THROUGH, LEAF };
+  enum class What : uint8_t { IGNORED, THROUGH, LEAF, FAKE };
   struct Running {
     What what;
     bool mutates;
@@ -60,7 +61,7 @@ class Observer {
   Observer* outer_;
   at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
   std::vector<Running> running_;
-  bool inside_ = false; // of a leaf, or of a listener
+  bool inside_ = false; // of a leaf, of an operator on fake tensors, or of a listener
   std::exception_ptr failure_;
 };
 

@@ -3,6 +3,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -70,7 +71,9 @@ std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits
       handle->schema().arguments().size(),
       handle->schema().returns().size(),
       position("dropout_p"),
-      position("async_op")});
+      position("async_op"),
+      position("accumulate"),
+      (traits & PARTIAL) != 0 ? std::max({position("values"), position("source"), position("index")}) : -1});
 }
 
 // `name` is asked for where `key`, its address, was not seen yet.

@@ -15,7 +15,7 @@ namespace memplug {
 enum Trait : uint32_t {
   COMMUNICATES = 1 << 0, // other ranks take part
   EXCHANGE = 1 << 1, // of c10d: writes to its arguments, although its schema does not say so
-  ACCUMULATES = 1 << 2, // reads what it writes to: it does not fill memory
+  FILLS = 1 << 2, // writes every element of the tensors that it writes to, and reads none of them
   WRITES_NOTHING = 1 << 3, // an exchange without a result
   RANDOM = 1 << 4, // may advance a random generator
   EFFECTS = 1 << 5, // may do more than its outputs show
@@ -28,6 +28,7 @@ enum Trait : uint32_t {
   ATTENTION = 1 << 12, // unless a plan says otherwise
   COLLECTIVE = 1 << 13,
   CHOICE = 1 << 14,
+  PARTIAL = 1 << 15, // reads none of the tensor that it writes to, and may write a part of it, or nothing
 };
 
 struct Operator {
@@ -40,12 +41,19 @@ struct Operator {
   bool mutates;
   size_t argument_count, result_count; // by its schema
   int32_t dropout, async_op; // positions of the arguments `dropout_p` and `async_op`, or -1
+  int32_t accumulate, scattered; // of a `PARTIAL` one's `accumulate`, and of the tensor with as many elements as it writes
 
   bool has(Trait trait) const {
     return (traits & trait) != 0;
   }
   bool is_expensive() const {
     return (traits & (ROWS | ATTENTION | COLLECTIVE | CHOICE)) != 0;
+  }
+
+  // Whether it writes to an argument, by its position.
+  bool writes_to(int32_t position) const {
+    const auto* const alias = handle.schema().arguments()[position].alias_info();
+    return (alias != nullptr && alias->isWrite()) || (position == 0 && has(EXCHANGE) && !has(WRITES_NOTHING));
   }
 
   // Whether this call is one under autocast.

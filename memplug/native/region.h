@@ -7,6 +7,7 @@
 #include <string>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "decisions.h"
 #include "operators.h"
@@ -70,6 +71,14 @@ struct Region {
     }
   }
 
+  // A step is over. Whether its tensors stay until backward is found out; returns `given_bytes`.
+  std::vector<int64_t> end_step() {
+    offloads_late = forwards > 0 && !released;
+    released = false;
+    forwards = 0;
+    return std::exchange(given_bytes, {});
+  }
+
   explicit Region(std::string kind) : kind(std::move(kind)) {}
 
   std::string kind; // the name of its class
@@ -81,11 +90,13 @@ struct Region {
   bool swaps_input = true; // else it is held
   bool opaque = false;
   bool seen = false; // it has run forward
-  bool familiar = false; // its last forward did what an earlier one did
+  bool repeats = false; // its last forward was verified against a template
   bool communicates = false; // its recompute passes launch collectives, which all ranks must do alike
   int64_t forwards = 0; // since a step ended
-  bool lingers = false; // backward always found its tensors on the device: their copies out start when they have to go
+  // its backward ran before its tensors had to be released, so offloading waits until release
+  bool offloads_late = false;
   bool released = false; // since that was found out, they had to go
+  std::vector<int64_t> given_bytes; // of all tensors given to each of its forwards, in order, since a step ended
   int64_t live = 0, peak = 0; // forwards in flight: now, and the most at once
 };
 

@@ -38,7 +38,7 @@ Log& log() {
 }
 
 std::atomic<bool> recording{false};
-std::atomic<int64_t> in_use{0}; // of the log's usage, for whoever does not hold its lock
+std::atomic<int64_t> in_use{0}; // of the log's usage, readable without its lock
 
 int64_t number_of(Log& l, const void* stream) {
   const auto found = std::find(l.streams.begin(), l.streams.end(), stream);

@@ -53,7 +53,7 @@ std::vector<RequestEvent> take_requests();
 void lock_requests_for_fork();
 void unlock_requests_after_fork();
 
-// The allocators, which delegate what nobody serves. A second `install` for the same user throws.
+// The allocators, which delegate requests that no arena serves. A second `install` for the same user throws.
 enum User : int { RECORDER = 1, ARENA = 2 };
 void install_cpu(User user);
 void uninstall_cpu(User user);

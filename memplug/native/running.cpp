@@ -5,6 +5,7 @@
 
 #include <string_view>
 
+#include "as_written.h"
 #include "clock.h"
 #include "saved_type.h"
 
@@ -102,6 +103,7 @@ py::object Running::run(
   }
   py::object out;
   {
+    const AsWritten as_written;
     const WithoutAutocastCache casts(frame->ambient->casts());
     const Hooks hooks(frame);
     struct Ends {
@@ -163,7 +165,7 @@ void Running::over() {
   const bool direct = !flow->regathers && !region->communicates &&
       (region->seen || executor_.attr("is_alone")().cast<bool>());
   close(direct);
-  region->familiar = forward.followed() != nullptr;
+  region->repeats = forward.followed() != nullptr;
   if (!is_opaque) {
     flow->keep(*region, tape);
     flow->strayed += tape != region->planned_from ? 1 : 0;
@@ -173,7 +175,7 @@ void Running::over() {
   region->seen = true;
   ++region->forwards;
   region->communicates = region->communicates || communicates;
-  flow->given_bytes.push_back(given_bytes);
+  region->given_bytes.push_back(given_bytes);
   if (is_timed) {
     executor_.attr("note_timed")(region_object_, std::static_pointer_cast<Running>(shared_from_this()));
   }

@@ -18,7 +18,7 @@ Arena& open_arena(Device& device, bool checks);
 // Null: none was ever made.
 Arena* the_arena();
 
-// Whose memory an address is in, null: nobody's.
+// The arena that owns the address, or null.
 Arena* arena_of(const void* pointer);
 
 // Whether requests are asked of it; one atomic read.

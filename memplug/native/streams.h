@@ -48,7 +48,7 @@ class Streams {
     }
   }
 
-  // Queues a copy between tensors of one shape and dtype, one of them on the host.
+  // Queues a copy between tensors of one shape and dtype.
   virtual void copy(const StreamRef& stream, const at::Tensor& destination, const at::Tensor& source) = 0;
 
   // Uninitialised device memory that belongs to the stream.

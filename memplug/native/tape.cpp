@@ -30,7 +30,7 @@ bool same_number(const at::Tensor& one, const at::Tensor& other) {
 
 c10::IValue without_tensors(const c10::IValue& argument) {
   if (!has_tensors(argument)) {
-    return argument.isObject() ? kept_object(argument) : argument;
+    return argument.isObject() || argument.isCapsule() ? kept_object(argument) : argument;
   }
   if (argument.isTensor()) {
     return {};
@@ -92,6 +92,10 @@ bool Geometry::operator==(const Geometry& other) const {
       c10::IntArrayRef(stride) == c10::IntArrayRef(other.stride);
 }
 
+int64_t Geometry::nbytes() const {
+  return c10::multiply_integers(c10::IntArrayRef(size)) * static_cast<int64_t>(c10::elementSize(dtype));
+}
+
 bool Use::operator==(const Use& other) const {
   return path == other.path && storage == other.storage && geometry == other.geometry;
 }
@@ -118,11 +122,16 @@ bool Record::operator==(const Record& other) const {
       std::equal(arguments.begin(), arguments.end(), other.arguments.begin(), other.arguments.end(), equal);
 }
 
-int64_t Tape::maker_of(int32_t storage, size_t before) const {
-  for (size_t i = before; i-- > 0;) {
-    if (records[i].makes(storage)) {
-      return static_cast<int64_t>(i);
+int64_t Tape::launch_of(size_t index) const {
+  const int32_t storage = records[index].inputs.front().storage;
+  bool is_read = false;
+  for (size_t i = index; i-- > 0;) {
+    const Record& record = records[i];
+    if (record.makes(storage) || record.writes(storage)) {
+      const bool is_read_in_place = is_read && !record.makes(storage);
+      return record.op->has(COMMUNICATES) && !is_read_in_place ? static_cast<int64_t>(i) : -1;
     }
+    is_read = is_read || (record.form != Form::VIEW && record.reads(storage));
   }
   return -1;
 }

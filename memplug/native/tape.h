@@ -26,6 +26,7 @@ struct Geometry {
   static Geometry of(const at::Tensor& tensor, int64_t origin = 0);
   bool is_of(const at::Tensor& tensor, int64_t origin = 0) const; // its offset counts from there
   bool operator==(const Geometry& other) const;
+  int64_t nbytes() const; // of its elements
 };
 
 // Where a tensor is among an operator's arguments or results: an argument's position, and where that is a list, the
@@ -74,7 +75,7 @@ struct Save {
 enum Opaque : uint32_t {
   SUBCLASS = 1 << 0, // a tensor subclass that dispatches for itself
   UNOBSERVED = 1 << 1, // an operator's result was made by none that was observed
-  UNFILLED = 1 << 2, // nothing was seen to fill memory that was asked for
+  UNFILLED = 1 << 2, // nothing was seen to fill memory that was asked for (unfilled.h)
   FAILED = 1 << 3, // an operator raised
   RESHAPED = 1 << 4, // a tensor was given other memory, or another layout, in place
 };
@@ -90,11 +91,12 @@ struct Tape {
   std::vector<bool> regathered; // by storage: such a parameter
   uint32_t opaque = 0;
 
-  // The operator that made a storage, the last one before `before`; -1 for a given one.
-  int64_t maker_of(int32_t storage, size_t before) const;
+  // The collective whose result `index` waits for, in memory that it made or writes to; -1 where it is not of this tape,
+  // or where it writes to memory that an operator reads before the wait.
+  int64_t launch_of(size_t index) const;
 
-  // The operator that made the one storage that exchange `index` fills, where nobody saw the storage between the two:
-  // whoever gives the result need not run either. Else -1.
+  // The operator that made the one storage that exchange `index` fills, where no operator saw the storage between the two:
+  // a pass that substitutes the result need not run either. Else -1.
   int64_t sole_maker_of(size_t index) const;
 
   // Whether the first operators and saved tensors are the other's.

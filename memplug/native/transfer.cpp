@@ -1,6 +1,5 @@
 #include "transfer.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -168,14 +167,9 @@ void Transfer::release(std::vector<std::shared_ptr<Swapped>> group) {
 }
 
 void Transfer::before_write(Swapped& swapped) {
-  ++hurried;
-  send_late(swapped);
   swapped.mutated = true;
   if (!swapped.slot) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    ++allocations;
-    swapped.tensor = swapped.tensor.clone();
-    swapped.version = swapped.tensor._version();
+    copy_on_device(swapped);
     return;
   }
   if (swapped.offloaded != nullptr) {
@@ -183,6 +177,20 @@ void Transfer::before_write(Swapped& swapped) {
     swapped.offloaded = nullptr;
   }
   leave(swapped);
+}
+
+// The tensor's stream copies, as the new memory belongs to it; an operator on another stream waits for that.
+void Transfer::copy_on_device(Swapped& swapped) {
+  check_version(swapped);
+  const at::Tensor original = swapped.tensor;
+  const Geometry& geometry = swapped.geometry;
+  ++allocations;
+  swapped.tensor = tensor_at(streams_->empty(swapped.stream, geometry.size, geometry.stride, geometry.dtype), geometry);
+  streams_->copy(swapped.stream, swapped.tensor, original);
+  swapped.version = swapped.tensor._version();
+  if (const StreamRef current = streams_->current(); !streams_->same(current, swapped.stream)) {
+    streams_->wait(current, streams_->record(swapped.stream), Wait::MUTATE_FOR_OFFLOAD);
+  }
 }
 
 void Transfer::prefetch(Swapped& swapped) {
@@ -194,6 +202,8 @@ void Transfer::prefetch(Swapped& swapped) {
   }
   drain();
   swapped.tensor = memory_for(swapped);
+  swapped.tensor._set_conj(swapped.geometry.conj);
+  swapped.tensor._set_neg(swapped.geometry.neg);
   streams_->wait(prefetch_stream_, streams_->record(swapped.stream), Wait::PREFETCH_FOR_COMPUTE);
   streams_->copy(prefetch_stream_, swapped.device_rows(), swapped.host_rows());
   swapped.fetched = streams_->record(prefetch_stream_);

@@ -9,7 +9,7 @@
 // another stream starts the copy. Three rules make every reuse of memory safe, in the order of events alone (`Wait`
 // names each one):
 //   1. device memory is released, or written in place, only after the tensor's stream has waited for the copy out that
-//      reads it;
+//      reads it; where an operator writes in place before there is one, it does so after that stream's own copy;
 //   2. a copy in starts only after the present of the tensor's stream: earlier users of the new device memory are done,
 //      and so, by rule 1, is the copy out that filled the host rows;
 //   3. host rows go back to the pool only after the tensor's stream has waited for every copy in that reads them, and
@@ -63,7 +63,7 @@ struct Swapped {
   Geometry geometry;
   int64_t nbytes, rows;
   std::optional<Slot> slot; // none until its copy out starts
-  bool resident = true; // it is still the original, with every row valid; afterwards only `[0, rows)` come back
+  bool resident = true; // the original or its copy on the device, with every row valid; later `[0, rows)` come back
   bool mutated = false; // overwritten in place after it was captured: only a recompute pass can replay that
   EventRef offloaded, fetched; // that its stream has not waited for yet
   uint32_t version;
@@ -85,7 +85,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   void release(std::vector<std::shared_ptr<Swapped>> group);
 
   // An operator is about to write to the captured tensor in place: finishes the copy out, and forgets the device memory;
-  // where there is no copy, since the host is full, the device keeps one.
+  // where no copy out has started, the tensor goes on in memory of its own.
   void before_write(Swapped& swapped);
 
   // Starts copying the host rows into device memory of the full size, if the tensor is away: into a rounding buffer, or
@@ -125,7 +125,6 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   int64_t fetched_bytes = 0; // of the device: fetched tensors that were not dropped yet
   int64_t resident_bytes = 0; // of the device: captured tensors that were not released yet
   int64_t offloads = 0, offloaded_total_bytes = 0, prefetched_total_bytes = 0;
-  int64_t hurried = 0; // copies out that started, or ended, since their tensor was about to be written to
   int64_t refused = 0, refused_bytes = 0; // the pool had no room
   int64_t allocations = 0; // of device memory, but for rounding buffers
   int64_t buffer_misses = 0; // copies in that no rounding buffer had room for, where there were some
@@ -145,6 +144,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   std::optional<Slot> take(int64_t nbytes);
   void send(Swapped& swapped, Slot slot);
   void send_late(Swapped& swapped);
+  void copy_on_device(Swapped& swapped);
   void leave(Swapped& swapped);
   at::Tensor memory_for(const Swapped& swapped);
   void wait_on_its_streams(const Swapped& swapped, const EventRef& event, Wait why);

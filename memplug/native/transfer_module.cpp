@@ -157,7 +157,6 @@ void add_transfers(py::module_& module) {
       .def_readonly("offloads", &Transfer::offloads)
       .def_readonly("offloaded_total_bytes", &Transfer::offloaded_total_bytes)
       .def_readonly("prefetched_total_bytes", &Transfer::prefetched_total_bytes)
-      .def_readonly("hurried", &Transfer::hurried)
       .def_readwrite("refused", &Transfer::refused)
       .def_readonly("refused_bytes", &Transfer::refused_bytes);
 }

@@ -99,7 +99,7 @@ def load(path: str | Path) -> MemoryPlan:
             advice = _DAMAGED if error.advice == LayoutError.default_advice else error.advice
             raise LayoutError(f"{path}: {error.problem}", advice) from error
         except Exception as error:
-            # The digest is right, so somebody made it so: the fields may hold anything.
+            # The digest is right, and may have been made so: the fields may hold anything.
             reason = f"{type(error).__name__}: {error}"
             raise LayoutError(f"{path}: not a plan that memplug has written: {reason}", _DAMAGED) from error
 

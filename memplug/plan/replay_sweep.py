@@ -3,7 +3,7 @@
 Nothing here is shared with what plans. A buffer holds its bytes, for the buffers of its own stream, until it is freed;
 for those of another stream, until that stream has waited for its own, directly or through others; see `_Waits`. One
 sweep looks at the buffers of one stream as those of one stream find them. It keeps for each stretch of the arena who
-used it last, which is enough: whoever came later holds it longer. So each buffer is looked at a constant number of
+used it last, which is enough: a later user holds it longer. So each buffer is looked at a constant number of
 times on average, and n buffers of s streams that share bytes take O(s n log n).
 """
 
@@ -59,14 +59,14 @@ class _Waits:
         self._orderings = orderings
         self._column = {stream: column for column, stream in enumerate(streams)}
         reached = {}
-        nobody = np.full(len(streams), NEVER)
+        unreached = np.full(len(streams), NEVER)
         for stream, column in self._column.items():
-            reached[stream] = nobody.copy()
+            reached[stream] = unreached.copy()
             reached[stream][column] = _LONG_AGO
         self._reached = np.empty((len(orderings), len(streams)), np.int64)
         for row, (time, before, after) in reversed(list(enumerate(orderings.tolist()))):
-            through = np.maximum(reached.get(after, nobody), time)
-            reached[before] = self._reached[row] = np.minimum(reached.get(before, nobody), through)
+            through = np.maximum(reached.get(after, unreached), time)
+            reached[before] = self._reached[row] = np.minimum(reached.get(before, unreached), through)
 
     def until(self, holder: int, asker: int, freed: np.ndarray) -> np.ndarray:
         """When `asker` has waited for what `holder` did up to each instant of `freed`: int64[n], NEVER: does not."""
@@ -96,7 +96,7 @@ class _Arena:
         self._bit = [1 << i for i in range(max(bits, len(self._words)) + 1)]
 
     def use(self, begin: int, end: int, user: int, now: int) -> int:
-        """Makes [begin, end) a stretch of `user`, unless somebody holds some of it `now`: returns that one, or -1."""
+        """Makes [begin, end) a stretch of `user`, unless another holds some of it `now`: returns that one, or -1."""
         ends, users, until = self._end, self._user, self._until
         stretch = first = self._stretch(begin)
         while True:
@@ -151,7 +151,7 @@ def _sweep(
     now = table["lower"][rows]
     order = np.argsort(now, kind="stable")  # of those that come at once, the ones that hold are first
     if not same:
-        now[: len(holding)] = NEVER  # held by nobody then: they take what their own stream let them have
+        now[: len(holding)] = NEVER  # not held by then: they take what their own stream let them have
         user[len(holding) :] = _NOBODY
     places, begin_and_end = np.unique(np.concatenate([offsets[rows], ends[rows]]), return_inverse=True)
     begin, end = begin_and_end.reshape(2, -1)

@@ -310,8 +310,8 @@ class _Search:
         for region, parts, sizes in zip(self.regions, columns, cut, strict=True):
             for phase, (group, size) in enumerate(zip(parts, sizes, strict=True)):
                 seconds, share = size / self.unit_s, size / self.unit_bytes
-                forward[phase] += region.forward_s * seconds
-                backward[phase] += region.backward_s * seconds
+                forward[phase] += (region.forward_s + region.overhead_forward_s) * seconds
+                backward[phase] += (region.backward_s + region.overhead_backward_s) * seconds
                 inputs[phase] += region.input_bytes * share * self.inputs_swapped
                 run[phase] |= {c: -region.operators[i].time_s * seconds for i, c in group.run.items()}
                 link[phase] |= {c: -region.operators[i].output_bytes * share for i, c in group.swap.items()}

@@ -17,7 +17,7 @@ class Operator:
     """One operator of a region's forward; inputs and outputs are ids of storages, not of tensors.
 
     A view moves no bytes: list it without inputs and outputs and let its readers name the storage itself, otherwise
-    an `always_runs` view keeps alive what nobody reads. An operator that mutates a storage names it among both.
+    an `always_runs` view keeps alive what no operator reads. An operator that mutates a storage names it among both.
     """
 
     name: str
@@ -63,8 +63,13 @@ class Region:
     """One instance, nothing swapped."""
     backward_s: float
     """One instance, nothing recomputed."""
+    overhead_forward_s: float = 0.0
+    """memplug's own work in one forward, as far as the device waits for it; a plain region has none."""
+    overhead_backward_s: float = 0.0
+    """Likewise in backward."""
     saved_bytes: int = 0
-    """All that backward asks for and that was not there before the region, of one instance; 0: unknown."""
+    """All that backward asks for, of one instance: its input too where that is saved and was swapped, but nothing else
+    that was there before the region; 0: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +121,7 @@ class RegionPlan:
     """What happens to the outputs of one kind of region."""
 
     groups: tuple[Group, ...]
-    """One or two, in the order of the forward: the last instances live shortest."""
+    """In the order of the forward, as the last instances live shortest: one or two, and one that is plain."""
     forward_s: float
     """All instances, with this region's share of the link's stall, by bytes."""
     backward_s: float
@@ -215,7 +220,7 @@ def needed(
 def _liveness(
     operators: Sequence[Operator], saved: Iterable[int], given: Collection[int], available: Collection[int]
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """The operators that run, and those with an output that somebody wants."""
+    """The operators that run, and those with an output that is wanted."""
     wanted = {storage for storage in saved if storage not in given}
     runs, asked = set(), set()
     for index in range(len(operators) - 1, -1, -1):
@@ -231,7 +236,7 @@ def _liveness(
 def group_of(region: Region, instances: int, fractions: dict[int, float], keep: Collection[int]) -> Group:
     """A group whose `runs` cover all that the choice leaves open, so that any choice is a valid one.
 
-    Choices for outputs that nobody wants are dropped.
+    Choices for outputs that are not wanted are dropped.
     """
     operators = region.operators
     available = {index for index, fraction in fractions.items() if fraction >= 1.0} | set(keep)
@@ -263,7 +268,7 @@ def _part_bytes(operator: Operator, fraction: float) -> int:
 
 @dataclass(slots=True)
 class _Phase:
-    """What the first, or the second, groups of all regions do together."""
+    """What the first, or all other, groups of all regions do together."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -276,10 +281,14 @@ def _phases(
 ) -> tuple[_Phase, _Phase]:
     phases = (_Phase(), _Phase())
     for region, parts in zip(regions, groups, strict=True):
-        input_bytes = region.input_bytes if inputs_swapped else 0
-        for phase, group in zip(phases, parts, strict=False):
-            phase.forward_s += group.instances * region.forward_s
-            phase.backward_s += group.instances * (region.backward_s + group.recompute_s)
+        for at, group in enumerate(parts):
+            phase = phases[min(at, 1)]
+            input_bytes = region.input_bytes if inputs_swapped and not group.plain else 0
+            forward_s, backward_s = (
+                (0.0, 0.0) if group.plain else (region.overhead_forward_s, region.overhead_backward_s)
+            )
+            phase.forward_s += group.instances * (region.forward_s + forward_s)
+            phase.backward_s += group.instances * (region.backward_s + backward_s + group.recompute_s)
             phase.link_bytes += group.instances * (group.swapped_bytes + input_bytes)
             phase.kept_bytes += group.instances * group.kept_bytes
     return phases
@@ -305,7 +314,7 @@ def measure(
     alpha: float | None = None,
     alpha_cut_by_host: bool = False,
 ) -> TokenwisePlan:
-    """What a choice costs, as a plan; one or two groups for each region.
+    """What a choice costs, as a plan.
 
     MEMO (section 4.1) asks each layer's copies to fit into that layer's forward. Here compute and copies are summed
     over the whole forward, and the whole backward, and the longer one counts: buffers in flight smooth what differs
@@ -319,6 +328,7 @@ def measure(
         group.instances * (host_tensors(region, group.fractions) + (region.input_tensors if inputs_swapped else 0))
         for region, parts in zip(regions, groups, strict=True)
         for group in parts
+        if not group.plain
     )
     host_bytes = link_bytes + tensors * budget.padding_bytes
     d2h, h2d = budget.d2h_bytes_per_s, budget.h2d_bytes_per_s

@@ -31,40 +31,51 @@ class Program:
     Attributes:
         operators: their numbers in the order of the step, int32 of shape [operators]; None where they were not watched,
             and two steps are then compared by what else is known of them.
-        sizes: bytes of the inputs of each region forward, in order, int64 of shape [forwards]: another sequence length
-            or batch runs the same operators, and is another program for a plan that counts bytes.
-        nodes: of the autograd graphs that the step's forwards made; 0 where nobody counts.
+        sizes: of each region, bytes of the inputs of each of its forwards: another sequence length or batch runs the
+            same operators, and is another program for a plan that counts bytes.
+        nodes: of the autograd graphs that the step's forwards made; 0 where they are not counted.
+        unseen: numbers of the regions whose forwards ran as their modules' own, so that `sizes` may lack them.
     """
 
     operators: np.ndarray | None
-    sizes: np.ndarray
+    sizes: tuple[tuple[int, ...], ...]
     nodes: int = 0
+    unseen: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.operators is not None:
             object.__setattr__(self, "operators", np.asarray(self.operators, dtype="<i4"))
-        object.__setattr__(self, "sizes", np.asarray(self.sizes, dtype="<i8"))
 
     def same(self, other: Program) -> bool:
         """Whether both ran the same, as far as is known: microseconds, and the answer in almost every step."""
         watched = self.operators is not None and other.operators is not None
         return (
             self.nodes == other.nodes
-            and np.array_equal(self.sizes, other.sizes)
+            and self.same_sizes(other)
             and not (watched and not np.array_equal(self.operators, other.operators))
         )
 
-    @cached_property
-    def total_bytes(self) -> int:
-        """Of the inputs of all region forwards."""
-        return int(self.sizes.sum())
+    def same_sizes(self, other: Program) -> bool:
+        """Whether the inputs of all region forwards that both saw are of the same sizes."""
+        unseen = self.unseen | other.unseen
+        return self.sizes_beside(unseen) == other.sizes_beside(unseen)
+
+    def sizes_beside(self, unseen: frozenset[int]) -> tuple[tuple[int, ...], ...]:
+        """`sizes` without some regions."""
+        if not unseen:
+            return self.sizes
+        return tuple(own for number, own in enumerate(self.sizes) if number not in unseen)
+
+    def bytes_beside(self, unseen: frozenset[int]) -> int:
+        """Of the inputs of all region forwards, without those of some regions."""
+        return sum(map(sum, self.sizes_beside(unseen)))
 
     @cached_property
     def fingerprint(self) -> str:
         """Names the program; the same in every process that numbers operators alike."""
         operators = b"" if self.operators is None else self.operators.tobytes()
         lengths = np.array([len(operators), self.nodes], "<i8").tobytes()
-        return hashlib.sha256(lengths + operators + self.sizes.tobytes()).hexdigest()[:12]
+        return hashlib.sha256(lengths + operators + repr(self.sizes).encode()).hexdigest()[:12]
 
     @cached_property
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
@@ -94,7 +105,8 @@ def similar(a: Program, b: Program, length_tolerance: float, cosine_similarity: 
     counted = a.nodes and b.nodes
     if counted and not _near(a.nodes, b.nodes, length_tolerance):
         return False
-    if not _near(a.total_bytes, b.total_bytes, length_tolerance):
+    unseen = a.unseen | b.unseen
+    if not _near(a.bytes_beside(unseen), b.bytes_beside(unseen), length_tolerance):
         return False
     if a.operators is None or b.operators is None:
         return True
@@ -111,8 +123,9 @@ def cosine(a: Program, b: Program) -> float:
 
 def difference(new: Program, old: Program) -> str:
     """How a program differs from another, for people."""
-    change_bytes = _change(new.total_bytes, old.total_bytes)
-    inputs = f"{len(new.sizes):,} region inputs ({change_bytes} of bytes)"
+    unseen = new.unseen | old.unseen
+    change_bytes = _change(new.bytes_beside(unseen), old.bytes_beside(unseen))
+    inputs = f"{sum(map(len, new.sizes_beside(unseen))):,} region inputs ({change_bytes} of bytes)"
     if new.operators is None or old.operators is None:
         return f"{new.nodes:,} nodes ({_change(new.nodes, old.nodes)}), {inputs}" if new.nodes else inputs
     change = _change(len(new.operators), len(old.operators))

@@ -21,6 +21,7 @@ from memplug.profile.similarity import Program, difference
 from memplug.stages import planning
 from memplug.stages.programs import MOST_PROGRAMS, Programs, Remembered
 from memplug.stages.ranks import Ranks
+from memplug.stages.room import Room
 from memplug.stages.search import Search
 from memplug.stages.table import Event, Stage, after
 
@@ -86,6 +87,7 @@ class Adjuster:
         self.replans = 0
         self._step_peak = step_peak
         self._ranks = ranks
+        self._room = Room(config, executor.device, ranks)
         self._search: Search | None = None
         self._ballot: _Ballot | None = None
         self._passing: tuple[Remembered, planning.Policy] | None = None
@@ -101,6 +103,11 @@ class Adjuster:
         at once: a program that came and went in a single step is gone before anything was changed for it.
         """
         self._step = step
+        if self.stage is not Stage.STABLE:
+            self._room.skip_step()
+        elif self._room.is_short(self.policy):
+            self._plan_anew(program)
+            return
         if self.stage is Stage.STABLE:
             earlier, self._ballot = self._ballot, None
             if earlier is None or self._follow(earlier) is Event.STEADY:
@@ -158,7 +165,8 @@ class Adjuster:
         if event is Event.KNOWN:
             self._resume(seen, before, passing)
         elif event is Event.CHANGED:
-            self._start_over(seen, ballot.program, before)
+            self._passing = (seen, self.policy) if before is Stage.STABLE else None
+            self._start_over(seen, ballot.program, before, self._change(seen, ballot.program))
         elif before is Stage.WARM_UP:
             self.programs.renew(ballot.program)
             if event is Event.SETTLED:
@@ -205,6 +213,8 @@ class Adjuster:
         current.policy, current.borrowed = search.policy, False
         self.replans += 1
         self._run(current, search.policy)
+        if not self.programs.host_bytes:
+            self.executor.pool.give_back()
         if not search.fits and self._ranks.first:
             log.warning(
                 "memplug: every plan that was tried took more memory than it should have, and the one that keeps the "
@@ -221,11 +231,15 @@ class Adjuster:
         plan = "the plan that it came and went under" if known.borrowed else "its plan"
         self._note(before, f"{_named(known)} again, under {plan}")
 
-    def _start_over(self, seen: Remembered, program: Program, before: Stage) -> None:
-        """To warm-up, at the safest setting: another program, or one that stays under a plan made for another."""
-        change = self._change(seen, program)
-        if before is Stage.STABLE:
-            self._passing = seen, self.policy
+    def _plan_anew(self, program: Program) -> None:
+        """To warm-up, at the safest setting: no plan may keep what it keeps any longer."""
+        self._ballot, self._passing = None, None
+        self.programs.forget_plans()
+        self.stage = after(Stage.STABLE, Event.CHANGED)
+        self._start_over(self.programs.current, program, Stage.STABLE, "the device has less room than its plan needs")
+
+    def _start_over(self, seen: Remembered, program: Program, before: Stage, change: str) -> None:
+        """To warm-up, at the safest setting: another program, or one whose plan is good no longer."""
         seen.policy, seen.borrowed = None, False
         self._changes += 1
         self._run(seen, None)

@@ -84,6 +84,13 @@ def has_room_for_buffers(device: Device, more_bytes: int) -> bool:
     return torch.cuda.max_memory_reserved(which) + more_bytes <= ours_bytes * DEVICE_SHARE
 
 
+def allocation_retries(device: Device) -> int:
+    """How often the device's allocator has had to empty its cache before an allocation fitted; 0 where it does not
+    count.
+    """
+    return torch.cuda.memory_stats(device.torch_device)["num_alloc_retries"] if device.kind == "cuda" else 0
+
+
 def peak_bytes(device: Device) -> int | None:
     """Largest allocation total of the device so far, None where the device does not count."""
     return torch.cuda.max_memory_allocated(device.torch_device) if device.kind == "cuda" else None

@@ -1,18 +1,17 @@
 """From what the executor saw to what the planner solves, and back: the two know nothing of each other.
 
 One step is observed at the safest setting (every matmul recomputed, attention swapped), with device times around every
-operator. Its tapes become the planner's regions; the planner's groups become each region's policy. All ranks end with
-the same plans.
+operator. Its tapes become the planner's regions; the planner's groups become each region's policy.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from math import ceil
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any
 
 from memplug.execute import operators
 from memplug.execute.host_pool import ALIGNMENT_BYTES
@@ -20,15 +19,10 @@ from memplug.execute.operators import Kind
 from memplug.execute.region import Region
 from memplug.execute.tape import Form, Record, Tape
 from memplug.execute.tokenwise import Executor
-from memplug.plan import memo, plain
 from memplug.plan import tokenwise as plan
-from memplug.plan.tokenwise_model import measure
+from memplug.stages import host_time
 
 Seconds = Callable[[Any, Any], float]
-
-LINK_FACTORS = tuple(1.25**power for power in (0, -1, 1, -2, 2, -3, 3, -4, 4, -5, 5))
-"""Of the link rates, for plans around the optimum: what a busy link gives is the largest error of the time model. At a
-lower rate a plan swaps less, at a higher one more."""
 
 
 @dataclass(frozen=True)
@@ -109,23 +103,22 @@ def describe(
     groups: dict[str, list[Region]], observer: Observer, executor: Executor, seconds: Seconds
 ) -> list[plan.Region]:
     """The planner's regions, with measured times and bytes: one per key, times are medians over its regions."""
-    backward_s = _backward_seconds(observer, seconds)
+    backwards_s = _backward_seconds(observer, seconds)
+    with executor.own:
+        host = host_time.measure()
     described = []
     for key, members in groups.items():
         tapes = [observer.tapes[region.name] for region in members]
         in_flight = max(1, max(region.peak for region in members))
-        forward_s = median(seconds(*tape.span) for tape in tapes)
+        span_s, launched = median(seconds(*tape.span) for tape in tapes), len(tapes[0].records)
+        busy_s = median(sum(seconds(*stamp) for stamp in tape.stamps) for tape in tapes)
+        forward_s, backward_s = (
+            host.forward_s(launched, span_s, busy_s),
+            median(backwards_s[region.name] for region in members),
+        )
+        overhead_s = host.overhead_s(launched, forward_s, backward_s, waits=executor.device.kind == "cuda")
         operations, saved, given = (
-            _module(forward_s)
-            if members[0].opaque
-            else (
-                tuple(
-                    _operator(tapes, index, seconds, executor.min_offload_bytes)
-                    for index in range(len(tapes[0].records))
-                ),
-                frozenset(tapes[0].asked),
-                frozenset(tapes[0].given | tapes[0].fetched | _chosen(tapes[0])),
-            )
+            _module(forward_s) if members[0].opaque else _replayed(tapes, seconds, executor.min_offload_bytes)
         )
         described.append(
             plan.Region(
@@ -137,7 +130,9 @@ def describe(
                 input_bytes=ceil(fmean(observer.input_bytes[region.name] for region in _sending(members))),
                 input_tensors=max(observer.input_tensors[region.name] for region in _sending(members)),
                 forward_s=forward_s,
-                backward_s=median(backward_s[region.name] for region in members),
+                backward_s=backward_s,
+                overhead_forward_s=overhead_s[0],
+                overhead_backward_s=overhead_s[1],
                 saved_bytes=max(observer.saved_bytes[region.name] for region in members),
             )
         )
@@ -147,6 +142,15 @@ def describe(
 def _chosen(tape: Tape) -> set[int]:
     """Storages that choices made (top experts, an order), which a recompute pass must not make anew."""
     return {n for record in tape.records if operators.kind_of(record.func) is Kind.CHOICE for n in record.outputs}
+
+
+def _replayed(
+    tapes: list[Tape], seconds: Seconds, min_offload_bytes: int
+) -> tuple[tuple[plan.Operator, ...], frozenset[int], frozenset[int]]:
+    """Operators of regions that ran the same ones, storages that backward asks for, and those that are there before."""
+    tape = tapes[0]
+    operations = tuple(_operator(tapes, index, seconds, min_offload_bytes) for index in range(len(tape.records)))
+    return operations, frozenset(tape.asked), frozenset(tape.given | tape.fetched | _chosen(tape))
 
 
 def _module(forward_s: float) -> tuple[tuple[plan.Operator, ...], frozenset[int], frozenset[int]]:
@@ -159,7 +163,7 @@ def _module(forward_s: float) -> tuple[tuple[plan.Operator, ...], frozenset[int]
 
 def _sending(members: Sequence[Region]) -> Sequence[Region]:
     """Those whose tensors leave the device before backward asks for them; where none do, any may have to."""
-    return [region for region in members if not region.lingers] or members
+    return [region for region in members if not region.offloads_late] or members
 
 
 def policy_of(
@@ -227,77 +231,8 @@ def put(policy: Policy | None, regions: Sequence[Region]) -> None:
     for region in regions:
         setting = policy.settings.get(region.name) if policy is not None else None
         setting = setting or Setting(region.kind, None, 0.0)
-        region.key, region.plan, region.rows = setting.key, setting.plan, setting.rows
-        region.swaps_input, region.forward_bytes = setting.swaps_input, setting.forward_bytes
-        region.planned_from, region.plain_bytes = setting.planned_from, setting.plain_bytes
-
-
-def agree(
-    own: tuple[list[plan.Region], plan.Budget],
-    gather: Callable[[Any], list[Any]],
-    most: int = 1,
-    alpha: Literal["auto", "memo"] = "auto",
-) -> list[plan.TokenwisePlan]:
-    """Plans to choose from, the one that should be the fastest first: as many on every rank, equal for equal regions.
-
-    Every rank solves with the smallest budgets of all ranks that share its set of regions, and takes the solutions of
-    the lowest of them. The first keeps everything, where the device of every rank has room for that. The last are
-    solved as if the link were slower or faster, and told what they cost at its measured rate. One that is on all ranks
-    the same as an earlier one is left out.
-
-    Args:
-        own: this rank's regions and budget.
-        gather: returns what every rank passed, in rank order (`all_gather_object`); called by all ranks alike.
-        most: how many, at least 1.
-        alpha: "memo" for the one plan of MEMO's fraction, the smallest of all ranks.
-
-    Returns:
-        The plans; none, on every rank, where one has no regions to plan yet.
-    """
-    regions, budget = own
-    mine = tuple(region.key for region in regions)
-    everyone: list[tuple[tuple[str, ...], plan.Budget]] = gather((mine, budget))
-    if not all(keys for keys, _ in everyone):
-        return []
-    budgets = [other for keys, other in everyone if keys == mine]
-    first = next(rank for rank, (keys, _) in enumerate(everyone) if keys == mine)
-    smallest = plan.Budget(
-        d2h_bytes_per_s=min(b.d2h_bytes_per_s for b in budgets),
-        h2d_bytes_per_s=min(b.h2d_bytes_per_s for b in budgets),
-        host_bytes=min(b.host_bytes for b in budgets),
-        padding_bytes=budget.padding_bytes,
-        device_bytes=min(b.device_bytes for b in budgets),
-        buffers=budget.buffers,
-    )
-    swapping = smallest.with_buffers(regions)
-    if alpha == "memo":
-        fraction = min(gather(memo.fraction_of(regions, swapping)))
-        return gather(plan.solve(regions, swapping, fraction))[first : first + 1]
-    by_rank = gather([_solve_around(regions, swapping, factor) for factor in LINK_FACTORS[:most]])
-    # the earliest of those that are equal on all ranks
-    distinct = {str([_choices(plans[i]) for plans in by_rank]): i for i in reversed(range(len(by_rank[0])))}
-    found = [by_rank[first][i] for i in sorted(distinct.values())]
-    everything = plain.solve(regions, smallest)
-    if all(gather(everything is not None)):
-        found.insert(0, everything)
-    return found[:most]
-
-
-def _solve_around(regions: list[plan.Region], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
-    """The plan for links of `factor` times the rate, and what it costs at their own rate."""
-    d2h, h2d = budget.d2h_bytes_per_s * factor, budget.h2d_bytes_per_s * factor
-    solved = plan.solve(regions, replace(budget, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d))
-    groups = [solved.regions[region.key].groups for region in regions]
-    return measure(regions, groups, budget, inputs_swapped=solved.inputs_swapped)
-
-
-def _choices(solution: plan.TokenwisePlan) -> Any:
-    """What a plan does, fractions to a hundredth: what differs by less takes the same time."""
-    return [
-        (group.instances, [(i, round(part, 2)) for i, part in sorted(group.fractions.items())], sorted(group.keep))
-        for _, region in sorted(solution.regions.items())
-        for group in region.groups
-    ]
+        for field in fields(Setting):
+            setattr(region, field.name, getattr(setting, field.name))
 
 
 def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes: int) -> plan.Operator:
@@ -309,7 +244,7 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes
         name=str(record.func),
         time_s=0.0 if view else median(seconds(*tape.stamps[index]) for tape in tapes),
         inputs=() if view else record.inputs,
-        outputs=record.outputs if record.form is not Form.WRITE else record.outputs + record.inputs,
+        outputs=record.outputs if record.form is not Form.WRITE else record.outputs + record.written,
         output_bytes=output_bytes,
         capture=_capture(record, kind, output_bytes, min_offload_bytes),
         rows=record.rows if len({tape.records[index].rows for tape in tapes}) == 1 else 0,

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
-
 from memplug.execute.tokenwise import Executor
 from memplug.profile.similarity import Program
 from memplug.stages.planning import Policy
@@ -47,6 +45,8 @@ class Predictions:
         that the plan was made from, says nothing of the plan: the next one is compared. Only where every region did the
         very same as in that step, to the sizes of all tensors, is a plan blamed.
         """
+        if self._is_settled and policy is self._compared:
+            return
         before, self._before = self._before, self._counts()
         if policy is not self._compared:
             self._compared, self._is_settled = policy, False
@@ -54,7 +54,7 @@ class Predictions:
             return
         sent, expected, short, unplanned, strayed = (now - then for now, then in zip(self._before, before, strict=True))
         as_planned = not (short or unplanned) and self._executor.share == 1.0
-        if self._is_settled or not as_planned or not np.array_equal(program.sizes, planned_from.sizes):
+        if not as_planned or not program.same_sizes(planned_from):
             return
         self._is_settled = not strayed
         if self._is_settled or self.expected_bytes is None:
@@ -80,11 +80,10 @@ class Predictions:
     def _counts(self) -> tuple[int, ...]:
         executor = self._executor
         transfer = executor.transfer
-        strayed = executor.flow.strayed + transfer.hurried  # what would have stayed may have left
         return (
             transfer.offloaded_total_bytes,
             executor.flow.expected_bytes,
             transfer.refused,
             executor.flow.unplanned,
-            strayed,
+            executor.flow.strayed,
         )

@@ -58,6 +58,16 @@ class Programs:
     def __len__(self) -> int:
         return len(self._all)
 
+    @property
+    def host_bytes(self) -> int:
+        """The most host memory that a plan of a remembered program needs."""
+        return max((one.policy.solution.host_bytes for one in self._all if one.policy is not None), default=0)
+
+    def forget_plans(self) -> None:
+        """The programs stay, to be planned for anew."""
+        for one in self._all:
+            one.policy = None
+
     def vote(self, program: Program) -> int:
         """Mask of the remembered programs that a step of this rank is similar to; bit = index.
 
@@ -65,8 +75,8 @@ class Programs:
         """
         if self.indifferent:
             return 1 << self.current.index
-        voted, watched = self._voted, program.operators is not None
-        if voted is None or watched is not (voted[0].operators is not None) or not program.same(voted[0]):
+        voted = self._voted
+        if voted is None or not _as_well_known(program, voted[0]) or not program.same(voted[0]):
             bits = (1 << one.index for one in self._all if similar(program, one.baseline, *self._limits))
             self._voted = program, sum(bits)
         return self._voted[1]
@@ -75,7 +85,7 @@ class Programs:
         """The program of a step, by the votes of all ranks; None: one that is not remembered.
 
         The current one if it can be, so that similar programs do not take turns; but one that has a policy before one
-        that has none, since a step that nobody watched may be either. Else the latest.
+        that has none, since a step that was not watched may be either. Else the latest.
         """
         seen = [one for one in self._all if mask >> one.index & 1]
         seen = [one for one in seen if one.policy is not None] or seen
@@ -105,7 +115,13 @@ class Programs:
 
     def renew(self, baseline: Program) -> None:
         """The latest step of the current program is what the next ones are compared with."""
-        first_watched = baseline.operators is not None and self.current.baseline.operators is None
-        if first_watched or not baseline.same(self.current.baseline):
+        current = self.current.baseline
+        knows_more = baseline.operators is not None and current.operators is None or baseline.unseen < current.unseen
+        if knows_more or not baseline.same(current):
             self.current.baseline = baseline
             self._voted = None
+
+
+def _as_well_known(one: Program, other: Program) -> bool:
+    """Whether as much was seen of the one step as of the other."""
+    return (one.operators is None) is (other.operators is None) and one.unseen == other.unseen

@@ -1,4 +1,4 @@
-"""What all ranks of a run tell one another: votes, which nobody waits for, and objects. On the CPU, over gloo."""
+"""How all ranks of a run agree: votes, which training does not wait for, and objects. On the CPU, over gloo."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """GenPolicy: one observed step, then plans around the optimum, each tried for one step. The fastest that kept to its
-memory on every rank is the policy (Chameleon, section 4).
+memory on every rank is the policy (Chameleon, section 4); without more trials the one by which all regions run as
+without memplug, where it did.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 from memplug.config import MemplugConfig
 from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
+from memplug.plan import plain
 from memplug.plan import tokenwise as plan
-from memplug.stages import budgets, planning
+from memplug.stages import budgets, candidates, planning
 
 log = logging.getLogger("memplug")
 
@@ -106,7 +108,7 @@ class Search:
             self._note(seconds, peak_bytes)
         elif not self._plan(peak_bytes):
             return False
-        if len(self._policies) > max(1, len(self._trials)):
+        if len(self._policies) > max(1, len(self._trials)) and not self._is_out_of_the_way():
             self._refused = self.executor.transfer.refused
             planning.put(self._policies[len(self._trials)], self.regions)
             return False
@@ -130,7 +132,7 @@ class Search:
         described = planning.describe(groups, self.observer, self.executor, device.seconds_between)
         budget = budgets.budget(self.config, device, self.executor.pool.budget_bytes, peak_bytes)
         own = described, budget if self.keeps else replace(budget, device_bytes=0)
-        solutions = planning.agree(
+        solutions = candidates.agree(
             own, self._gather, max(1, self.config.profiler.policy_steps), self.config.tokenwise.alpha
         )
         if not groups and not self._warned:
@@ -150,6 +152,11 @@ class Search:
         if peak_bytes is not None and policy.peak_bytes is not None:
             fits = fits and peak_bytes <= policy.peak_bytes * (1.0 + PEAK_SLACK)
         self._trials.append(Trial(seconds, fits, policy.solution.device_bytes))
+
+    def _is_out_of_the_way(self) -> bool:
+        """All ranks tried to run as without memplug, and had the memory for it: nothing is faster."""
+        tried = len(self._trials) == 1 and plain.is_plain(self._policies[0].solution)
+        return tried and all(self._gather(self._trials[0].fits))
 
     def _choose(self) -> None:
         if not self._trials:

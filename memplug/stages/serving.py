@@ -124,7 +124,7 @@ class Serving:
             trace: of the step, if it was recorded.
 
         Raises:
-            ArenaError: somebody wrote where it must not, in the mode that checks.
+            ArenaError: a stray write was found, in the mode that checks.
         """
         counters = self._arena.counters()
         self.step, self._before = _difference(counters, self._before), counters

@@ -67,7 +67,7 @@ def stretches(table: np.ndarray, *, by_place: bool = True) -> list[Stretch]:
     repeated = _repeated(found)
     kept, others = [], []
     for stretch in found:
-        # Outside of layers, such as a backward that nobody accounted to layers, there may be layers in a run.
+        # Outside of layers, such as a backward that was not accounted to layers, there may be layers in a run.
         in_layer = by_place and table["lower_layer"][stretch.rows[0]] >= 0
         (kept if in_layer and stretch.pattern in repeated else others).append(stretch)
     for begin, end in _joined([(stretch.begin, stretch.end) for stretch in others]):

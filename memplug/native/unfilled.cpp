@@ -1,0 +1,272 @@
+#include "unfilled.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "exchange.h"
+
+namespace memplug {
+namespace {
+
+constexpr int64_t MOST_SPANS = 1 << 18; // of a view whose rows are looked at one by one
+
+struct Dimension {
+  int64_t size, stride; // of a stride in bytes
+};
+
+// The bytes of a tensor: `dimensions` have more than one element each, the longest stride first.
+struct View {
+  int64_t offset = 0;
+  c10::SmallVector<Dimension, 5> dimensions;
+
+  static View of(const Geometry& geometry) {
+    const auto itemsize = static_cast<int64_t>(c10::elementSize(geometry.dtype));
+    View view{geometry.offset * itemsize, {}};
+    for (size_t i = 0; i < geometry.size.size(); ++i) {
+      view.dimensions.push_back({geometry.size[i], geometry.stride[i] * itemsize});
+    }
+    view.dimensions.push_back({itemsize, 1});
+    view.simplify();
+    return view;
+  }
+
+  void simplify() {
+    const auto end = std::remove_if(dimensions.begin(), dimensions.end(), [](const Dimension& each) {
+      return each.size == 1 || each.stride == 0;
+    });
+    dimensions.erase(end, dimensions.end());
+    std::stable_sort(dimensions.begin(), dimensions.end(), [](const Dimension& one, const Dimension& other) {
+      return one.stride > other.stride;
+    });
+    for (size_t i = dimensions.size(); i-- > 1;) {
+      Dimension& outer = dimensions[i - 1];
+      const Dimension& inner = dimensions[i];
+      if (outer.stride == inner.size * inner.stride) {
+        outer = {outer.size * inner.size, inner.stride};
+        dimensions.erase(dimensions.begin() + static_cast<int64_t>(i));
+      }
+    }
+  }
+
+  bool is_all_of(int64_t nbytes) const {
+    return offset == 0 && dimensions.size() == 1 && dimensions[0].size == nbytes && dimensions[0].stride == 1;
+  }
+
+  // It is the same in each piece of that many bytes.
+  bool repeats(int64_t piece, int64_t nbytes) const {
+    if (dimensions.empty() || dimensions[0].size * dimensions[0].stride != nbytes || piece % dimensions[0].stride != 0) {
+      return false;
+    }
+    int64_t end = offset + 1;
+    for (size_t i = 1; i < dimensions.size(); ++i) {
+      end += (dimensions[i].size - 1) * dimensions[i].stride;
+    }
+    return end <= dimensions[0].stride;
+  }
+};
+
+// An operator reads a storage, or writes all that lies in a view of it.
+struct Access {
+  View view;
+  bool fills;
+};
+
+using Spans = std::vector<std::pair<int64_t, int64_t>>; // of bytes, in order, half-open
+
+// None where there are too many.
+std::optional<Spans> spans_of(const View& view) {
+  auto outer = view.dimensions;
+  int64_t length = 1, count = 1;
+  if (!outer.empty() && outer.back().stride == 1) {
+    length = outer.back().size;
+    outer.pop_back();
+  }
+  Spans spans{{view.offset, view.offset + length}};
+  for (const Dimension& dimension : outer) {
+    count = spans.size() * dimension.size;
+    if (count > MOST_SPANS) {
+      return std::nullopt;
+    }
+    Spans all;
+    all.reserve(count);
+    for (const auto& [begin, end] : spans) {
+      for (int64_t i = 0; i < dimension.size; ++i) {
+        all.emplace_back(begin + i * dimension.stride, end + i * dimension.stride);
+      }
+    }
+    spans = std::move(all);
+  }
+  std::sort(spans.begin(), spans.end());
+  return spans;
+}
+
+bool overlap(const Spans& ones, const Spans& others) {
+  auto other = others.begin();
+  for (const auto& [begin, end] : ones) {
+    while (other != others.end() && other->second <= begin) {
+      ++other;
+    }
+    if (other != others.end() && other->first < end) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// The rest of `ones`.
+Spans without(const Spans& ones, const Spans& others) {
+  Spans rest;
+  auto other = others.begin();
+  for (auto [begin, end] : ones) {
+    while (other != others.end() && other->second <= begin) {
+      ++other;
+    }
+    for (auto each = other; each != others.end() && each->first < end && begin < end; ++each) {
+      if (begin < each->first) {
+        rest.emplace_back(begin, each->first);
+      }
+      begin = std::max(begin, each->second);
+    }
+    if (begin < end) {
+      rest.emplace_back(begin, end);
+    }
+  }
+  return rest;
+}
+
+// Looks at the first row alone where all accesses are the same in each: tensors have millions of rows. Returns the bytes
+// that are left to look at.
+int64_t narrow(std::vector<Access>& accesses, int64_t nbytes) {
+  for (;;) {
+    int64_t piece = 0;
+    for (const Access& access : accesses) {
+      if (!access.view.is_all_of(nbytes) && !access.view.dimensions.empty()) {
+        piece = std::max(piece, access.view.dimensions[0].stride);
+      }
+    }
+    const bool repeat = piece > 1 && std::all_of(accesses.begin(), accesses.end(), [&](const Access& access) {
+      return access.view.is_all_of(nbytes) || access.view.repeats(piece, nbytes);
+    });
+    if (!repeat) {
+      return nbytes;
+    }
+    for (Access& access : accesses) {
+      Dimension& outer = access.view.dimensions[0];
+      outer.size = piece / outer.stride;
+      access.view.simplify();
+    }
+    nbytes = piece;
+  }
+}
+
+enum class Contents : uint8_t { FILLED, IN_PART, READ_BEFORE };
+
+Contents contents_after(std::vector<Access> accesses, int64_t nbytes) {
+  nbytes = narrow(accesses, nbytes);
+  Spans unfilled{{0, nbytes}};
+  for (const Access& access : accesses) {
+    const auto spans = spans_of(access.view);
+    if (!access.fills && (!spans || overlap(unfilled, *spans))) {
+      return Contents::READ_BEFORE;
+    }
+    if (access.fills && spans) {
+      unfilled = without(unfilled, *spans);
+      if (unfilled.empty()) {
+        return Contents::FILLED;
+      }
+    }
+  }
+  return Contents::IN_PART;
+}
+
+bool reads_unfilled(const std::vector<Access>& accesses, int64_t nbytes) {
+  const auto last = std::find_if(accesses.rbegin(), accesses.rend(), [](const Access& access) { return access.fills; });
+  if (last == accesses.rend()) {
+    return true;
+  }
+  // by itself, since later reads may be of single rows, and nothing is the same in each then
+  const Contents filled = contents_after({accesses.begin(), last.base()}, nbytes);
+  return filled == Contents::READ_BEFORE ||
+      (filled == Contents::IN_PART && contents_after(accesses, nbytes) == Contents::READ_BEFORE);
+}
+
+enum class Write : uint8_t { READS, PART, ALL };
+
+// A broadcast in place that another rank sends.
+bool receives(const Record& record) {
+  const bool is_functional = record.op->schema_name == "_c10d_functional::broadcast_";
+  if (!is_functional && record.op->schema_name != "c10d::broadcast_") {
+    return false;
+  }
+  const int64_t rank = rank_in(record.arguments[is_functional ? 2 : 1]);
+  return rank >= 0 && rank != record.arguments[is_functional ? 1 : 2].toInt();
+}
+
+// Whether as many elements are written as the tensor has. Indices are taken to be distinct, as a permutation's are.
+bool scatters_to_all(const Record& record, const Use& written) {
+  const auto counted = std::find_if(record.inputs.begin(), record.inputs.end(), [&](const Use& use) {
+    return use.path.position == record.op->scattered;
+  });
+  return counted != record.inputs.end() &&
+      c10::multiply_integers(c10::IntArrayRef(counted->geometry.size)) ==
+      c10::multiply_integers(c10::IntArrayRef(written.geometry.size));
+}
+
+// What an operator does with the tensor that it writes to.
+Write write_of(const Record& record, const Use& written) {
+  const Operator& op = *record.op;
+  if (op.has(FILLS) || receives(record)) {
+    return Write::ALL;
+  }
+  if (!op.has(PARTIAL) || (op.accumulate >= 0 && record.arguments[op.accumulate].toBool())) {
+    return Write::READS;
+  }
+  return scatters_to_all(record, written) ? Write::ALL : Write::PART;
+}
+
+bool is_empty(const Geometry& geometry) {
+  return std::find(geometry.size.begin(), geometry.size.end(), 0) != geometry.size.end();
+}
+
+} // namespace
+
+bool has_unfilled(const Tape& tape) {
+  std::map<int32_t, std::vector<Access>> blank; // by storage, in program order
+  const auto add = [&](const Use& use, bool fills) {
+    const auto found = blank.find(use.storage);
+    if (found != blank.end() && !is_empty(use.geometry)) {
+      found->second.push_back({View::of(use.geometry), fills});
+    }
+  };
+  for (const Record& record : tape.records) {
+    const Operator& op = *record.op;
+    if (op.has(BLANK)) {
+      for (const int32_t storage : record.made) {
+        if (tape.nbytes[storage] > 0) {
+          blank[storage];
+        }
+      }
+    }
+    if (blank.empty() || op.has(BLANK) || op.has(FACTORY) || record.form == Form::VIEW) {
+      continue;
+    }
+    for (const bool writing : {false, true}) { // it reads before it writes
+      for (const Use& use : record.inputs) {
+        const Write write = op.writes_to(use.path.position) ? write_of(record, use) : Write::READS;
+        if (write == (writing ? Write::ALL : Write::READS)) {
+          add(use, writing);
+        }
+      }
+    }
+  }
+  for (const Save& save : tape.saves) {
+    add(save.use, false); // as it is in the end
+  }
+  return std::any_of(blank.begin(), blank.end(), [&](const auto& each) {
+    return reads_unfilled(each.second, tape.nbytes[each.first]);
+  });
+}
+
+} // namespace memplug

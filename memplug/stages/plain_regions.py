@@ -1,0 +1,93 @@
+"""Out of the way: the module of a plain region has its own class back, and runs as if memplug were not there.
+
+The first region of each kind keeps memplug's class. It begins the step's program, and sees the size of its arguments:
+where they are larger than in the step that the plan was made from, all regions are back at once, before the others run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from memplug.execute.region import Region
+from memplug.execute.tokenwise import Executor
+from memplug.stages.planning import Policy
+
+log = logging.getLogger("memplug")
+
+
+class RegionModule(Protocol):
+    """The module of a region; see `memplug.hooks.regions`."""
+
+    def leave(self) -> bool:
+        """Give the module its own class; False, and nothing is changed, where that would not do."""
+
+    def enter(self) -> bool:
+        """Let the module run as a region; False where it was changed since it left."""
+
+
+class PlainRegions:
+    """Called at the end of every step.
+
+    Args:
+        regions: all of the session's, in forward order.
+        executor: which runs them; it tells where one is given more than was planned for.
+
+    Attributes:
+        unseen: numbers of the regions that ran as their modules' own in the step that ends.
+    """
+
+    def __init__(self, regions: Sequence[Region], executor: Executor):
+        self.unseen: frozenset[int] = frozenset()
+        self._regions = regions
+        self._modules: dict[str, RegionModule] = {}
+        self._left: set[str] = set()
+        self._settled_for: Policy | None = None
+        self._warned = False
+        executor.on_larger = self._enter_all
+
+    def add(self, region: Region, module: RegionModule) -> None:
+        """The module of a region."""
+        self._modules[region.name] = module
+
+    def end_step(self, policy: Policy | None) -> None:
+        """The plan of the next step is in force: `policy`, or None before there is one, and while plans are tried."""
+        if self._settled_for is policy is not None:
+            return
+        first: set[str] = set()
+        for region in self._regions:
+            is_plain = region.plain_bytes is not None
+            if is_plain and region.key in first:
+                self._leave(region)
+            elif region.name in self._left:
+                self._enter(region)
+            if is_plain:
+                first.add(region.key)
+        self._settled_for = policy
+        self.unseen = frozenset(i for i, region in enumerate(self._regions) if region.name in self._left)
+
+    def _enter_all(self) -> None:
+        """In the middle of a step: all but those whose recompute passes launch collectives, as all ranks must do the
+        same there.
+        """
+        self._settled_for = None
+        for region in self._regions:
+            if region.name in self._left and not region.communicates:
+                self._enter(region)
+
+    def _leave(self, region: Region) -> None:
+        module = self._modules.get(region.name)
+        if region.name not in self._left and module is not None and module.leave():
+            self._left.add(region.name)
+
+    def _enter(self, region: Region) -> None:
+        if self._modules[region.name].enter():
+            self._left.discard(region.name)
+        elif not self._warned:
+            self._warned = True
+            log.warning(
+                "memplug: module %s was changed while it ran as without memplug, which it goes on doing: attach again "
+                "after such changes",
+                region.name,
+            )

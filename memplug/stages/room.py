@@ -1,0 +1,49 @@
+"""Notices that the device has less room than a plan was given: another process took memory, or fragments did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memplug.config import MemplugConfig
+from memplug.execute.device import Device
+from memplug.stages import budgets
+from memplug.stages.planning import Policy
+from memplug.stages.ranks import Ranks
+
+
+class Room:
+    """Called at the end of the same steps on all ranks.
+
+    Args:
+        config: its device budget counts.
+        device: whose allocator tells when it had to empty its cache.
+        ranks: who plan anew together.
+    """
+
+    def __init__(self, config: MemplugConfig, device: Device, ranks: Ranks):
+        self._config, self._device, self._ranks = config, device, ranks
+        self._retries = 0
+        self._agreed: Callable[[], float] | None = None
+
+    def is_short(self, policy: Policy) -> bool:
+        """A step ran by `policy`: whether that of a rank, in the step before this one, keeps more than there is room
+        for.
+        """
+        if self._device.kind != "cuda":
+            return False
+        retries, before = budgets.allocation_retries(self._device), self._retries
+        self._retries = retries
+        agreed = self._agreed
+        self._agreed = self._ranks.least(0.0 if retries > before and self._lacks(policy) else 1.0)
+        return agreed is not None and agreed() < 1.0
+
+    def skip_step(self) -> None:
+        """A step is over that no plan was made for."""
+        self._agreed = None
+        self._retries = budgets.allocation_retries(self._device)
+
+    def _lacks(self, policy: Policy) -> bool:
+        if policy.peak_bytes is None:
+            return False
+        kept_bytes = policy.solution.device_bytes
+        return budgets.device_room_bytes(self._config, self._device, policy.peak_bytes - kept_bytes) < kept_bytes
