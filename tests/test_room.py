@@ -64,23 +64,26 @@ def test_plans_are_forgotten_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> N
     block = {"enabled": True, "plan_dir": False, "device_budget_gib": 1, "arena": {"enabled": False}}
     with memplug.attach(model, {**block, "tokenwise": {"regions": LAYERS, "min_offload_bytes": 1}}) as session:
 
-        def step() -> None:
-            model(torch.randn(2, 6, 16)).backward()
+        def step(tokens: int = 6) -> None:
+            model(torch.randn(2, tokens, 16)).backward()
             session.step()
 
-        def reach_stable() -> None:
+        def reach_stable(tokens: int = 6) -> None:
             for _ in range(20):
-                step()
+                step(tokens)
             assert session.stage is Stage.STABLE and session.report()["plain_regions"] == 3
 
+        reach_stable(tokens=3)
         reach_stable()
+        assert session.report()["replans"] == 2
         short[0] = True
         step()
         assert session.stage is Stage.WARM_UP and session.report()["plain_regions"] == 0
         assert "less room than its plan needs" in session.history[-1][-1]
         short[0] = False
         reach_stable()
-        assert session.report()["programs"] == 1 and session.report()["replans"] == 2
+        reach_stable(tokens=3)
+        assert session.report()["programs"] == 2 and session.report()["replans"] == 4, "of the other program too"
 
 
 @pytest.fixture
