@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -124,6 +125,9 @@ def _library(name: str | None) -> ctypes.CDLL | None:
 
 @pytest.mark.gpu
 def test_a_device_that_another_fills_keeps_less(other: Other) -> None:
+    gc.collect()  # memory and peaks of tests that ran here before
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
     model = Stack(3).cuda()
     reference = twin(model)
