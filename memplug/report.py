@@ -107,7 +107,7 @@ def swapped_fraction(config: MemplugConfig, solution: TokenwisePlan | None, regi
     """Of the rows of every matmul's output, the mean of all regions; None before there is a plan."""
     if not isinstance(config.tokenwise.alpha, str):
         return float(config.tokenwise.alpha)
-    return statistics.fmean(region.rows for region in regions) if solution and regions else None
+    return statistics.fmean(region.setting.rows for region in regions) if solution and regions else None
 
 
 def planned(solution: TokenwisePlan) -> str:

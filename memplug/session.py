@@ -111,7 +111,7 @@ class Session:
         if serving is not None:
             serving.pause()
         self.executor.transfer.drain()
-        sizes = tuple(region.end_step() for region in self.regions)
+        sizes = tuple(tuple(region.native.end_step()) for region in self.regions)
         self._time_step()
         operators, nodes = self._take()
         if recording is not None:
@@ -181,7 +181,7 @@ class Session:
             "stage": self.stage.value,
             "steps": self.steps,
             "regions": len(self.regions),
-            "plain_regions": sum(region.plain_bytes is not None for region in self.regions),
+            "plain_regions": sum(region.is_plain for region in self.regions),
             "alpha": self.config.tokenwise.alpha,
             "alpha_by_link": self._check.by_link,
             "alpha_by_host": self._check.by_host,

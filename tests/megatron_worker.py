@@ -4,6 +4,7 @@ Started by a launcher: `torchrun --nproc-per-node 2 -m tests.megatron_worker FOL
 object of `Parallel`'s fields (examples/megatron_llama2/model.py) and of
 
 * "experts": how many, 0: a dense model; "micro_batches" of a step; "distributed_optimizer"; "learning_rate"; "steps";
+  "same": every micro-batch is the same, and the optimizer makes no step;
 * "fields": of TransformerConfig's.
 
 `CASES`: name -> the "memplug" block, or null to train without; a block may hold "short_of_host_memory": [rank, step],
@@ -46,12 +47,15 @@ def _loss_function(losses: list[float], output: torch.Tensor) -> tuple[torch.Ten
     return loss, {}
 
 
-def _micro_batches(step: int) -> Any:
+def _micro_batches(step: int, same: bool) -> Any:
     from megatron.core import parallel_state
 
-    generator = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
+    generator = torch.Generator().manual_seed(1000 * (not same) * step + parallel_state.get_data_parallel_rank())
+    tokens = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, TOKENS + 1), generator=generator)
     while True:
-        yield torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, TOKENS + 1), generator=generator)
+        yield tokens
+        if not same:
+            tokens = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, TOKENS + 1), generator=generator)
 
 
 def _gradients(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
@@ -95,6 +99,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
     except memplug.errors.ConfigError as error:
         return {"error": str(error)}
     forward_backward = get_forward_backward_func()
+    same = layout.get("same", False)
     losses: list[float] = []
     found: dict[str, Any] = {"losses": losses, "digests": [], "shares": []}
 
@@ -112,7 +117,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
             session.executor.pool.rows.peak_bytes = 0  # of that step alone
         if short == [dist.get_rank(), step]:
             _run_out_of_host_memory(session)
-        batches = [_micro_batches(step) for _ in chunks]
+        batches = [_micro_batches(step, same) for _ in chunks]
         forward_backward(
             forward_step_func=forward_step,
             data_iterator=batches if len(chunks) > 1 else batches[0],
@@ -125,7 +130,8 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
         gradients = _gradients(chunks)
         found.setdefault("gradients", gradients)
         found["digests"].append(_digest(gradients))
-        optimizer.step()
+        if not same:
+            optimizer.step()
         if session is not None:
             session.step()
             found["shares"].append(session.executor.share)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import memplug
+from memplug.execute.region import Setting
 from memplug.plan import tokenwise as plan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Fingerprint, Layer
@@ -134,14 +135,14 @@ def played(recorder: Played) -> Iterator[None]:
         yield
 
 
-def settings(session: Session) -> list[Any]:
+def settings(session: Session) -> list[Setting]:
     """What the regions run by."""
-    return [(region.key, region.plan, region.rows) for region in session.regions]
+    return [region.setting for region in session.regions]
 
 
 def is_safest(session: Session) -> bool:
     """Whether every region swaps its input and attention alone."""
-    return settings(session) == [(region.kind, None, 0.0) for region in session.regions]
+    return settings(session) == [Setting(region.kind) for region in session.regions]
 
 
 @pytest.fixture

@@ -179,7 +179,7 @@ def figures(report: dict[str, Any]) -> tuple[Any, Any]:
 
 def host_bytes_of(session: Session, alpha: float) -> int:
     """What the layers that send anything need on the host."""
-    sending = sum(not each.offloads_late for each in session.regions)
+    sending = sum(not each.native.offloads_late for each in session.regions)
     return int(sending * (WHOLE_BYTES + alpha * ROW_BYTES + HOST_TENSORS * (ALIGNMENT_BYTES - 1)))
 
 
@@ -191,7 +191,7 @@ def test_more_than_the_link_hides_is_told_once_with_the_figures_and_stays_in_for
         assert figures(run.step()) == (pytest.approx(0.415, abs=1e-3), 1.0)
         report = run.step(times=3)
         assert figures(report) == (pytest.approx(0.415, abs=1e-3), 1.0) and report["swapped_share"] == 1.0
-        assert all(each.rows == 0.9 and each.plan is None for each in run.session.regions)
+        assert all(each.setting.rows == 0.9 and each.setting.plan is None for each in run.session.regions)
     (line,) = warnings(caplog)
     assert "alpha 0.9 asks" in line and "the link hides 0.41 of" in line and "the host budget holds 1.00." in line
     assert "the forward waits for copies. " in line

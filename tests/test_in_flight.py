@@ -31,7 +31,7 @@ def test_graphs_that_die_on_other_threads_are_counted(alpha: float) -> None:
     model = Stack(2)
     executor = tokenwise(model, alpha)
     losses = [model(torch.randn(2, 6, 16)) for _ in range(16)]
-    assert executor.flow.live == 32 and model.regions[0].peak == 16
+    assert executor.flow.live == 32 and model.regions[0].native.peak == 16
 
     def drop() -> None:
         while losses:

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplug.errors import TraceError
-from memplug.profile.logical_layers import estimate_error, group_edges, group_variation, logical_layers
+from memplug.profile.logical_layers import group_edges, logical_layers
 from memplug.profile.trace import Pass
+from tests import rows
+from tests.grouping import estimate_error, group_variation
 from tests.traces import Recording, recordings, training
 
 
@@ -62,7 +64,7 @@ def test_layers_hold_every_operator_of_a_pass_once_in_execution_order(recording,
         inside = trace.step_operators(step)
         ran = [
             (operator.phase.kind, operator.phase.micro_batch)
-            for operator in map(trace.operator, range(inside.start, inside.stop))
+            for operator in (rows.operator(trace, index) for index in range(inside.start, inside.stop))
         ]
         if ran and not trace.steps[step][2]:
             continue
@@ -70,7 +72,7 @@ def test_layers_hold_every_operator_of_a_pass_once_in_execution_order(recording,
         held = Counter()
         for layer in layers:
             held[layer.kind, layer.micro_batch] += layer.operators
-            place = trace.operator(layer.first_operator).phase
+            place = rows.operator(trace, layer.first_operator).phase
             assert (layer.kind, layer.micro_batch) == (place.kind, place.micro_batch)
         assert held == Counter(phase for phase in ran if phase[0] not in (Pass.OTHER, Pass.NO_GRAD))
         firsts = [layer.first_operator for layer in layers]

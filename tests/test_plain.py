@@ -269,7 +269,7 @@ def test_ranks_that_are_given_more_launch_the_collectives_of_those_that_are_not(
     with training.session as session:
         training.reach_stable()
         for region in session.regions:
-            region.communicates = True  # its recompute pass would: the others have none
+            region.native.communicates = True  # its recompute pass would: the others have none
         assert training.step(tokens=18) == 0
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memplug.execute.device import Device
-from memplug.execute.region import Region
+from memplug.execute.region import Region, Setting
 from memplug.execute.tokenwise import Executor
 from memplug.plan import tokenwise as plan
 from memplug.stages import candidates, planning
@@ -156,6 +156,11 @@ def group(instances: int, fractions: dict[int, float], keep: tuple[int, ...] = (
     )
 
 
+def decided(region: Region, index: int, func: Any) -> tuple[float, bool]:
+    """The fraction of operator `index` to swap, and whether it stays on the device."""
+    return region.native.decide(index, func._schema.name, func._schema.overload_name)
+
+
 def test_regions_get_their_group_in_the_order_of_the_forward() -> None:
     observed = Observed(Stack(4))
     (region,) = observed.describe()
@@ -165,11 +170,11 @@ def test_regions_get_their_group_in_the_order_of_the_forward() -> None:
     tape = observed.observer.tapes["layers.0"]
     first, second = tape.records[rows[0]].func, tape.records[rows[1]].func
     for member in observed.regions[:3]:
-        assert member.plan == {rows[0]: (first, 0.5, False)}
-        assert member.decide(rows[0], first) == (0.5, False)
-        assert member.decide(rows[1], second) == (0.0, False)
-    assert observed.regions[3].decide(rows[1], second) == (1.0, True)
-    assert observed.regions[3].decide(rows[0], first) == (0.0, False)
+        assert member.setting.plan == {rows[0]: (first, 0.5, False)}
+        assert decided(member, rows[0], first) == (0.5, False)
+        assert decided(member, rows[1], second) == (0.0, False)
+    assert decided(observed.regions[3], rows[1], second) == (1.0, True)
+    assert decided(observed.regions[3], rows[0], first) == (0.0, False)
 
 
 def test_forwards_in_flight_share_the_groups_by_layer() -> None:
@@ -177,7 +182,7 @@ def test_forwards_in_flight_share_the_groups_by_layer() -> None:
     (region,) = observed.describe()
     rows = [i for i, operator in enumerate(region.operators) if operator.capture == "rows"]
     observed.put(solution_for(region, [group(4, {rows[0]: 1.0}), group(4, {})]))
-    assert [bool(member.plan) for member in observed.regions] == [True, True, False, False]
+    assert [bool(member.setting.plan) for member in observed.regions] == [True, True, False, False]
 
 
 def test_another_program_than_the_planned_one_gets_the_plans_share_of_rows() -> None:
@@ -188,12 +193,13 @@ def test_another_program_than_the_planned_one_gets_the_plans_share_of_rows() -> 
     observed.put(solution_for(region, [group(2, {chosen: 0.5})]))
     share = 0.5 * sizes[chosen] / sum(sizes.values())
     member = observed.regions[0]
-    assert member.rows == pytest.approx(share)
-    assert member.decide(10_000, observed.observer.tapes["layers.0"].records[chosen].func) == (0.0, False)
+    assert member.setting.rows == pytest.approx(share)
+    assert decided(member, 10_000, observed.observer.tapes["layers.0"].records[chosen].func) == (0.0, False)
     addmm = torch.ops.aten.addmm.default
     other = next(i for i, r in enumerate(observed.observer.tapes["layers.0"].records) if r.func is not addmm)
-    member.plan = {other: (observed.observer.tapes["layers.0"].records[other].func, 1.0, False)}
-    assert member.decide(other, addmm) == (member.rows, False)
+    planned = {other: (observed.observer.tapes["layers.0"].records[other].func, 1.0, False)}
+    member.set(replace(member.setting, plan=planned))
+    assert decided(member, other, addmm) == (member.setting.rows, False)
 
 
 def test_regions_of_another_key_stay_at_the_safest_setting() -> None:
@@ -201,7 +207,7 @@ def test_regions_of_another_key_stay_at_the_safest_setting() -> None:
     (region,) = observed.describe()
     observed.groups = {"other": observed.regions}
     observed.put(solution_for(region, [group(2, {})]))
-    assert all(member.plan is None and member.rows == 0.0 for member in observed.regions)
+    assert all(member.setting == Setting("Block") for member in observed.regions)
 
 
 def test_a_policy_can_be_taken_back_and_put_again() -> None:
@@ -209,14 +215,14 @@ def test_a_policy_can_be_taken_back_and_put_again() -> None:
     (region,) = observed.describe()
     rows = next(i for i, operator in enumerate(region.operators) if operator.capture == "rows")
     policy = observed.put(solution_for(region, [group(1, {rows: 0.5}), group(2, {}, keep=(rows,))]))
-    run_by = [(member.key, dict(member.plan), member.rows) for member in observed.regions]
+    run_by = [member.setting for member in observed.regions]
     for member in observed.regions:
         member.native.leave_out(rows, "aten::mm", "")
-    assert all(member.unneeded == {rows: "aten::mm"} for member in observed.regions)
+    assert all(member.native.unneeded == {rows: "aten::mm"} for member in observed.regions)
     planning.put(None, observed.regions)
-    assert [(m.key, m.plan, m.rows, m.unneeded) for m in observed.regions] == [("Block", None, 0.0, {})] * 3
+    assert [(each.setting, each.native.unneeded) for each in observed.regions] == [(Setting("Block"), {})] * 3
     planning.put(policy, observed.regions)
-    assert [(member.key, dict(member.plan), member.rows) for member in observed.regions] == run_by
+    assert [member.setting for member in observed.regions] == run_by
 
 
 def test_a_policy_predicts_the_peak_from_the_observed_one() -> None:

@@ -122,7 +122,7 @@ def test_a_plan_that_moves_something_else_is_told_once(
         """Regions are to send what they do not."""
         put(policy, regions)
         for region in regions:
-            region.forward_bytes = region.forward_bytes and region.forward_bytes + 1000
+            region.native.forward_bytes = region.native.forward_bytes and region.native.forward_bytes + 1000
 
     monkeypatch.setattr(planning, "put", untrue)
     with caplog.at_level(logging.WARNING):

@@ -158,14 +158,14 @@ def pipeline(device: Adversary, alpha: float, schedule: Schedule, seed: int = 0,
             assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
             executor.transfer.drain()
             for region in model.regions:
-                region.end_step()
+                region.native.end_step()
     device.synchronize()
     assert not device.violations, device.violations
     assert (
         executor.pool.used_bytes == 0 and executor.transfer.fetched_bytes == 0 and executor.flow.recomputed_bytes == 0
     )
     follows = schedule.stage == schedule.stages - 1  # the backward of a micro-batch, its forward
-    assert model.regions[-1].offloads_late == follows and not model.regions[0].offloads_late
+    assert model.regions[-1].native.offloads_late == follows and not model.regions[0].native.offloads_late
 
 
 PIPELINES = {

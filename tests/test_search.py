@@ -85,7 +85,7 @@ def paced(clock: Clock, tries: int = 4) -> Iterator[Led]:
         region = run.session.regions[0]
 
         def pass_time(module: nn.Module, inputs: Any, output: Any) -> None:
-            clock.now += 1.0 - 0.5 * region.rows
+            clock.now += 1.0 - 0.5 * region.setting.rows
 
         run.model.register_forward_hook(pass_time)
         yield run
@@ -94,10 +94,10 @@ def paced(clock: Clock, tries: int = 4) -> Iterator[Led]:
 def test_the_plan_with_the_shortest_step_stays(plans_by_alpha: None, clock: Clock) -> None:
     with paced(clock) as run:
         run.reach_stable()
-        assert run.plans[4] == [(r.key, r.plan, r.rows) for r in run.session.regions]
-        assert all(fraction == 1.0 for _, fraction, _ in run.session.regions[0].plan.values())
+        assert run.plans[4] == [region.setting for region in run.session.regions]
+        assert all(fraction == 1.0 for _, fraction, _ in run.session.regions[0].setting.plan.values())
         assert "plan 3 of 4 tried" in run.session.history[-1][3]
-        assert run.session.report()["swapped_fraction"] == run.session.regions[0].rows
+        assert run.session.report()["swapped_fraction"] == run.session.regions[0].setting.rows
 
 
 def test_what_runs_between_two_steps_is_no_part_of_their_time(plans_by_alpha: None, clock: Clock) -> None:

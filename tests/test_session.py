@@ -98,7 +98,7 @@ def test_a_region_that_did_not_run_in_the_observed_step_stays_at_the_safe_settin
         train_stacks(model, reference, 1)
         session.step()
         assert session.stage is Stage.STABLE
-        assert [region.plan is None for region in session.regions] == [False, True, False, False]
+        assert [region.setting.plan is None for region in session.regions] == [False, True, False, False]
         model.dropped = reference.dropped = frozenset()
         for seed in range(2, 5):
             train_stacks(model, reference, seed, exact=False)

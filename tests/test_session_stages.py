@@ -47,10 +47,10 @@ def test_m_and_one_steps_warm_up_then_one_is_observed_and_n_plans_are_tried(
 def test_each_plan_runs_for_one_step_and_one_of_them_stays(plans_by_alpha: None) -> None:
     with led(policy_steps=4) as run:
         run.step(times=9)
-        rows = [plan[0][2] for plan in run.plans]
+        rows = [plan[0].rows for plan in run.plans]
         whole_rows = [0.0, 0.0, 6 / 12, 3 / 12, 1.0, 1 / 12]  # of alpha 0.125, 1.5 of 12
         assert [row / rows[4] for row in rows[:6]] == pytest.approx(whole_rows)
-        assert [plan[0][1] is None for plan in run.plans[:3]] == [True, True, False]
+        assert [plan[0].plan is None for plan in run.plans[:3]] == [True, True, False]
         assert run.plans[6] in run.plans[2:6] and run.plans[6] == run.plans[7] == run.plans[8]
         assert not run.session.executor.timing
 
@@ -127,7 +127,7 @@ def test_after_a_change_regions_run_at_the_safest_setting_until_there_is_a_plan(
             region.native.leave_out(0, "aten::mm", "")  # learnt from the first program
         run.step(9, times=2)
         assert run.session.stage is WARM_UP and is_safest(run.session)
-        assert all(region.unneeded == {} for region in run.session.regions)
+        assert all(region.native.unneeded == {} for region in run.session.regions)
         assert run.session.solution is None and run.session.report()["predicted_host_bytes"] is None
         run.step(9, exact=True)
 

@@ -15,6 +15,7 @@ from memplug.show.groups import BEFORE, OUTSIDE, by_layer, by_phase, is_dark, ph
 from memplug.show.summary import rows, summary
 from memplug.show.timeline import runs, timeline
 from memplug.show.words import Moment, axis_unit, moment, size
+from tests.rows import requests
 from tests.show_traces import MIB, odd_trace, training_trace
 from tests.traces import LEGACY, Recording, recordings, training
 
@@ -48,7 +49,7 @@ def test_summary_of_a_training_run():
     assert (facts["operators"], facts["operators_by_step"]) == (3 * operators_a_step, [operators_a_step] * 3)
     assert facts["top_operators"][0] == {"name": "aten::mm", "count": 3 * (2 * 4 + 2 * 4 * 5)}
     assert facts["live_at_end_requests"] == facts["live_at_end_bytes"] == 0
-    dynamic = [trace.request(i) for i in range(facts["requests"]) if trace.request(i).malloc_layer == trace.layers[3]]
+    dynamic = [request for request in requests(trace) if request.malloc_layer == trace.layers[3]]
     assert facts["dynamic_requests"] == len(dynamic)
     assert facts["dynamic_share"] == sum(request.nbytes for request in dynamic) / facts["requested_bytes"]
     assert facts["fingerprint"]["digest"] == trace.fingerprint.digest()

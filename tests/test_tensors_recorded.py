@@ -11,7 +11,8 @@ import torch
 
 from memplug import native
 from memplug.profile.recorder import Detail, Recorder
-from memplug.profile.trace import OpEvent, Trace, still_live
+from memplug.profile.trace import Trace, still_live
+from tests import rows
 from tests.recording import nothing_left, operator_names, record, recorder, trainer
 
 __all__ = ["nothing_left", "recorder"]
@@ -21,10 +22,10 @@ def detailed(recorder: Recorder, step: Callable[[], Any]) -> Trace:
     return record(recorder, step, Detail.TENSORS)
 
 
-def only(trace: Trace, name: str) -> OpEvent:
+def only(trace: Trace, name: str) -> rows.OpEvent:
     """The one operator of that name."""
     (index,) = [index for index, found in enumerate(operator_names(trace)) if found == name]
-    return trace.operator(index)
+    return rows.operator(trace, index)
 
 
 def sizes(trace: Trace, numbers: tuple[int, ...]) -> list[tuple[int, str]]:
@@ -78,7 +79,7 @@ def test_operators_with_several_results_write_all_of_them(recorder: Recorder) ->
 def test_views_and_in_place_results_are_of_the_same_storage(recorder: Recorder) -> None:
     x = torch.ones(4, 4)
     trace = detailed(recorder, lambda: x.t()[1:].view(torch.int32).detach().zero_())
-    numbers = {number for event in trace.iter_operators() for number in (*event.reads, *event.writes)}
+    numbers = {number for event in rows.operators(trace) for number in (*event.reads, *event.writes)}
     assert numbers == {0} and sizes(trace, (0,)) == [(64, "float32")]
     assert only(trace, "aten::zero_").writes == (0,)
 
@@ -126,7 +127,7 @@ def test_a_storage_at_the_address_of_one_that_was_freed_has_a_number_of_its_own(
             del x
 
     trace = detailed(recorder, program)
-    writes = [trace.operator(index).writes for index in range(len(trace.operators))]
+    writes = [rows.operator(trace, index).writes for index in range(len(trace.operators))]
     assert len(set(addresses)) < 50, "no address came twice: the test shows nothing"
     assert writes == [(number,) for number in range(50)]
 
@@ -135,7 +136,7 @@ def test_numbers_begin_anew_with_each_recording(recorder: Recorder) -> None:
     x, y = torch.ones(4), torch.ones(8)
     for first, second in ((x, y), (y, x)):
         trace = detailed(recorder, lambda first=first, second=second: (first.exp_(), second.exp_()))
-        assert [event.reads for event in trace.iter_operators()] == [(0,), (1,)]
+        assert [event.reads for event in rows.operators(trace)] == [(0,), (1,)]
         assert trace.tensors["nbytes"].tolist() == [first.nbytes, second.nbytes]
 
 

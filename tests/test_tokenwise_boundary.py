@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from memplug.execute.saved import copy_of
 from tests.blocks import Layer, Stack, alphas, assert_clean, assert_same, functional, gradients, tokenwise, twin
 from tests.simulated import adversarial_device
 
@@ -128,11 +127,24 @@ def test_a_captured_output_may_leave_the_region_as_any_view(alpha: float) -> Non
         assert_same(measured, expected, exact=alpha in (0, 1))
 
 
-def test_a_copy_of_a_view_lies_in_memory_as_the_view_does() -> None:
-    view = torch.arange(24.0).view(4, 6)[1:, 2:].t()
-    copy = copy_of(view)
-    assert torch.equal(copy, view) and copy.data_ptr() != view.data_ptr()
-    assert (copy.stride(), copy.storage_offset()) == (view.stride(), view.storage_offset())
+@alphas
+def test_an_input_that_is_a_view_and_is_written_to_lies_in_memory_as_it_did(alpha: float) -> None:
+    weight = torch.randn(3, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def call(view: torch.Tensor) -> torch.Tensor:
+        y = ((view + 1) @ weight).sigmoid()
+        flat = view.as_strided((3,), (7,), view.storage_offset())  # past its rows
+        view.mul_(0.5)
+        return y * y * flat.sum()
+
+    region, _ = functional(call, alpha)
+    gradient = {}
+    for run in (region, call):
+        weight.grad = None
+        view = (torch.arange(24.0) / 24).view(4, 6)[1:, 2:5].t()
+        run(view).sum().backward()
+        gradient[run] = weight.grad
+    assert_same({"weight": gradient[region]}, {"weight": gradient[call]})
 
 
 @alphas

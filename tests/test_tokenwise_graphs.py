@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from memplug.execute.region import Setting
 from tests.blocks import (
     Layer,
     Stack,
@@ -174,7 +175,7 @@ def test_a_forward_is_captured_by_the_plan_that_it_began_with() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(x)
             for region in model.regions:
-                region.plan = {}  # captures nothing
+                region.set(Setting("captures nothing", plan={}))
             return x + self.out(y.sigmoid())
 
     model = Stack(2, Replans)

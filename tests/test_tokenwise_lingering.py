@@ -26,7 +26,7 @@ def trained(device: Adversary, alpha: float, block: type[nn.Module] = Block, **s
     executor = tokenwise(model, alpha, device, **settings)
     step(model, reference, alpha)
     end_step(model)
-    assert [region.offloads_late for region in model.regions][::3] == [False, True]
+    assert [region.native.offloads_late for region in model.regions][::3] == [False, True]
     return model, reference, executor
 
 
@@ -42,7 +42,7 @@ def step(model: Stack, reference: Stack, alpha: float, times: int = 1, seed: int
 
 def end_step(model: Stack) -> None:
     for region in model.regions:
-        region.end_step()
+        region.native.end_step()
 
 
 @pytest.fixture(params=["late", "early"])
@@ -82,7 +82,7 @@ def test_a_forward_that_follows_after_all_makes_them_go_or_stay_where_the_host_i
         (network(first) + network(second)).backward()
     assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
     end_step(model)
-    assert not any(region.offloads_late for region in model.regions)
+    assert not any(region.native.offloads_late for region in model.regions)
     assert_clean(executor)
 
 
@@ -105,7 +105,7 @@ def alone(device: Adversary, alpha: float, block: type[nn.Module]):
     step_alone(model, reference, executor, alpha)
     assert executor.transfer.offloaded_total_bytes > 0
     end_step(model)
-    assert model.regions[0].offloads_late
+    assert model.regions[0].native.offloads_late
     return model, reference, executor
 
 
@@ -147,7 +147,7 @@ def test_what_was_written_in_place_has_its_former_value_where_it_is_released_aft
     model, reference, executor = alone(device, alpha, block)
     assert step_alone(model, reference, executor, alpha, seed=1, graphs=4, times=times) > 0
     end_step(model)
-    assert not model.regions[0].offloads_late
+    assert not model.regions[0].native.offloads_late
 
 
 class SharesInput(nn.Module):

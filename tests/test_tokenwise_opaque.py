@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from memplug.errors import RecomputeError
 from memplug.execute import tokenwise as executing
 from tests.blocks import Block, Layer, Stack, alphas, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 from tests.forwards import Counts, Routes, Statistics, WritesInput
@@ -44,6 +45,26 @@ def test_without_the_native_core_gradients_hold_under_autocast(monkeypatch: pyte
     assert_same(gradients(model), gradients(reference))
 
 
+@pytest.mark.parametrize("change", [lambda y: y[:, :1], lambda y: y.double()])
+def test_a_recompute_pass_that_saves_other_sizes_or_dtypes_than_the_forward_is_an_error(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    class Changes(Layer):
+        forwards = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.forwards += 1
+            y = self.inner(x)
+            return (y if self.forwards == 1 else change(y)).sin().sum()
+
+    model = Stack(1, Changes)
+    tokenwise(model, 1.0)
+    model.regions[0].opaque = "for this test"
+    loss = model.layers[0](torch.randn(2, 6, 16))
+    with pytest.raises(RecomputeError, match="a saved tensor was .* in forward and is .* when recomputed"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view])
 @pytest.mark.parametrize("opaque", ["", "for this test"])
@@ -57,7 +78,7 @@ def test_an_input_that_is_conjugated_or_negated_lazily_comes_back_as_it_was(
     layer.forward, model.layers = call, [layer]
     executor = tokenwise(model, 1.0)
     (region,) = model.regions
-    region.opaque, region.offloads_late = opaque, late
+    region.opaque, region.native.offloads_late = opaque, late
     found = []
     for run in (call, layer.forward):
         x = torch.randn(4, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).requires_grad_()

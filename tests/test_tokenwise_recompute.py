@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplug.errors import RecomputeError
+from memplug.execute.region import Setting
 from tests.blocks import (
     Block,
     Layer,
@@ -95,7 +96,7 @@ def test_attention_is_run_again_where_it_is_not_captured() -> None:
     executor = tokenwise(model, 0.0)
     x = torch.randn(2, 6, 16)
     executor.timing = True
-    executor.on_timed = lambda region, frame, tape: setattr(region, "plan", {})  # a plan that captures nothing
+    executor.on_timed = lambda region, frame, tape: region.set(Setting("captures nothing", plan={}))
     model(x)
     loss = model(x)
     with Counter() as counter:

@@ -82,7 +82,7 @@ def test_gradients_hold_with_tensors_that_dispatch_for_themselves(
         model(x).backward()
         reference(x).backward()
         assert_same(whole(gradients(model)), whole(gradients(reference)), exact=alpha in (0, 1))
-    assert executor.opaque_regions == 0 and all(region.repeats for region in model.regions)
+    assert executor.opaque_regions == 0 and all(region.native.repeats for region in model.regions)
     assert AsyncCollectiveTensor in HandsOverAResultThatIsUnderWay.kinds or made is not under_way
     assert_clean(executor)
 

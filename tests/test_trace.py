@@ -26,6 +26,7 @@ from memplug.profile.trace import (
     requests,
     still_live,
 )
+from tests import rows
 from tests.traces import Recording, recordings, training
 
 
@@ -39,7 +40,7 @@ def test_a_request_is_its_malloc_and_its_free_with_where_each_was_asked():
     recording.phase(Pass.BACKWARD, 1)
     recording.layer(None)
     recording.free(number, thread=2)
-    request = recording.trace().request(0)
+    request = rows.request(recording.trace(), 0)
     assert (request.number, request.nbytes, request.stream, request.dynamic) == (0, 640, 3, True)
     assert (request.malloc_event, request.free_event) == (0, 1)
     assert (request.malloc_operator, request.free_operator) == (0, 1)
@@ -62,7 +63,7 @@ def test_what_is_never_freed_and_what_was_there_before_is_kept_and_told_apart():
     assert still_live(table).tolist() == [True, False]
     assert freed_elsewhere(table).tolist() == [False, False]
     assert earlier_frees(trace).tolist() == [2]
-    request = trace.request(kept)
+    request = rows.request(trace, kept)
     assert request.still_live and not request.freed_elsewhere
     assert (request.free_event, request.free_operator, request.free_phase, request.free_layer) == (-1, -1, None, None)
 
@@ -87,9 +88,9 @@ def test_the_table_of_requests_says_what_a_loop_over_the_events_says(recording):
             row |= {f"free_{name}": event[name] for name in ("operator", "phase", "layer", "thread")}
             row["free_event"] = index
     assert trace.requests.tolist() == [tuple(expected[i][name] for name in REQUEST.names) for i in range(len(expected))]
-    rows = list(trace.iter_requests())
-    assert [row.still_live for row in rows] == still_live(trace.requests).tolist()
-    assert [row.freed_elsewhere for row in rows] == freed_elsewhere(trace.requests).tolist()
+    every = list(rows.requests(trace))
+    assert [row.still_live for row in every] == still_live(trace.requests).tolist()
+    assert [row.freed_elsewhere for row in every] == freed_elsewhere(trace.requests).tolist()
 
 
 @given(recordings(), st.integers(0, 2**40))
@@ -125,18 +126,18 @@ def test_an_operator_says_where_it_ran_and_what_it_read_and_wrote():
     recording.layer("norm")
     recording.op("aten::mul", reads=(second, first), writes=(second,))
     trace = recording.trace()
-    operator = trace.operator(1)
+    operator = rows.operator(trace, 1)
     assert (operator.index, operator.name, operator.time_ns) == (1, "aten::mul", 1000)
     assert (operator.phase, operator.layer) == (Phase(Pass.BACKWARD, 0), Layer("norm"))
     assert (operator.reads, operator.writes) == ((second, first), (second,))
-    assert [each.name for each in trace.iter_operators()] == ["aten::zeros", "aten::mul"]
-    assert trace.operator(0).layer is None
-    assert trace.operator(-1) == operator
+    assert [each.name for each in rows.operators(trace)] == ["aten::zeros", "aten::mul"]
+    assert rows.operator(trace, 0).layer is None
+    assert rows.operator(trace, -1) == operator
     for wrong in (2, -3):
         with pytest.raises(IndexError):
-            trace.operator(wrong)
+            rows.operator(trace, wrong)
     with pytest.raises(IndexError):
-        trace.request(0)
+        rows.request(trace, 0)
 
 
 def test_steps_reach_to_the_next_one_and_the_last_to_the_end():
@@ -157,7 +158,7 @@ def test_arrays_are_read_only_and_those_of_the_caller_stay_his():
         with pytest.raises(ValueError, match="read-only"):
             array[0] = array[1]
     fields["events"]["nbytes"] = 99
-    assert trace.request(0).nbytes == 16
+    assert rows.request(trace, 0).nbytes == 16
     with pytest.raises(FrozenInstanceError):
         trace.base_bytes = 1
 

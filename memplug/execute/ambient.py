@@ -1,5 +1,6 @@
 """The state around a region's forward that its recompute pass must meet again: autocast, random generators, attention
-back ends, the default device. On a GPU it runs on autograd's own thread, which knows none of it.
+back ends, the default device. On a GPU it runs on autograd's own thread, which knows none of it. The native core takes
+it when a forward starts (memplug/native/ambient.h).
 """
 
 from __future__ import annotations
@@ -16,94 +17,47 @@ from memplug.execute.core import core
 from memplug.execute.device import Device
 
 
-class Ambient:
-    """Taken when a region's forward starts: by the native core (memplug/native/ambient.h), or here.
+@contextlib.contextmanager
+def restored(
+    device: Device,
+    surroundings: Sequence[Callable[[], Any]],
+    cpu_rng: torch.Tensor,
+    device_rng: torch.Tensor | None,
+    autocast: Sequence[tuple[str, bool, torch.dtype]],
+    attention: tuple[bool, ...],
+    default_device: torch.device | None,
+) -> Iterator[None]:
+    """The same state again, for a pass that runs the module. Nothing compiled runs inside: the forward ran functions
+    that the model compiles inside of a region as they are written, since compiled code has no operators to see.
 
     Args:
         device: where the training runs.
         surroundings: states of the host that random operators depend on, each as a function that gives a context
             manager in which that state is back.
         cpu_rng, device_rng: generator states; of the device none where that is the CPU.
-        autocast: (device, whether it is on, dtype) of each kind.
+        autocast: (device, whether it is on, dtype) of each kind. Without its cache: a weight cast once for two regions
+            would be cast again in the recompute pass of one.
         attention: which back ends are enabled.
         default_device: of factory functions, where one was set.
     """
-
-    def __init__(
-        self,
-        device: Device,
-        surroundings: Sequence[Callable[[], Any]],
-        cpu_rng: torch.Tensor,
-        device_rng: torch.Tensor | None,
-        autocast: Sequence[tuple[str, bool, torch.dtype]],
-        attention: tuple[bool, ...],
-        default_device: torch.device | None,
-    ):
-        self.device, self.surroundings = device, surroundings
-        self.cpu_rng, self.device_rng = cpu_rng, device_rng
-        self.autocast, self.attention, self.default_device = autocast, attention, default_device
-
-    @classmethod
-    def taken(cls, device: Device, surroundings: Sequence[Callable[[], Any]]) -> Ambient:
-        """As it is now, without the native core."""
-        kinds = ("cpu",) if device.kind == "cpu" else ("cpu", device.kind)
-        return cls(
-            device,
-            surroundings,
-            torch.get_rng_state(),
-            None if device.kind == "cpu" else device.get_rng_state(),
-            [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
-            _attention_backends(),
-            default_device(),
-        )
-
-    def during_forward(self) -> contextlib.AbstractContextManager[None]:
-        """No autocast cache: a weight cast once for two regions would be cast again in the recompute pass of one. And
-        nothing compiled.
-        """
-        casts = any(enabled for _, enabled, _ in self.autocast)
-        return _without_autocast_cache() if casts else as_written()
-
-    @contextlib.contextmanager
-    def during_recompute(self) -> Iterator[None]:
-        """The same state again, for a pass that runs the module."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(as_written())
-            for kind, enabled, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
-            if self.default_device is not None:
-                stack.enter_context(self.default_device)
-            now = _attention_backends()
-            if now != self.attention:
-                _set_attention_backends(self.attention)
-                stack.callback(_set_attention_backends, now)
-            stack.callback(torch.set_rng_state, torch.get_rng_state())
-            torch.set_rng_state(self.cpu_rng)
-            if self.device_rng is not None:
-                stack.callback(self.device.set_rng_state, self.device.get_rng_state())
-                self.device.set_rng_state(self.device_rng)
-            for again in self.surroundings:
-                stack.enter_context(again())
-            yield
-
-
-def as_written() -> contextlib.AbstractContextManager[Any]:
-    """Nothing compiled runs inside: functions that the model compiles inside of a region run as they are written, since
-    compiled code has no operators to see. Without the native core, of one thread at a time.
-    """
-    known = core()
-    return torch.compiler.set_stance("force_eager") if known is None else known.AsWritten()
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with as_written():
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(core().AsWritten())
+        for kind, enabled, dtype in autocast:
+            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
+        if default_device is not None:
+            stack.enter_context(default_device)
+        now = _attention_backends()
+        if now != attention:
+            _set_attention_backends(attention)
+            stack.callback(_set_attention_backends, now)
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        torch.set_rng_state(cpu_rng)
+        if device_rng is not None:
+            stack.callback(device.set_rng_state, device.get_rng_state())
+            device.set_rng_state(device_rng)
+        for again in surroundings:
+            stack.enter_context(again())
+        yield
 
 
 def default_device() -> torch.device | None:

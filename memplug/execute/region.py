@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from memplug.execute.core import core
 
 
-def _native(name: str, text: str) -> Any:
-    """An attribute that the native core reads, or sets (memplug/native/region.h)."""
-    return property(
-        lambda self: getattr(self.native, name), lambda self, value: setattr(self.native, name, value), doc=text
-    )
+@dataclass(frozen=True)
+class Setting:
+    """What a plan sets on one region. By itself the safest: input and attention outputs swapped, every matmul
+    recomputed.
+
+    Attributes:
+        key: regions of one key ran the same operators and share a plan.
+        rows: fraction of the rows of every matmul's output to swap, [0, 1], where no plan says so.
+        plan: operator index -> (operator, fraction, keep on the device), from the planner; None before there is one.
+        swaps_input: the input leaves for the host; else it is held.
+        forward_bytes: that one forward sends to the host, as predicted; None where nothing was.
+        planned_from: the native tape of the forward that the plan was made from.
+        plain_bytes: it runs as it would without memplug where it is given no more than so many bytes of tensors; None:
+            it never does.
+    """
+
+    key: str
+    rows: float = 0.0
+    plan: Mapping[int, tuple[Any, float, bool]] | None = None
+    swaps_input: bool = True
+    forward_bytes: int | None = None
+    planned_from: Any = None
+    plain_bytes: int | None = None
 
 
 class Region:
@@ -22,66 +40,33 @@ class Region:
     Args:
         name: the module's qualified name.
         kind: the name of its class.
-        rows: fraction of the rows of every matmul's output to swap, [0, 1].
+        rows: see `Setting`.
 
     Attributes:
-        key: regions of one key ran the same operators and share a plan.
-        plain_bytes: it runs as it would without memplug where it is given no more than so many bytes of tensors; None:
-            it never does.
+        key: of what it ran last, see `Setting`.
+        setting: what it runs by, from the next forward on.
+        native: the same for the native core, and what that found out (memplug/native/region.h).
     """
 
-    rows = _native("rows", "Fraction of the rows of every matmul's output to swap, where no plan says so.")
-    forward_bytes = _native(
-        "forward_bytes", "What one forward sends to the host by the plan; None before there is one."
-    )
-    offloads_late = _native(
-        "offloads_late",
-        "In the last step its backward ran before its tensors had to be released (MEMO, section 4.1: the last two "
-        "layers), so offloading waits until release.",
-    )
-    peak = _native("peak", "The most of its forwards that were in flight at once.")
-    swaps_input = _native("swaps_input", "Whether its input leaves for the host; else it is held.")
-    planned_from = _native(
-        "planned_from", "The native tape of the forward that the plan was made from; None before there is one."
-    )
-    communicates = _native(
-        "communicates",
-        "Its forward contains collectives that a recompute pass runs again, so that all ranks must recompute alike.",
-    )
-    seen = _native("seen", "It has run forward.")
-    repeats = _native(
-        "repeats",
-        "Its last forward was verified against a template; only a forward of a region that does not repeat is watched "
-        "for work that no operator shows.",
-    )
-
-    def __init__(self, name: str, kind: str, rows: float):
+    def __init__(self, name: str, kind: str, rows: float = 0.0):
         known = core()
-        self.native = known.Region(kind) if known is not None else _Alone()
-        self.name = name
-        self.kind = self.key = kind
-        self.rows = rows
-        self.plain_bytes: int | None = None
-        self._plan: Mapping[int, tuple[Any, float, bool]] | None = None
+        self.native: Any = known.Region(kind) if known is not None else _Alone()
+        self.name, self.kind = name, kind
         self._opaque = ""
+        self.set(Setting(kind, rows))
+
+    def set(self, setting: Setting) -> None:
+        """Run by another setting; what was learnt under the former one is forgotten."""
+        self.setting, self.key = setting, setting.key
+        native, plan = self.native, setting.plan
+        native.plan(plan and {index: (_name_of(func), *decision) for index, (func, *decision) in plan.items()})
+        native.rows, native.swaps_input = setting.rows, setting.swaps_input
+        native.forward_bytes, native.planned_from = setting.forward_bytes, setting.planned_from
 
     @property
-    def plan(self) -> Mapping[int, tuple[Any, float, bool]] | None:
-        """Operator index -> (operator, fraction, keep on the device), from the planner; None before there is one. With
-        another plan, what was learnt under this one is forgotten.
-        """
-        return self._plan
-
-    @plan.setter
-    def plan(self, plan: Mapping[int, tuple[Any, float, bool]] | None) -> None:
-        self._plan = plan
-        by_name = plan and {index: (_name_of(func), fraction, keep) for index, (func, fraction, keep) in plan.items()}
-        self.native.plan(by_name)
-
-    @property
-    def unneeded(self) -> dict[int, str]:
-        """Operators by index, where no backward ever asked for the captured output: not captured again."""
-        return self.native.unneeded
+    def is_plain(self) -> bool:
+        """It runs as it would without memplug, unless it is given more than was planned for."""
+        return self.setting.plain_bytes is not None
 
     @property
     def opaque(self) -> str:
@@ -94,42 +79,12 @@ class Region:
     def opaque(self, why: str) -> None:
         self._opaque, self.native.opaque = why, bool(why)
 
-    def note_given(self, nbytes: int) -> None:
-        """A forward that the native core does not run is given tensors of so many bytes."""
-        self.native.note_given(nbytes)
 
-    def end_step(self) -> tuple[int, ...]:
-        """Find out whether its tensors stay until backward.
-
-        Returns:
-            The bytes of all tensors given to each of the step's forwards, in order.
-        """
-        return tuple(self.native.end_step())
-
-    def decide(self, index: int, func: Any) -> tuple[float, bool]:
-        """Fraction of rows to swap of operator `index`, and whether to keep it on the device instead. The plan is
-        advice: a forward that runs other operators than the planned one is captured by kind.
-        """
-        return self.native.decide(index, func._schema.name, func._schema.overload_name)
-
-
-@dataclasses.dataclass
 class _Alone:
     """Of a region without the native core: nothing of it is planned."""
 
-    rows: float = 0.0
-    forward_bytes: int | None = None
-    offloads_late: bool = False
-    opaque: bool = True
-    peak: int = 1
-    swaps_input: bool = True
-    planned_from: None = None
-    communicates: bool = False
-    seen: bool = False
-    repeats: bool = False
-    unneeded: dict[int, str] = dataclasses.field(default_factory=dict)
-
-    given_bytes: list[int] = dataclasses.field(default_factory=list)
+    def __init__(self) -> None:
+        self.given_bytes: list[int] = []
 
     def plan(self, plan: Any) -> None:
         """Without operators there are none to plan."""

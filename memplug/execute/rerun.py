@@ -3,66 +3,59 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memplug.errors import RecomputeError
+from memplug.execute.ambient import restored
 
 if TYPE_CHECKING:
-    from memplug.execute.ambient import Ambient
     from memplug.execute.region import Region
-    from memplug.execute.saved import Buffers
     from memplug.execute.tokenwise import Executor
 
 
-def rerun(
-    executor: Executor,
-    region: Region,
-    call: Callable[[], Any],
-    ambient: Ambient,
-    buffers: Buffers | None,
-    saves: int,
-    is_wanted: Callable[[int], bool],
-    store: Callable[[int, torch.Tensor], None],
-) -> None:
+def rerun(executor: Executor, frame: Any, region: Region) -> None:
     """Run the region's module again, and store what it saves. All of it runs, whatever was captured.
 
     Args:
-        call: runs it, on inputs of a graph of its own.
-        ambient: the state around the forward.
-        buffers: what the forward wrote to in place, if anything.
-        saves: how many tensors the forward saved.
-        is_wanted: whether one of them has to be restored.
-        store: takes one of them, without its graph.
+        frame: of the forward (memplug/native/running.h).
 
     Raises:
-        RecomputeError: it saves another number of tensors.
+        RecomputeError: it saves another number of tensors, or tensors of other sizes or dtypes.
     """
     count = 0
 
     def pack(tensor: torch.Tensor) -> None:
         nonlocal count
-        if count < saves and is_wanted(count):
-            store(count, tensor.detach())
+        if count < frame.saved and frame.has_to_restore(count):
+            size, dtype = frame.saved_as(count)
+            if (size, dtype) != (tuple(tensor.shape), tensor.dtype):
+                raise RecomputeError(
+                    f"region {region.name}: a saved tensor was {size} {dtype} in forward and is {tuple(tensor.shape)} "
+                    f"{tensor.dtype} when recomputed"
+                )
+            frame.restore(count, tensor.detach())
         count += 1
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
+    ambient = restored(executor.device, frame.surroundings, *frame.ambient)
     executor.recomputing += 1
     try:
-        with as_before(buffers), ambient.during_recompute(), torch.enable_grad(), hooks:
-            call()
+        with as_before(frame.buffers), ambient, torch.enable_grad(), hooks:
+            args, kwargs = frame.arguments()
+            frame.call(*args, **kwargs)
     finally:
         executor.recomputing -= 1
-    if count != saves:
+    if count != frame.saved:
         raise RecomputeError(
-            f"region {region.name}: forward saved {saves} tensors for backward, the recompute pass {count}"
+            f"region {region.name}: forward saved {frame.saved} tensors for backward, the recompute pass {count}"
         )
+    frame.consume_inputs()
 
 
-def as_before(buffers: Buffers | None) -> Any:
-    """A context in which every buffer has the value that the forward found."""
+def as_before(buffers: Any) -> Any:
+    """A context in which every buffer has the value that the forward found; None: it wrote to none."""
     return contextlib.nullcontext() if buffers is None else buffers.as_before()
 
 

@@ -35,7 +35,6 @@ REASONS = {
     1 << 4: "a tensor that was given other memory in place",
 }
 """Why a region is opaque, by the bits of `Opaque` in memplug/native/tape.h."""
-UNOBSERVED = 1 << 1
 
 
 class Record(NamedTuple):
@@ -101,11 +100,6 @@ class Tape:
         self.span: Any = None
         self.recompute_span: Any = None
         self.backward_begin: Any = None
-
-
-def is_plain(kind: type) -> bool:
-    """Whether tensors of this type are what their memory says: no wrapper with a dispatch of its own."""
-    return kind is torch.Tensor or kind is torch.nn.Parameter
 
 
 def storage_of(tensor: torch.Tensor) -> int:

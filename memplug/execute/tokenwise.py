@@ -28,16 +28,15 @@ import torch
 import torch.distributed as dist
 
 from memplug.errors import RecomputeError
-from memplug.execute.ambient import Ambient
+from memplug.execute.buffers import Buffers
+from memplug.execute.checkpointed import Checkpointed, Copies
 from memplug.execute.core import core
 from memplug.execute.device import Device
 from memplug.execute.host_pool import HostPool
 from memplug.execute.region import Region
 from memplug.execute.rerun import as_before, rerun
-from memplug.execute.saved import Buffers
 from memplug.execute.tape import Tape, reasons
 from memplug.execute.times import Times
-from memplug.execute.unobserved import Copies, Unobserved
 from memplug.execute.watch import AddressMode
 
 log = logging.getLogger("memplug")
@@ -99,7 +98,7 @@ class Executor:
         self.around: list[Callable[[str, Region], Any]] = []
         # around a recompute pass that runs operators alone: a framework gathers the region's parameters
         self.gathered: Callable[[Region], Any] = lambda region: contextlib.nullcontext()
-        # the framework's states that random operators depend on, see `Ambient`
+        # the framework's states that random operators depend on, see `memplug.execute.ambient`
         self.surroundings: list[Callable[[], Callable[[], Any]]] = []
         # scratch buffers owned by the framework: never captured or restored
         self.is_scratch: Callable[[torch.Tensor], bool] = lambda tensor: False
@@ -131,7 +130,7 @@ class Executor:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
         if not torch.is_grad_enabled() or self._is_captured():
             return call(*args, **kwargs)
-        if region.plain_bytes is not None and self._runs_plain(region, args, kwargs):
+        if region.is_plain and self._runs_plain(region, args, kwargs):
             return call(*args, **kwargs)
         run = self._observe if self.core is not None else self._run_unobserved
         try:
@@ -151,10 +150,10 @@ class Executor:
         ranks must launch the same collectives, however much each is given.
         """
         given_bytes = self.core.given_bytes(args, kwargs)
-        if given_bytes > region.plain_bytes and not (self.regathers or region.communicates):
+        if given_bytes > region.setting.plain_bytes and not (self.regathers or region.native.communicates):
             self.on_larger()
             return False
-        region.note_given(given_bytes)
+        region.native.note_given(given_bytes)
         return True
 
     def _observe(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -170,16 +169,14 @@ class Executor:
         """
         times = Times(self.device) if self.timing else None
         surroundings = [take() for take in self.surroundings]
-        watched = contextlib.nullcontext() if region.repeats else AddressMode(self.core)
+        watched = contextlib.nullcontext() if region.native.repeats else AddressMode(self.core)
         with watched:
             return self.flow.run(region.native, self, region, times, surroundings, call, args, kwargs)
 
     def _run_unobserved(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not region.opaque:
             self.note_opaque(region, "the native core is missing")
-        with self.own:
-            frame = Unobserved(self, region, call, args, kwargs)
-        return frame.forward(args, kwargs)
+        return Checkpointed(self, region, call, args, kwargs).forward()
 
     @contextlib.contextmanager
     def standing_around(self, phase: str, region: Region) -> Iterator[None]:
@@ -226,21 +223,12 @@ class Executor:
             frame.forget()
             begin = self.device.stamp() if tape is not None else None
             if frame.is_opaque:
-                self._rerun(frame, region)
+                rerun(self, frame, region)
             else:
                 self._replay(frame, region)
             frame.is_restored = True
             if tape is not None:
                 tape.recompute_span = (begin, self.device.stamp())
-
-    def _rerun(self, frame: Any, region: Region) -> None:
-        def call() -> None:
-            args, kwargs = frame.arguments()
-            frame.call(*args, **kwargs)
-
-        ambient = Ambient(self.device, frame.surroundings, *frame.ambient)
-        rerun(self, region, call, ambient, frame.buffers, frame.saved, frame.has_to_restore, frame.restore)
-        frame.consume_inputs()
 
     def _replay(self, frame: Any, region: Region) -> None:
         def replay() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -11,9 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplug.execute import operators
 from memplug.execute.tape import storage_of
-
-if TYPE_CHECKING:
-    from memplug.execute.unobserved import Unobserved
 
 _GIVES_ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.__dlpack__, torch.utils.dlpack.to_dlpack}
 
@@ -32,11 +30,11 @@ class AddressMode(TorchFunctionMode):
 
 
 class WriteMode(TorchDispatchMode):
-    """Tells a frame of the first write to each memory that its region did not make."""
+    """Tells of the first write to each memory that was there before."""
 
-    def __init__(self, frame: Unobserved):
+    def __init__(self, before_write: Callable[[torch.Tensor], None]):
         super().__init__()
-        self._frame = frame
+        self._before_write = before_write
         self._known: set[int] = set()  # storages by address
         self._addresses: list[StorageWeakRef] = []  # which no other storage gets meanwhile
 
@@ -46,7 +44,7 @@ class WriteMode(TorchDispatchMode):
             for tensor in operators.written_arguments(func, args, kwargs):
                 if storage_of(tensor) not in self._known:
                     self._know(tensor)
-                    self._frame.before_write(tensor)
+                    self._before_write(tensor)
         before = {storage_of(tensor) for tensor in operators.tensors_in([*args, *kwargs.values()])}
         out = func(*args, **kwargs)
         for tensor in operators.tensors_in(out if isinstance(out, (tuple, list)) else [out]):

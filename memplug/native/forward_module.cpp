@@ -220,6 +220,10 @@ void add_forwards(py::module_& module) {
         return saved.alive && saved.way == Forward::Way::RECOMPUTED;
       })
       .def("restore", [](Running& r, size_t index, py::handle tensor) { r.forward.restore(index, tensor_of(tensor)); })
+      .def("saved_as", [](const Running& r, size_t index) {
+        const Geometry& geometry = r.forward.saved.at(index).use.geometry;
+        return std::make_pair(py::tuple(py::cast(std::vector<int64_t>(geometry.size.begin(), geometry.size.end()))), geometry.dtype);
+      })
       .def_readwrite("is_restored", &Running::is_restored)
       .def_property_readonly("has_launches", &Running::has_launches)
       .def_readonly("communicates", &Running::communicates)

@@ -76,7 +76,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   pybind11::object call, surroundings;
   pybind11::object times; // or None
   int64_t given_bytes = 0; // of all tensors among the arguments
-  pybind11::object buffers; // a memplug.execute.saved.Buffers, or None: what the forward wrote to in place
+  pybind11::object buffers; // a memplug.execute.buffers.Buffers, or None: what the forward wrote to in place
 
  protected:
   void before_foreign_write(int32_t storage, const at::Tensor& tensor) override;

@@ -249,7 +249,10 @@ def group_of(region: Region, instances: int, fractions: dict[int, float], keep: 
         fractions=fractions,
         keep=keep,
         runs=runs,
-        swapped_bytes=sum(_part_bytes(operators[index], fraction) for index, fraction in fractions.items()),
+        swapped_bytes=sum(
+            part_bytes(operators[index].output_bytes, operators[index].rows, fraction)
+            for index, fraction in fractions.items()
+        ),
         kept_bytes=sum(operators[index].output_bytes for index in keep),
         recompute_s=sum((1.0 - fractions.get(index, 0.0)) * operators[index].time_s for index in sorted(runs)),
     )
@@ -260,10 +263,9 @@ def _in_rows(fraction: float, rows: int) -> float:
     return math.floor(fraction * rows + 1e-6) / rows if rows else fraction
 
 
-def _part_bytes(operator: Operator, fraction: float) -> int:
-    if not operator.rows:
-        return int(fraction * operator.output_bytes)
-    return round(fraction * operator.rows) * operator.output_bytes // operator.rows
+def part_bytes(nbytes: int, rows: int, fraction: float) -> int:
+    """Of an output of `nbytes` and so many rows (0: unknown), what a fraction of it takes, in whole rows."""
+    return math.floor(fraction * rows + 1e-6) * nbytes // rows if rows else int(fraction * nbytes)
 
 
 @dataclass(slots=True)

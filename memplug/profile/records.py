@@ -1,7 +1,4 @@
-"""Rows of a trace: what an operator, a storage, a use of it and a request for memory are, as numpy and as values.
-
-The arrays of these dtypes are the storage; `OpEvent` and `Request` are single rows of them, for people and tests.
-"""
+"""Rows of a trace: what an operator, a storage, a use of it and a request for memory are, as numpy and as values."""
 
 from __future__ import annotations
 
@@ -126,66 +123,3 @@ class Fingerprint:
     def digest(self) -> str:
         """Twelve hexadecimal digits, the same in every process."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpEvent:
-    """One operator.
-
-    Attributes:
-        index: into `Trace.operators`.
-        layer: None outside of layers.
-        time_ns, in_use_bytes: see `OPERATOR`.
-        reads, writes: its storages, as indices into `Trace.tensors`, in the order of its arguments and results.
-    """
-
-    index: int
-    name: str
-    phase: Phase
-    layer: Layer | None
-    time_ns: int
-    in_use_bytes: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """One request for memory: its malloc and, where the recording has it, its free.
-
-    Attributes:
-        number: running number of the malloc.
-        nbytes: as asked for, unrounded.
-        stream: running number of the stream that it was asked for on.
-        malloc_event, free_event: indices into `Trace.events`, half open: in use from the one up to the other.
-        malloc_operator, free_operator: see `REQUEST_EVENT`; -1 also where it was not freed.
-        malloc_layer, free_layer: None outside of layers, and where it was not freed.
-        dynamic: asked for in a dynamic layer.
-        free_event, free_thread: -1 where it was not freed.
-        free_phase: None where it was not freed.
-    """
-
-    number: int
-    nbytes: int
-    stream: int
-    malloc_event: int
-    free_event: int
-    malloc_operator: int
-    free_operator: int
-    malloc_phase: Phase
-    free_phase: Phase | None
-    malloc_layer: Layer | None
-    free_layer: Layer | None
-    malloc_thread: int
-    free_thread: int
-    dynamic: bool
-
-    @property
-    def still_live(self) -> bool:
-        """Not freed when the recording ended."""
-        return self.free_event < 0
-
-    @property
-    def freed_elsewhere(self) -> bool:
-        """Freed by another thread than the one that asked for it."""
-        return not self.still_live and self.free_thread != self.malloc_thread

@@ -7,8 +7,7 @@ used, by which operators, its dtype and its size. All of these are integers, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -41,32 +40,6 @@ LIFE = np.dtype(
         ("stack", "<u8"),
     ]
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorLife:
-    """One tensor: a storage, from its first use to its last.
-
-    Attributes:
-        tensor: index into `Trace.tensors`.
-        nbytes: size of the storage.
-        dtype: for example "bfloat16".
-        first_operator, last_operator: that used it, both included; -1: none did.
-        uses: how often it was used.
-        use: index into `Trace.uses` of the last use in a forward, or of the last one if none is; -1: never used.
-        count, tag, stack: as of that use, see `FEATURES`.
-    """
-
-    tensor: int
-    nbytes: int
-    dtype: str
-    first_operator: int
-    last_operator: int
-    uses: int
-    use: int
-    count: int
-    tag: int
-    stack: int
 
 
 def ranking(trace: Trace) -> tuple[str, ...]:
@@ -141,13 +114,6 @@ def lives(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
     for column in ("count", "tag", "stack"):
         table[column][used] = then[column]
     return table
-
-
-def iter_lives(trace: Trace, ranks: Sequence[str] | None = None) -> Iterator[TensorLife]:
-    """Every row of `lives`, of which it takes the arguments."""
-    for tensor, row in enumerate(lives(trace, ranks).tolist()):
-        values = dict(zip(LIFE.names, row, strict=True))
-        yield TensorLife(tensor=tensor, **{**values, "dtype": trace.dtypes[values["dtype"]]})
 
 
 def _rank_of_uses(trace: Trace, ranks: Sequence[str]) -> np.ndarray:

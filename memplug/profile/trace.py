@@ -8,7 +8,6 @@ This module is the whole API: rows come from `records`, what the events say of r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,10 +22,8 @@ from memplug.profile.records import (
     Event,
     Fingerprint,
     Layer,
-    OpEvent,
     Pass,
     Phase,
-    Request,
 )
 from memplug.profile.requests import earlier_frees, freed_elsewhere, live_bytes, requests, still_live
 from memplug.profile.trace_checks import check
@@ -40,10 +37,8 @@ __all__ = [
     "Event",
     "Fingerprint",
     "Layer",
-    "OpEvent",
     "Pass",
     "Phase",
-    "Request",
     "Trace",
     "cut",
     "earlier_frees",
@@ -126,46 +121,9 @@ class Trace:
         """As `step_operators`, of `Trace.events`."""
         return self._of_step(step, 1, len(self.events))
 
-    def operator(self, index: int) -> OpEvent:
-        """One row of `operators`; IndexError: there is no such row."""
-        row = self.operators[index].item()
-        index = range(len(self.operators))[index]
-        name, phase, layer, time_ns, in_use_bytes = row
-        uses = self.uses[self._first_uses[index] : self._first_uses[index + 1]]
-        return OpEvent(
-            index=index,
-            name=self.names[name],
-            phase=self.phases[phase],
-            layer=self._layer(layer),
-            time_ns=time_ns,
-            in_use_bytes=in_use_bytes,
-            reads=tuple(uses["tensor"][~uses["output"]].tolist()),
-            writes=tuple(uses["tensor"][uses["output"]].tolist()),
-        )
-
-    def request(self, number: int) -> Request:
-        """One row of `requests`; IndexError: there is no such row."""
-        values = dict(zip(REQUEST.names, self.requests[number].item(), strict=True))
-        values["malloc_phase"] = self.phases[values["malloc_phase"]]
-        values["free_phase"] = self.phases[values["free_phase"]] if values["free_event"] >= 0 else None
-        values["malloc_layer"] = self._layer(values["malloc_layer"])
-        values["free_layer"] = self._layer(values["free_layer"])
-        return Request(**values)
-
-    def iter_operators(self) -> Iterator[OpEvent]:
-        """Every row of `operators`."""
-        return map(self.operator, range(len(self.operators)))
-
-    def iter_requests(self) -> Iterator[Request]:
-        """Every row of `requests`."""
-        return map(self.request, range(len(self.requests)))
-
     @cached_property
     def _first_uses(self) -> np.ndarray:
         return np.searchsorted(self.uses["operator"], np.arange(len(self.operators) + 1))
-
-    def _layer(self, index: int) -> Layer | None:
-        return self.layers[index] if index >= 0 else None
 
     def _of_step(self, step: int, column: int, end: int) -> slice:
         step = range(len(self.steps))[step]

@@ -99,7 +99,7 @@ def _chain(executor: Executor, operators: int, mode: str) -> tuple[float, float]
             x = x.sin()
         return x
 
-    region = Region("chain", "Chain", rows=0.0)
+    region = Region("chain", "Chain")
     run: Callable[[torch.Tensor], torch.Tensor] = (
         call if mode == "alone" else lambda x: executor.run(region, call, (x,), {})
     )

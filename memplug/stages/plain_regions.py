@@ -57,12 +57,11 @@ class PlainRegions:
             return
         first: set[str] = set()
         for region in self._regions:
-            is_plain = region.plain_bytes is not None
-            if is_plain and region.key in first:
+            if region.is_plain and region.key in first:
                 self._leave(region)
             elif region.name in self._left:
                 self._enter(region)
-            if is_plain:
+            if region.is_plain:
                 first.add(region.key)
         self._settled_for = policy
         self.unseen = frozenset(i for i, region in enumerate(self._regions) if region.name in self._left)
@@ -73,7 +72,7 @@ class PlainRegions:
         """
         self._settled_for = None
         for region in self._regions:
-            if region.name in self._left and not region.communicates:
+            if region.name in self._left and not region.native.communicates:
                 self._enter(region)
 
     def _leave(self, region: Region) -> None:

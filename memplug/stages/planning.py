@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import ceil
 from statistics import fmean, median
 from typing import Any
@@ -16,28 +16,14 @@ from typing import Any
 from memplug.execute import operators
 from memplug.execute.host_pool import ALIGNMENT_BYTES
 from memplug.execute.operators import Kind
-from memplug.execute.region import Region
+from memplug.execute.region import Region, Setting
 from memplug.execute.tape import Form, Record, Tape
 from memplug.execute.tokenwise import Executor
 from memplug.plan import tokenwise as plan
+from memplug.plan.tokenwise_model import part_bytes
 from memplug.stages import host_time
 
 Seconds = Callable[[Any, Any], float]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a plan sets on one region; see `Region`."""
-
-    key: str
-    plan: Mapping[int, tuple[Any, float, bool]] | None
-    rows: float
-    swaps_input: bool = True
-    forward_bytes: int | None = None
-    """That one forward sends to the host, as predicted; None where nothing was."""
-    planned_from: Any = None
-    """The native tape of the forward that it was made from."""
-    plain_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +95,7 @@ def describe(
     described = []
     for key, members in groups.items():
         tapes = [observer.tapes[region.name] for region in members]
-        in_flight = max(1, max(region.peak for region in members))
+        in_flight = max(1, max(region.native.peak for region in members))
         span_s, launched = median(seconds(*tape.span) for tape in tapes), len(tapes[0].records)
         busy_s = median(sum(seconds(*stamp) for stamp in tape.stamps) for tape in tapes)
         forward_s, backward_s = (
@@ -163,7 +149,7 @@ def _module(forward_s: float) -> tuple[tuple[plan.Operator, ...], frozenset[int]
 
 def _sending(members: Sequence[Region]) -> Sequence[Region]:
     """Those whose tensors leave the device before backward asks for them; where none do, any may have to."""
-    return [region for region in members if not region.offloads_late] or members
+    return [region for region in members if not region.native.offloads_late] or members
 
 
 def policy_of(
@@ -193,7 +179,7 @@ def policy_of(
             tape = observer.tapes[region.name]
             if group.plain:
                 given_bytes = observer.given_bytes[region.name]
-                settings[region.name] = Setting(key, None, 0.0, plain_bytes=given_bytes)
+                settings[region.name] = Setting(key, plain_bytes=given_bytes)
                 continue
             captured = {i: (tape.records[i].func, fraction, False) for i, fraction in group.fractions.items()}
             captured.update({i: (tape.records[i].func, 1.0, True) for i in group.keep})
@@ -201,10 +187,10 @@ def policy_of(
             frame_bytes = max(frame_bytes, _frame_bytes(tape, group, observer, region.name))
             settings[region.name] = Setting(
                 key,
-                captured,
                 _mean_fraction(tape.records, group, tape),
+                captured,
                 solution.inputs_swapped,
-                input_bytes + group.swapped_bytes,
+                input_bytes + _swapped_bytes(tape, group),
                 tape.native,
             )
     peak_bytes = None if observed_peak_bytes is None else observed_peak_bytes + solution.device_bytes
@@ -214,6 +200,15 @@ def policy_of(
         frame_bytes=frame_bytes,
         peak_bytes=peak_bytes,
         full_recomputation_s=full_recomputation_s,
+    )
+
+
+def _swapped_bytes(tape: Tape, group: plan.Group) -> int:
+    """By the region's own tape: the experts of a mixture have more tokens in one layer than in another."""
+    parts = ((tape.records[index], fraction) for index, fraction in group.fractions.items())
+    return sum(
+        part_bytes(sum(tape.bytes[number] for number in record.outputs), record.rows, fraction)
+        for record, fraction in parts
     )
 
 
@@ -230,9 +225,7 @@ def put(policy: Policy | None, regions: Sequence[Region]) -> None:
     """
     for region in regions:
         setting = policy.settings.get(region.name) if policy is not None else None
-        setting = setting or Setting(region.kind, None, 0.0)
-        for field in fields(Setting):
-            setattr(region, field.name, getattr(setting, field.name))
+        region.set(setting or Setting(region.kind))
 
 
 def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes: int) -> plan.Operator:

@@ -91,7 +91,7 @@ class Search:
         self._warned = False
         executor.timing = True
         for region in self.regions:
-            region.peak = 0  # forwards in flight of this program, not of another
+            region.native.peak = 0  # forwards in flight of this program, not of another
         step_peak()
 
     def begin_program(self) -> None:
@@ -129,13 +129,13 @@ class Search:
         """The observed step is over: plans to try; none where a rank ran no region in it, and the next is observed."""
         device = self.executor.device
         groups = planning.group_regions(self.regions, self.observer)
-        described = planning.describe(groups, self.observer, self.executor, device.seconds_between)
+        described = planning.describe(groups, self.observer, self.executor, device.seconds_between) if groups else []
         budget = budgets.budget(self.config, device, self.executor.pool.budget_bytes, peak_bytes)
         own = described, budget if self.keeps else replace(budget, device_bytes=0)
         solutions = candidates.agree(
             own, self._gather, max(1, self.config.profiler.policy_steps), self.config.tokenwise.alpha
         )
-        if not groups and not self._warned:
+        if not (groups or self._warned or self.executor.core is None):
             self._warned = True
             log.warning("memplug: no region ran in the step to plan from, for example %s", self.regions[0].name)
         if solutions:

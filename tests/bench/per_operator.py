@@ -67,7 +67,7 @@ class Measured:
 
         self.call = call
         self.seconds: dict[str, list[float]] = {part: [] for part in PARTS}
-        self.executor, self.region = Executor(Device(), 1 << 20), Region("region", kind, 0.0)
+        self.executor, self.region = Executor(Device(), 1 << 20), Region("region", kind)
         self.x = torch.randn(4, 4, requires_grad=True) * 1.0
         self.frame, self.graph = self._observed()
         actions = self.frame.actions
@@ -85,7 +85,7 @@ class Measured:
         """Each way once."""
         self._note("alone", lambda: self.call(self.x))
         self._note("verified", lambda: self.executor.run(self.region, self.call, (self.x,), {}))
-        assert self.region.repeats, "it was verified against the tape"
+        assert self.region.native.repeats, "it was verified against the tape"
         with torch.no_grad():
             self._note("again", lambda: self.call(self.x))
         self._note("replay", self.frame.replay)

@@ -1,4 +1,4 @@
-"""Memory from outside of a region that its recompute pass finds again: inputs that are held, and buffers."""
+"""Memory from outside of a region that its forward writes to, and its recompute pass finds again as it was."""
 
 from __future__ import annotations
 
@@ -10,29 +10,6 @@ import torch
 from memplug.execute.core import core
 
 IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
-
-
-class Held:
-    """A region input that is kept by reference."""
-
-    __slots__ = ("tensor", "version", "requires_grad", "written")
-
-    def __init__(self, tensor: torch.Tensor):
-        # a parameter is held itself: what shards or offloads parameters exchanges their memory
-        itself = type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
-        self.tensor = tensor if itself else tensor.detach()
-        self.version, self.requires_grad = tensor._version, tensor.requires_grad
-        self.written = False  # the forward writes to it
-
-    def before_write(self) -> None:
-        """The region is about to write to its input in place: remember the value of now."""
-        self.tensor, self.written = copy_of(self.tensor.detach()), True
-        self.version = self.tensor._version
-
-    def get(self) -> torch.Tensor:
-        """The tensor; an error where autograd would raise one too: it was modified in place since."""
-        check_version(self.tensor, self.version)
-        return self.tensor
 
 
 class Buffers:
@@ -70,25 +47,6 @@ def check_version(tensor: torch.Tensor, version: int) -> None:
         raise RuntimeError(
             f"{IN_PLACE}: {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
         )
-
-
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in memory as the original does: views of the one fit the other."""
-    storage = tensor.untyped_storage().clone()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        storage, tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
-
-
-def leaf_of(tensor: torch.Tensor, requires_grad: bool, written: bool) -> torch.Tensor:
-    """A region input for a recompute pass: a leaf of its graph, or a copy where the pass writes to it, which autograd
-    forbids for leaves.
-    """
-    leaf = tensor.detach().requires_grad_(requires_grad)
-    if not written:
-        return leaf
-    with torch.enable_grad():
-        return leaf.clone()
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:

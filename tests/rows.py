@@ -1,0 +1,112 @@
+"""Single rows of a trace, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memplug.profile.trace import REQUEST, Layer, Phase, Trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpEvent:
+    """One operator.
+
+    Attributes:
+        index: into `Trace.operators`.
+        layer: None outside of layers.
+        time_ns, in_use_bytes: see `OPERATOR`.
+        reads, writes: its storages, as indices into `Trace.tensors`, in the order of its arguments and results.
+    """
+
+    index: int
+    name: str
+    phase: Phase
+    layer: Layer | None
+    time_ns: int
+    in_use_bytes: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One request for memory: its malloc and, where the recording has it, its free.
+
+    Attributes:
+        number: running number of the malloc.
+        nbytes: as asked for, unrounded.
+        stream: running number of the stream that it was asked for on.
+        malloc_event, free_event: indices into `Trace.events`, half open: in use from the one up to the other.
+        malloc_operator, free_operator: see `REQUEST_EVENT`; -1 also where it was not freed.
+        malloc_layer, free_layer: None outside of layers, and where it was not freed.
+        dynamic: asked for in a dynamic layer.
+        free_event, free_thread: -1 where it was not freed.
+        free_phase: None where it was not freed.
+    """
+
+    number: int
+    nbytes: int
+    stream: int
+    malloc_event: int
+    free_event: int
+    malloc_operator: int
+    free_operator: int
+    malloc_phase: Phase
+    free_phase: Phase | None
+    malloc_layer: Layer | None
+    free_layer: Layer | None
+    malloc_thread: int
+    free_thread: int
+    dynamic: bool
+
+    @property
+    def still_live(self) -> bool:
+        """Not freed when the recording ended."""
+        return self.free_event < 0
+
+    @property
+    def freed_elsewhere(self) -> bool:
+        """Freed by another thread than the one that asked for it."""
+        return not self.still_live and self.free_thread != self.malloc_thread
+
+
+def operator(trace: Trace, index: int) -> OpEvent:
+    """One row of `trace.operators`; IndexError: there is no such row."""
+    name, phase, layer, time_ns, in_use_bytes = trace.operators[index].item()
+    index = range(len(trace.operators))[index]
+    uses = trace.uses[trace.uses["operator"] == index]
+    return OpEvent(
+        index=index,
+        name=trace.names[name],
+        phase=trace.phases[phase],
+        layer=_layer(trace, layer),
+        time_ns=time_ns,
+        in_use_bytes=in_use_bytes,
+        reads=tuple(uses["tensor"][~uses["output"]].tolist()),
+        writes=tuple(uses["tensor"][uses["output"]].tolist()),
+    )
+
+
+def request(trace: Trace, number: int) -> Request:
+    """One row of `trace.requests`; IndexError: there is no such row."""
+    values = dict(zip(REQUEST.names, trace.requests[number].item(), strict=True))
+    values["malloc_phase"] = trace.phases[values["malloc_phase"]]
+    values["free_phase"] = trace.phases[values["free_phase"]] if values["free_event"] >= 0 else None
+    values["malloc_layer"] = _layer(trace, values["malloc_layer"])
+    values["free_layer"] = _layer(trace, values["free_layer"])
+    return Request(**values)
+
+
+def operators(trace: Trace) -> Iterator[OpEvent]:
+    """Every row of `trace.operators`."""
+    return (operator(trace, index) for index in range(len(trace.operators)))
+
+
+def requests(trace: Trace) -> Iterator[Request]:
+    """Every row of `trace.requests`."""
+    return (request(trace, number) for number in range(len(trace.requests)))
+
+
+def _layer(trace: Trace, index: int) -> Layer | None:
+    return trace.layers[index] if index >= 0 else None
