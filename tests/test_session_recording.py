@@ -13,12 +13,15 @@ from torch.optim import optimizer as optimizers
 
 import memplug
 from memplug.errors import NativeError, RecorderError
+from memplug.execute import region as settings
+from memplug.execute import tokenwise as executing
+from memplug.execute.core import core
 from memplug.profile.recorder import Recorder
 from memplug.profile.trace import Pass, Trace
 from memplug.profile.trace_file import load
 from memplug.session import WATCHED_STEPS
 from memplug.stages.table import Stage
-from tests.blocks import LAYERS, Stack
+from tests.blocks import LAYERS, Stack, train_stacks, twin
 from tests.hosts import block, ds_config, make_engine, tokens
 
 QUICK = {"profiler": {"warmup_steps": 0, "policy_steps": 2}}
@@ -183,24 +186,33 @@ def test_an_engine_says_where_its_optimizer_runs(cpu_engine: None, tmp_path: Pat
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_compiler_one_warning_says_how_to_mend_it_and_plans_are_made_all_the_same(
+def test_without_a_compiler_regions_are_checkpoints_nothing_is_planned_and_warnings_say_how_to_mend_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
         raise NativeError("memplug's native core cannot be built in /nowhere: no such compiler")
 
     monkeypatch.setattr("memplug.native.load", refuse)
+    for module in (executing, settings):
+        monkeypatch.setattr(module, "core", core.__wrapped__)  # not the one that was found before
+    torch.manual_seed(0)
     model = Stack(2)
-    with caplog.at_level(logging.WARNING, "memplug"):
-        session = memplug.attach(model, {**block(regions=LAYERS), **QUICK})
+    reference = twin(model)
+    with (
+        caplog.at_level(logging.WARNING, "memplug"),
+        memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session,
+    ):
+        for seed in range(8):
+            train_stacks(model, reference, seed)
+            session.step()
+        with pytest.raises(NativeError, match="no such compiler"):
+            session.record()
+        report = session.report()
     assert caplog.text.count("without the profiler") == 1 and "memplug doctor" in caplog.text
-    train(model, session, 8)
-    assert session.stage is Stage.STABLE and session.trace is None
-    train(model, session, 2, length=12)
-    assert session.stage is not Stage.STABLE, "sizes tell"
-    with pytest.raises(NativeError, match="no such compiler"):
-        session.record()
-    session.detach()
+    assert "no region ran" not in caplog.text and "region chain" not in caplog.text
+    assert report["planned_steps"] == report["replans"] == 0 and session.trace is None
+    assert (report["opaque_because"], report["opaque_regions"]) == (["the native core is missing"], 2)
+    assert report["offloaded_bytes"] == report["prefetched_bytes"] > 0 == report["host_used_bytes"]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

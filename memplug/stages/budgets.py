@@ -88,7 +88,9 @@ def allocation_retries(device: Device) -> int:
     """How often the device's allocator has had to empty its cache before an allocation fitted; 0 where it does not
     count.
     """
-    return torch.cuda.memory_stats(device.torch_device)["num_alloc_retries"] if device.kind == "cuda" else 0
+    if device.kind != "cuda":
+        return 0
+    return torch.cuda.memory_stats_as_nested_dict(device.torch_device)["num_alloc_retries"]
 
 
 def peak_bytes(device: Device) -> int | None:
