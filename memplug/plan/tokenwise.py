@@ -48,7 +48,7 @@ NODE_LIMIT = 100
 ATTEMPTS = 4
 MARGIN = 4e-6
 """To hold the budgets to the byte."""
-GAP = 5e-4
+GAP = 1e-4
 """Share of the step time within which a plan counts as optimal."""
 TIE_HOST, TIE_DEVICE = 2e-6, 1e-6
 """Weights of all bytes against all time: between equal times fewer host bytes win, then fewer device bytes."""
