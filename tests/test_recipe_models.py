@@ -140,8 +140,10 @@ def first_loss(folder: Path, name: str, stage: int) -> float:
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_training_goes_on_from_the_weights_in_a_folder(name: str, stage: int, folder: Path, runs: Any) -> None:
     expected = first_loss(folder, name, stage)
+    # kernels round by the machine, and a token near a tie of two experts then goes to the other one
+    tolerance = 1e-3 if name == "mixtral" else 1e-4
     for result in runs[f"{name} {stage}"]:
-        assert result["losses"][0] == pytest.approx(expected, rel=1e-4)  # kernels round by the machine
+        assert result["losses"][0] == pytest.approx(expected, rel=tolerance)
         assert result["dtype"] == ("torch.int32" if name == "llama" else "torch.int16")
 
 
