@@ -80,6 +80,8 @@ class Session:
         self._undo: list[Callable[[], None]] = []
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
         self._last_step: float | None = None
+        self._plans = tokenwise.enabled and isinstance(tokenwise.alpha, str)
+        self._watches = self._plans and config.profiler.enabled
         begin = Stage.WARM_UP if self._plans else Stage.STABLE
         self._ranks = Ranks()
         self._adjuster = Adjuster(config, self.regions, self.executor, begin, self._step_peak, self._ranks)
@@ -110,8 +112,7 @@ class Session:
         recording, serving = self._recording, self._serving
         if serving is not None:
             serving.pause()
-        self.executor.transfer.drain()
-        sizes = tuple(tuple(region.native.end_step()) for region in self.regions)
+        sizes = self.executor.flow.end_step([region.native for region in self.regions])
         self._time_step()
         operators, nodes = self._take()
         if recording is not None:
@@ -332,14 +333,6 @@ class Session:
     @property
     def _serving(self) -> Serving | None:
         return self._claim.serving if self._claim is not None else None
-
-    @property
-    def _plans(self) -> bool:
-        return self.config.tokenwise.enabled and isinstance(self.config.tokenwise.alpha, str)
-
-    @property
-    def _watches(self) -> bool:
-        return self._plans and self.config.profiler.enabled
 
     def _use_recorder(self) -> None:
         recorder = self._recording.recorder

@@ -156,9 +156,7 @@ def pipeline(device: Adversary, alpha: float, schedule: Schedule, seed: int = 0,
                         x = layer(x)
                     outputs[key] = x
             assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
-            executor.transfer.drain()
-            for region in model.regions:
-                region.native.end_step()
+            executor.flow.end_step([region.native for region in model.regions])
     device.synchronize()
     assert not device.violations, device.violations
     assert (

@@ -25,7 +25,7 @@ def trained(device: Adversary, alpha: float, block: type[nn.Module] = Block, **s
     reference = twin(model)
     executor = tokenwise(model, alpha, device, **settings)
     step(model, reference, alpha)
-    end_step(model)
+    end_step(model, executor)
     assert [region.native.offloads_late for region in model.regions][::3] == [False, True]
     return model, reference, executor
 
@@ -40,9 +40,8 @@ def step(model: Stack, reference: Stack, alpha: float, times: int = 1, seed: int
     assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1) and times == 1)
 
 
-def end_step(model: Stack) -> None:
-    for region in model.regions:
-        region.native.end_step()
+def end_step(model: Stack, executor: Executor) -> None:
+    executor.flow.end_step([region.native for region in model.regions])
 
 
 @pytest.fixture(params=["late", "early"])
@@ -81,7 +80,7 @@ def test_a_forward_that_follows_after_all_makes_them_go_or_stay_where_the_host_i
     for network in (model, reference):
         (network(first) + network(second)).backward()
     assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
-    end_step(model)
+    end_step(model, executor)
     assert not any(region.native.offloads_late for region in model.regions)
     assert_clean(executor)
 
@@ -104,7 +103,7 @@ def alone(device: Adversary, alpha: float, block: type[nn.Module]):
     executor = tokenwise(model, alpha, device)
     step_alone(model, reference, executor, alpha)
     assert executor.transfer.offloaded_total_bytes > 0
-    end_step(model)
+    end_step(model, executor)
     assert model.regions[0].native.offloads_late
     return model, reference, executor
 
@@ -146,7 +145,7 @@ def test_what_is_written_in_place_after_it_was_captured_is_not_sent_to_the_host(
 def test_what_was_written_in_place_has_its_former_value_where_it_is_released_after_all(device, alpha, block, times):
     model, reference, executor = alone(device, alpha, block)
     assert step_alone(model, reference, executor, alpha, seed=1, graphs=4, times=times) > 0
-    end_step(model)
+    end_step(model, executor)
     assert not model.regions[0].native.offloads_late
 
 
@@ -185,7 +184,7 @@ def test_a_shared_input_that_one_of_the_regions_writes_to_has_its_former_value_f
     sent_bytes = []
     for seed, graphs in enumerate((1, 1, 3)):
         sent_bytes.append(step_alone(model, reference, executor, alpha, seed=seed, graphs=graphs, times=times))
-        end_step(model)
+        end_step(model, executor)
     assert [nbytes > 0 for nbytes in sent_bytes[1:]] == [False, True], sent_bytes
 
 

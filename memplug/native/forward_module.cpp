@@ -99,7 +99,6 @@ void add_flow(py::module_& module) {
       .def_readwrite("repeats", &Region::repeats)
       .def_readwrite("communicates", &Region::communicates)
       .def_readwrite("offloads_late", &Region::offloads_late)
-      .def("end_step", &Region::end_step)
       .def("note_given", [](Region& region, int64_t bytes) { region.given_bytes.push_back(bytes); })
       .def_readonly("live", &Region::live)
       .def_readwrite("peak", &Region::peak);
@@ -118,6 +117,16 @@ void add_flow(py::module_& module) {
       .def("reserve", &Flow::reserve)
       .def_readwrite("largest_frame_bytes", &Flow::largest_frame_bytes)
       .def("run", &Running::run)
+      .def(
+          "end_step",
+          [](Flow& flow, const std::vector<std::shared_ptr<Region>>& regions) {
+            flow.transfer->drain();
+            py::tuple given_bytes(regions.size());
+            for (size_t i = 0; i < regions.size(); ++i) {
+              given_bytes[i] = py::tuple(py::cast(regions[i]->end_step()));
+            }
+            return given_bytes;
+          })
       .def("begin_micro_batch", [](Flow&) { Flow::begin_micro_batch(); })
       .def_readwrite("share", &Flow::share)
       .def_readonly("forwards", &Flow::forwards)

@@ -59,9 +59,8 @@ class Shortage:
 
     def _asked(self, share: float) -> float | None:
         """What the step should have run at, which ran at `share`; None: that was right."""
-        taken, refused = self._counts()
-        taken, refused = taken - self._before[0], refused - self._before[1]
-        self._before = self._counts()
+        before, self._before = self._before, self._counts()
+        taken, refused = (now - then for now, then in zip(self._before, before, strict=True))
         pool = self._executor.pool
         peak_bytes = pool.take_peak_bytes()
         if refused:
