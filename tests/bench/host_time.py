@@ -4,6 +4,11 @@ Layers so small that Python, torch and memplug take most of a step's time. Each 
 take turns, round by round, and processor time is measured: of the forward pass, of the backward pass, and of the whole
 step, memplug's work at its end included.
 
+Where a process has its memory makes it up to a tenth faster or slower, as long as it lives, than the next one that does
+the same. So a mode's process also trains a twin of the model that keeps all, and the steps of the two take turns. Not
+where there is an arena, which would have to pass on what the twin asks for: those modes are compared with the process
+of `keep_all`, and their ratios are as good as that.
+
 | mode | what it is |
 |---|---|
 | `keep_all` | autograd as it is |
@@ -22,6 +27,7 @@ step, memplug's work at its end included.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,7 +35,6 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from tests.bench.table import Row, figures, render, write_rows
 from tests.launching import ROOT
@@ -54,6 +59,19 @@ class Shape:
     layers: int
     hidden: int
     tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Of one part of a mode's steps: seconds of processor time, and of keeping all beside it."""
+
+    seconds: float
+    kept_all: float
+
+    @property
+    def over(self) -> float:
+        """What the mode takes over keeping all."""
+        return self.seconds / self.kept_all
 
 
 CASES = {
@@ -86,8 +104,10 @@ class Child:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
         )
 
-    def measure(self, steps: int) -> dict[str, float]:
-        """Seconds of processor time of each part of a step: medians of so many."""
+    def measure(self, steps: int) -> dict[str, dict[str, float]]:
+        """Seconds of processor time of each part of a step, medians of so many: by "mode", and by "twin" if there is
+        one.
+        """
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{steps}\n")
         self.process.stdin.flush()
@@ -103,21 +123,23 @@ class Child:
         self.process.wait()
 
 
-def measure(shape: Shape, modes: list[str], steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """By mode and part, one figure a round; before the first, every mode warms up."""
-    seconds: dict[str, dict[str, list[float]]] = {mode: {part: [] for part in PARTS} for mode in modes}
+def measure(shape: Shape, modes: list[str], steps: int, rounds: int) -> dict[str, dict[str, list[Turn]]]:
+    """By mode and part, one turn a round; before the first, every mode warms up."""
+    turns: dict[str, dict[str, list[Turn]]] = {mode: {part: [] for part in PARTS} for mode in modes}
     children = {mode: Child(mode, shape) for mode in modes}
     try:
         for child in children.values():
             child.measure(1)
         for _ in range(rounds):
-            for mode, child in children.items():
-                for part, taken in child.measure(steps).items():
-                    seconds[mode][part].append(taken)
+            answers = {mode: child.measure(steps) for mode, child in children.items()}
+            for mode, answer in answers.items():
+                beside = answer.get("twin", answers["keep_all"]["mode"])
+                for part, seconds in answer["mode"].items():
+                    turns[mode][part].append(Turn(seconds, beside[part]))
     finally:
         for child in children.values():
             child.stop()
-    return seconds
+    return turns
 
 
 def serve(mode: str, shape: Shape) -> None:
@@ -126,10 +148,15 @@ def serve(mode: str, shape: Shape) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     from tests.bench.host_training import prepared
 
-    with prepared(mode, shape) as training:
+    names = {"mode": mode} if mode == "keep_all" or mode.endswith("+arena") else {"twin": "keep_all", "mode": mode}
+    with contextlib.ExitStack() as stack:
+        trainings = {name: stack.enter_context(prepared(trained, shape)) for name, trained in names.items()}
         for line in sys.stdin:
-            taken = [training.timed_step() for _ in range(int(line))]
-            answers.write(json.dumps({part: statistics.median(one[part] for one in taken) for part in PARTS}) + "\n")
+            steps = [{name: training.timed_step() for name, training in trainings.items()} for _ in range(int(line))]
+            taken = {
+                name: {part: statistics.median(step[name][part] for step in steps) for part in PARTS} for name in names
+            }
+            answers.write(json.dumps(taken) + "\n")
             answers.flush()
 
 
@@ -143,10 +170,10 @@ def main(argv: list[str] | None = None) -> None:
         shape = CASES[name] if args.layers is None else dataclasses.replace(CASES[name], layers=args.layers)
         case = f"{name}: {shape.layers} {shape.host} layers, hidden {shape.hidden}, {shape.tokens} tokens"
         own_modes = [mode for mode in modes if name != "c" or mode != "non_reentrant"]
-        seconds = measure(shape, own_modes, args.steps, args.rounds)
+        turns = measure(shape, own_modes, args.steps, args.rounds)
         for mode in own_modes:
-            own: dict[str, Any] = {part: statistics.median(seconds[mode][part]) for part in PARTS}
-            over = {part: _ratio(seconds[mode][part], seconds["keep_all"][part]) for part in PARTS}
+            own = {part: statistics.median(turn.seconds for turn in turns[mode][part]) for part in PARTS}
+            over = {part: statistics.median(turn.over for turn in turns[mode][part]) for part in PARTS}
             rows += [Row(BENCH, case, mode, f"{part}_s", "s", own[part], args.rounds) for part in PARTS]
             rows += [Row(BENCH, case, mode, f"{part}_over_keep_all", "1", over[part], args.rounds) for part in PARTS]
             lines.append(
@@ -155,11 +182,6 @@ def main(argv: list[str] | None = None) -> None:
         print(render(HEADERS, lines, left=1), flush=True)
         if args.json:
             write_rows(args.json, rows)
-
-
-def _ratio(ours: list[float], theirs: list[float]) -> float:
-    """The median of the ratios within each round."""
-    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
 if __name__ == "__main__":
