@@ -163,7 +163,8 @@ def test_step_time_compares_all_modes_in_one_run(device, tmp_path):
         assert found[mode, "peak_allocated_bytes"] > 0
         assert mode in done.stdout
     assert found["full", "peak_allocated_bytes"] < found["keep_all", "peak_allocated_bytes"]
-    assert found["memplug", "host_bytes"] > 0
+    # auto swaps where there is no room: on a device there is room for all of a tiny model
+    assert (found["memplug", "host_bytes"] > 0) is (device == "cpu")
 
 
 @pytest.mark.long
