@@ -156,5 +156,5 @@ def test_a_binding_host_budget_is_used_up_and_nothing_is_refused(percent: int, w
     assert report["host_peak_bytes"] <= report["host_pool_bytes"] <= report["host_budget_bytes"]
     assert report["host_pool_bytes"] <= 1.02 * report["predicted_host_bytes"]
     assert report["host_peak_bytes"] >= 0.98 * report["predicted_host_bytes"]
-    if percent < 100:  # where the last tensors fit in part alone, swapping them may save nothing
-        assert report["bound"] == "host" and report["predicted_host_bytes"] >= 0.94 * budget
+    if percent < 100:
+        assert report["bound"] == "host" and report["predicted_host_bytes"] >= 0.98 * budget
