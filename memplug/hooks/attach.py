@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ from torch import nn
 from memplug.config import MemplugConfig, load_config
 from memplug.errors import ConflictError, RecorderError, RegionError, UnsupportedVersionError
 from memplug.execute.device import Device, device_of
-from memplug.hooks import deepspeed as deepspeed_hooks
-from memplug.hooks import megatron as megatron_hooks
-from memplug.hooks import optimizers
+from memplug.execute.region import Region
+from memplug.hooks import frameworks, optimizers
 from memplug.hooks import regions as region_hooks
-from memplug.hooks import transformers as transformers_hooks
+from memplug.hooks.framework import Layers, Target
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Recorder
 from memplug.recording import Recording
@@ -35,13 +33,20 @@ class Disabled(Session):
 
     stage = Stage.OFF
     history: list[Any] = []
-    solution = trace = None
+    solution = trace = executor = device = owner = None
 
     def __init__(self, config: MemplugConfig):
         self.config = config
+        self.regions: list[Region] = []
+        self.steps = 0
+        self.on_step: list[Callable[[Session], None]] = []
+        self._undo: list[Callable[[], None]] = []
 
     def step(self) -> None:
-        """Nothing to do."""
+        """Call what was to be called at the end of steps."""
+        self.steps += 1
+        for callback in self.on_step:
+            callback(self)
 
     def record(self, file: str | Path | None = None) -> None:
         """Raises `RecorderError`: a session that is off records nothing."""
@@ -52,7 +57,9 @@ class Disabled(Session):
         return {"stage": self.stage.value}
 
     def detach(self) -> None:
-        """Nothing to undo."""
+        """Undo what `at_detach` was given; there is nothing else."""
+        while self._undo:
+            self._undo.pop()()
 
 
 def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | None = None) -> Session:
@@ -77,90 +84,61 @@ def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | No
         UnsupportedVersionError: torch is older than 2.6, or Megatron-Core older than 0.16.
     """
     target = _target_of(target)
-    if target.engine is not None and config is None:
-        parsed = deepspeed_hooks.read_block(target.engine)
-    else:
-        parsed = load_config({"enabled": True} if config is None else config)
-    if target.is_megatron:
-        megatron_hooks.check_ranks_agree(parsed)
+    used = frameworks.frameworks_in(target)
+    own = filter(None, (framework.block(target) for framework in used if config is None))
+    parsed = next(own, None) or load_config({"enabled": True} if config is None else config)
+    for framework in used:
+        framework.check_block(parsed)
     existing = region_hooks.session_of(target.model)
     if existing is not None:
         _check_same(target, existing, parsed if config is not None else None)
+        for framework in used:
+            framework.check_attached(target)
         return existing
     if not parsed.active:
-        if target.engine is not None and config is None and not deepspeed_hooks.has_block(target.engine):
-            log.warning('memplug: off: the engine\'s configuration has no "memplug" block; pass {"enabled": true}')
+        for why in filter(None, (framework.why_off(target) for framework in used if config is None)):
+            log.warning("memplug: off: %s", why)
         return Disabled(parsed)
     _check_torch()
-    return _attach(target, parsed, device_of(_device_of(target)))
+    return _attach(target, parsed, device_of(target.device or _device_of(target)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """What `attach` was given: the model, the parts of it that are called, and what drives them."""
-
-    model: nn.Module
-    chunks: tuple[nn.Module, ...]
-    engine: Any
-
-    @property
-    def is_megatron(self) -> bool:
-        return bool(megatron_hooks.decoder_layers(self.model))
-
-
-def _target_of(target: Any) -> _Target:
-    engine = target if deepspeed_hooks.is_engine(target) else None
-    if isinstance(target, (list, tuple)) and len(target) == 1:
-        target = target[0]
-    if isinstance(target, (list, tuple)) and target and all(isinstance(part, nn.Module) for part in target):
-        megatron_hooks.check_chunks(target)
-        return _Target(nn.ModuleList(target), tuple(target), None)
-    model = engine.module if engine is not None else target
-    if not isinstance(model, nn.Module):
+def _target_of(given: Any) -> Target:
+    if isinstance(given, (list, tuple)) and len(given) == 1:
+        given = given[0]
+    claimed = next(filter(None, (framework.claim(given) for framework in frameworks.FRAMEWORKS)), None)
+    if claimed is None and not isinstance(given, nn.Module):
         raise RegionError(
             "memplug attaches to a DeepSpeed engine, an nn.Module or a list of Megatron-Core model chunks, not to "
-            f"{type(target).__name__}",
+            f"{type(given).__name__}",
             "Pass the engine or the model.",
         )
-    return _Target(model, (model,), engine)
+    return claimed or Target(given, (given,))
 
 
-def _check_same(target: _Target, existing: Session, config: MemplugConfig | None) -> None:
+def _check_same(target: Target, existing: Session, config: MemplugConfig | None) -> None:
     name = type(target.chunks[0]).__name__
     if config is not None and config != existing.config:
         raise ConflictError(f"{name} is attached already, with another configuration", "Detach that session first.")
-    if target.engine is not None and not deepspeed_hooks.is_hooked(target.engine):
-        raise ConflictError(
-            "the engine's model was attached by itself, so that the session does not see the engine's steps",
-            "Detach that session and attach to the engine, or leave it to `memplug.install()`.",
-        )
 
 
-def _attach(target: _Target, config: MemplugConfig, device: Device) -> Session:
-    model, engine = target.model, target.engine
-    found = _find(model, config)
+def _attach(target: Target, config: MemplugConfig, device: Device) -> Session:
+    used = frameworks.frameworks_in(target)
+    found = _find(target.model, config)
     modules = found if config.tokenwise.enabled else []
-    layers = [transformers_hooks.layers_around(model, name) for name, _ in modules]
-    for around in layers:
-        transformers_hooks.check_checkpointing_is_off(around)
-    if engine is not None and config.tokenwise.enabled:
-        deepspeed_hooks.check_checkpointing_is_off()
-    if modules and target.is_megatron:
-        megatron_hooks.check(megatron_hooks.decoder_layers(model))
+    for framework in used if modules else ():
+        framework.check(target, modules)
     regions = initial_regions(config, [(name, type(module).__name__) for name, module in modules])
-    session = Session(config, regions, device, regathers=engine is not None and deepspeed_hooks.regathers(engine))
+    session = Session(config, regions, device, regathers=any(framework.regathers(target) for framework in used))
     try:
         if not modules:
             session.at_detach(region_hooks.mark(target.chunks[0], session))
-        for (_, module), region, around in zip(modules, regions, layers, strict=True):
-            of_transformers = functools.partial(transformers_hooks.arguments, around)
-            prepare = megatron_hooks.arguments if target.is_megatron else of_transformers
+        for (name, module), region in zip(modules, regions, strict=True):
+            prepare = next(filter(None, (framework.prepare(target, name) for framework in used)), None)
             session.at_detach(region_hooks.make_region(module, region, session, prepare))
         optimizers.watch(target.chunks, session)
-        if engine is not None:
-            deepspeed_hooks.hook_engine(engine, session, modules)
-        if target.is_megatron:
-            megatron_hooks.hook([module for _, module in modules], session)
+        for framework in used:
+            framework.hook(target, modules, session)
         session.watch(functools.partial(_make_recording, target, found, device))
     except BaseException:
         session.detach()
@@ -168,24 +146,22 @@ def _attach(target: _Target, config: MemplugConfig, device: Device) -> Session:
     return session
 
 
-def _make_recording(target: _Target, layers: Sequence[tuple[str, nn.Module]], device: Device) -> Recording:
+def _make_recording(target: Target, layers: Layers, device: Device) -> Recording:
     recorder = Recorder(device.torch_device)
     return Recording(recorder, Places(target.model, layers, recorder, target.chunks))
 
 
-def _find(model: nn.Module, config: MemplugConfig) -> list[tuple[str, nn.Module]]:
+def _find(model: nn.Module, config: MemplugConfig) -> Layers:
     patterns = config.tokenwise.regions
     if patterns != "auto":
         return region_hooks.matching_modules(model, patterns)
-    layers = transformers_hooks.decoder_layers(model) or megatron_hooks.decoder_layers(model)
+    layers = next(filter(None, (framework.layers(model) for framework in frameworks.FRAMEWORKS)), ())
     if not layers and config.tokenwise.enabled:
         raise RegionError(f"no decoder layers were recognised in {type(model).__name__}")
     return layers
 
 
-def _device_of(target: _Target) -> torch.device:
-    if target.engine is not None:
-        return torch.device(target.engine.device)
+def _device_of(target: Target) -> torch.device:
     name = type(target.chunks[0]).__name__
     devices = {parameter.device for parameter in target.model.parameters()}
     if len(devices) != 1:

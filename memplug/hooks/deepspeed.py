@@ -27,18 +27,58 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from memplug import report
 from memplug.config import MemplugConfig, read_ds_config
 from memplug.errors import ConflictError, PatchError
 from memplug.execute.region import Region
+from memplug.hooks.framework import Framework, Layers, Target
 from memplug.hooks.patching import ORIGINAL, is_patched, patch
 from memplug.session import Session
 
 log = logging.getLogger("memplug")
 
 VERSIONS = "deepspeed 0.16 to 0.19"
+
+
+class DeepSpeed(Framework):
+    """See `Framework`."""
+
+    def claim(self, given: Any) -> Target | None:
+        if not is_engine(given):
+            return None
+        return Target(given.module, (given.module,), given, torch.device(given.device))
+
+    def is_in(self, target: Target) -> bool:
+        return is_engine(target.engine)
+
+    def is_expert(self, module: nn.Module) -> bool:
+        return type(module).__name__ == "Experts"
+
+    def block(self, target: Target) -> MemplugConfig:
+        return read_block(target.engine)
+
+    def why_off(self, target: Target) -> str:
+        lacks = 'the engine\'s configuration has no "memplug" block; pass {"enabled": true}'
+        return "" if has_block(target.engine) else lacks
+
+    def check_attached(self, target: Target) -> None:
+        if not is_hooked(target.engine):
+            raise ConflictError(
+                "the engine's model was attached by itself, so that the session does not see the engine's steps",
+                "Detach that session and attach to the engine, or leave it to `memplug.install()`.",
+            )
+
+    def check(self, target: Target, modules: Layers) -> None:
+        check_checkpointing_is_off()
+
+    def regathers(self, target: Target) -> bool:
+        return regathers(target.engine)
+
+    def hook(self, target: Target, modules: Layers, session: Session) -> None:
+        hook_engine(target.engine, session, modules)
 
 
 def install(attach: Callable[..., Session]) -> None:

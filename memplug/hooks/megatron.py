@@ -42,7 +42,9 @@ from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
 from memplug.execute.region import Region
 from memplug.execute.tape import storage_of
+from memplug.hooks.framework import Framework, Layers, Target
 from memplug.hooks.patching import patch
+from memplug.hooks.regions import Prepare
 from memplug.session import Session
 from memplug.stages.ranks import Ranks
 
@@ -64,6 +66,47 @@ _CONFLICTS = {
     "forward: leave out --overlap-moe-expert-parallel-comm",
     "hybrid_context_parallel": "its attention runs inside of Transformer Engine: leave out --hybrid-context-parallel",
 }
+
+
+class Megatron(Framework):
+    """See `Framework`."""
+
+    def claim(self, given: Any) -> Target | None:
+        if not isinstance(given, (list, tuple)) or not given or not all(isinstance(part, nn.Module) for part in given):
+            return None
+        check_chunks(given)
+        return Target(nn.ModuleList(given), tuple(given))
+
+    def is_in(self, target: Target) -> bool:
+        return bool(decoder_layers(target.model))
+
+    def layers(self, model: nn.Module) -> Layers:
+        return decoder_layers(model)
+
+    def is_expert(self, module: nn.Module) -> bool:
+        return type(module).__name__ in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
+
+    def check_block(self, config: MemplugConfig) -> None:
+        check_ranks_agree(config)
+
+    def check(self, target: Target, modules: Layers) -> None:
+        check(decoder_layers(target.model))
+
+    def prepare(self, target: Target, name: str) -> Prepare:
+        return arguments
+
+    def hook(self, target: Target, modules: Layers, session: Session) -> None:
+        _hook_schedules(session)
+        _hook_memory_buffer(session)
+        _hook_losses(session)
+        _hook_gathering(session)
+        layers = [module for _, module in modules]
+        for region, module in zip(session.regions, layers, strict=True):
+            region.opaque = "its modules launch kernels of their own" if hides_operators(module) else ""
+        if any(is_transformer_engine(part) for module in layers for part in module.modules()):
+            _hook_transformer_engine(session)
+        session.executor.surroundings.append(_random_states)
+        session.at_detach(lambda: session.executor.surroundings.remove(_random_states))
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -191,27 +234,6 @@ def check_ranks_agree(config: MemplugConfig) -> None:
             [f'the "memplug" block of rank {others[0]} differs from that of rank 0, in {", ".join(keys)}'],
             "Give all ranks the same file.",
         )
-
-
-def hook(modules: Sequence[nn.Module], session: Session) -> None:
-    """Mark micro-batches, and keep out of the regions what is not their own.
-
-    Args:
-        modules: of the session's regions, in their order.
-
-    Raises:
-        PatchError: this Megatron-Core lacks a symbol of the table above.
-    """
-    _hook_schedules(session)
-    _hook_memory_buffer(session)
-    _hook_losses(session)
-    _hook_gathering(session)
-    for region, module in zip(session.regions, modules, strict=True):
-        region.opaque = "its modules launch kernels of their own" if hides_operators(module) else ""
-    if any(is_transformer_engine(part) for module in modules for part in module.modules()):
-        _hook_transformer_engine(session)
-    session.executor.surroundings.append(_random_states)
-    session.at_detach(lambda: session.executor.surroundings.remove(_random_states))
 
 
 def _hook_schedules(session: Session) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer as optimizers
 
+from memplug.hooks.frameworks import holds_experts
 from memplug.profile.recorder import Place, Recorder
 from memplug.profile.trace import Fingerprint, Layer
 
@@ -154,9 +155,9 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 def _with_experts(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, bool]]:
     found: list[tuple[str, nn.Module, bool]] = []
     for name, layer in layers:
-        found.append((name, layer, _are_experts(layer)))
-        for inner, module in layer.named_modules() if not _are_experts(layer) else ():
-            if inner and _are_experts(module) and not any(_are_experts(p) for p in _parents(layer, inner)):
+        found.append((name, layer, holds_experts(layer)))
+        for inner, module in layer.named_modules() if not holds_experts(layer) else ():
+            if inner and holds_experts(module) and not any(holds_experts(p) for p in _parents(layer, inner)):
                 # a list of experts is never called itself, its members are
                 members = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]
                 found += [(".".join(filter(None, (name, inner, part))), member, True) for part, member in members]
@@ -166,17 +167,6 @@ def _with_experts(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn
 def _parents(layer: nn.Module, name: str) -> list[nn.Module]:
     parts = name.split(".")[:-1]
     return [layer.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
-
-
-def _are_experts(module: nn.Module) -> bool:
-    """Experts of a mixture, whose memory depends on where the router sends the tokens; by the names that Hugging Face,
-    Megatron-Core and DeepSpeed give them.
-    """
-    return "Experts" in type(module).__name__ or type(module).__name__ in (
-        "SequentialMLP",
-        "GroupedMLP",
-        "TEGroupedMLP",
-    )
 
 
 def _shapes(values: Sequence[Any]) -> str:

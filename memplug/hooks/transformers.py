@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -9,17 +10,32 @@ from typing import Any
 from torch import nn
 
 from memplug.errors import ConflictError
+from memplug.hooks.framework import Framework, Layers, Target
+from memplug.hooks.regions import Prepare
 
 LAYER_CLASS = "transformers.modeling_layers.GradientCheckpointingLayer"  # transformers >= 4.53
 
 
-def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost modules of the class that transformers gives every checkpointable layer, with their names.
+class Transformers(Framework):
+    """See `Framework`. Any model may be made of its layers: a class of one's own may take a key-value cache too."""
 
-    Empty where transformers is not in use.
-    """
-    layers = _checkpointable(model)
-    return [(name, layer) for name, layer in layers if not any(_inside(name, outer) for outer, _ in layers)]
+    def is_in(self, target: Target) -> bool:
+        return True
+
+    def layers(self, model: nn.Module) -> Layers:
+        """The outermost modules of the class that transformers gives every checkpointable layer."""
+        layers = _checkpointable(model)
+        return [(name, layer) for name, layer in layers if not any(_inside(name, outer) for outer, _ in layers)]
+
+    def is_expert(self, module: nn.Module) -> bool:
+        return "Experts" in type(module).__name__
+
+    def check(self, target: Target, modules: Layers) -> None:
+        for name, _ in modules:
+            check_checkpointing_is_off(layers_around(target.model, name))
+
+    def prepare(self, target: Target, name: str) -> Prepare:
+        return functools.partial(arguments, layers_around(target.model, name))
 
 
 def layers_around(model: nn.Module, region: str) -> list[tuple[str, nn.Module]]:

@@ -1,0 +1,95 @@
+"""What memplug asks of a framework. Each is one file of this folder with a subclass of `Framework`, and one entry in
+`memplug.hooks.frameworks`; several can be in one target, such as Hugging Face's layers in a DeepSpeed engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplug.config import MemplugConfig
+from memplug.hooks.regions import Prepare
+from memplug.session import Session
+
+Layers = Sequence[tuple[str, nn.Module]]
+"""Modules with their qualified names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What `memplug.attach` was given.
+
+    Attributes:
+        model: all of it.
+        chunks: the parts of it that are called.
+        engine: what drives it, an object of a framework; None where the user's own loop does.
+        device: where the engine puts it; None: where its parameters are.
+    """
+
+    model: nn.Module
+    chunks: tuple[nn.Module, ...]
+    engine: Any = None
+    device: torch.device | None = None
+
+
+class Framework:
+    """One framework, which by default asks for nothing.
+
+    `claim`, `layers` and `is_expert` are asked of all frameworks, the rest only of those that are in the target.
+    """
+
+    def claim(self, given: Any) -> Target | None:
+        """The target, where memplug was given an engine or a list of modules of this framework's; else None.
+
+        Raises:
+            RegionError: it is the framework's, and cannot be attached to.
+        """
+
+    def is_in(self, target: Target) -> bool:
+        """Whether the target is driven by, or made of, this framework; without importing it."""
+        raise NotImplementedError
+
+    def layers(self, model: nn.Module) -> Layers:
+        """The model's layers, outermost ones only, in the model's order: the regions, unless the block names others."""
+        return ()
+
+    def is_expert(self, module: nn.Module) -> bool:
+        """Whether it holds experts of a mixture, whose memory depends on where the router sends the tokens."""
+        return False
+
+    def block(self, target: Target) -> MemplugConfig | None:
+        """The block of the engine's own configuration; None where there is no engine of this framework's."""
+
+    def why_off(self, target: Target) -> str:
+        """What to tell a user who attached without a block and finds memplug off; "" for nothing."""
+        return ""
+
+    def check_block(self, config: MemplugConfig) -> None:
+        """Called by all ranks. Raises `ConfigError` where the block cannot be used with this framework."""
+
+    def check_attached(self, target: Target) -> None:
+        """Raises `ConflictError` where the session that the model has is not one of this target."""
+
+    def check(self, target: Target, modules: Layers) -> None:
+        """Raises `ConflictError`, `RegionError` or `UnsupportedVersionError` where modules cannot run as regions."""
+
+    def regathers(self, target: Target) -> bool:
+        """Whether parameters are gathered in every forward (ZeRO 3)."""
+        return False
+
+    def prepare(self, target: Target, name: str) -> Prepare | None:
+        """What changes or checks the arguments of a region before each forward; of several frameworks, the first's."""
+
+    def hook(self, target: Target, modules: Layers, session: Session) -> None:
+        """Mark steps and micro-batches, and keep out of the regions what is not theirs; `session.at_detach` undoes it.
+
+        Args:
+            modules: of the session's regions, in their order.
+
+        Raises:
+            PatchError: a symbol of the framework is missing.
+        """
