@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from memplug.plan.layout import planners
+
 
 @dataclass(frozen=True)
 class Allowed:
@@ -48,8 +50,7 @@ Folder = Annotated[
     Literal[False] | Annotated[str, Field(strict=True, pattern=r"\S")], Allowed("false, or the name of a folder")
 ]
 Planner = Annotated[
-    Literal["auto", "exact", "bilevel", "spatiotemporal", "search"],
-    Allowed('"auto", "exact", "bilevel", "spatiotemporal" or "search"'),
+    Literal[planners.names()], Allowed(f'"auto", or one of {planners.listed(mark=chr(34))}')  # type: ignore[valid-type]
 ]
 
 
@@ -152,7 +153,7 @@ class ArenaConfig(Section):
         default="auto",
         description=(
             'Who finds the addresses: "auto" for the best of all within ten seconds, sooner for a small arena, or one '
-            'of "exact", "bilevel", "spatiotemporal" and "search" alone.'
+            f"of {planners.listed(mark=chr(34))} alone."
         ),
     )
     checks: Switch = Field(

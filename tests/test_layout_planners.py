@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplug.errors import LayoutError
-from memplug.plan.layout import auto, bilevel, exact, search, spatiotemporal
+from memplug.plan.layout import auto, planners, search
 from memplug.plan.layout.from_trace import last_step
 from memplug.plan.layout.from_trace import problem_of as problem_of_trace
 from memplug.plan.layout.intervals import instants, largest_within, load_bytes, sections
@@ -20,7 +20,7 @@ from tests.layouts import first_fit, is_valid, problem_of, problems, stacked
 from tests.schedules import SCHEDULES, record
 from tests.traces import DATA
 
-ALONE = {"exact": exact.solve, "bilevel": bilevel.solve, "spatiotemporal": spatiotemporal.solve, "search": search.solve}
+ALONE = {planner.name: planner for planner in planners.PLANNERS}
 RECORDED = sorted(path.stem for path in DATA.glob("*.npz"))
 
 
@@ -28,7 +28,7 @@ def soon(seconds: float = 0.1) -> float:
     return time.monotonic() + seconds
 
 
-@given(problem=problems(most=14, streams=2), planner=st.sampled_from(auto.PLANNERS))
+@given(problem=problems(most=14, streams=2), planner=st.sampled_from(planners.names()))
 @settings(max_examples=60)
 def test_what_is_kept_all_the_time_lies_together_below_the_rest_and_costs_nothing(problem, planner):
     solution = auto.plan(problem, planner, time_limit_s=0.02)
@@ -43,13 +43,13 @@ def test_what_is_kept_all_the_time_lies_together_below_the_rest_and_costs_nothin
 @given(problem=problems(most=14), seconds=st.sampled_from((0.0, 0.02)))
 @settings(max_examples=60)
 def test_a_planner_gives_a_valid_solution_and_claims_no_more_than_is_true(name, problem, seconds):
-    solution = ALONE[name](problem, deadline_s=soon(seconds))
+    solution = ALONE[name].solve(problem, deadline_s=soon(seconds), enough_bytes=None)
     assert is_valid(problem, solution) and solution.planner == name
     assert solution.height >= problem.lower_bound
     assert not solution.optimal or name == "exact" or solution.height == problem.lower_bound
 
 
-@pytest.mark.parametrize("name", auto.PLANNERS)
+@pytest.mark.parametrize("name", planners.names())
 @given(problem=problems(most=10, streams=3))
 @settings(max_examples=40)
 def test_the_judge_and_the_oracle_accept_what_is_planned_on_several_streams(name, problem):
@@ -57,7 +57,7 @@ def test_the_judge_and_the_oracle_accept_what_is_planned_on_several_streams(name
     assert judge(problem, solution) == () and is_valid(problem, solution)
 
 
-@pytest.mark.parametrize("name", auto.PLANNERS)
+@pytest.mark.parametrize("name", planners.names())
 @pytest.mark.parametrize("rows", [(), ((3, 4, 5),), ((0, 2, 1),) * 7, ((-9, -2, 4), (-5, 2**40, 2**50))])
 def test_nothing_one_buffer_equal_ones_and_odd_clocks_are_planned(name, rows):
     problem = problem_of(*rows)
@@ -65,7 +65,7 @@ def test_nothing_one_buffer_equal_ones_and_odd_clocks_are_planned(name, rows):
     assert is_valid(problem, solution) and solution.height == problem.lower_bound and solution.optimal
 
 
-@pytest.mark.parametrize("name", [name for name in auto.PLANNERS if name != "exact"])
+@pytest.mark.parametrize("name", [name for name in planners.names() if name != "exact"])
 @pytest.mark.parametrize("case", RECORDED)
 def test_recorded_steps_come_out_within_half_a_percent(case, name):
     problem = problem_of_trace(last_step(load(DATA / f"{case}.npz")))

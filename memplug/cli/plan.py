@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memplug.cli.output import AsJson, collected_warnings, echo_warnings, print_rows, time_bar
+from memplug.plan.layout import planners
 
 if TYPE_CHECKING:
-    from memplug.plan.layout.auto import Planner
     from memplug.plan.layout.problem import Problem
     from memplug.plan.schema import MemoryPlan
 
@@ -22,8 +22,8 @@ def plan(
         Path, typer.Argument(metavar="INPUT", help="A recorded trace (.npz), or a CSV: id,lower,upper,size.")
     ],
     planner: Annotated[
-        str, typer.Option("--planner", help="auto, exact, bilevel, spatiotemporal or search; auto keeps the best.")
-    ] = "auto",
+        str, typer.Option("--planner", help=f"auto, or one of {planners.listed()}; auto keeps the best.")
+    ] = planners.AUTO,
     time_limit_s: Annotated[
         float | None,
         typer.Option("--time-limit", metavar="SECONDS", help="By default 10; with --capacity 50.", min=0.0),
@@ -45,10 +45,9 @@ def plan(
     Exit code 0: planned, and it fits where --capacity asks; 1: it does not fit, or a file is not usable.
     """
     from memplug.errors import MemplugError
-    from memplug.plan.layout.auto import PLANNERS
 
-    if planner not in PLANNERS:
-        raise typer.BadParameter(f"{planner!r} is none of {', '.join(PLANNERS)}", param_hint="--planner")
+    if planner not in planners.names():
+        raise typer.BadParameter(f"{planner!r} is none of {', '.join(planners.names())}", param_hint="--planner")
     if time_limit_s is None:
         time_limit_s = _SECONDS if capacity_bytes is None else _SECONDS_WITH_CAPACITY
     with collected_warnings() as warnings:
@@ -71,7 +70,7 @@ def plan(
 
 
 def _planned(
-    source: Path, step: int | None, planner: "Planner", time_limit_s: float, capacity_bytes: int | None
+    source: Path, step: int | None, planner: str, time_limit_s: float, capacity_bytes: int | None
 ) -> "tuple[MemoryPlan, tuple[int, int]]":
     """The plan; and how many dynamic requests, and bytes of them, would have found room in it."""
     from memplug.plan.layout import auto, dynamic

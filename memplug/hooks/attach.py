@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from memplug.profile.recorder import Recorder
 from memplug.recording import Recording
 from memplug.session import Session, Stage, initial_regions
 
-log = logging.getLogger("memplug")
 
 OLDEST_TORCH = (2, 6)
 
@@ -96,8 +94,8 @@ def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | No
             framework.check_attached(target)
         return existing
     if not parsed.active:
-        for why in filter(None, (framework.why_off(target) for framework in used if config is None)):
-            log.warning("memplug: off: %s", why)
+        for framework in used if config is None else ():
+            framework.explain_off(target)
         return Disabled(parsed)
     _check_torch()
     return _attach(target, parsed, device_of(target.device or _device_of(target)))

@@ -60,9 +60,9 @@ class DeepSpeed(Framework):
     def block(self, target: Target) -> MemplugConfig:
         return read_block(target.engine)
 
-    def why_off(self, target: Target) -> str:
-        lacks = 'the engine\'s configuration has no "memplug" block; pass {"enabled": true}'
-        return "" if has_block(target.engine) else lacks
+    def explain_off(self, target: Target) -> None:
+        if not has_block(target.engine):
+            log.warning('memplug: off: the engine\'s configuration has no "memplug" block; pass {"enabled": true}')
 
     def check_attached(self, target: Target) -> None:
         if not is_hooked(target.engine):

@@ -64,9 +64,8 @@ class Framework:
     def block(self, target: Target) -> MemplugConfig | None:
         """The block of the engine's own configuration; None where there is no engine of this framework's."""
 
-    def why_off(self, target: Target) -> str:
-        """What to tell a user who attached without a block and finds memplug off; "" for nothing."""
-        return ""
+    def explain_off(self, target: Target) -> None:
+        """Attached without a block, and memplug is off: log why, if this framework knows."""
 
     def check_block(self, config: MemplugConfig) -> None:
         """Called by all ranks. Raises `ConfigError` where the block cannot be used with this framework."""

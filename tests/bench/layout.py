@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from memplug.plan.layout import planners
 from memplug.plan.layout.problem import Problem
 from memplug.profile.trace import Trace
 from tests.bench.table import Row, figures, render, write_rows
@@ -33,7 +34,7 @@ from tests.traces import DATA
 
 BENCH = "layout"
 BASELINES = ("caching", "expandable")
-PLANNERS = ("bilevel", "spatiotemporal", "search", "exact", "auto")
+PLANNERS = planners.names()
 RECORDED = tuple(path.stem for path in sorted(DATA.glob("*.npz")))
 INSTANCES = tuple(path.name for path in sorted((DATA / "dsa").glob("*.csv")))
 QUICK = ("llama7b_long_ckpt", "minimalloc_C.1048576.csv")

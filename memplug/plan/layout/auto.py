@@ -6,25 +6,23 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
 from memplug.errors import LayoutError
 from memplug.plan import replay
-from memplug.plan.layout import bilevel, exact, search, spatiotemporal
+from memplug.plan.layout import bilevel, exact, planners, search, spatiotemporal
 from memplug.plan.layout.blocks import Blocks
 from memplug.plan.layout.problem import Problem, Solution, solved
 from memplug.plan.layout.streams import on_one_stream
 
 log = logging.getLogger("memplug")
 
-PLANNERS = ("auto", "exact", "bilevel", "spatiotemporal", "search")
-Planner = Literal["auto", "exact", "bilevel", "spatiotemporal", "search"]
 TIME_LIMIT_S = 10.0
 ENOUGH = 1e-4
 """Share above the lower bound at which `auto` ends: what is left is not worth waiting for."""
 
+_LADDER = ("search", "exact", "spatiotemporal", "bilevel")
 _SPATIOTEMPORAL_S = 5e-5  # that it takes for a request, measured; it cannot be ended earlier
 
 Progress = Callable[[str], None]
@@ -32,7 +30,7 @@ Progress = Callable[[str], None]
 
 def plan(
     problem: Problem,
-    planner: Planner = "auto",
+    planner: str = planners.AUTO,
     *,
     time_limit_s: float = TIME_LIMIT_S,
     capacity_bytes: int | None = None,
@@ -42,7 +40,8 @@ def plan(
 
     Args:
         problem: any.
-        planner: one alone, or the best of all. "exact" leaves its search out where there are too many buffers.
+        planner: one of `planners.names`, alone, or "auto": the best of all. "exact" leaves its search out where there
+            are too many buffers.
         time_limit_s: seconds. At least one greedy placement is always finished.
         capacity_bytes: of the device; a height that fits is enough then.
         progress: is told what is being tried.
@@ -94,18 +93,18 @@ def _stack(problem: Problem, rows: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _plan(
-    problem: Problem, planner: Planner, time_limit_s: float, capacity_bytes: int | None, progress: Progress
+    problem: Problem, planner: str, time_limit_s: float, capacity_bytes: int | None, progress: Progress
 ) -> Solution:
     began = time.monotonic()
     blocks = on_one_stream(problem, lambda part: search.solve(part, improve=False).offsets)
     plain = blocks.problem
     enough = capacity_bytes if capacity_bytes is not None and capacity_bytes >= plain.lower_bound else None
     attempt = _Attempt(problem, blocks, began, began + time_limit_s, enough)
-    if planner == "auto":
+    if planner == planners.AUTO:
         _try_all(attempt, progress)
     else:
         progress(planner)
-        attempt.offer(_run(planner, plain, attempt.deadline_s, enough))
+        attempt.offer(planners.named(planner).solve(plain, deadline_s=attempt.deadline_s, enough_bytes=enough))
     if attempt.best is None:
         raise _refused()
     return attempt.best
@@ -174,15 +173,8 @@ class _Attempt:
         self.best, self.plain_offsets = solution, found.offsets
 
 
-def _run(planner: Planner, problem: Problem, deadline_s: float, enough: int | None) -> Solution:
-    if planner == "spatiotemporal":
-        return spatiotemporal.solve(problem, deadline_s=deadline_s)
-    solve = {"exact": exact.solve, "bilevel": bilevel.solve, "search": search.solve}[planner]
-    return solve(problem, deadline_s=deadline_s, enough_bytes=enough)
-
-
 def _try_all(attempt: _Attempt, progress: Progress) -> None:
-    """The quickest first, until one is low enough."""
+    """The quickest first, until one is low enough; planners without a turn of their own before the last search."""
     plain, goal = attempt.blocks.problem, attempt.goal
     progress("search: fixed orders")
     attempt.offer(search.solve(plain, deadline_s=attempt.until(0.5), enough_bytes=goal, improve=False))
@@ -203,6 +195,10 @@ def _try_all(attempt: _Attempt, progress: Progress) -> None:
         progress("exact")
         share = 0.8 if attempt.enough is None else 1.0
         attempt.offer(exact.solve(plain, deadline_s=attempt.until(share), enough_bytes=attempt.enough))
+    for planner in planners.PLANNERS:
+        if planner.name not in _LADDER and not attempt.done:
+            progress(planner.name)
+            attempt.offer(planner.solve(plain, deadline_s=attempt.until(0.9), enough_bytes=goal))
     if not attempt.done:
         progress("search: random orders")
         start = attempt.plain_offsets

@@ -31,12 +31,13 @@ DENSE = 0.97
 _HEIGHTS_TRIED, _INTERVALS_TRIED = 32, 16
 
 
-def solve(problem: Problem, *, deadline_s: float | None = None) -> Solution:
+def solve(problem: Problem, *, deadline_s: float | None = None, enough_bytes: int | None = None) -> Solution:
     """Offsets by phases and sizes; without phases by sizes alone. Streams are ignored: see `streams`.
 
     Args:
         problem: of one step.
         deadline_s: on the clock of `time.monotonic`; once it is over, groups are not fused any more.
+        enough_bytes: as other planners have it; there is nothing to end at a height.
     """
     began = time.monotonic()
     table = problem.buffers
