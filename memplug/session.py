@@ -25,6 +25,7 @@ from memplug.config import MemplugConfig
 from memplug.errors import RecorderError
 from memplug.execute.arena import Arena
 from memplug.execute.device import Device
+from memplug.execute.hooks import Hooks
 from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
 from memplug.plan import tokenwise as plan
@@ -65,8 +66,9 @@ class Session:
         self.regions = list(regions)
         self.device = device
         host_bytes, tokenwise = budgets.host_budget_bytes(config), config.tokenwise
-        self.executor = Executor(device, host_bytes, tokenwise.min_offload_bytes, regathers, tokenwise.buffers)
-        self.executor.explain = self._explain
+        self.plain = PlainRegions(self.regions)
+        hooks = Hooks(explain=self._explain, on_larger=self.plain.enter_all, own=self._unrecorded)
+        self.executor = Executor(device, host_bytes, tokenwise.min_offload_bytes, regathers, tokenwise.buffers, hooks)
         self.steps = 0
         self._planned_steps = 0
         self._timelines = 0
@@ -85,14 +87,12 @@ class Session:
         begin = Stage.WARM_UP if self._plans else Stage.STABLE
         self._ranks = Ranks()
         self._adjuster = Adjuster(config, self.regions, self.executor, begin, self._step_peak, self._ranks)
-        self.plain = PlainRegions(self.regions, self.executor)
         self._shortage = Shortage(self.executor, self._ranks)
         self._check = AlphaCheck(config, self.regions, self.executor, self._ranks)
         self._predictions = Predictions(self.executor)
         self._rounding = Rounding(self.executor, planned=self._plans)
         self.at_detach(closing.at_exit(self))
         if self._plans:
-            self.executor.on_timed = self._adjuster.observer
             self._adjuster.tell(f"{len(self.regions)} regions, planned for once the program repeats")
         elif config.tokenwise.enabled:
             self._adjuster.tell(f"{len(self.regions)} regions, alpha {config.tokenwise.alpha}")
@@ -213,8 +213,6 @@ class Session:
             self._undo.pop()()
         if self._claim is not None:
             self._claim.release("the session is detached")
-        self.executor.own = contextlib.nullcontext()
-        self.executor.on_timed = None
         self.executor.close()
         if self._claim is not None:  # else attaching failed
             self.tell(line)
@@ -335,9 +333,11 @@ class Session:
         return self._claim.serving if self._claim is not None else None
 
     def _use_recorder(self) -> None:
-        recorder = self._recording.recorder
-        self.executor.own = recorder.suspended
-        recorder.watch(self._watches)
+        self._recording.recorder.watch(self._watches)
+
+    def _unrecorded(self) -> contextlib.AbstractContextManager[Any]:
+        recording = self._recording
+        return contextlib.nullcontext() if recording is None else recording.recorder.suspended
 
     def _take(self) -> tuple[np.ndarray | None, int]:
         """Operators and nodes of the step."""

@@ -12,8 +12,10 @@ import torch
 
 import memplug
 from memplug.config import MemplugConfig
+from memplug.execute.device import Device
 from memplug.execute.host_pool import ALIGNMENT_BYTES
 from memplug.execute.tape import Form, Record
+from memplug.execute.tokenwise import Executor
 from memplug.session import Session
 from memplug.stages import checking
 from memplug.stages.checking import AlphaCheck, fitting, unhindered_s
@@ -253,7 +255,7 @@ def test_only_the_second_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
             run.step()
             stamps.append(run.session.device.stamps - before)
         assert [count > 0 for count in stamps] == [False, True, False, False, False]
-        assert run.session.executor.on_timed is None
+        assert not run.session.executor.timing
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -272,15 +274,12 @@ class Ranks:
 
 def checked(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, own: Any, steps: int, alpha: float = 0.5) -> AlphaCheck:
     """After so many steps, in each of which this rank finds out `own`."""
-    executor = SimpleNamespace(
-        device=SimpleNamespace(synchronize=lambda: None), timing=False, on_timed=None, min_offload_bytes=1
-    )
+    executor = Executor(Device(), 1 << 20, min_offload_bytes=1)
     config = MemplugConfig(enabled=True, tokenwise={"alpha": alpha})
     monkeypatch.setattr(AlphaCheck, "_fitting", lambda self: own)
     check = AlphaCheck(config, [], executor, ranks)
     for _ in range(steps):
         check.end_step()
-    assert executor.timing == (executor.on_timed is not None)
     return check
 
 

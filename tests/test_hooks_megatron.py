@@ -237,7 +237,8 @@ def test_detach_puts_everything_back():
     assert all(getattr(module, name) is not original for (module, name), original in before.items())
     session.detach()
     assert all(getattr(module, name) is original for (module, name), original in before.items())
-    assert session.executor.surroundings == []
+    hooks = session.executor.hooks
+    assert hooks.surroundings == hooks.around == hooks.gathered == hooks.scratch == []
 
 
 def test_an_auxiliary_loss_is_recorded_once():

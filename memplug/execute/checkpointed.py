@@ -100,7 +100,7 @@ class Checkpointed:
     def __init__(self, executor: Executor, region: Region, call: Callable[..., Any], args: Any, kwargs: Any):
         self.executor, self.region, self.call = executor, region, call
         self._copies: Copies = executor.transfer
-        self._surroundings = [take() for take in executor.surroundings]
+        self._surroundings = [take() for take in executor.hooks.surroundings]
         self._buffers = Buffers()
         self._values, self._spec = tree_flatten((args, kwargs))
         tensors = {i: value for i, value in enumerate(self._values) if isinstance(value, torch.Tensor)}

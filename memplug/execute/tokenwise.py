@@ -32,6 +32,7 @@ from memplug.execute.buffers import Buffers
 from memplug.execute.checkpointed import Checkpointed, Copies
 from memplug.execute.core import core
 from memplug.execute.device import Device
+from memplug.execute.hooks import Hooks
 from memplug.execute.host_pool import HostPool
 from memplug.execute.region import Region
 from memplug.execute.rerun import as_before, rerun
@@ -57,6 +58,7 @@ class Executor:
             swapped.
         buffers: how many regions' tensors wait on the device for their release, and how many rounding buffers
             `flow.reserve` makes.
+        hooks: what to call of others.
 
     Attributes:
         pool: pinned host memory.
@@ -71,8 +73,10 @@ class Executor:
         min_offload_bytes: int = 1 << 20,
         regathers: bool = False,
         buffers: int = 2,
+        hooks: Hooks | None = None,
     ):
         self.device = device
+        self.hooks = hooks or Hooks()
         self.min_offload_bytes = min_offload_bytes
         self.buffers = buffers
         self.regathers = regathers
@@ -87,24 +91,9 @@ class Executor:
             self.transfer = self.core.Transfer(device.streams(self.core), self.pool.rows)
             self.flow = self.core.Flow(self.transfer, str(device.torch_device), min_offload_bytes, buffers, regathers)
         self._threads = _OfThread()
-        self.timing = False
         self.divergences = 0
         self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
-        # an error of the device's memory passes, in a phase of a region
-        self.explain: Callable[[str, Region, BaseException], None] = lambda phase, region, error: None
-        # a plain region is given more than in the step that its plan was made from
-        self.on_larger: Callable[[], None] = lambda: None
-        # around a region's forward ("forward") and recompute pass ("recompute"): (phase, region) -> context manager
-        self.around: list[Callable[[str, Region], Any]] = []
-        # around a recompute pass that runs operators alone: a framework gathers the region's parameters
-        self.gathered: Callable[[Region], Any] = lambda region: contextlib.nullcontext()
-        # the framework's states that random operators depend on, see `memplug.execute.ambient`
-        self.surroundings: list[Callable[[], Callable[[], Any]]] = []
-        # scratch buffers owned by the framework: never captured or restored
-        self.is_scratch: Callable[[torch.Tensor], bool] = lambda tensor: False
-        self.on_timed: Callable[[Region, Any, Tape], None] | None = None  # the profile listens here
-        # `with executor.own:` around operators that are no part of the program, for the recorder
-        self.own: Any = contextlib.nullcontext()
+        self._on_timed: Callable[[Region, Any, Tape], None] | None = None
         self._warned = False
         self._told_of_capture = False
 
@@ -116,6 +105,19 @@ class Executor:
     @share.setter
     def share(self, share: float) -> None:
         self.flow.share = share
+
+    def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
+        """Take device times around every operator of a region, from the next forward on; None: no more.
+
+        Args:
+            listener: is told of each forward: region, frame, tape.
+        """
+        self._on_timed = listener
+
+    @property
+    def timing(self) -> bool:
+        """Whether device times are taken."""
+        return self._on_timed is not None
 
     @property
     def recomputing(self) -> int:
@@ -134,13 +136,13 @@ class Executor:
             return call(*args, **kwargs)
         run = self._observe if self.core is not None else self._run_unobserved
         try:
-            if self.around:
+            if self.hooks.around:
                 with self.standing_around("forward", region):
                     out = run(region, call, args, kwargs)
             else:
                 out = run(region, call, args, kwargs)
         except torch.OutOfMemoryError as error:
-            self.explain("forward", region, error)
+            self.hooks.explain("forward", region, error)
             raise
         self._warn_if_full()
         return out
@@ -151,7 +153,7 @@ class Executor:
         """
         given_bytes = self.core.given_bytes(args, kwargs)
         if given_bytes > region.setting.plain_bytes and not (self.regathers or region.native.communicates):
-            self.on_larger()
+            self.hooks.on_larger()
             return False
         region.native.note_given(given_bytes)
         return True
@@ -168,7 +170,7 @@ class Executor:
         the module again.
         """
         times = Times(self.device) if self.timing else None
-        surroundings = [take() for take in self.surroundings]
+        surroundings = [take() for take in self.hooks.surroundings]
         watched = contextlib.nullcontext() if region.native.repeats else AddressMode(self.core)
         with watched:
             return self.flow.run(region.native, self, region, times, surroundings, call, args, kwargs)
@@ -182,7 +184,7 @@ class Executor:
     def standing_around(self, phase: str, region: Region) -> Iterator[None]:
         """What frameworks have to do around a region's forward or recompute pass."""
         with contextlib.ExitStack() as stack:
-            for context in self.around:
+            for context in self.hooks.around:
                 stack.enter_context(context(phase, region))
             yield
 
@@ -193,7 +195,15 @@ class Executor:
     @property
     def stands_around(self) -> bool:
         """Whether a recompute pass needs `restore`, whatever the frame is like."""
-        return bool(self.around) or self.regathers
+        return bool(self.hooks.around) or self.regathers
+
+    def is_scratch(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in a scratch buffer owned by the framework."""
+        return any(holds(tensor) for holds in self.hooks.scratch)
+
+    def explain(self, phase: str, region: Region, error: BaseException) -> None:
+        """An error of the device's memory passes."""
+        self.hooks.explain(phase, region, error)
 
     def is_alone(self) -> bool:
         """There is one rank."""
@@ -213,8 +223,8 @@ class Executor:
     def note_timed(self, region: Region, frame: Any) -> None:
         """A timed forward is over."""
         tape = frame.times.close(frame)
-        if self.on_timed is not None:
-            self.on_timed(region, frame, tape)
+        if self._on_timed is not None:
+            self._on_timed(region, frame, tape)
 
     def restore(self, frame: Any, region: Region) -> None:
         """Run a frame's recompute pass, where that takes more than the tape's operators."""
@@ -233,7 +243,10 @@ class Executor:
     def _replay(self, frame: Any, region: Region) -> None:
         def replay() -> None:
             try:
-                with self.gathered(region), as_before(frame.buffers):
+                with contextlib.ExitStack() as stack:
+                    for context in self.hooks.gathered:
+                        stack.enter_context(context(region))
+                    stack.enter_context(as_before(frame.buffers))
                     frame.replay()
             except self.core.GroupGone as collective:
                 raise RecomputeError(

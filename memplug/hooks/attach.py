@@ -22,7 +22,6 @@ from memplug.profile.recorder import Recorder
 from memplug.recording import Recording
 from memplug.session import Session, Stage, initial_regions
 
-
 OLDEST_TORCH = (2, 6)
 
 

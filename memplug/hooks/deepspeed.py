@@ -264,8 +264,8 @@ def _hook_gathering(engine: Any, session: Session, modules: Mapping[str, nn.Modu
                 if module.ds_id not in in_backward:
                     offload.post_sub_module_forward_function(module)
 
-    executor.gathered = gathered
-    session.at_detach(lambda: setattr(executor, "gathered", lambda region: contextlib.nullcontext()))
+    executor.hooks.gathered.append(gathered)
+    session.at_detach(lambda: executor.hooks.gathered.remove(gathered))
     patch(offload, "pre_sub_module_forward_function", before_forward, session, VERSIONS)
     patch(offload, "post_sub_module_forward_function", after_forward, session, VERSIONS)
     patch(offload, "pre_sub_module_backward_function", before_backward, session, VERSIONS)
@@ -313,5 +313,5 @@ def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]
         finally:
             running[:] = before
 
-    executor.around.append(around)
-    session.at_detach(lambda: executor.around.remove(around))
+    executor.hooks.around.append(around)
+    session.at_detach(lambda: executor.hooks.around.remove(around))

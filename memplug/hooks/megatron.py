@@ -36,6 +36,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from memplug.config import MemplugConfig
@@ -105,8 +106,9 @@ class Megatron(Framework):
             region.opaque = "its modules launch kernels of their own" if hides_operators(module) else ""
         if any(is_transformer_engine(part) for module in layers for part in module.modules()):
             _hook_transformer_engine(session)
-        session.executor.surroundings.append(_random_states)
-        session.at_detach(lambda: session.executor.surroundings.remove(_random_states))
+        surroundings = session.executor.hooks.surroundings
+        surroundings.append(_random_states)
+        session.at_detach(lambda: surroundings.remove(_random_states))
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -266,8 +268,12 @@ def _hook_memory_buffer(session: Session) -> None:
             return original(*args, **kwargs)
 
     patch(buffer, "get_tensor", get_tensor, session, VERSIONS)
-    executor.is_scratch = lambda tensor: any(storage_of(tensor) == storage_of(one) for one in buffer.buffer.values())
-    session.at_detach(lambda: setattr(executor, "is_scratch", lambda tensor: False))
+
+    def is_scratch(tensor: torch.Tensor) -> bool:
+        return any(storage_of(tensor) == storage_of(one) for one in buffer.buffer.values())
+
+    executor.hooks.scratch.append(is_scratch)
+    session.at_detach(lambda: executor.hooks.scratch.remove(is_scratch))
 
 
 def _hook_losses(session: Session) -> None:
@@ -316,8 +322,9 @@ def _hook_transformer_engine(session: Session) -> None:
         else:
             yield
 
-    session.executor.around.append(around)
-    session.at_detach(lambda: session.executor.around.remove(around))
+    around_regions = session.executor.hooks.around
+    around_regions.append(around)
+    session.at_detach(lambda: around_regions.remove(around))
 
 
 def _random_states() -> Callable[[], Any]:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from memplug.execute.region import Region
-from memplug.execute.tokenwise import Executor
 from memplug.stages.planning import Policy
 
 log = logging.getLogger("memplug")
@@ -32,20 +31,18 @@ class PlainRegions:
 
     Args:
         regions: all of the session's, in forward order.
-        executor: which runs them; it tells where one is given more than was planned for.
 
     Attributes:
         unseen: numbers of the regions that ran as their modules' own in the step that ends.
     """
 
-    def __init__(self, regions: Sequence[Region], executor: Executor):
+    def __init__(self, regions: Sequence[Region]):
         self.unseen: frozenset[int] = frozenset()
         self._regions = regions
         self._modules: dict[str, RegionModule] = {}
         self._left: set[str] = set()
         self._settled_for: Policy | None = None
         self._warned = False
-        executor.on_larger = self._enter_all
 
     def add(self, region: Region, module: RegionModule) -> None:
         """The module of a region."""
@@ -66,9 +63,9 @@ class PlainRegions:
         self._settled_for = policy
         self.unseen = frozenset(i for i, region in enumerate(self._regions) if region.name in self._left)
 
-    def _enter_all(self) -> None:
-        """In the middle of a step: all but those whose recompute passes launch collectives, as all ranks must do the
-        same there.
+    def enter_all(self) -> None:
+        """One is given more than was planned for, in the middle of a step: all run as regions again, but those whose
+        recompute passes launch collectives, as all ranks must do the same there.
         """
         self._settled_for = None
         for region in self._regions:

@@ -90,7 +90,7 @@ def describe(
 ) -> list[plan.Region]:
     """The planner's regions, with measured times and bytes: one per key, times are medians over its regions."""
     backwards_s = _backward_seconds(observer, seconds)
-    with executor.own:
+    with executor.hooks.own():
         host = host_time.measure()
     described = []
     for key, members in groups.items():

@@ -64,7 +64,7 @@ class Rounding:
         if frame_bytes and not budgets.has_room_for_buffers(executor.device, total_bytes - self._most_bytes):
             self._refuse(total_bytes)
             return
-        with executor.own:
+        with executor.hooks.own():
             executor.flow.reserve(0)  # the former ones' memory is part of what is free
             try:
                 has_room = executor.flow.reserve(frame_bytes)

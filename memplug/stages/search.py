@@ -89,7 +89,7 @@ class Search:
         self._refused = 0
         self._begun = 0.0
         self._warned = False
-        executor.timing = True
+        executor.time_forwards(observer)
         for region in self.regions:
             region.native.peak = 0  # forwards in flight of this program, not of another
         step_peak()
@@ -117,7 +117,7 @@ class Search:
 
     def stop(self) -> None:
         """Nothing is observed any more."""
-        self.executor.timing = False
+        self.executor.time_forwards(None)
         self.observer.clear()
 
     @property
