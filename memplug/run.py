@@ -6,6 +6,7 @@ scripts, `torchrun --module memplug.run pretrain_gpt.py ... --memplug-config ds.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import runpy
@@ -46,20 +47,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _take_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """The arguments without memplug's own, and its value."""
-    rest: list[str] = []
-    config, expected = None, False
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if expected:
-            config, expected = argument, False
-        elif name == OPTION:
-            config, expected = (value, False) if equals else (config, True)
-        else:
-            rest.append(argument)
-    if expected or config == "":
+    """The arguments without memplug's own, and its value; those behind a `--` are the script's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(OPTION, dest="config")
+    try:
+        known, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError:
+        known, rest = argparse.Namespace(config=""), []
+    if known.config == "":
         raise ConfigError([f"{OPTION} names no file"], f"Usage: {OPTION} ds.json, a JSON with the block.")
-    return rest, config
+    return rest, known.config
 
 
 def _install(config: str | None) -> None:

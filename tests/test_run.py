@@ -46,10 +46,11 @@ def test_the_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     folder = tmp_path / "scripts"
     folder.mkdir()
     (folder / "train.py").write_text(PROBE)
-    run.main(["--local_rank=1", "scripts/train.py", "--steps", "5", "data"])
+    own = ["--steps", "5", "data", "--memplug", "x", "--", "--memplug-config", "y"]
+    run.main(["--local_rank=1", "scripts/train.py", *own])
     name, argv, path = json.loads(Path("probe.json").read_text())
     assert name == "__main__"
-    assert argv == ["scripts/train.py", "--local_rank=1", "--steps", "5", "data"]
+    assert argv == ["scripts/train.py", "--local_rank=1", *own]
     assert path == str(folder.resolve())
 
 
