@@ -14,6 +14,7 @@ from torch import nn
 import memplug
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
 from memplug.hooks import megatron as hooks
+from memplug.hooks.framework import Target
 from tests.blocks import assert_same, gradients, twin
 from tests.hosts import ds_config, make_engine, process_group
 
@@ -128,7 +129,8 @@ def test_context_parallelism_inside_of_transformer_engine_is_refused():
 
     with pytest.raises(ConflictError, match="TEDotProductAttention"):
         memplug.attach(Model(config(context_parallel_size=2), Hidden), BLOCK)
-    hooks.check(hooks.decoder_layers(Model(config(context_parallel_size=1), Hidden)))
+    alone = Model(config(context_parallel_size=1), Hidden)
+    hooks.Megatron().check(Target(alone, (alone,)), hooks.decoder_layers(alone))
     memplug.attach(Model(config(context_parallel_size=2)), BLOCK).detach()
 
 

@@ -24,7 +24,7 @@ import importlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,13 +72,52 @@ class DeepSpeed(Framework):
             )
 
     def check(self, target: Target, modules: Layers) -> None:
-        check_checkpointing_is_off()
+        checkpointing = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
+        if checkpointing is not None and checkpointing.is_configured():
+            raise ConflictError(
+                "DeepSpeed's activation checkpointing is configured, and memplug recomputes the same layers",
+                "Leave out the call of `deepspeed.checkpointing.configure` and the model's use of "
+                "`deepspeed.checkpointing.checkpoint`: memplug takes their place.",
+            )
 
     def regathers(self, target: Target) -> bool:
-        return regathers(target.engine)
+        return target.engine.zero_optimization_stage() == 3
 
     def hook(self, target: Target, modules: Layers, session: Session) -> None:
-        hook_engine(target.engine, session, modules)
+        """Let the engine mark steps, explain out-of-memory errors, and keep parameter gathering out of the regions."""
+        engine = target.engine
+
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            steps = engine.global_steps  # of the optimizer: the engine may be told where accumulation ends
+            with session.explaining("step"), session.in_optimizer():
+                result = original(*args, **kwargs)
+            if engine.global_steps != steps:
+                session.step()
+            return result
+
+        def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with session.explaining("backward"):
+                return original(*args, **kwargs)
+
+        def destroy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            session.detach()
+            return original(*args, **kwargs)
+
+        session.steps_are_marked = True
+        patch(engine, "step", step, session, VERSIONS)
+        patch(engine, "destroy", destroy, session, VERSIONS)
+        if hasattr(type(engine), "train_batch"):
+            patch(engine, "train_batch", step, session, VERSIONS)
+        patch(engine, "backward", backward, session, VERSIONS)
+        if self.regathers(target):
+            named = dict(modules)
+            _hook_gathering(engine, session, named)
+            _hook_external_parameters(session, named)
+        monitor = getattr(engine, "monitor", None)
+        if session.config.report.monitor and getattr(monitor, "enabled", False):
+            session.on_step.append(
+                lambda s: monitor.write_events(report.monitor_events(s.report(), engine.global_samples))
+            )
 
 
 def install(attach: Callable[..., Session]) -> None:
@@ -163,60 +202,6 @@ def trains(engine: Any) -> bool:
 def is_hooked(engine: Any) -> bool:
     """Whether a session sees the engine's steps."""
     return is_patched(engine, "step")
-
-
-def regathers(engine: Any) -> bool:
-    """Whether parameters are gathered in every forward (ZeRO 3)."""
-    return engine.zero_optimization_stage() == 3
-
-
-def check_checkpointing_is_off() -> None:
-    """Raises `ConflictError` where DeepSpeed's activation checkpointing was configured in this process."""
-    checkpointing = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
-    if checkpointing is not None and checkpointing.is_configured():
-        raise ConflictError(
-            "DeepSpeed's activation checkpointing is configured, and memplug recomputes the same layers",
-            "Leave out the call of `deepspeed.checkpointing.configure` and the model's use of "
-            "`deepspeed.checkpointing.checkpoint`: memplug takes their place.",
-        )
-
-
-def hook_engine(engine: Any, session: Session, modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Let the engine mark steps, explain out-of-memory errors, and keep parameter gathering out of the regions.
-
-    Args:
-        modules: of the session's regions, with their names.
-    """
-
-    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        steps = engine.global_steps  # of the optimizer: the engine may be told where accumulation ends
-        with session.explaining("step"), session.in_optimizer():
-            result = original(*args, **kwargs)
-        if engine.global_steps != steps:
-            session.step()
-        return result
-
-    def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with session.explaining("backward"):
-            return original(*args, **kwargs)
-
-    def destroy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        session.detach()
-        return original(*args, **kwargs)
-
-    session.steps_are_marked = True
-    patch(engine, "step", step, session, VERSIONS)
-    patch(engine, "destroy", destroy, session, VERSIONS)
-    if hasattr(type(engine), "train_batch"):
-        patch(engine, "train_batch", step, session, VERSIONS)
-    patch(engine, "backward", backward, session, VERSIONS)
-    if regathers(engine):
-        named = dict(modules)
-        _hook_gathering(engine, session, named)
-        _hook_external_parameters(session, named)
-    monitor = getattr(engine, "monitor", None)
-    if session.config.report.monitor and getattr(monitor, "enabled", False):
-        session.on_step.append(lambda s: monitor.write_events(report.monitor_events(s.report(), engine.global_samples)))
 
 
 def _hook_gathering(engine: Any, session: Session, modules: Mapping[str, nn.Module]) -> None:

@@ -88,10 +88,46 @@ class Megatron(Framework):
         return type(module).__name__ in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
 
     def check_block(self, config: MemplugConfig) -> None:
-        check_ranks_agree(config)
+        """All ranks must have the same: layers would run other collectives on one rank than on another."""
+        blocks = Ranks().gather(config.model_dump(mode="json"))
+        others = [rank for rank, block in enumerate(blocks) if block != blocks[0]]
+        if others:
+            keys = sorted(key for key in blocks[0] if blocks[0][key] != blocks[others[0]][key])
+            raise ConfigError(
+                [f'the "memplug" block of rank {others[0]} differs from that of rank 0, in {", ".join(keys)}'],
+                "Give all ranks the same file.",
+            )
 
     def check(self, target: Target, modules: Layers) -> None:
-        check(decoder_layers(target.model))
+        """The model's configuration must not recompute, offload or capture the same layers, nor split attention over
+        ranks where no operator shows it.
+        """
+        check_version()
+        for name, layer in decoder_layers(target.model):
+            config = layer.config
+            asked = {key: getattr(config, key, None) for key in _CONFLICTS}
+            reasons = [
+                f"{key}={value!r}: {_CONFLICTS[key]}"
+                for key, value in asked.items()
+                if value not in (None, False, "none")
+            ]
+            if reasons:
+                raise ConflictError(f"layer {name} is handled by Megatron-Core too: {'; '.join(reasons)}")
+            hidden = [
+                part for part in layer.modules() if is_transformer_engine(part) and "Attention" in type(part).__name__
+            ]
+            if config.context_parallel_size > 1 and hidden:
+                raise ConflictError(
+                    f"layer {name} splits its sequence over {config.context_parallel_size} ranks inside of "
+                    f"{type(hidden[0]).__name__}, and no operator shows what they exchange",
+                    "Use tensor and sequence parallelism, or a core attention made of torch's operators.",
+                )
+            if not inspect.isfunction(inspect.unwrap(type(layer).forward)) or hasattr(layer, "cudagraph_manager"):
+                raise RegionError(
+                    f"the forward of layer {name}, a {type(layer).__name__}, is no plain method: memplug cannot run it "
+                    "as a region",
+                    "Attach before it is compiled, scripted or captured.",
+                )
 
     def prepare(self, target: Target, name: str) -> Prepare:
         return arguments
@@ -149,41 +185,6 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
         )
 
 
-def check(layers: Sequence[tuple[str, nn.Module]]) -> None:
-    """Whether layers can run as regions.
-
-    Raises:
-        UnsupportedVersionError: Megatron-Core is older than 0.16.
-        ConflictError: the model's configuration recomputes, offloads or captures the same layers, or splits attention
-            over ranks where no operator shows it.
-        RegionError: a layer's forward is no plain method.
-    """
-    check_version()
-    for name, layer in layers:
-        config = layer.config
-        asked = {key: getattr(config, key, None) for key in _CONFLICTS}
-        reasons = [
-            f"{key}={value!r}: {_CONFLICTS[key]}" for key, value in asked.items() if value not in (None, False, "none")
-        ]
-        if reasons:
-            raise ConflictError(f"layer {name} is handled by Megatron-Core too: {'; '.join(reasons)}")
-        hidden = [
-            part for part in layer.modules() if is_transformer_engine(part) and "Attention" in type(part).__name__
-        ]
-        if config.context_parallel_size > 1 and hidden:
-            raise ConflictError(
-                f"layer {name} splits its sequence over {config.context_parallel_size} ranks inside of "
-                f"{type(hidden[0]).__name__}, and no operator shows what they exchange",
-                "Use tensor and sequence parallelism, or a core attention made of torch's operators.",
-            )
-        if not inspect.isfunction(inspect.unwrap(type(layer).forward)) or hasattr(layer, "cudagraph_manager"):
-            raise RegionError(
-                f"the forward of layer {name}, a {type(layer).__name__}, is no plain method: memplug cannot run it as "
-                "a region",
-                "Attach before it is compiled, scripted or captured.",
-            )
-
-
 def check_version() -> None:
     """Raises `UnsupportedVersionError` where Megatron-Core is older than is known; warns where it is newer."""
     text = str(getattr(sys.modules.get("megatron.core"), "__version__", "0.16"))
@@ -220,22 +221,6 @@ def hides_operators(layer: nn.Module) -> bool:
     parts = list(layer.modules())
     flex = any("Flex" in type(getattr(part, "token_dispatcher", None)).__name__ for part in parts)
     return flex or any(is_transformer_engine(part) or type(part).__name__ == "GroupedMLP" for part in parts)
-
-
-def check_ranks_agree(config: MemplugConfig) -> None:
-    """Whether all ranks were given the same block; called by all of them.
-
-    Raises:
-        ConfigError: they were not: layers would run other collectives on one rank than on another.
-    """
-    blocks = Ranks().gather(config.model_dump(mode="json"))
-    others = [rank for rank, block in enumerate(blocks) if block != blocks[0]]
-    if others:
-        keys = sorted(key for key in blocks[0] if blocks[0][key] != blocks[others[0]][key])
-        raise ConfigError(
-            [f'the "memplug" block of rank {others[0]} differs from that of rank 0, in {", ".join(keys)}'],
-            "Give all ranks the same file.",
-        )
 
 
 def _hook_schedules(session: Session) -> None:
