@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -22,6 +22,7 @@ class Places(Protocol):
     """Tells the recorder where training is; see `memplug.hooks.places`."""
 
     layers: Sequence[Layer]
+    gradients_stay: bool
 
     def install(self) -> None:
         """From now on."""
@@ -31,6 +32,9 @@ class Places(Protocol):
 
     def fingerprint(self) -> Fingerprint:
         """Of what ran since `install`."""
+
+    def begin_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        """A forward of the model begins."""
 
 
 class Recording:
@@ -46,6 +50,7 @@ class Recording:
         peak_bytes: largest memory in use in the step that ended last; None where it was not recorded.
         placed: the recorder is told where in the program training is.
         able: steps can be recorded, as far as is known.
+        steps: how many were recorded.
     """
 
     def __init__(self, recorder: Recorder, places: Places):
@@ -60,6 +65,17 @@ class Recording:
         self._traced = False
         self.placed = False
         self.able = True
+        self.steps = 0
+
+    @property
+    def gradients_stay(self) -> bool:
+        """Parameters had gradients as the last step that was recorded began."""
+        return self._places.gradients_stay
+
+    def begin_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        """A forward of the model has begun, before the recorder was told where training is."""
+        if self.placed:
+            self._places.begin_forward(module, args, kwargs)
 
     def want(self, file: Path | None) -> None:
         """Record the next whole step in detail, and save it there unless that is None."""
@@ -70,6 +86,7 @@ class Recording:
         detail, self._detail, self.peak_bytes, self.step_trace = self._detail, None, None, None
         if detail is None:
             return
+        self.steps += 1
         self.peak_bytes = self.recorder.peak_bytes
         if detail is not Detail.TENSORS and not self._traced:
             self.recorder.drop()

@@ -15,7 +15,7 @@ from memplug.plan.tokenwise import TokenwisePlan
 from memplug.show.words import size
 
 if TYPE_CHECKING:
-    from memplug.stages.planning import Policy
+    from memplug.plan.policy import Policy
     from memplug.stages.predictions import Predictions
     from memplug.stages.rounding import Rounding
     from memplug.stages.serving import Serving

@@ -28,7 +28,9 @@ from memplug.execute.device import Device
 from memplug.execute.hooks import Hooks
 from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
+from memplug.kept_plans import KeptPlans
 from memplug.plan import tokenwise as plan
+from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program
 from memplug.profile.trace import Trace
 from memplug.recording import Recording, of_rank, unused
@@ -36,6 +38,7 @@ from memplug.stages import budgets
 from memplug.stages.adjuster import Adjuster
 from memplug.stages.checking import AlphaCheck
 from memplug.stages.plain_regions import PlainRegions
+from memplug.stages.plan_store import PlanStore
 from memplug.stages.predictions import Predictions
 from memplug.stages.ranks import Ranks
 from memplug.stages.rounding import Rounding
@@ -73,6 +76,7 @@ class Session:
         self._planned_steps = 0
         self._timelines = 0
         self._claim: Claim | None = None
+        self._kept: KeptPlans | None = None
         self.forwards = 0  # with gradients, of regions, or of a model that has none
         self._missed_steps = False
         self.steps_are_marked = False  # by a hook: the user need not call `step`
@@ -130,14 +134,12 @@ class Session:
             else:
                 self._predictions.end_step(policy, program, self._adjuster.programs.current.baseline)
             self._adjuster.end_step(self.steps, program)
-            self.plain.end_step(self._adjuster.policy)
         self._check.end_step()
         if serving is not None:
             if not recording.able:
                 serving.close("steps cannot be recorded")
             serving.end_step(self._adjuster.lasting, recording.step_trace)
-        has_arena = self._claim is not None and self._claim.has_arena
-        self._rounding.end_step(self._adjuster.policy, self.stage is Stage.STABLE and not has_arena)
+        self._settle()
         for callback in self.on_step:
             callback(self)
         self._begin_step()
@@ -195,6 +197,9 @@ class Session:
             "step_s": statistics.median(self._step_seconds) if self._step_seconds else None,
             **report.predicted(self._adjuster.policy, self._predictions, self._rounding),
             **report.counters(self.executor),
+            "resumed_from": str(self._kept.file) if self._kept and self._kept.file else None,
+            "not_resumed_because": (self._kept.refused or None) if self._kept else None,
+            "recorded_steps": self._recording.steps if self._recording is not None else 0,
             "profiler": "operators" if self._recording is not None and self._watches else "sizes",
             "profiler_off_because": (self._claim.profiler_off_because or None) if self._claim else None,
             **report.arena(self._serving, self._claim.arena_off_because if self._claim else ""),
@@ -257,6 +262,34 @@ class Session:
             wanted=self._watches or bool(config.report.timeline) or config.arena.enabled,
         )
 
+    def resume(self, job: Fingerprint) -> bool:
+        """Go on from the plans of an earlier run of the job, before the first step; False: there are none. Called by all
+        ranks, after `watch`.
+        """
+        config, folder = self.config, self.config.plan_dir
+        store = PlanStore(Path(folder) if folder else None, job, self._ranks)
+        self._kept = KeptPlans(store, job, config, self.regions, self.executor, self._adjuster)
+        resumed = self._kept.resume()
+        if resumed:
+            self._settle()
+        return resumed
+
+    def begin_run(self, inputs: str, *forward: Any) -> None:
+        """The first forward of a run that goes on from an earlier one's plan.
+
+        Args:
+            inputs: shapes and dtypes of what it is given.
+            forward: the module, its arguments and keyword arguments.
+        """
+        if self._claim is None or self.stage is Stage.DETACHED:
+            return
+        if self._claim.take():
+            self._use_recorder()
+        self._kept.check(inputs, self._serving)
+        self._begin_recording()
+        if self._recording is not None:
+            self._recording.begin_forward(*forward)
+
     def begin_forward(self) -> None:
         """The model, or a region of it, runs forward with gradients: the first time in a step, its program begins."""
         self.forwards += 1
@@ -283,10 +316,13 @@ class Session:
         )
 
     def _make_serving(self) -> Serving:
-        config, folder = self.config, self.config.plan_dir
+        config = self.config
         arena = Arena(self.device.torch_device, config.arena.checks)
         warmup_steps = 0 if self._plans else config.profiler.warmup_steps  # a plan of regions comes after them
-        return Serving(config.arena, arena, Path(folder) if folder else None, warmup_steps, self._adjuster.tell)
+        serving = Serving(config.arena, arena, warmup_steps, self._adjuster.tell)
+        if self._kept is not None and self._kept.file is not None and not self.steps:
+            self._kept.serve(serving)
+        return serving
 
     @contextlib.contextmanager
     def in_optimizer(self) -> Iterator[None]:
@@ -339,6 +375,15 @@ class Session:
         recording = self._recording
         return contextlib.nullcontext() if recording is None else recording.recorder.suspended
 
+    def _settle(self) -> None:
+        """Whatever the next step is to run by is in force."""
+        policy, has_arena = self._adjuster.policy, self._claim is not None and self._claim.has_arena
+        if self._plans:
+            self.plain.end_step(policy)
+        self._rounding.end_step(policy, self.stage is Stage.STABLE and not has_arena)
+        if self.steps and self._kept is not None:
+            self._kept.end_step(self._serving, has_arena, self._recording)
+
     def _take(self) -> tuple[np.ndarray | None, int]:
         """Operators and nodes of the step."""
         if self._recording is None:
@@ -351,6 +396,9 @@ class Session:
         if not self._in_program and self._claim is not None and self._claim.take():
             self._use_recorder()  # it trains, in forwards that no hook sees
         self._in_program = False
+        self._begin_recording()
+
+    def _begin_recording(self) -> None:
         recording, serving = self._recording, self._serving
         if recording is not None:
             stable = self.stage is Stage.STABLE

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import memplug
-from memplug.execute.region import Setting
+from memplug.plan.policy import Setting
 from memplug.plan import tokenwise as plan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Fingerprint, Layer

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from memplug.execute.device import Device
-from memplug.execute.region import Region, Setting
+from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
 from memplug.plan import tokenwise as plan
+from memplug.plan.policy import Decision, Policy, Setting
 from memplug.stages import candidates, planning
 from tests.blocks import Block, Stack
 
@@ -43,7 +44,7 @@ class Observed:
     def _through(self, region: Region, call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: self.executor.run(region, call, args, {})
 
-    def put(self, solution: plan.TokenwisePlan) -> planning.Policy:
+    def put(self, solution: plan.TokenwisePlan) -> Policy:
         policy = planning.policy_of(solution, self.groups, self.observer)
         planning.put(policy, self.regions)
         return policy
@@ -169,7 +170,7 @@ def test_regions_get_their_group_in_the_order_of_the_forward() -> None:
     tape = observed.observer.tapes["layers.0"]
     first, second = tape.records[rows[0]].func, tape.records[rows[1]].func
     for member in observed.regions[:3]:
-        assert member.setting.plan == {rows[0]: (first, 0.5, False)}
+        assert member.setting.plan == {rows[0]: Decision(str(first).removesuffix(".default").replace(".", "::", 1), 0.5)}
         assert decided(member, rows[0], first) == (0.5, False)
         assert decided(member, rows[1], second) == (0.0, False)
     assert decided(observed.regions[3], rows[1], second) == (1.0, True)
@@ -196,7 +197,7 @@ def test_another_program_than_the_planned_one_gets_the_plans_share_of_rows() -> 
     assert decided(member, 10_000, observed.observer.tapes["layers.0"].records[chosen].func) == (0.0, False)
     addmm = torch.ops.aten.addmm.default
     other = next(i for i, r in enumerate(observed.observer.tapes["layers.0"].records) if r.func is not addmm)
-    planned = {other: (observed.observer.tapes["layers.0"].records[other].func, 1.0, False)}
+    planned = {other: Decision(str(observed.observer.tapes["layers.0"].records[other].func), 1.0)}
     member.set(replace(member.setting, plan=planned))
     assert decided(member, other, addmm) == (member.setting.rows, False)
 

@@ -11,6 +11,7 @@ import torch
 
 import memplug
 from memplug.execute.region import Region
+from memplug.plan.policy import Policy
 from memplug.stages import planning, predictions
 from memplug.stages.table import Stage
 from tests.blocks import LAYERS, Block, Layer, Stack, assert_same, gradients, twin
@@ -118,7 +119,7 @@ def test_a_plan_that_moves_something_else_is_told_once(
     monkeypatch.setattr(predictions.Predictions, "warn", WARN)
     put = planning.put
 
-    def untrue(policy: planning.Policy | None, regions: Sequence[Region]) -> None:
+    def untrue(policy: Policy | None, regions: Sequence[Region]) -> None:
         """Regions are to send what they do not."""
         put(policy, regions)
         for region in regions:

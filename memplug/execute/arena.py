@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 
 from memplug import native
 from memplug.errors import ArenaError
+from memplug.profile.records import Pass
 
 MARGIN_BYTES = 512
 """What follows each block in the mode that checks."""
@@ -82,7 +83,7 @@ class Counters:
         dynamic_missed: or its group's idle space had no room,
         without_gradients: or it is a validation's or the like, and nothing idle was large enough.
         native_bytes: of those four.
-        elsewhere: likewise, of threads that do not train.
+        elsewhere: likewise, of threads that do not train, and of passes that were withheld.
         written_freed: blocks that were written to after they had been given back, in the mode that checks,
         written_beyond: or beyond their end.
         reserved_bytes: now, with what is still in use of earlier plans.
@@ -188,10 +189,14 @@ class Arena:
         """Whether there is a plan to serve by: from `serve` to `close`."""
         return self._leave is not None
 
-    def begin_step(self) -> None:
-        """The program begins anew: the first request of each place is expected next. Serves from here on."""
+    def begin_step(self, withheld: Collection[Pass] = ()) -> None:
+        """The program begins anew: the first request of each place is expected next. Serves from here on.
+
+        Args:
+            withheld: passes of this step whose requests are left to the native allocator.
+        """
         if self.serving:
-            self._native.begin_arena_step()
+            self._native.begin_arena_step(sum(1 << each for each in withheld))
 
     def end_step(self) -> None:
         """Serves nothing until the next step begins: what is asked for between two steps is no part of the program."""

@@ -2,36 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from memplug.execute.core import core
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a plan sets on one region. By itself the safest: input and attention outputs swapped, every matmul
-    recomputed.
-
-    Attributes:
-        key: regions of one key ran the same operators and share a plan.
-        rows: fraction of the rows of every matmul's output to swap, [0, 1], where no plan says so.
-        plan: operator index -> (operator, fraction, keep on the device), from the planner; None before there is one.
-        swaps_input: the input leaves for the host; else it is held.
-        forward_bytes: that one forward sends to the host, as predicted; None where nothing was.
-        planned_from: the native tape of the forward that the plan was made from.
-        plain_bytes: it runs as it would without memplug where it is given no more than so many bytes of tensors; None:
-            it never does.
-    """
-
-    key: str
-    rows: float = 0.0
-    plan: Mapping[int, tuple[Any, float, bool]] | None = None
-    swaps_input: bool = True
-    forward_bytes: int | None = None
-    planned_from: Any = None
-    plain_bytes: int | None = None
+from memplug.plan.policy import Setting
 
 
 class Region:
@@ -59,9 +33,13 @@ class Region:
         """Run by another setting; what was learnt under the former one is forgotten."""
         self.setting, self.key = setting, setting.key
         native, plan = self.native, setting.plan
-        native.plan(plan and {index: (_name_of(func), *decision) for index, (func, *decision) in plan.items()})
+        native.plan(plan)
         native.rows, native.swaps_input = setting.rows, setting.swaps_input
         native.forward_bytes, native.planned_from = setting.forward_bytes, setting.planned_from
+        if setting.communicates:
+            native.communicates = True
+        if setting.offloads_late:
+            native.offloads_late = True
 
     @property
     def is_plain(self) -> bool:
@@ -97,9 +75,3 @@ class _Alone:
         """Bytes of all tensors given to each forward of the step, in order."""
         given, self.given_bytes = self.given_bytes, []
         return given
-
-
-def _name_of(func: Any) -> str:
-    """As the native core calls an operator."""
-    schema = func._schema
-    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name

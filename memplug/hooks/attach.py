@@ -14,11 +14,13 @@ from memplug.config import MemplugConfig, load_config
 from memplug.errors import ConflictError, RecorderError, RegionError, UnsupportedVersionError
 from memplug.execute.device import Device, device_of
 from memplug.execute.region import Region
-from memplug.hooks import frameworks, optimizers
+from memplug.hooks import first_forward, frameworks, optimizers
 from memplug.hooks import regions as region_hooks
 from memplug.hooks.framework import Layers, Target
+from memplug.hooks.job import job_of
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Recorder
+from memplug.profile.records import Fingerprint
 from memplug.recording import Recording
 from memplug.session import Session, Stage, initial_regions
 
@@ -136,16 +138,20 @@ def _attach(target: Target, config: MemplugConfig, device: Device) -> Session:
         optimizers.watch(target.chunks, session)
         for framework in used:
             framework.hook(target, modules, session)
-        session.watch(functools.partial(_make_recording, target, found, device))
+        layout = dict(pair for framework in used for pair in framework.layout(target).items())
+        job = job_of(target.chunks[0], target.model, found, device.torch_device, config, layout)
+        session.watch(functools.partial(_make_recording, target, found, device, job))
+        if session.resume(job):
+            first_forward.watch(target.chunks, session)
     except BaseException:
         session.detach()
         raise
     return session
 
 
-def _make_recording(target: Target, layers: Layers, device: Device) -> Recording:
+def _make_recording(target: Target, layers: Layers, device: Device, job: Fingerprint) -> Recording:
     recorder = Recorder(device.torch_device)
-    return Recording(recorder, Places(target.model, layers, recorder, target.chunks))
+    return Recording(recorder, Places(target.model, layers, recorder, target.chunks, job))
 
 
 def _find(model: nn.Module, config: MemplugConfig) -> Layers:

@@ -83,6 +83,13 @@ class DeepSpeed(Framework):
     def regathers(self, target: Target) -> bool:
         return target.engine.zero_optimization_stage() == 3
 
+    def layout(self, target: Target) -> Mapping[str, int]:
+        engine = target.engine
+        return {
+            "zero_stage": engine.zero_optimization_stage(),
+            "micro_batches": engine.gradient_accumulation_steps(),
+        }
+
     def hook(self, target: Target, modules: Layers, session: Session) -> None:
         """Let the engine mark steps, explain out-of-memory errors, and keep parameter gathering out of the regions."""
         engine = target.engine

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,10 @@ class Framework:
     def regathers(self, target: Target) -> bool:
         """Whether parameters are gathered in every forward (ZeRO 3)."""
         return False
+
+    def layout(self, target: Target) -> Mapping[str, int]:
+        """How the job is split over its ranks, such as {"zero_stage": 2}: a plan is good for no other."""
+        return {}
 
     def prepare(self, target: Target, name: str) -> Prepare | None:
         """What changes or checks the arguments of a region before each forward; of several frameworks, the first's."""

@@ -33,7 +33,7 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,19 @@ class Megatron(Framework):
                 [f'the "memplug" block of rank {others[0]} differs from that of rank 0, in {", ".join(keys)}'],
                 "Give all ranks the same file.",
             )
+
+    def layout(self, target: Target) -> Mapping[str, int]:
+        """Stages of a pipeline differ in how many micro-batches are in flight."""
+        state = _module("megatron.core.parallel_state")
+        if not state.model_parallel_is_initialized():
+            return {}
+        return {
+            "context_parallel": state.get_context_parallel_world_size(),
+            "expert_parallel": state.get_expert_model_parallel_world_size(),
+            "pipeline_parallel": state.get_pipeline_model_parallel_world_size(),
+            "pipeline_rank": state.get_pipeline_model_parallel_rank(),
+            "tensor_parallel": state.get_tensor_model_parallel_world_size(),
+        }
 
     def check(self, target: Target, modules: Layers) -> None:
         """The model's configuration must not recompute, offload or capture the same layers, nor split attention over

@@ -6,24 +6,19 @@ hooks; the recorder knows the nodes of its graph by the forward that made them.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import platform
 import weakref
 from collections.abc import Callable, Sequence
-from importlib import metadata
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer as optimizers
 
 from memplug.hooks.frameworks import holds_experts
+from memplug.hooks.job import job_of
 from memplug.profile.recorder import Place, Recorder
 from memplug.profile.trace import Fingerprint, Layer
-
-PACKAGES = ("deepspeed", "megatron-core", "memplug", "torch", "transformers")  # whose versions a trace depends on
 
 _ROOT, _OPTIMIZER = -1, -2  # beside the indices of layers
 
@@ -37,10 +32,12 @@ class Places:
             and become layers of their own, dynamic ones.
         recorder: who is told.
         chunks: of a pipeline stage, each forward of which is a micro-batch; None: the forwards of the root are.
+        job: what trains; None: what the model and its layers say.
 
     Attributes:
         layers: names, and whether they are dynamic; in the order of the recorder's indices.
         inputs: shapes and dtypes of the tensors that the model's forwards were given, one text a forward.
+        gradients_stay: parameters had gradients as the last step that was recorded began.
     """
 
     def __init__(
@@ -49,13 +46,16 @@ class Places:
         layers: Sequence[tuple[str, nn.Module]],
         recorder: Recorder,
         chunks: Sequence[nn.Module] | None = None,
+        job: Fingerprint | None = None,
     ):
-        self._model = model
         self._chunks = [model] if chunks is None else list(chunks)
         self._recorder = recorder
+        self._job = job or job_of(self._chunks[0], model, layers, recorder.device)
         self._modules = _with_experts(layers)
         self.layers = tuple(Layer(name, dynamic) for name, _, dynamic in self._modules)
         self.inputs: list[str] = []
+        self.gradients_stay = False
+        self._model = model
         self._micro_batch = 0
         self._inside: list[tuple[int, Place]] = []  # what the training thread is in, and where it was before each
         self._removals: list[Callable[[], Any]] = []
@@ -68,7 +68,7 @@ class Places:
         if self._removals:
             return
         outside = torch.compiler.disable  # compiled code goes around hooks, which it cannot trace
-        begin, leave = outside(self._begin_forward), outside(self._leaving(_ROOT))
+        begin, leave = outside(self.begin_forward), outside(self._leaving(_ROOT))
         for chunk in self._chunks:
             self._removals.append(chunk.register_forward_pre_hook(begin, with_kwargs=True).remove)
             self._removals.append(chunk.register_forward_hook(leave, always_call=True).remove)
@@ -89,28 +89,18 @@ class Places:
             self._removals.pop()()
 
     def fingerprint(self) -> Fingerprint:
-        """Of the model, of what its forwards were given since `install`, and of where this process runs."""
-        layers = ";".join(f"{name}:{type(module).__name__}" for name, module, _ in self._modules)
-        distributed = dist.is_initialized()
-        cuda = self._recorder.device.type == "cuda"
-        return Fingerprint(
-            model=type(self._chunks[0]).__name__,
-            # ZeRO 3 leaves empty tensors, which say how many elements they had
-            parameters=sum(getattr(p, "ds_numel", p.numel()) for p in self._model.parameters()),
-            layers=hashlib.sha256(layers.encode()).hexdigest()[:12],
-            inputs=tuple(self.inputs),
-            rank=dist.get_rank() if distributed else 0,
-            world_size=dist.get_world_size() if distributed else 1,
-            device=torch.cuda.get_device_name(self._recorder.device) if cuda else f"cpu: {platform.machine()}",
-            versions=_versions(),
-        )
+        """Of the job, and of what the model's forwards were given since `install`."""
+        return replace(self._job, inputs=tuple(self.inputs))
 
-    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A chunk's forward begins."""
         recomputes = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled() and not recomputes:
+            if self._micro_batch == 0 and self._recorder.recording:
+                self.gradients_stay = any(parameter.grad is not None for parameter in self._model.parameters())
             self._inside.append((_ROOT, self._recorder.enter_forward(self._micro_batch)))
             self._micro_batch += 1
-            self.inputs.append(_shapes((*args, *kwargs.values())))
+            self.inputs.append(shapes((*args, *kwargs.values())))
         elif recomputes:  # a checkpoint around the model: no micro-batch
             self._inside.append((_ROOT, self._recorder.enter_layer(-1)))
         else:
@@ -169,20 +159,7 @@ def _parents(layer: nn.Module, name: str) -> list[nn.Module]:
     return [layer.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
 
 
-def _shapes(values: Sequence[Any]) -> str:
+def shapes(values: Sequence[Any]) -> str:
+    """Of the tensors among a forward's arguments: "int64[4, 512]"."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
-
-
-@functools.cache
-def _versions() -> tuple[tuple[str, str], ...]:
-    """Of the installed packages; they stay as they are while a process runs, and reading them takes milliseconds."""
-    return tuple((package, metadata.version(package)) for package in PACKAGES if _is_installed(package))
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

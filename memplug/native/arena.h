@@ -104,7 +104,7 @@ struct ArenaCounters {
   int64_t dynamic_missed = 0; // or no idle space of its group was large enough
   int64_t without_gradients = 0; // or it is a validation's or the like, and nothing idle was large enough
   int64_t native_bytes = 0; // of all four
-  int64_t elsewhere = 0; // likewise, of threads that do not train
+  int64_t elsewhere = 0; // likewise, of threads that do not train, and of passes that are withheld
   int64_t written_freed = 0; // blocks that were written to after they were given back,
   int64_t written_beyond = 0; // or past their end
   int64_t reserved_bytes = 0; // now, with what is still in use of earlier plans

@@ -87,10 +87,7 @@ void add_flow(py::module_& module) {
           "rows",
           [](const Region& region) { return region.policy->rows; },
           [](Region& region, double rows) { region.change([&](Policy& changed) { changed.rows = rows; }); })
-      .def_property(
-          "planned_from",
-          [](const Region& region) { return std::const_pointer_cast<Tape>(region.planned_from); },
-          [](Region& region, const std::shared_ptr<Tape>& tape) { region.planned_from = tape; })
+      .def_readwrite("planned_from", &Region::planned_from)
       .def_property_readonly("last", [](const Region& region) { return std::const_pointer_cast<Tape>(region.last); })
       .def_readwrite("forward_bytes", &Region::forward_bytes)
       .def_readwrite("swaps_input", &Region::swaps_input)
@@ -146,7 +143,8 @@ void add_tape(py::module_& module) {
       .def("record", [](const Tape& tape, size_t index) { return described(tape.records.at(index)); })
       .def_readonly("given", &Tape::given)
       .def_readonly("nbytes", &Tape::nbytes)
-      .def_readonly("opaque", &Tape::opaque);
+      .def_readonly("opaque", &Tape::opaque)
+      .def_property_readonly("fingerprint", &Tape::fingerprint);
 }
 
 } // namespace

@@ -144,6 +144,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("release", &release);
   module.def("watch", &watch);
   module.def("operator_names", &operator_names);
+  module.def("operator_numbers", &operator_numbers);
   module.def("take_sequence", [] {
     const auto [numbers, count] = take_sequence();
     return py::make_tuple(bytes_of(numbers), count);
@@ -180,8 +181,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const py::gil_scoped_release released;
     the_arena()->close();
   });
-  module.def("begin_arena_step", [] {
+  module.def("begin_arena_step", [](int32_t withheld) {
     the_arena()->begin_step();
+    withhold(withheld);
     serve(true);
   });
   module.def("end_arena_step", [] { serve(false); });

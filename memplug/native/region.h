@@ -83,7 +83,7 @@ struct Region {
 
   std::string kind; // the name of its class
   std::shared_ptr<const Policy> policy = std::make_shared<Policy>();
-  std::shared_ptr<const Tape> planned_from; // the tape that the plan was made from
+  std::optional<uint64_t> planned_from; // fingerprint of the tape that the plan was made from
   std::shared_ptr<const Tape> last; // of its last forward that was not opaque
   std::shared_ptr<const Decisions> decisions; // of its last recompute pass, for the next
   std::optional<int64_t> forward_bytes; // that one forward sends to the host by the plan

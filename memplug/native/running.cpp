@@ -168,7 +168,7 @@ void Running::over() {
   region->repeats = forward.followed() != nullptr;
   if (!is_opaque) {
     flow->keep(*region, tape);
-    flow->strayed += tape != region->planned_from ? 1 : 0;
+    flow->strayed += tape->fingerprint() != region->planned_from ? 1 : 0;
   } else if (!(region->opaque && region->seen)) {
     executor_.attr("note_opaque")(region_object_, forward.opaque());
   }

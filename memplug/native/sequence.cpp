@@ -42,6 +42,15 @@ class Names {
     return UNNAMED;
   }
 
+  std::vector<int32_t> numbers(const std::vector<std::string>& texts) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::vector<int32_t> found;
+    for (const std::string& text : texts) {
+      found.push_back(number_of(text));
+    }
+    return found;
+  }
+
   std::vector<std::string> all() {
     const std::lock_guard<std::mutex> lock(mutex);
     return of_number_;
@@ -67,20 +76,25 @@ class Names {
       return NOT_AN_OPERATOR;
     }
     const std::lock_guard<std::mutex> lock(mutex);
-    const std::string text = name->overload_name.empty() ? name->name : name->name + "." + name->overload_name;
-    const auto [found, fresh] = by_text_.emplace(text, static_cast<int32_t>(of_number_.size()));
-    if (fresh) {
-      of_number_.push_back(text);
-    }
+    const int32_t number =
+        number_of(name->overload_name.empty() ? name->name : name->name + "." + name->overload_name);
     for (size_t i = slot(key), tried = 0; tried < PROBES; i = (i + 1) % NAMES, ++tried) {
       const char* taken = table_[i].key.load(std::memory_order_relaxed);
       if (taken == nullptr) {
-        table_[i].number = found->second;
+        table_[i].number = number;
         table_[i].key.store(key, std::memory_order_release);
       }
       if (taken == nullptr || taken == key) {
         break;
       }
+    }
+    return number;
+  }
+
+  int32_t number_of(const std::string& text) {
+    const auto [found, fresh] = by_text_.emplace(text, static_cast<int32_t>(of_number_.size()));
+    if (fresh) {
+      of_number_.push_back(text);
     }
     return found->second;
   }
@@ -311,6 +325,10 @@ std::pair<std::vector<int32_t>, int64_t> take_sequence() {
 
 std::vector<std::string> operator_names() {
   return names().all();
+}
+
+std::vector<int32_t> operator_numbers(const std::vector<std::string>& texts) {
+  return names().numbers(texts);
 }
 
 void begin_records(Detail level, int32_t device_type) {

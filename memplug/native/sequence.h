@@ -56,6 +56,9 @@ void watch(bool on);
 std::pair<std::vector<int32_t>, int64_t> take_sequence();
 std::vector<std::string> operator_names();
 
+// The numbers of operators of these names, given to those that have none yet.
+std::vector<int32_t> operator_numbers(const std::vector<std::string>& names);
+
 // Watch, and note more of each operator from now on until `end_records`, after which nothing is watched; `device_type` of the storages (c10::DeviceType).
 void begin_records(Detail detail, int32_t device_type);
 Records end_records();

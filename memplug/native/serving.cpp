@@ -16,6 +16,7 @@ namespace memplug {
 namespace {
 
 std::atomic<bool> on{false};
+std::atomic<int32_t> withheld{0}; // passes, a bit each
 std::atomic<Arena*> arena{nullptr};
 
 // Every arena of the process, of which the last one that was opened serves. Never destroyed: blocks may be given back
@@ -80,6 +81,10 @@ void serve(bool wanted) {
   on = wanted;
 }
 
+void withhold(int32_t passes) {
+  withheld = passes;
+}
+
 void* serve_request(size_t nbytes, Stream stream) {
   Arena& a = *the_arena();
   if (!trains()) {
@@ -87,6 +92,10 @@ void* serve_request(size_t nbytes, Stream stream) {
     return nullptr;
   }
   Place place = here();
+  if (withheld.load(std::memory_order_relaxed) >> place.pass & 1) {
+    a.elsewhere(nbytes);
+    return nullptr;
+  }
   if (place.pass == OTHER) { // told apart by what came before
     place.micro_batch = last_forward();
   }

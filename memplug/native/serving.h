@@ -25,6 +25,9 @@ Arena* arena_of(const void* pointer);
 bool serving();
 void serve(bool on);
 
+// From the next `serve(true)` on, requests of these passes, a bit each, are the native allocator's.
+void withhold(int32_t passes);
+
 // Memory for a request of the calling thread, null: the native allocator's.
 void* serve_request(size_t nbytes, Stream stream);
 

@@ -18,6 +18,41 @@ bool has_tensors(const c10::IValue& value) {
   return found;
 }
 
+// FNV-1a.
+class Hash {
+ public:
+  void add(uint64_t number) {
+    for (int shift = 0; shift < 64; shift += 8) {
+      value_ = (value_ ^ (number >> shift & 0xFF)) * 0x100000001B3ull;
+    }
+  }
+  void add(const std::string& text) {
+    add(text.size());
+    for (const char letter : text) {
+      value_ = (value_ ^ static_cast<unsigned char>(letter)) * 0x100000001B3ull;
+    }
+  }
+  void add(const Use& use) {
+    const Geometry& geometry = use.geometry;
+    for (const int64_t number :
+         {int64_t{use.path.position}, int64_t{use.path.element}, int64_t{use.path.inner}, int64_t{use.storage},
+          geometry.offset, int64_t{static_cast<int8_t>(geometry.dtype)}, int64_t{geometry.conj}, int64_t{geometry.neg},
+          static_cast<int64_t>(geometry.size.size())}) {
+      add(static_cast<uint64_t>(number));
+    }
+    for (size_t i = 0; i < geometry.size.size(); ++i) {
+      add(static_cast<uint64_t>(geometry.size[i]));
+      add(static_cast<uint64_t>(geometry.stride[i]));
+    }
+  }
+  uint64_t value() const {
+    return value_;
+  }
+
+ private:
+  uint64_t value_ = 0xCBF29CE484222325ull;
+};
+
 bool same_number(const at::Tensor& one, const at::Tensor& other) {
   if (!one.defined() || !other.defined()) {
     return one.defined() == other.defined();
@@ -151,6 +186,34 @@ int64_t Tape::sole_maker_of(size_t index) const {
     }
   }
   return -1;
+}
+
+uint64_t Tape::fingerprint() const {
+  if (counted) {
+    return *counted;
+  }
+  Hash hash;
+  const auto add_uses = [&](const std::vector<Use>& uses) {
+    hash.add(uses.size());
+    for (const Use& use : uses) {
+      hash.add(use);
+    }
+  };
+  for (const Record& record : records) {
+    hash.add(record.op->name);
+    hash.add(static_cast<uint64_t>(record.form) << 2 | record.root << 1 | record.draws);
+    add_uses(record.inputs);
+    add_uses(record.outputs);
+  }
+  for (const Save& save : saves) {
+    hash.add(save.use);
+    hash.add(save.after);
+  }
+  for (size_t storage = 0; storage < nbytes.size(); ++storage) {
+    hash.add(static_cast<uint64_t>(nbytes[storage]) << 1 | given[storage]);
+  }
+  counted = hash.value();
+  return *counted;
 }
 
 bool Tape::begins_as(const Tape& other, size_t count, size_t saved) const {

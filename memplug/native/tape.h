@@ -7,6 +7,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "operators.h"
@@ -99,8 +100,14 @@ struct Tape {
   // a pass that substitutes the result need not run either. Else -1.
   int64_t sole_maker_of(size_t index) const;
 
+  // Names the operators, and the storages and layouts of what they use: the same in every process. Their numbers and flags
+  // are not part of it. Counted once.
+  uint64_t fingerprint() const;
+
   // Whether the first operators and saved tensors are the other's.
   bool begins_as(const Tape& other, size_t records, size_t saves) const;
+
+  mutable std::optional<uint64_t> counted; // `fingerprint`, guarded by Python's lock
 };
 
 // Whether two arguments without tensors are the same.

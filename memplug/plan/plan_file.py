@@ -1,7 +1,8 @@
-"""Memory plans as files: one JSON object, written whole or not at all, refused with a reason when it was changed.
+"""Plans as files: one JSON object, written whole or not at all, refused with a reason when it was changed.
 
 Its first line has the format and a digest of all that follows. Then comes what a person reads: planner, heights,
-predictions, fingerprint, phases, layers and dynamic spaces; and then the table of the requests, one line a column.
+predictions, fingerprint, decisions, phases, layers and dynamic spaces; and then the table of the requests, one line a
+column.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from memplug.errors import LayoutError
 from memplug.files import opened, write_whole
 from memplug.plan.layout.problem import BUFFER, ORDERING, Problem, Solution
-from memplug.plan.schema import FORMAT, DynamicSpace, MemoryPlan, Predictions
+from memplug.plan.schema import FORMAT, DynamicSpace, MemoryPlan, Predictions, Training
 from memplug.profile.records import Fingerprint, Layer, Pass, Phase
 
 _FIRST_LINE = re.compile(rb'\{"memplug_plan": ([0-9]{1,9}), "sha256": "([0-9a-f]{64})",\n')
@@ -53,6 +54,7 @@ class _Head(BaseModel):
     requests: int = Field(ge=0)
     predictions: Predictions
     fingerprint: Fingerprint
+    training: Training | None
     phases: tuple[_Phase, ...]
     layers: tuple[Layer, ...]
     dynamic: tuple[DynamicSpace, ...]
@@ -132,6 +134,7 @@ def _members(plan: MemoryPlan) -> Iterator[str]:
         "fingerprint": asdict(problem.fingerprint),
     }
     yield from (f'"{name}": {_json(value)}' for name, value in members.items())
+    yield from _training(plan.training)
     lists = {
         "phases": [{"kind": phase.kind.name.lower(), "micro_batch": phase.micro_batch} for phase in problem.phases],
         "layers": [asdict(layer) for layer in problem.layers],
@@ -146,14 +149,28 @@ def _members(plan: MemoryPlan) -> Iterator[str]:
         yield f'"{table}": {{{_lines(lines)}}}'
 
 
+def _training(training: Training | None) -> Iterator[str]:
+    """The members that say what a run goes on from; null where it is none, or nothing was decided."""
+    parts = asdict(training) if training is not None else {"policy": None}
+    policy = parts.pop("policy") or {"settings": {}}
+    settings = policy.pop("settings")
+    yield f'"training": {_json(parts or None)}'
+    yield f'"decisions": {_json(policy or None)}'
+    yield f'"regions": {{{_lines((f"{_json(name)}: {_json(setting)}" for name, setting in settings.items()), "  ")}}}'
+
+
 def _lines(parts: Iterable[str], indent: str = "") -> str:
     joined = f",\n{indent}".join(parts)
     return f"\n{indent}{joined}\n" if joined else ""
 
 
 def _json(value: Any) -> str:
-    # Planners compute with numpy, and its numbers are as good.
-    return json.dumps(value, allow_nan=False, default=lambda number: number.item())
+    return json.dumps(value, allow_nan=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Planners compute with numpy, whose numbers are as good; sets are lists in JSON."""
+    return sorted(value) if isinstance(value, frozenset) else value.item()
 
 
 def _column_text(column: np.ndarray) -> str:
@@ -182,6 +199,9 @@ def _document(file: BinaryIO) -> dict[str, Any]:
 
 def _plan(document: dict[str, Any]) -> MemoryPlan:
     buffers, orderings = document.pop("buffers"), document.pop("orderings")
+    decisions, regions = document.pop("decisions"), document.pop("regions")
+    if document["training"] is not None:
+        document["training"]["policy"] = decisions and {**decisions, "settings": regions}
     head = _Head.model_validate_json(json.dumps(document))
     problem = Problem(
         buffers=_table(buffers, BUFFER, head.requests),
@@ -203,7 +223,13 @@ def _plan(document: dict[str, Any]) -> MemoryPlan:
         seconds=head.seconds,
         timed_out=head.timed_out,
     )
-    return MemoryPlan(problem=problem, solution=solution, dynamic=head.dynamic, predictions=head.predictions)
+    return MemoryPlan(
+        problem=problem,
+        solution=solution,
+        dynamic=head.dynamic,
+        predictions=head.predictions,
+        training=head.training,
+    )
 
 
 def _table(columns: dict[str, Any], dtype: np.dtype, rows: int) -> np.ndarray:

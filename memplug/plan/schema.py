@@ -1,12 +1,13 @@
-"""A memory plan: the addresses of a training step's requests, what dynamic ones may reuse, and what to expect of it."""
+"""A plan of one program on one rank: its decisions, the addresses of its requests, and what to expect of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from memplug.plan.layout.problem import Problem, Solution, fragmentation
+from memplug.plan.policy import Policy
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files that `plan_file.save` writes."""
 
 
@@ -59,21 +60,62 @@ class Predictions:
     fragmentation: float
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MemoryPlan:
-    """Everything that the arena needs of one rank's step.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedProgram:
+    """The step that decisions were made from, which a later run's first step is compared with.
 
     Attributes:
-        problem: the planned requests, with the fingerprint of what was recorded.
+        names: of operators.
+        operators: of the step, in order, as indices into `names`; None where they were not watched.
+        sizes, nodes, unseen: see `memplug.profile.similarity.Program`.
+    """
+
+    names: tuple[str, ...]
+    operators: tuple[int, ...] | None
+    sizes: tuple[tuple[int, ...], ...]
+    nodes: int
+    unseen: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What a run goes on from.
+
+    Attributes:
+        run: that made the plan; later ones sort behind earlier ones.
+        index: of the program among those of its run, in the order in which they came.
+        program: None where steps are not compared: nothing is planned but addresses.
+        policy: the decisions; None likewise.
+        gradients_stay: parameters keep their gradients' memory from step to step.
+        d2h_bytes_per_s, h2d_bytes_per_s: of the link that the decisions were made for; 0 without any.
+    """
+
+    run: str
+    index: int
+    program: PlannedProgram | None
+    policy: Policy | None
+    gradients_stay: bool
+    d2h_bytes_per_s: float = 0.0
+    h2d_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MemoryPlan:
+    """All that memplug does in one rank's step.
+
+    Attributes:
+        problem: the planned requests, with the fingerprint of what was recorded; none where no arena served it.
         solution: their offsets.
         dynamic: one for each group of requests whose sizes are known only at run time.
         predictions: see there.
+        training: of a plan that was made while training; None: of `memplug plan`, which plans addresses alone.
     """
 
     problem: Problem
     solution: Solution
     dynamic: tuple[DynamicSpace, ...]
     predictions: Predictions
+    training: Training | None = None
 
 
 def memory_plan(

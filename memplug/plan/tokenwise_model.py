@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,29 +175,6 @@ class TokenwisePlan:
     """Kept outputs."""
     bound: Bound
     """The fullest budget where swapping more could still spare recompute, or the link stalls; none: neither is so."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
-        raw = asdict(self)
-        for region in raw["regions"].values():
-            region["groups"] = [
-                group | {name: sorted(group[name]) for name in ("keep", "runs")} for group in region["groups"]
-            ]
-        return raw
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> TokenwisePlan:
-        """The plan that `to_dict` wrote, also after a passage through JSON."""
-        return cls(**(raw | {"regions": {key: _region_plan(region) for key, region in raw["regions"].items()}}))
-
-
-def _region_plan(raw: dict[str, Any]) -> RegionPlan:
-    groups = []
-    for group in raw["groups"]:
-        fractions = {int(index): fraction for index, fraction in group["fractions"].items()}
-        sets = {name: frozenset(group[name]) for name in ("keep", "runs")}
-        groups.append(Group(**(group | sets | {"fractions": fractions})))
-    return RegionPlan(**(raw | {"groups": tuple(groups)}))
 
 
 def needed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -109,6 +109,8 @@ class Fingerprint:
         rank, world_size: of the process.
         device: its name.
         versions: package and version, sorted.
+        layout: how the job is split over its ranks, name and number, sorted: ("zero_stage", 2).
+        block: what the "memplug" block asks for, in a digest.
     """
 
     model: str = ""
@@ -119,7 +121,32 @@ class Fingerprint:
     world_size: int = 1
     device: str = ""
     versions: tuple[tuple[str, str], ...] = ()
+    layout: tuple[tuple[str, int], ...] = ()
+    block: str = ""
+
+    @property
+    def job(self) -> Fingerprint:
+        """Without what only a step shows, and the rank: the same for ranks that run the same layers."""
+        return replace(self, inputs=(), rank=0)
+
+    def changes(self, later: Fingerprint) -> list[str]:
+        """How a later job differs, for people; ranks and inputs are not compared."""
+        found = [
+            f"{name.replace('_', ' ')} {_shown(before)}, now {_shown(now)}"
+            for name, before in asdict(self.job).items()
+            if (now := getattr(later.job, name)) != before and name not in ("layers", "block")
+        ]
+        if self.layers != later.layers:
+            found.append("other layers")
+        if self.block != later.block:
+            found.append('another "memplug" block')
+        return found
 
     def digest(self) -> str:
         """Twelve hexadecimal digits, the same in every process."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _shown(value: object) -> str:
+    pairs = isinstance(value, tuple)
+    return ", ".join(f"{name} {which}" for name, which in value) or "none" if pairs else str(value)

@@ -16,6 +16,7 @@ from memplug import report
 from memplug.config import MemplugConfig
 from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
+from memplug.plan.policy import Policy
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program, difference
 from memplug.stages import planning
@@ -44,7 +45,7 @@ class Lasting:
     """A program under a policy, equal only to the very same ones; None: nothing is compared, or planned."""
 
     program: Remembered | None
-    policy: planning.Policy | None
+    policy: Policy | None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Lasting) and self.program is other.program and self.policy is other.policy
@@ -82,7 +83,7 @@ class Adjuster:
         self.config, self.regions, self.executor, self.stage = config, regions, executor, stage
         self.observer = planning.Observer(executor.min_offload_bytes)
         self.programs = Programs(config.profiler.length_tolerance, config.profiler.cosine_similarity)
-        self.policy: planning.Policy | None = None
+        self.policy: Policy | None = None
         self.history: collections.deque[tuple[int, Stage, int, str]] = collections.deque(maxlen=LONGEST_HISTORY)
         self.replans = 0
         self._step_peak = step_peak
@@ -90,16 +91,34 @@ class Adjuster:
         self._room = Room(config, executor.device, ranks)
         self._search: Search | None = None
         self._ballot: _Ballot | None = None
-        self._passing: tuple[Remembered, planning.Policy] | None = None
+        self._passing: tuple[Remembered, Policy] | None = None
         self._step = 0
         self._similar_steps = 0  # Algorithm 1's StableStep
         self._changes = 0  # since the last stable stage
+        self._confirmed = True  # False: it goes on from an earlier run's plan, and no step has shown the program yet
+
+    def resume(self, known: Sequence[tuple[Program, Policy]], source: str) -> list[Lasting]:
+        """Go on from what an earlier run kept, before the first step: stable from here on, as long as that step is of
+        the first of these programs. Called by all ranks, with as many.
+
+        Args:
+            known: programs, each with its policy.
+            source: of the first one, for people.
+        """
+        for program, policy in known:
+            self.programs.remember(program).policy = policy
+        remembered = list(self.programs)
+        self.stage, self._confirmed = Stage.STABLE, False
+        self._run(remembered[0], remembered[0].policy)
+        self._note(Stage.WARM_UP, f"{report.planned(self.policy.solution)}, as an earlier run kept it in {source}")
+        return [Lasting(each, each.policy) for each in remembered]
 
     def end_step(self, step: int, program: Program) -> None:
         """Step number `step`, from 1, is over on every rank; this is what it ran on this one.
 
         In stable the vote on a step is read a step later, so that training never waits for it (with one process there
-        is nothing to wait for, and it is read as late). Where it tells of another program, the latest step is voted on
+        is nothing to wait for, and it is read as late); but at once on the first step of a run that goes on from an
+        earlier one's plan. Where it tells of another program, the latest step is voted on
         at once: a program that came and went in a single step is gone before anything was changed for it.
         """
         self._step = step
@@ -108,7 +127,9 @@ class Adjuster:
         elif self._room.is_short(self.policy):
             self._plan_anew(program)
             return
-        if self.stage is Stage.STABLE:
+        if not self._confirmed:
+            self._confirmed = True
+        elif self.stage is Stage.STABLE:
             earlier, self._ballot = self._ballot, None
             if earlier is None or self._follow(earlier) is Event.STEADY:
                 self._ballot = self._call(program)
@@ -222,7 +243,7 @@ class Adjuster:
             )
         self._note(Stage.GEN_POLICY, "; ".join(filter(None, [report.planned(search.policy.solution), search.outcome])))
 
-    def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, planning.Policy] | None) -> None:
+    def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Policy] | None) -> None:
         """To stable, on the plan that the program has already."""
         if passing is not None:
             passed, policy = passing  # it came and went under this plan, and did no harm
@@ -256,7 +277,7 @@ class Adjuster:
             return "another rank's step differs from those before"
         return difference(program, current.baseline)
 
-    def _run(self, program: Remembered, policy: planning.Policy | None) -> None:
+    def _run(self, program: Remembered, policy: Policy | None) -> None:
         """Make a program the current one, and run the regions by its policy."""
         if self._search is not None:
             self._search.stop()

@@ -71,6 +71,16 @@ def device_room_bytes(config: MemplugConfig, device: Device, observed_peak_bytes
     return max(0, int(budget_bytes - reserved_bytes))
 
 
+def device_bytes(config: MemplugConfig, device: Device) -> int | None:
+    """The most that a plan's step may have in use on the device; None: on the CPU, whose memory is the host's."""
+    if device.kind != "cuda":
+        return None
+    asked, which = config.device_budget_gib, device.torch_device
+    free_bytes, _ = torch.cuda.mem_get_info(which)
+    ours_bytes = free_bytes + torch.cuda.memory_reserved(which)
+    return int(ours_bytes * DEVICE_SHARE if asked == "auto" else min(asked * GIB, ours_bytes))
+
+
 def has_room_for_buffers(device: Device, more_bytes: int) -> bool:
     """Whether the device has room for so many more bytes than the run has needed so far, all within `DEVICE_SHARE` of
     what other processes leave. What the steps so far fetched without rounding buffers counts as well: rather none than

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from memplug.execute.region import Region
-from memplug.stages.planning import Policy
+from memplug.plan.policy import Policy
 
 log = logging.getLogger("memplug")
 

@@ -7,8 +7,7 @@ operator. Its tapes become the planner's regions; the planner's groups become ea
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from math import ceil
 from statistics import fmean, median
 from typing import Any
@@ -16,28 +15,15 @@ from typing import Any
 from memplug.execute import operators
 from memplug.execute.host_pool import ALIGNMENT_BYTES
 from memplug.execute.operators import Kind
-from memplug.execute.region import Region, Setting
+from memplug.execute.region import Region
 from memplug.execute.tape import Form, Record, Tape
 from memplug.execute.tokenwise import Executor
 from memplug.plan import tokenwise as plan
+from memplug.plan.policy import Decision, Policy, Setting
 from memplug.plan.tokenwise_model import part_bytes
 from memplug.stages import host_time
 
 Seconds = Callable[[Any, Any], float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """How to run one program: a plan, and what it sets on each region, by name."""
-
-    solution: plan.TokenwisePlan
-    settings: Mapping[str, Setting]
-    frame_bytes: int = 0
-    """Of the region that swaps the most: what its tensors take on the device when they come back, at most."""
-    peak_bytes: int | None = None
-    """Predicted largest allocation total of the device, without rounding buffers."""
-    full_recomputation_s: float | None = None
-    """Predicted time of all regions in a step that recomputes everything."""
 
 
 class Observer:
@@ -181,8 +167,8 @@ def policy_of(
                 given_bytes = observer.given_bytes[region.name]
                 settings[region.name] = Setting(key, plain_bytes=given_bytes)
                 continue
-            captured = {i: (tape.records[i].func, fraction, False) for i, fraction in group.fractions.items()}
-            captured.update({i: (tape.records[i].func, 1.0, True) for i in group.keep})
+            captured = {i: Decision(_name_of(tape, i), fraction) for i, fraction in group.fractions.items()}
+            captured.update({i: Decision(_name_of(tape, i), 1.0, keep=True) for i in group.keep})
             input_bytes = observer.input_bytes[region.name] if solution.inputs_swapped else 0
             frame_bytes = max(frame_bytes, _frame_bytes(tape, group, observer, region.name))
             settings[region.name] = Setting(
@@ -191,7 +177,7 @@ def policy_of(
                 captured,
                 solution.inputs_swapped,
                 input_bytes + _swapped_bytes(tape, group),
-                tape.native,
+                tape.native.fingerprint,
             )
     peak_bytes = None if observed_peak_bytes is None else observed_peak_bytes + solution.device_bytes
     return Policy(
@@ -201,6 +187,12 @@ def policy_of(
         peak_bytes=peak_bytes,
         full_recomputation_s=full_recomputation_s,
     )
+
+
+def _name_of(tape: Tape, index: int) -> str:
+    """As the native core calls an operator."""
+    schema = tape.records[index].func._schema
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
 
 
 def _swapped_bytes(tape: Tape, group: plan.Group) -> int:

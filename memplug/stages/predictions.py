@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 
 from memplug.execute.tokenwise import Executor
+from memplug.plan.policy import Policy
 from memplug.profile.similarity import Program
-from memplug.stages.planning import Policy
 
 log = logging.getLogger("memplug")
 

@@ -8,12 +8,13 @@ others with it: no program is left that all of them see.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from memplug.profile.similarity import Program, similar
 
 if TYPE_CHECKING:
-    from memplug.stages.planning import Policy
+    from memplug.plan.policy import Policy
 
 MOST_PROGRAMS = 32
 """Remembered at a time, so that a vote is one number. More sequence lengths than that are not worth a plan each."""
@@ -54,6 +55,9 @@ class Programs:
         self._all: list[Remembered] = []
         self._by_age: list[Remembered] = []  # the least recently current first
         self._voted: tuple[Program, int] | None = None
+
+    def __iter__(self) -> Iterator[Remembered]:
+        return iter(self._all)
 
     def __len__(self) -> int:
         return len(self._all)

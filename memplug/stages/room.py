@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from memplug.config import MemplugConfig
 from memplug.execute.device import Device
+from memplug.plan.policy import Policy
 from memplug.stages import budgets
-from memplug.stages.planning import Policy
 from memplug.stages.ranks import Ranks
 
 

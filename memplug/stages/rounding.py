@@ -13,9 +13,9 @@ import logging
 import torch
 
 from memplug.execute.tokenwise import Executor
+from memplug.plan.policy import Policy
 from memplug.show.words import size
 from memplug.stages import budgets
-from memplug.stages.planning import Policy
 
 log = logging.getLogger("memplug")
 

@@ -16,6 +16,7 @@ from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
 from memplug.plan import plain
 from memplug.plan import tokenwise as plan
+from memplug.plan.policy import Policy
 from memplug.stages import budgets, candidates, planning
 
 log = logging.getLogger("memplug")
@@ -80,11 +81,11 @@ class Search:
     ):
         self.keeps = keeps
         self.regions, self.executor, self.observer, self.config = regions, executor, observer, config
-        self.policy: planning.Policy | None = None
+        self.policy: Policy | None = None
         self.outcome = ""
         self.fits = True
         self._gather, self._step_peak = gather, step_peak
-        self._policies: list[planning.Policy] = []
+        self._policies: list[Policy] = []
         self._trials: list[Trial] = []
         self._refused = 0
         self._begun = 0.0

@@ -1,8 +1,12 @@
-"""When the arena serves, and from which plan: one for each program, made from a step that was recorded of it.
+"""When the arena serves, and from which plan: one for each program, made from a step that was recorded of it, or kept
+by an earlier run.
 
-waiting ──the program repeats──► recording ──planned, judged, reserved──► serving
+waiting ──the program repeats──► recording ──planned, judged, reserved──► serving ◄── a run goes on from a plan
    ▲                                  ▲                                      │
    └──── another program ─────────────┴──── too many requests not served ────┘
+
+The first step of a run makes what lasts: the optimizer's state, and gradients where they stay from step to step. A plan
+that is older knows nothing of them, so that those passes of that step are left to the native allocator.
 """
 
 from __future__ import annotations
@@ -10,19 +14,18 @@ from __future__ import annotations
 import collections
 import enum
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from memplug.block import ArenaConfig
 from memplug.errors import ArenaError, LayoutError
 from memplug.execute.arena import MARGIN_BYTES, Arena, Counters, Tables
-from memplug.plan import plan_file, replay
+from memplug.plan import replay
 from memplug.plan.layout import auto, dynamic
 from memplug.plan.layout.from_trace import last_step, problem_of
-from memplug.plan.layout.problem import Problem
+from memplug.plan.layout.problem import Problem, Solution
 from memplug.plan.schema import MemoryPlan
 from memplug.profile.trace import Pass, Trace
 from memplug.show.words import size
@@ -53,9 +56,8 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What a program is served by, and the step that it was planned from."""
+    """What a program is served by."""
 
-    step: Trace
     plan: MemoryPlan
     tables: Tables
     amendments: int
@@ -67,7 +69,6 @@ class Serving:
     Args:
         config: the block's section.
         arena: of the device that trains.
-        folder: that plans are kept in; None: they are not.
         warmup_steps: of a program, before it is recorded.
         tell: the user, in one line of a level of logging.
 
@@ -83,7 +84,6 @@ class Serving:
         self,
         config: ArenaConfig,
         arena: Arena,
-        folder: Path | None,
         warmup_steps: int,
         tell: Callable[[str, int], None],
     ):
@@ -91,7 +91,7 @@ class Serving:
         self.plan: MemoryPlan | None = None
         self.plans = 0
         self.step = Counters()
-        self._config, self._arena, self._folder = config, arena, folder
+        self._config, self._arena = config, arena
         self._warmup_steps, self._tell = warmup_steps, tell
         self._known: collections.OrderedDict[Hashable, _Known] = collections.OrderedDict()
         self._program: Hashable = None
@@ -100,6 +100,26 @@ class Serving:
         self._mismatched_steps = 0
         self._patience = 1  # steps of the program until there may be a new plan; doubles with each
         self._beginning = self._before = arena.counters()  # there may have been another session
+        self._withheld: tuple[Pass, ...] = ()  # of the first step
+
+    def resume(self, plans: Mapping[Hashable, MemoryPlan], program: Hashable, source: str) -> None:
+        """Serve by plans that an earlier run kept, from the next step on.
+
+        Args:
+            plans: by program.
+            program: to begin with.
+            source: of the plans, for people.
+        """
+        for each, plan in plans.items():
+            self._known[each] = _Known(plan, tables_of(plan), 0)
+        self._program = program
+        training = plans[program].training
+        self._withheld = (Pass.OPTIMIZER, Pass.BACKWARD) if training.gradients_stay else (Pass.OPTIMIZER,)
+        self._serve(self._known[program], logging.INFO, source)
+
+    def turn_away(self) -> None:
+        """The step that begins is not of the program that was expected: serve it nothing."""
+        self._enter(None)
 
     @property
     def records(self) -> bool:
@@ -129,6 +149,7 @@ class Serving:
         counters = self._arena.counters()
         self.step, self._before = _difference(counters, self._before), counters
         self._check(self.step)
+        first, self._withheld = bool(self._withheld), ()
         if self.state is State.OFF:
             return
         if program != self._program:
@@ -138,6 +159,8 @@ class Serving:
             self.state = State.RECORDING
         elif self.state is State.RECORDING and trace is not None:
             self._take(trace)
+        elif first:
+            pass  # it made what lasts, and says nothing of those that follow
         elif self.state is State.SERVING and not self._amend() and self._departs():
             self._tell(f"arena: {self._departure()}: a new plan is made", logging.INFO)
             self.state = State.RECORDING
@@ -153,7 +176,7 @@ class Serving:
 
     def begin_step(self) -> None:
         """Called just before the next step starts."""
-        self._arena.begin_step()
+        self._arena.begin_step(self._withheld)
 
     def close(self, why: str) -> None:
         """Serve nothing any more."""
@@ -204,7 +227,8 @@ class Serving:
         step = last_step(trace)
         margin_bytes = MARGIN_BYTES if self._config.checks else 0
         # a validation that came in this step may not come in the next: what is idle is lent to it
-        self._plan(step, problem_of(step, margin_bytes=margin_bytes, without_gradients=False), amendments=0)
+        problem = problem_of(step, margin_bytes=margin_bytes, without_gradients=False)
+        self._plan(problem, 0, lambda solution: dynamic.plan_with_spaces(step, problem, solution))
 
     @property
     def _tired(self) -> bool:
@@ -220,43 +244,43 @@ class Serving:
         if not late or strange or known.amendments == MOST_AMENDMENTS:
             return False
         problem = known.plan.problem
-        buffers = problem.buffers.copy()
+        buffers, end = problem.buffers.copy(), int(problem.buffers["upper"].max())
         for row, other in known.tables.rows[np.array(late)]:
             lower, seen = int(buffers["lower"][row]), int(buffers["lower"][other]) + 1
-            upper = min(2 * seen - lower, len(known.step.events))
-            buffers["upper"][row] = max(upper, int(buffers["upper"][row]))
-        self._plan(known.step, replace(problem, buffers=buffers), known.amendments + 1)
+            buffers["upper"][row] = max(min(2 * seen - lower, end), int(buffers["upper"][row]))
+        longer = replace(problem, buffers=buffers)
+        self._plan(
+            longer,
+            known.amendments + 1,
+            lambda solution: dynamic.with_spaces_renewed(known.plan, longer, solution),
+        )
         return True
 
-    def _plan(self, step: Trace, problem: Problem, amendments: int) -> None:
-        """Find addresses, and serve by them."""
-        file = self._folder / f"arena-{step.fingerprint.digest()}.json" if self._folder is not None else None
+    def _plan(self, problem: Problem, amendments: int, complete: Callable[[Solution], MemoryPlan]) -> None:
+        """Find addresses, and serve by them.
+
+        Args:
+            problem: the requests.
+            amendments: to the plan so far.
+            complete: makes the plan of a solution.
+        """
         try:
-            plan = _loaded(file, problem) if file is not None and not amendments else None
-            source = f"reused from {file}"
-            if plan is None:
-                plan = self._made(step, problem, _planning_s(problem, amendments))
-                source = f"planned in {plan.solution.seconds:.1f} s"
-                self.plans += 1
-                if file is not None:
-                    _save(plan, file)
-            known = _Known(step, plan, tables_of(plan), amendments)
+            solution = auto.plan(problem, self._config.planner, time_limit_s=_planning_s(problem, amendments))
+            plan = complete(solution)
+            if findings := replay.judge_plan(plan, problem):
+                raise LayoutError(
+                    f"the judge refuses the plan: {findings[0].message}", "Please report it, with a trace."
+                )
+            known = _Known(plan, tables_of(plan), amendments)
         except LayoutError as error:
             log.warning("memplug: goes on without the arena: %s", error)
             self.close(error.problem)
             return
+        self.plans += 1
         self._known[self._program] = known
         while len(self._known) > MOST_PLANS:
             self._known.popitem(last=False)
-        self._serve(known, logging.DEBUG if amendments else logging.INFO, source)
-
-    def _made(self, step: Trace, problem: Problem, time_limit_s: float) -> MemoryPlan:
-        solution = auto.plan(problem, self._config.planner, time_limit_s=time_limit_s)
-        plan = dynamic.plan_with_spaces(step, problem, solution)
-        findings = replay.judge_plan(plan, problem)
-        if findings:
-            raise LayoutError(f"the judge refuses the plan: {findings[0].message}", "Please report it, with a trace.")
-        return plan
+        self._serve(known, logging.DEBUG if amendments else logging.INFO, f"planned in {solution.seconds:.1f} s")
 
     def _serve(self, known: _Known, level: int, source: str = "remembered") -> None:
         plan = known.plan
@@ -288,32 +312,6 @@ def _planning_s(problem: Problem, amendments: int) -> float:
     """Seconds that training may wait for the plan: what they can save is a share of the arena's bytes."""
     longest_s = AMENDING_S if amendments else auto.TIME_LIMIT_S
     return min(longest_s, max(0.5, problem.lower_bound / PLANNING_BYTES_PER_S))
-
-
-def _loaded(file: Path, problem: Problem) -> MemoryPlan | None:
-    """The plan in a file, if there is one and it is of this very step."""
-    if not file.exists():
-        return None
-    try:
-        plan = plan_file.load(file)
-    except LayoutError as error:
-        log.warning("memplug: arena: a plan that was kept is made again: %s", error.problem)
-        return None
-    if len(plan.problem) == len(problem):  # what other threads ask for shifts the numbers of requests, nothing else
-        plan = replace(plan, problem=replace(plan.problem, ids=problem.ids))
-    findings = replay.judge_plan(plan, problem, same_lifetimes=False)
-    if findings:
-        log.debug("memplug: arena: the plan in %s is made again: %s", file, findings[0].message)
-        return None
-    return plan
-
-
-def _save(plan: MemoryPlan, file: Path) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        plan_file.save(plan, file)
-    except (OSError, LayoutError) as error:  # a full disk must not end the training
-        log.warning("memplug: arena: the plan is not kept: %s", error)
 
 
 def _alike(one: Trace, other: Trace) -> bool:

@@ -8,6 +8,7 @@ planned buffer uses in that time is the group's dynamic reusable space (Eq. 3 to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -59,6 +60,19 @@ def plan_with_spaces(step: Trace, problem: Problem, solution: Solution) -> Memor
     `dynamic_spaces`.
     """
     return memory_plan(problem, solution, dynamic_spaces(step, problem, solution), dynamic_peak_bytes(step))
+
+
+def with_spaces_renewed(plan: MemoryPlan, problem: Problem, solution: Solution) -> MemoryPlan:
+    """The plan with other addresses: its dynamic requests, at the same times, may reuse what these leave idle.
+
+    Args:
+        plan: on the same clock.
+        problem, solution: the new ones.
+    """
+    windows = [(group.lower, group.upper) for group in plan.dynamic]
+    spaces = idle_spaces(problem, solution, windows)
+    dynamic = tuple(replace(group, spaces=of_it) for group, of_it in zip(plan.dynamic, spaces, strict=True))
+    return memory_plan(problem, solution, dynamic, plan.predictions.dynamic_peak_bytes)
 
 
 def dynamic_peak_bytes(step: Trace) -> int:

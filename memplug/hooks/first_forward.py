@@ -1,0 +1,30 @@
+"""The first forward of a run that goes on from an earlier one's plan: its step is served from there on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplug.hooks.places import shapes
+from memplug.session import Session
+
+
+def watch(chunks: Sequence[nn.Module], session: Session) -> None:
+    """Have the session begin its run as the first of these is called with gradients."""
+    removals: list[Callable[[], None]] = []
+
+    @torch.compiler.disable
+    def begin(chunk: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        while removals:
+            removals.pop()()
+        session.begin_run(shapes((*args, *kwargs.values())), chunk, args, kwargs)
+
+    for chunk in chunks:
+        handle = chunk.register_forward_pre_hook(begin, with_kwargs=True)
+        removals.append(handle.remove)
+        session.at_detach(handle.remove)

@@ -1,0 +1,78 @@
+"""What a training job is: the model, its layers, the block, where it runs and how it is split over ranks."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memplug.config import MemplugConfig
+from memplug.profile.records import Fingerprint
+
+PACKAGES = ("deepspeed", "megatron-core", "memplug", "torch", "transformers")  # whose versions a step depends on
+OF_NO_CONSEQUENCE = ("plan_dir", "report")  # of the block
+
+
+def job_of(
+    root: nn.Module,
+    model: nn.Module,
+    layers: Sequence[tuple[str, nn.Module]],
+    device: torch.device,
+    config: MemplugConfig | None = None,
+    layout: Mapping[str, int] | None = None,
+) -> Fingerprint:
+    """The fingerprint of all steps, without their inputs.
+
+    Args:
+        root: what is called.
+        model: all of it.
+        layers: with their qualified names.
+        device: where it trains.
+        config: the block.
+        layout: see `Framework.layout`.
+    """
+    named = ";".join(f"{name}:{type(module).__name__}" for name, module in layers)
+    distributed = dist.is_initialized()
+    cuda = device.type == "cuda"
+    return Fingerprint(
+        model=type(root).__name__,
+        # ZeRO 3 leaves empty tensors, which say how many elements they had
+        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
+        layers=_digest(named),
+        rank=dist.get_rank() if distributed else 0,
+        world_size=dist.get_world_size() if distributed else 1,
+        device=torch.cuda.get_device_name(device) if cuda else f"cpu: {platform.machine()}",
+        versions=_versions(),
+        layout=tuple(sorted((layout or {}).items())),
+        block="" if config is None else _digest(_relevant(config)),
+    )
+
+
+def _relevant(config: MemplugConfig) -> str:
+    block = config.model_dump(mode="json", exclude=set(OF_NO_CONSEQUENCE))
+    return json.dumps(block, sort_keys=True)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    """Of the installed packages; they stay as they are while a process runs, and reading them takes milliseconds."""
+    return tuple((package, metadata.version(package)) for package in PACKAGES if _is_installed(package))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
