@@ -263,8 +263,9 @@ class Session:
         )
 
     def resume(self, job: Fingerprint) -> bool:
-        """Go on from the plans of an earlier run of the job, before the first step; False: there are none. Called by all
-        ranks, after `watch`.
+        """Go on from the plans of an earlier run of the job, before the first step; False: there are none.
+
+        Called by all ranks, after `watch`.
         """
         config, folder = self.config, self.config.plan_dir
         store = PlanStore(Path(folder) if folder else None, job, self._ranks)

@@ -173,7 +173,7 @@ def test_a_plan_that_an_editor_has_formatted_is_still_seen_to_be_one_and_refused
 @pytest.mark.parametrize("version", [0, 1, 17])
 def test_another_format_is_refused_with_both_versions(path, version):
     save(small_plan(), path)
-    path.write_bytes(path.read_bytes().replace(b'"memplug_plan": 2', b'"memplug_plan": %d' % version))
+    path.write_bytes(path.read_bytes().replace(b'"memplug_plan": %d' % FORMAT, b'"memplug_plan": %d' % version))
     with pytest.raises(LayoutError, match=f"format {version}, and this memplug reads format {FORMAT}") as refused:
         load(path)
     assert "newer" in refused.value.advice

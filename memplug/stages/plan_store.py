@@ -1,7 +1,7 @@
 """Plans in a folder, one for each program of a job: a later run of the same job goes on from them at its first step.
 
-A plan is of one rank's program. Ranks that run the same share the file of the lowest of them. All ranks go on from plans
-that were made in the same run, of the same programs, or none does.
+A plan is of one rank's program; where ranks run the same, the file of the lowest of them serves all. All ranks go on
+from plans that were made in one run, of the same programs, or none does.
 """
 
 from __future__ import annotations
