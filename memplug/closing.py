@@ -41,7 +41,7 @@ def _planned(session: Session, report: dict[str, Any]) -> str:
     tokenwise = session.config.tokenwise
     if not tokenwise.enabled or not isinstance(tokenwise.alpha, str):
         return ""
-    if report["replans"]:
+    if report["replans"] or report["planned_steps"]:
         return f"{report['planned_steps']:,} of them planned"
     return f"nothing was planned: {_why_unplanned(session, report)}"
 

@@ -15,19 +15,22 @@ from memplug.errors import MemplugError
 from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
 from memplug.plan.layout.problem import BUFFER, Problem, Solution
-from memplug.plan.policy import Policy, Setting
+from memplug.plan.policy import Learnt, Policy, Setting
 from memplug.plan.schema import MemoryPlan, PlannedProgram, Training, memory_plan
 from memplug.profile.hardware import link_rates
 from memplug.profile.records import Fingerprint
-from memplug.profile.similarity import Program
+from memplug.profile.similarity import Program, similar
 from memplug.recording import Recording
 from memplug.show.words import size
 from memplug.stages import budgets
 from memplug.stages.adjuster import Adjuster, Lasting
 from memplug.stages.plan_store import PlanStore
+from memplug.stages.programs import Remembered
 from memplug.stages.serving import Serving, State
 
 log = logging.getLogger("memplug")
+
+SETTLED_STEPS = 8  # that ran by other addresses than those kept, amended ones, before these are kept instead
 
 _Made = tuple[Lasting, MemoryPlan | None]  # what ran, and the addresses that it was served by
 
@@ -44,7 +47,8 @@ class KeptPlans:
         adjuster: which goes on from plans, and makes them.
 
     Attributes:
-        file: that the run began from; None: it is as a first one.
+        file: that the run goes on from; None: it began as a first one.
+        refused: why there is none; "" where nothing was kept.
     """
 
     def __init__(
@@ -57,17 +61,14 @@ class KeptPlans:
         adjuster: Adjuster,
     ):
         self.file: Path | None = None
+        self.refused = ""
         self._store, self._job, self._config = store, job, config
         self._regions, self._executor, self._adjuster = regions, executor, adjuster
         self._plans: dict[Lasting, MemoryPlan] = {}  # that the run began with
         self._kept: dict[int, _Made] = {}  # by index of the program
+        self._is_first = True  # the step that ends next
         self._made: _Made | None = None
         self._steps = 0  # that ran by it
-
-    @property
-    def refused(self) -> str:
-        """Why the run goes on from no plan, though there are some; "" where there are none, or it does."""
-        return self._store.refused
 
     def resume(self) -> bool:
         """Go on from the plans of an earlier run, before the first step; False: there are none for all ranks. Called by
@@ -75,8 +76,7 @@ class KeptPlans:
         """
         plans = self._store.load(self._unfit)
         if not plans:
-            if self._store.refused:
-                self._adjuster.tell(f"begins as a first run: {self._store.refused}")
+            self._refuse(self._store.refused)
             return False
         self.file = plans[0][0]
         trainings = [plan.training for _, plan in plans]
@@ -84,7 +84,8 @@ class KeptPlans:
             lasting = [Lasting(None, None)]  # nothing tells programs apart
         else:
             known = [(_program_of(training.program), training.policy) for training in trainings]
-            lasting = self._adjuster.resume(known, str(self.file))
+            first = trainings[0].first
+            lasting = self._adjuster.resume(known, str(self.file), first and _program_of(first))
             self._executor.pool.reserve(max(policy.solution.host_bytes for _, policy in known))
         self._plans = {each: plan for each, (_, plan) in zip(lasting, plans, strict=False)}
         self._kept = {_index_of(each): (each, _addresses(plan)) for each, plan in self._plans.items()}
@@ -118,8 +119,8 @@ class KeptPlans:
                 region.set(Setting(region.kind))
 
     def end_step(self, serving: Serving | None, has_arena: bool, recording: Recording | None) -> None:
-        """A step is over: keep the plan that it ran by, once that serves. A rank above 0 waits a step longer, to find
-        what lower ranks have kept.
+        """A step is over: keep the plan that it ran by, once that serves; and where it was amended, once that lasts. A
+        rank above 0 waits a step longer, to find what lower ranks have kept.
 
         Args:
             serving: of the arena; None where there is none yet.
@@ -127,15 +128,26 @@ class KeptPlans:
             recording: of the steps that it was planned from.
         """
         lasting = self._adjuster.lasting
+        if self.file is not None and self._is_first and lasting not in self._plans:
+            self._refuse(f"{self.file} is of another program than the first step's")
+        self._is_first = False
         serves = serving is not None and serving.state is State.SERVING
-        made = None if lasting is None else (lasting, serving.plan if serves else None)
-        if made is None or made == self._kept.get(_index_of(lasting)) or (has_arena and not serves):
-            self._made = None
+        if lasting is None or (has_arena and not serves):
+            self._steps = 0
             return
-        self._steps = self._steps + 1 if made == self._made else 0
+        made, kept = (lasting, serving.plan if serves else None), self._kept.get(_index_of(lasting))
+        is_new = kept is None or kept[0] != lasting
+        self._steps = self._steps + 1 if is_new or made == self._made else 0
         self._made = made
-        if self._steps == min(self._job.rank, 1) + 1:
+        wait = 1 if is_new else SETTLED_STEPS
+        if made != kept and self._steps > wait + min(self._job.rank, 1):
+            self._steps = 0
             self._keep(*made, recording)
+
+    def _refuse(self, why: str) -> None:
+        self.file, self.refused = None, why
+        if why:
+            self._adjuster.tell(f"begins as a first run: {why}")
 
     def _keep(self, lasting: Lasting, memory: MemoryPlan | None, recording: Recording | None) -> None:
         index = _index_of(lasting)
@@ -153,7 +165,11 @@ class KeptPlans:
     def _training(self, index: int, lasting: Lasting, recording: Recording | None) -> Training:
         program, policy, rates = lasting.program, lasting.policy, (0.0, 0.0)
         if policy is not None:
-            settings = {r.name: _learnt(policy.settings[r.name], r) for r in self._regions if r.name in policy.settings}
+            settings = {
+                region.name: _with_learnt(policy.settings[region.name], region)
+                for region in self._regions
+                if region.name in policy.settings
+            }
             policy = replace(policy, settings=settings)
             rates = link_rates(self._executor.device.torch_device)
         return Training(
@@ -161,10 +177,16 @@ class KeptPlans:
             index=index,
             program=program and _planned(program.baseline, recording),
             policy=policy,
+            first=self._first_unlike(program, recording) if program is not None else None,
             gradients_stay=recording is not None and recording.gradients_stay,
             d2h_bytes_per_s=rates[0],
             h2d_bytes_per_s=rates[1],
         )
+
+    def _first_unlike(self, program: Remembered, recording: Recording | None) -> PlannedProgram | None:
+        first, limits = self._adjuster.first, self._adjuster.programs.limits
+        alike = not first.same_sizes(program.baseline) or similar(first, program.baseline, *limits)
+        return None if alike else _planned(first, recording)
 
     def _unfit(self, plan: MemoryPlan) -> str:
         """Why this machine has no room for a plan; "" where it has."""
@@ -189,10 +211,10 @@ def _addresses(plan: MemoryPlan) -> MemoryPlan | None:
     return plan if len(plan.problem) else None
 
 
-def _learnt(setting: Setting, region: Region) -> Setting:
-    """With what the region's forwards have shown under it."""
+def _with_learnt(setting: Setting, region: Region) -> Setting:
     native_region = region.native
-    return replace(setting, communicates=native_region.communicates, offloads_late=native_region.offloads_late)
+    learnt = Learnt(native_region.communicates, native_region.offloads_late, native_region.unneeded)
+    return replace(setting, learnt=learnt)
 
 
 def _planned(program: Program, recording: Recording | None) -> PlannedProgram:

@@ -12,7 +12,7 @@ where the pool of that rank has room for half of what it took in the step before
 or "alpha_of_rank": a number for each, and what is written is the "error" of attaching.
 
 `FOLDER/RANK.pt` gets name -> {"losses": of each micro-batch, on the last pipeline stage, "gradients": of the first
-step, "digests": of all gradients in each step, "report", "shares"}.
+step, "digests": of all gradients in each step, "report", "shares", "served": requests that the arena had bytes for}.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
     forward_backward = get_forward_backward_func()
     same = layout.get("same", False)
     losses: list[float] = []
-    found: dict[str, Any] = {"losses": losses, "digests": [], "shares": []}
+    found: dict[str, Any] = {"losses": losses, "digests": [], "shares": [], "served": []}
 
     def forward_step(batches: Any, module: torch.nn.Module) -> Any:
         tokens = next(batches)
@@ -135,6 +135,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
         if session is not None:
             session.step()
             found["shares"].append(session.executor.share)
+            found["served"].append(session._serving.step.served if session._serving is not None else 0)
     if session is not None:
         found["report"] = session.report()
         found["history"] = [(step, stage.value) for step, stage, _, _ in session.history]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import memplug
-from memplug.plan.policy import Setting
 from memplug.plan import tokenwise as plan
+from memplug.plan.policy import Setting
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Fingerprint, Layer
 from memplug.session import Session

@@ -16,14 +16,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import memplug
 from memplug.errors import ArenaError
-from memplug.plan import plan_file
 from memplug.stages import serving
 from memplug.stages.serving import State
 from tests.serving import ALONE, CHECKED, llama, nothing_leaks, owned, serving_of, train
@@ -236,91 +234,6 @@ def test_without_a_recorder_there_is_no_arena_and_one_warning_says_so(caplog: py
     assert run.report["arena"] == "off"
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert "without the profiler and the arena" in warning and "another model that trains" in warning
-
-
-# -- plans that were kept ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def kept(tmp_path: Path) -> dict[str, Any]:
-    """A block, and in its folder the plan of a training that ended."""
-    block = {**ALONE, "plan_dir": str(tmp_path / "plans")}
-    assert train(block).report["arena_plans"] == 1
-    return block
-
-
-def only_plan(block: dict[str, Any]) -> Path:
-    """The file that there is."""
-    (file,) = Path(block["plan_dir"]).iterdir()
-    return file
-
-
-def test_a_plan_that_was_kept_is_used_again(kept: dict[str, Any]) -> None:
-    content = only_plan(kept).read_bytes()
-    run = train(kept)
-    assert run.losses == train(OFF).losses
-    assert run.report["arena_plans"] == 0 and run.report["arena_served"] > 0 and max(run.mismatched) == 0
-    assert only_plan(kept).read_bytes() == content
-
-
-def test_a_plan_that_was_kept_is_used_again_though_another_thread_asked_for_memory_in_between(
-    kept: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Numbers of requests count those of all threads."""
-    plan = plan_file.load(only_plan(kept))
-    shifted = plan.problem.ids + np.where(np.arange(len(plan.problem)) > 10, 1, 0)
-    plan_file.save(replace(plan, problem=replace(plan.problem, ids=shifted)), only_plan(kept))
-    with caplog.at_level(logging.INFO, "memplug"):
-        run = train(kept)
-    assert run.report["arena_plans"] == 0 and run.report["arena_served"] > 0
-    assert f"reused from {only_plan(kept)}" in caplog.text
-
-
-def truncated(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def edited(file: Path) -> None:
-    file.write_bytes(file.read_bytes().replace(b'"offset": [', b'"offset": [512,', 1))
-
-
-def of_another_model(file: Path) -> None:
-    plan = plan_file.load(file)
-    problem = replace(plan.problem, fingerprint=replace(plan.problem.fingerprint, model="Another"))
-    plan_file.save(replace(plan, problem=problem), file)
-
-
-def of_another_world_size(file: Path) -> None:
-    plan = plan_file.load(file)
-    problem = replace(plan.problem, fingerprint=replace(plan.problem.fingerprint, world_size=8))
-    plan_file.save(replace(plan, problem=problem), file)
-
-
-def of_requests_that_overlap(file: Path) -> None:
-    plan = plan_file.load(file)
-    offsets = plan.solution.offsets.copy()
-    offsets[~plan.problem.buffers["outlives"]] = offsets[~plan.problem.buffers["outlives"]].min()
-    plan_file.save(replace(plan, solution=replace(plan.solution, offsets=offsets)), file)
-
-
-@pytest.mark.parametrize(
-    "spoil", [truncated, edited, of_another_model, of_another_world_size, of_requests_that_overlap]
-)
-def test_a_plan_that_does_not_hold_is_made_again(kept: dict[str, Any], spoil: Any) -> None:
-    file = only_plan(kept)
-    spoil(file)
-    spoilt = file.read_bytes()
-    run = train(kept)
-    assert run.losses == train(OFF).losses
-    assert run.report["arena_plans"] == 1 and run.report["arena_served"] > 0
-    assert only_plan(kept).read_bytes() != spoilt
-    plan_file.load(only_plan(kept))
-
-
-def test_a_plan_of_other_inputs_is_another_file(kept: dict[str, Any]) -> None:
-    run = train(kept, length=lambda step: 24)
-    assert run.report["arena_plans"] == 1
-    assert len(list(Path(kept["plan_dir"]).iterdir())) == 2
 
 
 def test_a_folder_that_cannot_be_written_to_is_said_and_nothing_more(

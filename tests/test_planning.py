@@ -170,7 +170,9 @@ def test_regions_get_their_group_in_the_order_of_the_forward() -> None:
     tape = observed.observer.tapes["layers.0"]
     first, second = tape.records[rows[0]].func, tape.records[rows[1]].func
     for member in observed.regions[:3]:
-        assert member.setting.plan == {rows[0]: Decision(str(first).removesuffix(".default").replace(".", "::", 1), 0.5)}
+        assert member.setting.plan == {
+            rows[0]: Decision(str(first).removesuffix(".default").replace(".", "::", 1), 0.5)
+        }
         assert decided(member, rows[0], first) == (0.5, False)
         assert decided(member, rows[1], second) == (0.0, False)
     assert decided(observed.regions[3], rows[1], second) == (1.0, True)
@@ -217,7 +219,7 @@ def test_a_policy_can_be_taken_back_and_put_again() -> None:
     policy = observed.put(solution_for(region, [group(1, {rows: 0.5}), group(2, {}, keep=(rows,))]))
     run_by = [member.setting for member in observed.regions]
     for member in observed.regions:
-        member.native.leave_out(rows, "aten::mm", "")
+        member.native.leave_out(rows, "aten::mm")
     assert all(member.native.unneeded == {rows: "aten::mm"} for member in observed.regions)
     planning.put(None, observed.regions)
     assert [(each.setting, each.native.unneeded) for each in observed.regions] == [(Setting("Block"), {})] * 3

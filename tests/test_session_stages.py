@@ -124,7 +124,7 @@ def test_after_a_change_regions_run_at_the_safest_setting_until_there_is_a_plan(
     with led(warmup_steps=3) as run:
         run.reach_stable(6)
         for region in run.session.regions:
-            region.native.leave_out(0, "aten::mm", "")  # learnt from the first program
+            region.native.leave_out(0, "aten::mm")  # learnt from the first program
         run.step(9, times=2)
         assert run.session.stage is WARM_UP and is_safest(run.session)
         assert all(region.native.unneeded == {} for region in run.session.regions)

@@ -277,7 +277,7 @@ def test_a_fingerprint_digests_to_the_same_in_every_process_and_to_another_when_
     assert other.stdout.strip() == fingerprint.digest()
     assert re.fullmatch("[0-9a-f]{12}", fingerprint.digest())
     changes = {"model": "x", "parameters": 8, "layers": "x", "inputs": (), "rank": 1, "world_size": 2, "device": "x"}
-    changes["versions"] = (("torch", "2.12.0"),)
+    changes |= {"versions": (("torch", "2.12.0"),), "layout": (("zero_stage", 1),), "block": "x"}
     assert changes.keys() == set(Fingerprint.__dataclass_fields__)
     digests = {replace(fingerprint, **{name: value}).digest() for name, value in changes.items()}
     assert len(digests | {fingerprint.digest()}) == len(changes) + 1

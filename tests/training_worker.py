@@ -14,8 +14,8 @@ that is simulated, "schedules" are a policy and a seed for each micro-batch.
 default group is to look as if it could not reduce on the CPU.
 
 `FOLDER/RANK.json` gets name -> {"losses", "gathered": parameters that are whole after training, "digest": of what the
-optimizer holds, "violations": that the simulator told, "report", "history", "stages": after each micro-batch}; the last
-three of memplug.
+optimizer holds, "violations": that the simulator told, "report", "history", "stages": after each micro-batch,
+"served": requests of it that the arena had bytes for}; the last four of memplug.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
         memplug.uninstall()
         session = memplug.attach(engine)
         lengths = case["lengths"][rank] if "lengths" in case else [12] * STEPS
-        losses, stages = train(engine, session, lengths, operators, recorder, rank, case.get("schedules"))
+        losses, stages, served = train(engine, session, lengths, operators, recorder, rank, case.get("schedules"))
     result = {
         "losses": losses,
         "gathered": [name for name, parameter in engine.module.named_parameters() if parameter.numel()],
@@ -77,6 +77,7 @@ def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
         "report": session.report(),
         "history": [(step, stage.value, index) for step, stage, index, _ in getattr(session, "history", [])],
         "stages": stages,
+        "served": served,
     }
     session.detach()  # the next case's session has the recorder of this process
     return result
@@ -90,11 +91,11 @@ def train(
     recorder: Any,
     rank: int,
     schedules: list[tuple[str, int]] | None = None,
-) -> tuple[list[float], list[str]]:
-    """Returns the loss of each step, and the stage after it."""
+) -> tuple[list[float], list[str], list[int]]:
+    """Returns the loss of each step, the stage after it, and how many of its requests the arena served."""
     from tests.hosts import tokens
 
-    losses, stages, schedule = [], [], contextlib.ExitStack()
+    losses, stages, served, schedule = [], [], [], contextlib.ExitStack()
     for step, length in enumerate(lengths):
         if schedules and (step == 0 or schedules[step] != schedules[step - 1]):
             from tests.cudasim import device
@@ -108,9 +109,11 @@ def train(
         engine.step()
         losses.append(loss.detach())
         stages.append(session.stage.value)
+        serving = getattr(session, "_serving", None)
+        served.append(serving.step.served if serving is not None else 0)
     losses = [loss.item() for loss in losses]
     schedule.close()
-    return losses, stages
+    return losses, stages, served
 
 
 def digest(optimizer: Any) -> str:

@@ -36,10 +36,11 @@ class Region:
         native.plan(plan)
         native.rows, native.swaps_input = setting.rows, setting.swaps_input
         native.forward_bytes, native.planned_from = setting.forward_bytes, setting.planned_from
-        if setting.communicates:
-            native.communicates = True
-        if setting.offloads_late:
-            native.offloads_late = True
+        if setting.learnt is not None:
+            native.seen, native.communicates = True, setting.learnt.communicates
+            native.offloads_late = setting.learnt.offloads_late
+            for index, name in setting.learnt.unneeded.items():
+                native.leave_out(index, name)
 
     @property
     def is_plain(self) -> bool:

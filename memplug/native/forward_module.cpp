@@ -80,8 +80,12 @@ void add_flow(py::module_& module) {
         }
         return found;
       })
-      .def("leave_out", [](Region& region, size_t index, const std::string& name, const std::string& overload) {
-        region.leave_out(index, operator_named(name, overload));
+      .def("leave_out", [](Region& region, size_t index, const std::string& name) {
+        const size_t dot = name.find('.');
+        const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
+        if (const Operator* const op = operator_named(name.substr(0, dot), overload)) { // else its library is not loaded
+          region.leave_out(index, op);
+        }
       })
       .def_property(
           "rows",

@@ -1,5 +1,7 @@
 #include "tape.h"
 
+#include <ATen/ops/from_blob.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -61,10 +63,28 @@ bool same_number(const at::Tensor& one, const at::Tensor& other) {
       std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes()) == 0;
 }
 
+// A number that torch wrapped as a tensor, in memory of its own: the arena's or an allocator's would be taken for good, in
+// the middle of a step.
+at::Tensor kept_number(const at::Tensor& number) {
+  if (!number.defined()) {
+    return number;
+  }
+  TORCH_INTERNAL_ASSERT(number.is_cpu() && number.nbytes() <= sizeof(c10::complex<double>));
+  auto* const memory = new c10::complex<double>;
+  const auto options = number.options().requires_grad(false);
+  auto kept = at::from_blob(memory, number.sizes(), [memory](void*) { delete memory; }, options);
+  std::memcpy(memory, number.const_data_ptr(), number.nbytes());
+  kept.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return kept;
+}
+
 } // namespace
 
 c10::IValue without_tensors(const c10::IValue& argument) {
   if (!has_tensors(argument)) {
+    if (argument.isTensor()) {
+      return kept_number(argument.toTensor());
+    }
     return argument.isObject() || argument.isCapsule() ? kept_object(argument) : argument;
   }
   if (argument.isTensor()) {

@@ -19,6 +19,21 @@ class Decision(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Learnt:
+    """What the forwards of a region have shown under a setting.
+
+    Attributes:
+        communicates: recompute passes launch collectives, which all ranks must do alike.
+        offloads_late: its backward runs before its tensors have to be released, so they leave only if they have to.
+        unneeded: operators whose captured outputs no backward asked for, by index; as `Decision.operator`.
+    """
+
+    communicates: bool
+    offloads_late: bool
+    unneeded: dict[int, str]
+
+
+@dataclass(frozen=True)
 class Setting:
     """What a plan sets on one region. By itself the safest: input and attention outputs swapped, every matmul
     recomputed.
@@ -32,8 +47,7 @@ class Setting:
         planned_from: fingerprint of the tape that the plan was made from; None: none was.
         plain_bytes: it runs as it would without memplug where it is given no more than so many bytes of tensors; None:
             it never does.
-        communicates: recompute passes launch collectives, which all ranks must do alike.
-        offloads_late: its backward runs before its tensors have to be released, so they leave only if they have to.
+        learnt: what forwards under it have shown in an earlier run; None: nothing yet.
     """
 
     key: str
@@ -43,8 +57,7 @@ class Setting:
     forward_bytes: int | None = None
     planned_from: int | None = None
     plain_bytes: int | None = None
-    communicates: bool = False
-    offloads_late: bool = False
+    learnt: Learnt | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,11 @@ from operator import le, lt
 import numpy as np
 
 from memplug.plan.layout.problem import Problem, Solution
+from memplug.plan.replay_decisions import mistakes
 from memplug.plan.replay_sweep import first_clash
 from memplug.plan.schema import DynamicSpace, MemoryPlan
 
 _FURTHEST = 2**62  # offsets up to here plus any size fit int64
-
-_LIFETIMES = ("lower", "upper", "upper_phase", "upper_layer")
 
 
 class Fault(enum.Enum):
@@ -41,6 +40,7 @@ class Fault(enum.Enum):
     SPACES = "spaces"  # empty, or not rising
     SPACE_BEYOND_ARENA = "space beyond arena"
     SPACE_IN_USE = "space in use"
+    DECISION = "decision"  # that no region can run by
     OTHER_RUN = "other run"  # not recorded from this one
     OTHER_BUFFERS = "other buffers"
 
@@ -85,17 +85,13 @@ def judge_plan(
     plan: MemoryPlan,
     problem: Problem | None = None,
     capacity_bytes: int | None = None,
-    *,
-    same_lifetimes: bool = True,
 ) -> tuple[Finding, ...]:
-    """What is wrong with a plan: with its solution, its predictions and its dynamic spaces; nothing: it is accepted.
+    """What is wrong with a plan: its solution, predictions, dynamic spaces and decisions; nothing: it is accepted.
 
     Args:
         plan: Any, as loaded.
         problem: Of this run; the plan has to be of the same program on the same kind of machine, and of its buffers.
         capacity_bytes: See `judge`.
-        same_lifetimes: The buffers of this run have to live as long as those of the plan; or else only so that the
-            solution is one for them too.
     """
     unusable = tuple(_unusable(plan.problem, plan.solution))
     if unusable:
@@ -106,11 +102,10 @@ def judge_plan(
         *_predictions(plan),
         *_dynamic(plan),
     ]
+    if plan.training is not None:
+        found += [Finding(code=Fault.DECISION, message=mistake) for mistake in mistakes(plan.training)]
     if problem is not None:
-        different = list(_differences(plan.problem, problem, () if same_lifetimes else _LIFETIMES))
-        found += different
-        if not same_lifetimes and not different:
-            found += judge(problem, plan.solution)
+        found += _differences(plan.problem, problem)
     return tuple(found)
 
 
@@ -256,7 +251,7 @@ def _in_use(plan: MemoryPlan, name: str, first: np.ndarray, end: np.ndarray, row
         yield Finding(code=Fault.SPACE_IN_USE, message=message, rows=(row,))
 
 
-def _differences(planned: Problem, run: Problem, ignored: tuple[str, ...]) -> Iterator[Finding]:
+def _differences(planned: Problem, run: Problem) -> Iterator[Finding]:
     for field in dataclasses.fields(planned.fingerprint):
         of_plan, of_run = getattr(planned.fingerprint, field.name), getattr(run.fingerprint, field.name)
         if of_plan != of_run:
@@ -269,8 +264,7 @@ def _differences(planned: Problem, run: Problem, ignored: tuple[str, ...]) -> It
         message = f"the plan is of {len(planned.buffers)} buffers, and this run has {len(run.buffers)}"
         yield Finding(code=Fault.OTHER_BUFFERS, message=message)
         return
-    names = [name for name in planned.buffers.dtype.names if name not in ignored]
-    columns = {name: (planned.buffers[name], run.buffers[name]) for name in names}
+    columns = {name: (planned.buffers[name], run.buffers[name]) for name in planned.buffers.dtype.names}
     for name, (of_plan, of_run) in {"id": (planned.ids, run.ids), **columns}.items():
         rows = np.flatnonzero(of_plan != of_run)
         if len(rows):

@@ -85,6 +85,8 @@ class Training:
         run: that made the plan; later ones sort behind earlier ones.
         index: of the program among those of its run, in the order in which they came.
         program: None where steps are not compared: nothing is planned but addresses.
+        first: what the first step of a run is like, where that is another program: ZeRO 3 learns in it in which order
+            parameters are used.
         policy: the decisions; None likewise.
         gradients_stay: parameters keep their gradients' memory from step to step.
         d2h_bytes_per_s, h2d_bytes_per_s: of the link that the decisions were made for; 0 without any.
@@ -94,6 +96,7 @@ class Training:
     index: int
     program: PlannedProgram | None
     policy: Policy | None
+    first: PlannedProgram | None = None
     gradients_stay: bool
     d2h_bytes_per_s: float = 0.0
     h2d_bytes_per_s: float = 0.0

@@ -18,7 +18,7 @@ from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
 from memplug.plan.policy import Policy
 from memplug.profile.recorder import Detail
-from memplug.profile.similarity import Program, difference
+from memplug.profile.similarity import Program, difference, similar
 from memplug.stages import planning
 from memplug.stages.programs import MOST_PROGRAMS, Programs, Remembered
 from memplug.stages.ranks import Ranks
@@ -96,15 +96,20 @@ class Adjuster:
         self._similar_steps = 0  # Algorithm 1's StableStep
         self._changes = 0  # since the last stable stage
         self._confirmed = True  # False: it goes on from an earlier run's plan, and no step has shown the program yet
+        self.first: Program | None = None  # what the run's first step was like
 
-    def resume(self, known: Sequence[tuple[Program, Policy]], source: str) -> list[Lasting]:
+    def resume(
+        self, known: Sequence[tuple[Program, Policy]], source: str, first: Program | None = None
+    ) -> list[Lasting]:
         """Go on from what an earlier run kept, before the first step: stable from here on, as long as that step is of
         the first of these programs. Called by all ranks, with as many.
 
         Args:
             known: programs, each with its policy.
             source: of the first one, for people.
+            first: what the first step may be like, too.
         """
+        self.first = first or known[0][0]
         for program, policy in known:
             self.programs.remember(program).policy = policy
         remembered = list(self.programs)
@@ -122,14 +127,17 @@ class Adjuster:
         at once: a program that came and went in a single step is gone before anything was changed for it.
         """
         self._step = step
+        if self.first is None:
+            self.first = program
         if self.stage is not Stage.STABLE:
             self._room.skip_step()
         elif self._room.is_short(self.policy):
             self._plan_anew(program)
             return
         if not self._confirmed:
-            self._confirmed = True
-        elif self.stage is Stage.STABLE:
+            self._confirm(program)
+            return
+        if self.stage is Stage.STABLE:
             earlier, self._ballot = self._ballot, None
             if earlier is None or self._follow(earlier) is Event.STEADY:
                 self._ballot = self._call(program)
@@ -171,6 +179,15 @@ class Adjuster:
             log.log(level, "memplug: %s: %s", self.stage.value, text)
 
     # -- along the table -----------------------------------------------------------------------------------------------
+
+    def _confirm(self, program: Program) -> None:
+        """The first step of a run that goes on from a plan is over."""
+        self._confirmed = True
+        mask = self.programs.vote(program)
+        if similar(program, self.first, *self.programs.limits):
+            mask |= 1 << self.programs.current.index
+        if self._follow(_Ballot(program, self._ranks.vote(mask))) is Event.CHANGED:
+            self._similar_steps = 1  # as in a first run
 
     def _call(self, program: Program) -> _Ballot:
         return _Ballot(program, self._ranks.vote(self.programs.vote(program)))

@@ -136,6 +136,8 @@ class PlanStore:
         if not differing:
             return ""
         file, changes = min(differing, key=lambda each: len(each[1]))
+        if not changes:
+            return f"{file} is of another rank than {self._job.rank}"
         return f"{file} is of another job: {'; '.join(changes)}"
 
 

@@ -51,7 +51,7 @@ class Programs:
         self.current: Remembered | None = None
         self.made = 0  # also those that are forgotten
         self.indifferent = False  # every step counts as the current program
-        self._limits = (length_tolerance, cosine_similarity)
+        self.limits = (length_tolerance, cosine_similarity)
         self._all: list[Remembered] = []
         self._by_age: list[Remembered] = []  # the least recently current first
         self._voted: tuple[Program, int] | None = None
@@ -81,7 +81,7 @@ class Programs:
             return 1 << self.current.index
         voted = self._voted
         if voted is None or not _as_well_known(program, voted[0]) or not program.same(voted[0]):
-            bits = (1 << one.index for one in self._all if similar(program, one.baseline, *self._limits))
+            bits = (1 << one.index for one in self._all if similar(program, one.baseline, *self.limits))
             self._voted = program, sum(bits)
         return self._voted[1]
 

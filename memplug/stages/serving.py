@@ -76,7 +76,8 @@ class Serving:
         state: see `State`.
         why: the arena is off; "" while it is not.
         plan: that it serves, or served last; None before there was one.
-        plans: how many were made.
+        plans: how many were made of a recorded step.
+        amendments: how often a plan was amended.
         step: what it did in the step that ended last.
     """
 
@@ -89,7 +90,7 @@ class Serving:
     ):
         self.state, self.why = State.WAITING, ""
         self.plan: MemoryPlan | None = None
-        self.plans = 0
+        self.plans = self.amendments = 0
         self.step = Counters()
         self._config, self._arena = config, arena
         self._warmup_steps, self._tell = warmup_steps, tell
@@ -235,13 +236,13 @@ class Serving:
         return len(self._recorded) >= MOST_RECORDED_STEPS
 
     def _amend(self) -> bool:
-        """Where blocks came back later than in the step that was recorded, a plan in which they last twice as long as
-        they were seen to. Such are blocks that another thread frees, as backends of collectives do: now sooner, now
-        later.
+        """Where blocks came back later than in the step that was recorded, and other requests found no idle bytes
+        instead: a plan in which they last twice as long as they were seen to. Such are blocks that another thread
+        frees, as backends of collectives do: now sooner, now later.
         """
         known, late, asked = self._known[self._program], self._arena.late(), self.step.served + self.step.mismatched
         strange = self.step.unplanned > MISMATCHED_SHARE * asked  # another program, of which nothing is to be learnt
-        if not late or strange or known.amendments == MOST_AMENDMENTS:
+        if not (late and self.step.occupied) or strange or known.amendments == MOST_AMENDMENTS:
             return False
         problem = known.plan.problem
         buffers, end = problem.buffers.copy(), int(problem.buffers["upper"].max())
@@ -276,7 +277,8 @@ class Serving:
             log.warning("memplug: goes on without the arena: %s", error)
             self.close(error.problem)
             return
-        self.plans += 1
+        self.plans += not amendments
+        self.amendments += bool(amendments)
         self._known[self._program] = known
         while len(self._known) > MOST_PLANS:
             self._known.popitem(last=False)
