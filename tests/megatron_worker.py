@@ -135,7 +135,9 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
         if session is not None:
             session.step()
             found["shares"].append(session.executor.share)
-            found["served"].append(session._serving.step.served if session._serving is not None else 0)
+            found["served"].append(
+                session._boundary.serving.step.served if session._boundary.serving is not None else 0
+            )
     if session is not None:
         found["report"] = session.report()
         found["history"] = [(step, stage.value) for step, stage, _, _ in session.history]

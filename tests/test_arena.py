@@ -288,7 +288,7 @@ def test_a_session_that_nobody_detached_leaves_nothing_behind() -> None:
             session.step()
         assert serving_of(session).state is State.SERVING
         arena = serving_of(session)._arena
-        session._claim.serving = None
+        session._boundary.claim.serving = None
         del arena
         gc.collect()
         assert not owned(torch.ones(64))

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import memplug
-from memplug.claim import TAKEN
 from memplug.errors import RecorderError
-from memplug.session import Stage
+from memplug.session.claim import TAKEN
+from memplug.stages.table import Stage
 from tests.blocks import LAYERS, Stack, assert_same, gradients, twin
 from tests.hosts import block, ds_config, make_engine, tiny_llama, tokens, train_engine
 from tests.serving import reserved_bytes

@@ -186,4 +186,4 @@ def test_the_observed_steps_tapes_are_let_go() -> None:
     with led() as run:
         run.reach_stable()
         assert run.session.stage is Stage.STABLE
-        assert run.session._adjuster.observer.tapes == {}
+        assert run.session._boundary.adjuster.observer.tapes == {}

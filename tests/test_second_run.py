@@ -80,7 +80,7 @@ def train(
             optimizer.zero_grad(set_to_none=not keeps_gradients)
             session.step()
             run.stages.append(session.stage)
-            serving = session._serving
+            serving = session._boundary.serving
             run.states.append(serving.state if serving is not None else None)
             counted = serving.step if serving is not None else None
             run.shares.append(counted.served / max(1, counted.served + counted.fallback) if counted else 0.0)

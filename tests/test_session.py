@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.session import Stage
+from memplug.stages.table import Stage
 from tests.blocks import LAYERS, Block, Stack, assert_same, gradients, train_stacks, twin
 from tests.hosts import QUICK, block, ds_config, make_engine, tiny_llama, tokens, train, train_engine
 

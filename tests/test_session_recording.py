@@ -19,7 +19,7 @@ from memplug.execute.core import core
 from memplug.profile.recorder import Recorder
 from memplug.profile.trace import Pass, Trace
 from memplug.profile.trace_file import load
-from memplug.session import WATCHED_STEPS
+from memplug.session.boundary import WATCHED_STEPS
 from memplug.stages.table import Stage
 from tests.blocks import LAYERS, Stack, train_stacks, twin
 from tests.hosts import block, ds_config, make_engine, tokens
@@ -100,7 +100,7 @@ def test_operators_are_watched_at_every_step_until_stable_and_at_one_in_eight_th
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK, "arena": {"enabled": False}}) as session:
         session.begin_forward()
         watched = []
-        recorder = session._recording.recorder
+        recorder = session._boundary.recording.recorder
         take = recorder.take
         recorder.take = lambda: watched.append(take()) or watched[-1]
         train(model, session, 5 * WATCHED_STEPS)

@@ -204,7 +204,7 @@ def test_a_program_that_came_and_went_keeps_its_borrowed_plan_while_making_one_w
 def test_a_rank_is_taken_along_by_a_change_that_it_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     with led(warmup_steps=1) as run:
         run.reach_stable()
-        monkeypatch.setattr(run.session._adjuster._ranks, "vote", lambda mask: lambda: mask & ~0b1)
+        monkeypatch.setattr(run.session._boundary.adjuster._ranks, "vote", lambda mask: lambda: mask & ~0b1)
         run.step(times=4)
         assert run.stages[-4:] == [STABLE, WARM_UP, GEN_POLICY, STABLE]
         assert "another rank" in run.session.history[2][3] and run.session.report()["program"] == 1

@@ -21,8 +21,9 @@ from memplug.hooks.job import job_of
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Recorder
 from memplug.profile.records import Fingerprint
-from memplug.recording import Recording
-from memplug.session import Session, Stage, initial_regions
+from memplug.session import Session, initial_regions
+from memplug.session.recording import Recording
+from memplug.stages.table import Stage
 
 OLDEST_TORCH = (2, 6)
 
@@ -33,11 +34,11 @@ class Disabled(Session):
     stage = Stage.OFF
     history: list[Any] = []
     solution = trace = executor = device = owner = None
+    steps = 0
 
     def __init__(self, config: MemplugConfig):
         self.config = config
         self.regions: list[Region] = []
-        self.steps = 0
         self.on_step: list[Callable[[Session], None]] = []
         self._undo: list[Callable[[], None]] = []
 

@@ -47,6 +47,8 @@ class Setting:
         planned_from: fingerprint of the tape that the plan was made from; None: none was.
         plain_bytes: it runs as it would without memplug where it is given no more than so many bytes of tensors; None:
             it never does.
+        kept_bytes: of outputs that stay on the device from one forward to its backward, as planned.
+        recomputed_bytes: of outputs that one recompute pass makes, as planned.
         learnt: what forwards under it have shown in an earlier run; None: nothing yet.
     """
 
@@ -57,6 +59,8 @@ class Setting:
     forward_bytes: int | None = None
     planned_from: int | None = None
     plain_bytes: int | None = None
+    kept_bytes: int = 0
+    recomputed_bytes: int = 0
     learnt: Learnt | None = None
 
 

@@ -165,7 +165,9 @@ def policy_of(
             tape = observer.tapes[region.name]
             if group.plain:
                 given_bytes = observer.given_bytes[region.name]
-                settings[region.name] = Setting(key, plain_bytes=given_bytes)
+                settings[region.name] = Setting(
+                    key, plain_bytes=given_bytes, kept_bytes=observer.saved_bytes[region.name]
+                )
                 continue
             captured = {i: Decision(_name_of(tape, i), fraction) for i, fraction in group.fractions.items()}
             captured.update({i: Decision(_name_of(tape, i), 1.0, keep=True) for i in group.keep})
@@ -178,6 +180,8 @@ def policy_of(
                 solution.inputs_swapped,
                 input_bytes + _swapped_bytes(tape, group),
                 tape.native.fingerprint,
+                kept_bytes=sum(_output_bytes(tape, index) for index in group.keep),
+                recomputed_bytes=_recomputed_bytes(region, tape, group, observer),
             )
     peak_bytes = None if observed_peak_bytes is None else observed_peak_bytes + solution.device_bytes
     return Policy(
@@ -195,12 +199,26 @@ def _name_of(tape: Tape, index: int) -> str:
     return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
 
 
+def _output_bytes(tape: Tape, index: int) -> int:
+    return sum(tape.bytes[number] for number in tape.records[index].outputs)
+
+
+def _recomputed_bytes(region: Region, tape: Tape, group: plan.Group, observer: Observer) -> int:
+    """Of an opaque region all that backward asks for; of others what the operators make that run."""
+    if region.opaque:
+        return observer.saved_bytes[region.name]
+    swapped = {
+        index: part_bytes(_output_bytes(tape, index), tape.records[index].rows, group.fractions[index])
+        for index in group.fractions
+    }
+    return sum(_output_bytes(tape, index) - swapped.get(index, 0) for index in group.runs)
+
+
 def _swapped_bytes(tape: Tape, group: plan.Group) -> int:
     """By the region's own tape: the experts of a mixture have more tokens in one layer than in another."""
-    parts = ((tape.records[index], fraction) for index, fraction in group.fractions.items())
     return sum(
-        part_bytes(sum(tape.bytes[number] for number in record.outputs), record.rows, fraction)
-        for record, fraction in parts
+        part_bytes(_output_bytes(tape, index), tape.records[index].rows, fraction)
+        for index, fraction in group.fractions.items()
     )
 
 

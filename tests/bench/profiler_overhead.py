@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint
-from memplug.session import WATCHED_STEPS
+from memplug.session.boundary import WATCHED_STEPS
 from tests.bench.table import Row, figures, render, write_rows
 
 BENCH = "profiler_overhead"

@@ -20,7 +20,7 @@ from memplug.plan.schema import MemoryPlan, PlannedProgram, Training, memory_pla
 from memplug.profile.hardware import link_rates
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program, similar
-from memplug.recording import Recording
+from memplug.session.recording import Recording
 from memplug.show.words import size
 from memplug.stages import budgets
 from memplug.stages.adjuster import Adjuster, Lasting
@@ -114,6 +114,7 @@ class KeptPlans:
         )
         if serving is not None:
             serving.turn_away()
+        self._executor.hooks.on_larger()
         for region in self._regions if not self._executor.regathers else ():
             if not region.native.communicates:
                 region.set(Setting(region.kind))
@@ -131,11 +132,11 @@ class KeptPlans:
         if self.file is not None and self._is_first and lasting not in self._plans:
             self._refuse(f"{self.file} is of another program than the first step's")
         self._is_first = False
-        serves = serving is not None and serving.state is State.SERVING
-        if lasting is None or (has_arena and not serves):
+        made = self._in_force(serving)
+        if made is None or (has_arena and made[1] is None):
             self._steps = 0
             return
-        made, kept = (lasting, serving.plan if serves else None), self._kept.get(_index_of(lasting))
+        kept = self._kept.get(_index_of(lasting))
         is_new = kept is None or kept[0] != lasting
         self._steps = self._steps + 1 if is_new or made == self._made else 0
         self._made = made
@@ -144,6 +145,16 @@ class KeptPlans:
             self._steps = 0
             self._keep(*made, recording)
 
+    def close(self, serving: Serving | None, recording: Recording | None) -> None:
+        """There are no more steps: keep what was amended since."""
+        made = self._in_force(serving)
+        if made is not None and made[1] is not None and made[0] == self._kept.get(_index_of(made[0]), (None,))[0]:
+            self._keep(*made, recording)
+
+    def _in_force(self, serving: Serving | None) -> _Made | None:
+        lasting, serves = self._adjuster.lasting, serving is not None and serving.state is State.SERVING
+        return None if lasting is None else (lasting, serving.plan if serves else None)
+
     def _refuse(self, why: str) -> None:
         self.file, self.refused = None, why
         if why:
@@ -151,8 +162,9 @@ class KeptPlans:
 
     def _keep(self, lasting: Lasting, memory: MemoryPlan | None, recording: Recording | None) -> None:
         index = _index_of(lasting)
-        former = self._kept.get(index)
-        self._kept[index] = lasting, memory
+        former, self._kept[index] = self._kept.get(index), (lasting, memory)
+        if former == (lasting, memory):
+            return
         if memory is None and (lasting.policy is None or (former is not None and former[0] == lasting)):
             return  # there is nothing to keep; or the addresses that were kept serve another time
         if memory is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from memplug import native
 from memplug.errors import MemplugError, RecorderError
-from memplug.recording import Recording
+from memplug.session.recording import Recording
 from memplug.stages.serving import Serving
 
 log = logging.getLogger("memplug")

@@ -1,0 +1,284 @@
+"""One attached model: its regions, its executor, what tells where a step ends, and what it reports of itself.
+
+Until there is a plan, every region runs at the safest setting: inputs and attention outputs swapped, every matmul
+recomputed. With a number for alpha there is nothing to plan: the session is stable at once, and times one step only, to
+check the number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memplug import report
+from memplug.config import MemplugConfig
+from memplug.errors import RecorderError
+from memplug.execute.device import Device
+from memplug.execute.hooks import Hooks
+from memplug.execute.region import Region
+from memplug.execute.tokenwise import Executor
+from memplug.plan import tokenwise as plan
+from memplug.profile.records import Fingerprint
+from memplug.profile.trace import Trace
+from memplug.session import closing
+from memplug.session.boundary import Boundary
+from memplug.session.recording import Recording, of_rank
+from memplug.stages import budgets
+from memplug.stages.plain_regions import PlainRegions
+from memplug.stages.table import Stage
+
+log = logging.getLogger("memplug")
+
+UNMARKED_FORWARDS = 100  # of the model, after which `step()` seems to have been forgotten
+
+
+class Session:
+    """Made by `memplug.attach`. A context manager: leaving it detaches.
+
+    Args:
+        config: the block.
+        regions: the modules' regions, in forward order.
+        device: where they run.
+        regathers: forward gathers parameters (ZeRO 3).
+    """
+
+    def __init__(self, config: MemplugConfig, regions: Sequence[Region], device: Device, regathers: bool = False):
+        self.config = config
+        self.regions = list(regions)
+        self.device = device
+        host_bytes, tokenwise = budgets.host_budget_bytes(config), config.tokenwise
+        self.plain = PlainRegions(self.regions)
+        hooks = Hooks(explain=self._explain, on_larger=self.plain.enter_all, own=lambda: self._boundary.unrecorded())
+        self.executor = Executor(device, host_bytes, tokenwise.min_offload_bytes, regathers, tokenwise.buffers, hooks)
+        self._boundary = Boundary(config, self.regions, self.executor, self.plain)
+        self.forwards = 0  # with gradients, of regions, or of a model that has none
+        self._missed_steps = False
+        self.steps_are_marked = False  # by a hook: the user need not call `step`
+        self.owner: Any = None  # a callback that attached, and detaches
+        self.on_step: list[Callable[[Session], None]] = []
+        self._undo: list[Callable[[], None]] = []
+        self.at_detach(closing.at_exit(self))
+        if self._boundary.plans:
+            self.tell(f"{len(self.regions)} regions, planned for once the program repeats")
+        elif tokenwise.enabled:
+            self.tell(f"{len(self.regions)} regions, alpha {tokenwise.alpha}")
+        else:
+            self.tell("no regions: the planned arena alone")
+
+    # -- what users call -----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Mark the end of a training step (of the optimizer, not of a micro-batch), on every rank.
+
+        Frameworks with a hook call it themselves.
+        """
+        if self.stage is Stage.DETACHED:
+            return
+        self._boundary.end_step()
+        for callback in self.on_step:
+            callback(self)
+        self._boundary.begin_step()
+
+    @property
+    def steps(self) -> int:
+        """That ended."""
+        return self._boundary.steps
+
+    def record(self, file: str | Path | None = None) -> None:
+        """Record the next whole step, from the end of this one on: `trace` has it then.
+
+        Args:
+            file: also save it there, for `memplug show`; with several ranks each has its own, as in
+                "trace.rank0.npz" for "trace.npz".
+
+        Raises:
+            NativeError: there is no compiler here.
+            RecorderError: another session of this process has the recorder, or this one is off or detached.
+        """
+        if self._boundary.claim is None or self.stage is Stage.DETACHED:
+            raise RecorderError("a session that is detached records nothing", "Attach again.")
+        self._boundary.demand_recording().want(None if file is None else of_rank(Path(file)))
+
+    @property
+    def trace(self) -> Trace | None:
+        """Of the last step that was recorded in detail, because of `record` or to plan from; None so far."""
+        recording = self._boundary.recording
+        return recording.trace if recording is not None else None
+
+    def report(self) -> dict[str, Any]:
+        """Counters and predictions: bytes, seconds and counts, by name.
+
+        `swapped_share` is how much of what was to be swapped still is, below 1 once the host memory of a rank has run
+        out; `step_s` is the median of the last steps, from one `step()` to the next; `predicted_*` come from the plan
+        and are None before there is one, the peak with the rounding buffers that are reserved now; `program` is the
+        index of the current one among the `programs` remembered, and `replans` counts how often a plan was made.
+        `sent_step_bytes` went to the host in the second step under the latest plan, or the first after it that was as
+        large as the one that it was made from, and was to send `expected_step_bytes`.
+        `alpha_by_link` and `alpha_by_host` are the largest fractions that the link hides behind each region's forward,
+        and that the host budget holds; None until a number above 0 for alpha is checked.
+        """
+        boundary = self._boundary
+        adjuster, claim, kept, recording = boundary.adjuster, boundary.claim, boundary.kept, boundary.recording
+        programs = adjuster.programs
+        return {
+            "stage": self.stage.value,
+            "steps": self.steps,
+            "regions": len(self.regions),
+            "plain_regions": sum(region.is_plain for region in self.regions),
+            "alpha": self.config.tokenwise.alpha,
+            "alpha_by_link": boundary.check.by_link,
+            "alpha_by_host": boundary.check.by_host,
+            "program": programs.current.index if programs.current else None,
+            "programs": len(programs),
+            "replans": adjuster.replans,
+            "planned_steps": boundary.planned_steps,
+            "swapped_fraction": report.swapped_fraction(self.config, self.solution, self.regions),
+            "swapped_share": self.executor.share,
+            "step_s": boundary.step_s,
+            **report.predicted(adjuster.policy, boundary.predictions, boundary.rounding),
+            **report.counters(self.executor),
+            "resumed_from": str(kept.file) if kept and kept.file else None,
+            "not_resumed_because": (kept.refused or None) if kept else None,
+            "recorded_steps": recording.steps if recording is not None else 0,
+            "profiler": "operators" if recording is not None and boundary.watches else "sizes",
+            "profiler_off_because": (claim.profiler_off_because or None) if claim else None,
+            **report.arena(boundary.serving, claim.arena_off_because if claim else ""),
+        }
+
+    def detach(self) -> None:
+        """Undo every patch and give all memory back, on every rank; a second call does nothing.
+
+        Run backward on graphs in flight first.
+        """
+        if self.stage is Stage.DETACHED:
+            return
+        line = closing.line(self)
+        self._boundary.close()
+        while self._undo:
+            self._undo.pop()()
+        claim = self._boundary.claim
+        if claim is not None:
+            claim.release("the session is detached")
+        self.executor.close()
+        if claim is not None:  # else attaching failed
+            self.tell(line)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.detach()
+
+    @property
+    def stage(self) -> Stage:
+        """Where the session stands."""
+        return self._boundary.adjuster.stage
+
+    @property
+    def history(self) -> list[tuple[int, Stage, int, str]]:
+        """(step, stage, index of the program, why) of each change of stage or program, the last thousand of them."""
+        return list(self._boundary.adjuster.history)
+
+    @property
+    def solution(self) -> plan.TokenwisePlan | None:
+        """The plan in force; None without one, and while plans are tried."""
+        return self._boundary.adjuster.policy.solution if self._boundary.adjuster.policy else None
+
+    # -- what hooks call -----------------------------------------------------------------------------------------------
+
+    def watch(self, make: Callable[[], Recording]) -> None:
+        """Compare the operators of steps too, and serve them from the arena, where the block asks for it.
+
+        Without a compiler, or where another session has the recorder, one warning says what is missing.
+
+        Args:
+            make: gives the session's recording, and with it the recorder; called once the model trains, or when a step
+                is to be recorded.
+        """
+        self._boundary.watch(make)
+
+    def resume(self, job: Fingerprint) -> bool:
+        """Go on from the plans of an earlier run of the job, before the first step; False: there are none.
+
+        Called by all ranks, after `watch`.
+        """
+        return self._boundary.resume(job)
+
+    def begin_run(self, inputs: str, *forward: Any) -> None:
+        """The first forward of a run that goes on from an earlier one's plan.
+
+        Args:
+            inputs: shapes and dtypes of what it is given.
+            forward: the module, its arguments and keyword arguments.
+        """
+        if self.stage is not Stage.DETACHED:
+            self._boundary.begin_run(inputs, *forward)
+
+    def begin_forward(self) -> None:
+        """The model, or a region of it, runs forward with gradients: the first time in a step, its program begins."""
+        self.forwards += 1
+        if not self.steps and self.forwards == UNMARKED_FORWARDS * max(1, len(self.regions)):
+            self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
+        recomputes = torch._C._current_graph_task_id() != -1  # in a backward, maybe on a thread of autograd's
+        if not recomputes and self.stage is not Stage.DETACHED:
+            self._boundary.begin_program()
+
+    def miss_steps(self, seen: str) -> None:
+        """Training goes on, and the ends of its steps are not marked: say so once."""
+        if self._missed_steps or self.steps_are_marked:
+            return
+        self._missed_steps = True
+        log.warning(
+            "memplug: %s, and no step has ended: nothing is planned. Add `session.step()` after `optimizer.step()`",
+            seen,
+        )
+
+    @contextlib.contextmanager
+    def in_optimizer(self) -> Iterator[None]:
+        """What runs inside belongs to the optimizer, in a recording."""
+        recording = self._boundary.recording
+        if recording is None or not recording.placed:
+            yield
+            return
+        recorder = recording.recorder
+        former = recorder.enter_optimizer()
+        try:
+            yield
+        finally:
+            recorder.leave(former)
+
+    def at_detach(self, undo: Callable[[], None]) -> None:
+        """Register how to undo a patch; undone in reverse order."""
+        self._undo.append(undo)
+
+    @contextlib.contextmanager
+    def explaining(self, phase: str) -> Iterator[None]:
+        """A device out-of-memory error that passes gets a note of what memplug knew."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self._explain(phase, None, error)
+            raise
+
+    def _explain(self, phase: str, region: Region | None, error: BaseException) -> None:
+        peak_bytes, name = budgets.peak_bytes(self.device), region.name if region else None
+        report.add_note(error, report.out_of_memory_note(phase, name, self.report(), peak_bytes))
+
+    def tell(self, text: str) -> None:
+        """One line, on rank 0."""
+        self._boundary.adjuster.tell(text)
+
+
+def initial_regions(config: MemplugConfig, named_kinds: Sequence[tuple[str, str]]) -> list[Region]:
+    """Regions at the policy they start with: the block's alpha, or the safest setting until there is a plan.
+
+    Args:
+        named_kinds: (qualified name, class name) of each module.
+    """
+    alpha = config.tokenwise.alpha
+    return [Region(name, kind, rows=0.0 if isinstance(alpha, str) else float(alpha)) for name, kind in named_kinds]
