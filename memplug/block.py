@@ -130,6 +130,13 @@ class ProfilerConfig(Section):
             "another program. A number from 0 to 1, without unit."
         ),
     )
+    wait_for_plans: Switch = Field(
+        default=False,
+        description=(
+            "true or false. With true, training waits while a plan is made, so that every run adopts it at the same "
+            "step; else another process makes it, and training goes on meanwhile."
+        ),
+    )
     cosine_similarity: Share = Field(
         default=0.95,
         description=(

@@ -1,0 +1,14 @@
+"""Tests train for few steps, and wait for plans, so that each run adopts them at the same step; all but those of what
+plans beside training (tests/test_beside.py).
+"""
+
+from memplug.beside import Beside
+
+made_as_users_do = Beside.__init__
+
+
+def _waiting(self: Beside, waits: bool) -> None:
+    made_as_users_do(self, waits=True)
+
+
+Beside.__init__ = _waiting

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 64
-QUICK: dict[str, Any] = {"warmup_steps": 0, "policy_steps": 0}  # one step seen, one observed, the third on the plan
+# one step seen, one observed, the third on the plan
+QUICK: dict[str, Any] = {"warmup_steps": 0, "policy_steps": 0, "wait_for_plans": True}
 DISABLED: list[dict[str, Any]] = [
     {},
     {"enabled": False},

@@ -13,7 +13,7 @@ from torch import nn
 
 import memplug
 from memplug import native
-from memplug.stages.serving import Serving, State
+from memplug.arena.manager import Serving, State
 
 ALONE = {"enabled": True, "tokenwise": {"enabled": False}, "plan_dir": False}
 """The arena without token-wise recomputation."""

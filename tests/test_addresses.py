@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from memplug.arena.tables import PARTS, Tables, tables_of
 from memplug.errors import LayoutError
-from memplug.execute.arena import Tables
 from memplug.plan.layout import auto
 from memplug.plan.layout.dynamic import plan_with_spaces
 from memplug.plan.layout.from_trace import last_step, problem_of
@@ -15,7 +15,6 @@ from memplug.plan.layout.problem import solved
 from memplug.plan.schema import MemoryPlan, memory_plan
 from memplug.profile.trace import Pass, Trace
 from memplug.profile.trace_file import load
-from memplug.stages.addresses import PARTS, tables_of
 from tests.traces import DATA, Recording, recordings
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import memplug
+from memplug.arena.manager import State
 from memplug.execute.device import Device
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint
-from memplug.stages.serving import State
 from tests.serving import ALONE, CHECKED, Run, llama, mixtral, nothing_leaks, owned, reserved_bytes, serving_of, train
 from tests.simulated import ScriptedDevice
 

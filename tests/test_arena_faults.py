@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 import memplug
+from memplug.arena import planning
+from memplug.arena.manager import State
 from memplug.errors import ArenaError
-from memplug.stages import serving
-from memplug.stages.serving import State
 from tests.serving import ALONE, CHECKED, llama, nothing_leaks, owned, serving_of, train
 
 OFF = {"enabled": False}
@@ -215,8 +215,8 @@ def failing(module: nn.Module, where: str) -> Iterator[None]:
 def test_an_arena_that_cannot_be_reserved_is_said_once_and_training_goes_on(
     block: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = serving.tables_of
-    monkeypatch.setattr(serving, "tables_of", lambda plan: replace(made(plan), reused_bytes=2**50))
+    made = planning.tables_of
+    monkeypatch.setattr(planning, "tables_of", lambda plan: replace(made(plan), reused_bytes=2**50))
     run = train(block)
     assert run.losses == train(OFF).losses
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

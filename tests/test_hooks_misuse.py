@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import memplug
-from memplug import session as session_module
 from memplug.errors import ConflictError, RegionError
+from memplug.session import session as session_module
 from tests.blocks import Stack, assert_same, gradients, twin
 from tests.hosts import block, ds_config, make_engine
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from memplug import native
+from memplug.arena.arena import Arena
 from memplug.errors import ArenaError, RecorderError
-from memplug.execute.arena import Arena
 from memplug.profile.recorder import Detail, Recorder
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import memplug
 from memplug.hooks.patching import ORIGINAL, patch
+from memplug.stages.table import Stage
 from tests.hosts import block, ds_config, make_engine, train_engine
 
 
@@ -88,7 +89,7 @@ def test_an_engine_that_is_destroyed_leaves_recorder_and_arena_to_the_next(cpu_e
         train_engine(engine, 8)
         assert session.report()["profiler"] == "operators" and session.report()["arena_served"] > 0
         engine.destroy()
-        assert session.stage is memplug.session.Stage.DETACHED
+        assert session.stage is Stage.DETACHED
 
 
 def test_a_detached_session_that_is_kept_for_its_report_keeps_no_model() -> None:

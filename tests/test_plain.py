@@ -197,12 +197,12 @@ def test_a_module_that_another_wraps_by_its_class_keeps_it() -> None:
 def test_some_regions_run_as_without_memplug_and_others_by_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has room for the saved tensors of half of them."""
 
-    def agree(own: tuple[list[plan.Region], plan.Budget], *_: Any) -> list[plan.TokenwisePlan | None]:
-        regions, budget = own
-        everything = sum(region.instances * region.saved_bytes for region in regions)
-        return [plain.solve_partly(regions, replace(budget, device_bytes=everything // 2))]
+    def solve(task: candidates.Task) -> list[plan.TokenwisePlan | None]:
+        everything = sum(region.instances * region.saved_bytes for region in task.regions)
+        return [plain.solve_partly(task.regions, replace(task.budget, device_bytes=everything // 2))] * 2
 
-    monkeypatch.setattr(candidates, "agree", agree)
+    monkeypatch.setattr(candidates, "solve", solve)
+    monkeypatch.setattr(candidates.plain, "solve", lambda *_: None)
     training = Training(device_budget_gib=1)
     with training.session as session:
         training.reach_stable()
@@ -218,7 +218,8 @@ def test_some_regions_run_as_without_memplug_and_others_by_their_plan(monkeypatc
 
 def test_where_there_is_room_for_some_regions_they_are_a_candidate() -> None:
     own = [REGION], replace(BUDGET, device_bytes=200)
-    found = candidates.agree(own, lambda value: [value], most=3)
+    task = candidates.agree(own, lambda value: [value], most=3)
+    found = candidates.choose(task, candidates.solve(task), lambda value: [value])
     assert any(one.regions["layer"].groups[-1].plain for one in found) and not any(map(plain.is_plain, found))
 
 

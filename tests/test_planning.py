@@ -238,8 +238,22 @@ def test_a_policy_predicts_the_peak_from_the_observed_one() -> None:
 # -- agreeing ----------------------------------------------------------------------------------------------------------
 
 
+def chosen(
+    own: tuple[list[plan.Region], plan.Budget],
+    gather: Callable[[Any], list[Any]] = lambda value: [value],
+    most: int = 1,
+    alpha: Any = "auto",
+    rank: int = 0,
+) -> list[plan.TokenwisePlan]:
+    """What a rank chooses from; none where one has nothing to plan yet."""
+    task = candidates.agree(own, gather, most, alpha)
+    if task is None:
+        return []
+    return candidates.choose(task, candidates.solve(task) if task.solver == rank else None, gather)
+
+
 class Ranks:
-    """Runs `candidates.agree` for several ranks at once, with a gather that waits for all, as a collective does."""
+    """Runs `chosen` for several ranks at once, with a gather that waits for all, as a collective does."""
 
     def __init__(self, owns: list[tuple[list[plan.Region], plan.Budget]], most: int = 1, alpha: Any = "auto"):
         self.calls = [0] * len(owns)
@@ -263,7 +277,7 @@ class Ranks:
             return values
 
         try:
-            self.plans[rank] = candidates.agree(own, gather, self.most, self.alpha)
+            self.plans[rank] = chosen(own, gather, self.most, self.alpha, rank)
         except BaseException as error:
             self.plans[rank] = error
             self._barrier.abort()
@@ -322,7 +336,7 @@ def test_where_one_rank_has_nothing_to_plan_yet_none_plans() -> None:
 
 
 def test_one_process_alone_solves_with_its_own_budget() -> None:
-    plans = candidates.agree(([layer()], budget(host=2500)), lambda value: [value])
+    plans = chosen(([layer()], budget(host=2500)))
     assert plans == [plan.solve([layer()], budget(host=2500))]
 
 
@@ -337,18 +351,18 @@ def swapped(one: plan.TokenwisePlan) -> int:
 
 
 def test_plans_around_the_optimum_swap_less_and_more_and_cost_what_the_measured_link_gives() -> None:
-    optimum, less, more, least, most = candidates.agree(([layer()], BY_LINK), lambda value: [value], 5)
+    optimum, less, more, least, most = chosen(([layer()], BY_LINK), most=5)
     assert optimum == plan.solve([layer()], BY_LINK)
     assert swapped(least) < swapped(less) < swapped(optimum) < swapped(more) < swapped(most)
     assert min(one.step_s for one in (less, more, least, most)) >= optimum.step_s
 
 
 def test_a_plan_that_does_the_same_as_an_earlier_one_is_left_out() -> None:
-    assert len(candidates.agree(([layer()], NOT_BY_LINK), lambda value: [value], 5)) == 1
+    assert len(chosen(([layer()], NOT_BY_LINK), most=5)) == 1
 
 
 def test_no_more_plans_than_there_are_link_rates_to_try() -> None:
-    plans = candidates.agree(([layer()], BY_LINK), lambda value: [value], 1000)
+    plans = chosen(([layer()], BY_LINK), most=1000)
     assert 5 < len(plans) <= len(candidates.LINK_FACTORS)
 
 

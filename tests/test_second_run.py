@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import memplug
+from memplug.arena.manager import State
 from memplug.plan import plan_file
-from memplug.stages.serving import State
 from memplug.stages.table import Stage
 from tests.forking import launch_forked
 from tests.serving import llama, mixtral
@@ -35,6 +35,7 @@ class Run:
     states: list[State | None] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
+    arena_bytes: int = 0  # of the plan that served last
 
     def is_first(self) -> bool:
         """Whether it went through all stages, and made plans of its own."""
@@ -85,6 +86,8 @@ def train(
             counted = serving.step if serving is not None else None
             run.shares.append(counted.served / max(1, counted.served + counted.fallback) if counted else 0.0)
         run.report = session.report()
+        if run.states[-1] is State.SERVING:
+            run.arena_bytes = session._boundary.serving.plan.predictions.arena_bytes
     run.losses.append(sum(parameter.double().sum().item() for parameter in network.parameters()))
     return run
 
@@ -130,7 +133,7 @@ def test_the_plan_on_disk_is_what_ran(kept: tuple[Path, Run]) -> None:
     policy = plan.training.policy
     assert sorted(policy.settings) == ["model.layers.0", "model.layers.1"]
     assert policy.solution.host_bytes == report["predicted_host_bytes"]
-    assert plan.predictions.arena_bytes == report["arena_bytes"]
+    assert plan.predictions.arena_bytes == kept[1].arena_bytes
     names = plan.training.program.names
     assert "aten::mm" in names and len(plan.training.program.operators) > 200
     assert plan.problem.fingerprint.inputs == ("int64[2, 16], int64[2, 16]",)

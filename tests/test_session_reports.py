@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memplug
-from memplug import report as reports
+from memplug.session import report as reports
 from tests.blocks import LAYERS, Block, Stack, train_stacks, twin
 from tests.failing import Failing, MayFail
 from tests.hosts import block, ds_config, make_engine, tiny_llama, train, train_engine

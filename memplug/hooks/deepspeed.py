@@ -30,13 +30,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplug import report
 from memplug.config import MemplugConfig, read_ds_config
 from memplug.errors import ConflictError, PatchError
 from memplug.execute.region import Region
 from memplug.hooks.framework import Framework, Layers, Target
 from memplug.hooks.patching import ORIGINAL, is_patched, patch
-from memplug.session import Session
+from memplug.session import Session, report
 
 log = logging.getLogger("memplug")
 

@@ -51,7 +51,7 @@ class Device {
   virtual void came_back(void* pointer, size_t nbytes, bool wanted, bool open) = 0;
 };
 
-// Packed as the dtypes of those names in memplug/execute/arena.py.
+// Packed as the dtypes of those names in memplug/arena/tables.py.
 #pragma pack(push, 1)
 struct PlannedRequest { // in program order within each place
   int64_t size; // rounded up to GRANULARITY, with what surrounds it

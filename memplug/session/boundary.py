@@ -33,8 +33,10 @@ from typing import Any
 
 import numpy as np
 
+from memplug.arena.arena import Arena
+from memplug.arena.manager import Serving
+from memplug.beside import Beside
 from memplug.config import MemplugConfig
-from memplug.execute.arena import Arena
 from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
 from memplug.profile.records import Fingerprint
@@ -49,7 +51,6 @@ from memplug.stages.plan_store import PlanStore
 from memplug.stages.predictions import Predictions
 from memplug.stages.ranks import Ranks
 from memplug.stages.rounding import Rounding
-from memplug.stages.serving import Serving
 from memplug.stages.shortage import Shortage
 from memplug.stages.table import Stage
 
@@ -245,7 +246,8 @@ class Boundary:
         config = self._config
         arena = Arena(self._executor.device.torch_device, config.arena.checks)
         warmup_steps = 0 if self.plans else config.profiler.warmup_steps  # a plan of regions comes after them
-        serving = Serving(config.arena, arena, warmup_steps, self.adjuster.tell)
+        beside = Beside(config.profiler.wait_for_plans)
+        serving = Serving(config.arena, arena, warmup_steps, beside, self.adjuster.tell)
         if self.kept is not None and self.kept.file is not None and not self.steps:
             self.kept.serve(serving)
         return serving

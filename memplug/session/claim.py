@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable
 
 from memplug import native
+from memplug.arena.manager import Serving
 from memplug.errors import MemplugError, RecorderError
 from memplug.session.recording import Recording
-from memplug.stages.serving import Serving
 
 log = logging.getLogger("memplug")
 

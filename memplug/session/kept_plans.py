@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from memplug import native
+from memplug.arena.manager import Serving, State
 from memplug.config import MemplugConfig
 from memplug.errors import MemplugError
 from memplug.execute.region import Region
@@ -26,7 +27,6 @@ from memplug.stages import budgets
 from memplug.stages.adjuster import Adjuster, Lasting
 from memplug.stages.plan_store import PlanStore
 from memplug.stages.programs import Remembered
-from memplug.stages.serving import Serving, State
 
 log = logging.getLogger("memplug")
 

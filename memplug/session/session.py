@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from memplug import report
 from memplug.config import MemplugConfig
 from memplug.errors import RecorderError
 from memplug.execute.device import Device
@@ -25,7 +24,7 @@ from memplug.execute.tokenwise import Executor
 from memplug.plan import tokenwise as plan
 from memplug.profile.records import Fingerprint
 from memplug.profile.trace import Trace
-from memplug.session import closing
+from memplug.session import closing, report
 from memplug.session.boundary import Boundary
 from memplug.session.recording import Recording, of_rank
 from memplug.stages import budgets

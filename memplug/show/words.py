@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from memplug.plan.layout.problem import fragmentation
+from memplug.plan.plain import is_plain
 from memplug.plan.schema import MemoryPlan
+from memplug.plan.tokenwise_model import TokenwisePlan
 from memplug.profile.trace import Trace
 from memplug.show.groups import BEFORE, phase_words
 from memplug.show.timeline import Timeline
@@ -97,3 +99,16 @@ def plan_heading(plan: MemoryPlan) -> str:
     share = 100 * fragmentation(plan.problem.lower_bound, solution.height)
     words = f"{len(plan.problem):,} requests in {size(solution.height)}, fragmentation {share:.2f} %"
     return f"Plan{f' of {model}' if model else ''}: {words}, by {solution.planner}"
+
+
+def plan_in_words(solution: TokenwisePlan) -> str:
+    """A plan in one line."""
+    if is_plain(solution):
+        return f"planned: the device has room for {size(solution.device_bytes)} more: regions run as without memplug"
+    swapped = sum(region.swapped_bytes for region in solution.regions.values())
+    recompute_s = sum(region.recompute_s for region in solution.regions.values())
+    bound = solution.bound if solution.alpha is None else f"{solution.bound}, at alpha {solution.alpha:.3f}"
+    return (
+        f"planned: {size(swapped)} of outputs swapped and {size(solution.device_bytes)} kept a step, "
+        f"{recompute_s:.3f} s recomputed, {size(solution.host_bytes)} of host memory, bound by {bound}"
+    )

@@ -12,13 +12,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from memplug import report
 from memplug.config import MemplugConfig
 from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
 from memplug.plan.policy import Policy
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program, difference, similar
+from memplug.show.words import plan_in_words
 from memplug.stages import planning
 from memplug.stages.programs import MOST_PROGRAMS, Programs, Remembered
 from memplug.stages.ranks import Ranks
@@ -115,7 +115,7 @@ class Adjuster:
         remembered = list(self.programs)
         self.stage, self._confirmed = Stage.STABLE, False
         self._run(remembered[0], remembered[0].policy)
-        self._note(Stage.WARM_UP, f"{report.planned(self.policy.solution)}, as an earlier run kept it in {source}")
+        self._note(Stage.WARM_UP, f"{plan_in_words(self.policy.solution)}, as an earlier run kept it in {source}")
         return [Lasting(each, each.policy) for each in remembered]
 
     def end_step(self, step: int, program: Program) -> None:
@@ -157,7 +157,7 @@ class Adjuster:
         what is alive from step to step is known by then.
         """
         if self.stage is Stage.GEN_POLICY:
-            return Detail.REQUESTS if self._search.observed else Detail.TENSORS
+            return self._search.detail
         nearly = self._similar_steps >= self.config.profiler.warmup_steps
         return Detail.REQUESTS if self.stage is Stage.WARM_UP and nearly else None
 
@@ -236,7 +236,7 @@ class Adjuster:
             self.executor,
             self.observer,
             self.config,
-            self._ranks.gather,
+            self._ranks,
             self._step_peak,
             keeps=not self.programs.indifferent,  # the next step may be larger than the observed one
         )
@@ -258,7 +258,7 @@ class Adjuster:
                 "memplug: every plan that was tried took more memory than it should have, and the one that keeps the "
                 'least on the device is used: set "device_budget_gib" or "host_budget_gib" to what there is'
             )
-        self._note(Stage.GEN_POLICY, "; ".join(filter(None, [report.planned(search.policy.solution), search.outcome])))
+        self._note(Stage.GEN_POLICY, "; ".join(filter(None, [plan_in_words(search.policy.solution), search.outcome])))
 
     def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Policy] | None) -> None:
         """To stable, on the plan that the program has already."""

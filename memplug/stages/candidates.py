@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from memplug.plan import memo, plain
@@ -15,36 +15,45 @@ LINK_FACTORS = tuple(1.25**power for power in (0, -1, 1, -2, 2, -3, 3, -4, 4, -5
 lower rate a plan swaps less, at a higher one more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What ranks that share a set of regions are to solve.
+
+    Attributes:
+        regions: as the rank measured them that solves.
+        budget: the smallest of all of these ranks.
+        fraction: MEMO's, the smallest of all ranks; None: the plans around the optimum.
+        most: how many plans at most.
+        solver: the lowest of these ranks, which solves for all of them.
+    """
+
+    regions: list[plan.Region]
+    budget: plan.Budget
+    fraction: float | None
+    most: int
+    solver: int
+
+
 def agree(
     own: tuple[list[plan.Region], plan.Budget],
     gather: Callable[[Any], list[Any]],
     most: int = 1,
     alpha: Literal["auto", "memo"] = "auto",
-) -> list[plan.TokenwisePlan]:
-    """Plans to choose from, the one that should be the fastest first: as many on every rank, equal for equal regions.
-
-    Every rank solves with the smallest budgets of all ranks that share its set of regions, and takes the solutions of
-    the lowest of them. Where the device of every rank has room for everything, the first is to run as without memplug.
-    Another one lets as many regions as there is room for do so: it comes before or after the optimum, whichever should
-    be faster. The last are solved as if the link were slower or faster, and told what they cost at its measured rate.
-    One that is on all ranks the same as an earlier one is left out.
+) -> Task | None:
+    """What to solve; None, on every rank, where one has no regions to plan yet.
 
     Args:
         own: this rank's regions and budget.
         gather: returns what every rank passed, in rank order (`all_gather_object`); called by all ranks alike.
-        most: how many, at least 1.
-        alpha: "memo" for the one plan of MEMO's fraction, the smallest of all ranks.
-
-    Returns:
-        The plans; none, on every rank, where one has no regions to plan yet.
+        most: how many plans to choose from, at least 1.
+        alpha: "memo" for the one plan of MEMO's fraction.
     """
     regions, budget = own
     mine = tuple(region.key for region in regions)
     everyone: list[tuple[tuple[str, ...], plan.Budget]] = gather((mine, budget))
     if not all(keys for keys, _ in everyone):
-        return []
+        return None
     budgets = [other for keys, other in everyone if keys == mine]
-    first = next(rank for rank, (keys, _) in enumerate(everyone) if keys == mine)
     smallest = plan.Budget(
         d2h_bytes_per_s=min(b.d2h_bytes_per_s for b in budgets),
         h2d_bytes_per_s=min(b.h2d_bytes_per_s for b in budgets),
@@ -53,21 +62,51 @@ def agree(
         device_bytes=min(b.device_bytes for b in budgets),
         buffers=budget.buffers,
     )
-    swapping = smallest.with_buffers(regions)
-    if alpha == "memo":
-        fraction = min(gather(memo.fraction_of(regions, swapping)))
-        return gather(plan.solve(regions, swapping, fraction))[first : first + 1]
-    optimum, *around = [_solve_around(regions, swapping, factor) for factor in LINK_FACTORS[:most]]
-    by_rank = gather([optimum, plain.solve_partly(regions, swapping) or optimum, *around])
-    slowest_s = [max(plans[i].step_s for plans in by_rank) for i in (0, 1)]
-    order = [*(sorted((0, 1), key=slowest_s.__getitem__)), *range(2, len(by_rank[0]))]
+    fraction = min(gather(memo.fraction_of(regions, smallest.with_buffers(regions)))) if alpha == "memo" else None
+    solver = next(rank for rank, (keys, _) in enumerate(everyone) if keys == mine)
+    return Task(regions, smallest, fraction, most, solver)
+
+
+def solve(task: Task) -> list[plan.TokenwisePlan]:
+    """The optimum; the plan by which as many regions as there is room for run as without memplug; and plans solved as
+    if the link were slower or faster, told what they cost at its measured rate. Or the one of MEMO's fraction. Touches
+    no rank and no device.
+    """
+    swapping = task.budget.with_buffers(task.regions)
+    if task.fraction is not None:
+        return [plan.solve(task.regions, swapping, task.fraction)]
+    optimum, *around = [_solve_around(task.regions, swapping, factor) for factor in LINK_FACTORS[: task.most]]
+    return [optimum, plain.solve_partly(task.regions, swapping) or optimum, *around]
+
+
+def choose(
+    task: Task, solved: list[plan.TokenwisePlan] | None, gather: Callable[[Any], list[Any]]
+) -> list[plan.TokenwisePlan]:
+    """Plans to choose from, the one that should be the fastest first: as many on every rank, equal for equal regions.
+
+    Where the device of every rank has room for everything, the first is to run as without memplug. Of the optimum and
+    the plan that lets some regions do so, the one that should be faster comes first. One that is on all ranks the same
+    as an earlier one is left out.
+
+    Args:
+        task: from `agree`.
+        solved: by `solve`, on the rank that does; else None.
+        gather: as in `agree`.
+    """
+    by_rank = gather((task.solver, solved))
+    plans = [by_rank[solver][1] for solver, _ in by_rank]  # of each rank, by the one that solved for it
+    mine = by_rank[task.solver][1]
+    if task.fraction is not None:
+        return mine
+    slowest_s = [max(of_rank[i].step_s for of_rank in plans) for i in (0, 1)]
+    order = [*(sorted((0, 1), key=slowest_s.__getitem__)), *range(2, len(mine))]
     # the earliest of those that are equal on all ranks
-    distinct = {str([_choices(plans[i]) for plans in by_rank]): i for i in reversed(order)}
-    found = [by_rank[first][i] for i in order if i in distinct.values()]
-    everything = plain.solve(regions, smallest)
+    distinct = {str([_choices(of_rank[i]) for of_rank in plans]): i for i in reversed(order)}
+    found = [mine[i] for i in order if i in distinct.values()]
+    everything = plain.solve(task.regions, task.budget)
     if all(gather(everything is not None)):
         found.insert(0, everything)
-    return found[:most]
+    return found[: task.most]
 
 
 def _solve_around(regions: list[plan.Region], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:

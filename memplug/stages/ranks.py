@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Ranks:
-    """Every method but `first` is called by all ranks, in the same order."""
+    """Every method is called by all ranks, in the same order."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
@@ -21,6 +21,11 @@ class Ranks:
         """Whether this is rank 0, or the only process; where no group is there (yet, or any more), as launchers say."""
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         return rank == 0
+
+    @property
+    def rank(self) -> int:
+        """Of this process, among those that `gather`."""
+        return 0 if self._alone else dist.get_rank()
 
     def vote(self, mask: int) -> Callable[[], int]:
         """Start the bitwise and of a non-negative number over all ranks; returns what waits for the result."""

@@ -1,6 +1,9 @@
 """GenPolicy: one observed step, then plans around the optimum, each tried for one step. The fastest that kept to its
 memory on every rank is the policy (Chameleon, section 4); without more trials the one by which all regions run as
 without memplug, where it did.
+
+Plans are made beside training, which goes on at the safest setting, by the lowest of the ranks that run the same; they
+are tried from the step on at which they are there for all ranks.
 """
 
 from __future__ import annotations
@@ -9,15 +12,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from memplug.beside import Beside
 from memplug.config import MemplugConfig
 from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
 from memplug.plan import plain
 from memplug.plan import tokenwise as plan
 from memplug.plan.policy import Policy
+from memplug.profile.recorder import Detail
 from memplug.stages import budgets, candidates, planning
+from memplug.stages.ranks import Ranks
 
 log = logging.getLogger("memplug")
 
@@ -33,6 +38,16 @@ class Trial:
     """The host had room for all that was to be swapped, and the device's peak grew by no more than was to be kept."""
     device_bytes: int
     """What the plan keeps on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Planning:
+    """What was observed, while plans are made of it."""
+
+    task: candidates.Task
+    groups: dict[str, list[Region]]
+    observed_peak_bytes: int | None
+    full_recomputation_s: float
 
 
 def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
@@ -59,7 +74,7 @@ class Search:
         executor: which runs them; from now on with device times around every operator.
         observer: listens to the executor.
         config: budgets, and how many plans to try; with none, or only one, the optimum is taken as it is.
-        gather: what every rank passed, in rank order.
+        ranks: who plan together.
         step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
         keeps: whether plans may keep outputs on the device.
 
@@ -75,7 +90,7 @@ class Search:
         executor: Executor,
         observer: planning.Observer,
         config: MemplugConfig,
-        gather: Callable[[Any], list[Any]],
+        ranks: Ranks,
         step_peak: Callable[[], int | None],
         keeps: bool = True,
     ):
@@ -84,7 +99,9 @@ class Search:
         self.policy: Policy | None = None
         self.outcome = ""
         self.fits = True
-        self._gather, self._step_peak = gather, step_peak
+        self._ranks, self._gather, self._step_peak = ranks, ranks.gather, step_peak
+        self._beside = Beside(config.profiler.wait_for_plans)
+        self._planning: _Planning | None = None
         self._policies: list[Policy] = []
         self._trials: list[Trial] = []
         self._refused = 0
@@ -107,7 +124,7 @@ class Search:
         peak_bytes = self._step_peak()
         if self._policies:
             self._note(seconds, peak_bytes)
-        elif not self._plan(peak_bytes):
+        elif not (self._planning is not None or self._begin_planning(peak_bytes)) or not self._is_planned():
             return False
         if len(self._policies) > max(1, len(self._trials)) and not self._is_out_of_the_way():
             self._refused = self.executor.transfer.refused
@@ -120,32 +137,52 @@ class Search:
         """Nothing is observed any more."""
         self.executor.time_forwards(None)
         self.observer.clear()
+        self._beside.stop()
 
     @property
-    def observed(self) -> bool:
-        """Whether there are plans already."""
-        return bool(self._policies)
+    def detail(self) -> Detail | None:
+        """How the next step is to be recorded: the one that plans are made from in full, those that try them for their
+        peaks.
+        """
+        if self._planning is not None:
+            return None
+        return Detail.REQUESTS if self._policies else Detail.TENSORS
 
-    def _plan(self, peak_bytes: int | None) -> bool:
-        """The observed step is over: plans to try; none where a rank ran no region in it, and the next is observed."""
+    def _begin_planning(self, peak_bytes: int | None) -> bool:
+        """The observed step is over; False: a rank ran no region in it, and the next is observed."""
         device = self.executor.device
         groups = planning.group_regions(self.regions, self.observer)
         described = planning.describe(groups, self.observer, self.executor, device.seconds_between) if groups else []
         budget = budgets.budget(self.config, device, self.executor.pool.budget_bytes, peak_bytes)
         own = described, budget if self.keeps else replace(budget, device_bytes=0)
-        solutions = candidates.agree(
-            own, self._gather, max(1, self.config.profiler.policy_steps), self.config.tokenwise.alpha
-        )
+        most, alpha = max(1, self.config.profiler.policy_steps), self.config.tokenwise.alpha
+        task = candidates.agree(own, self._gather, most, alpha)
         if not (groups or self._warned or self.executor.core is None):
             self._warned = True
             log.warning("memplug: no region ran in the step to plan from, for example %s", self.regions[0].name)
-        if solutions:
-            total_bytes = budgets.peak_bytes(device) if peak_bytes is None else peak_bytes
-            full_s = plan.full_recomputation(*own).step_s
-            self._policies = [planning.policy_of(one, groups, self.observer, total_bytes, full_s) for one in solutions]
-            self.executor.pool.reserve(max(one.host_bytes for one in solutions))
-            self.stop()
-        return bool(solutions)
+        if task is None:
+            return False
+        total_bytes = budgets.peak_bytes(device) if peak_bytes is None else peak_bytes
+        self._planning = _Planning(task, groups, total_bytes, plan.full_recomputation(*own).step_s)
+        self.executor.time_forwards(None)
+        if task.solver == self._ranks.rank:
+            self._beside.begin(candidates.solve, task)
+        return True
+
+    def _is_planned(self) -> bool:
+        """Whether there are plans to try by now, for all ranks."""
+        if not all(self._gather(not self._beside.is_busy or self._beside.is_done)):
+            return False
+        made, self._planning = self._planning, None
+        solved = self._beside.take() if self._beside.is_busy else None
+        solutions = candidates.choose(made.task, solved, self._gather)
+        self._policies = [
+            planning.policy_of(one, made.groups, self.observer, made.observed_peak_bytes, made.full_recomputation_s)
+            for one in solutions
+        ]
+        self.executor.pool.reserve(max(one.host_bytes for one in solutions))
+        self.stop()
+        return True
 
     def _note(self, seconds: float, peak_bytes: int | None) -> None:
         policy = self._policies[len(self._trials)]

@@ -36,13 +36,13 @@ from torch import nn
 
 import memplug
 from memplug import native
-from memplug.execute.arena import Arena
+from memplug.arena.arena import Arena
+from memplug.arena.tables import tables_of
 from memplug.plan.layout import auto
 from memplug.plan.layout.from_trace import last_step, problem_of
 from memplug.plan.schema import memory_plan
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Event, Fingerprint, Trace
-from memplug.stages.addresses import tables_of
 from tests.bench.caching_allocator import reserved
 from tests.bench.table import Row, figures, render, write_rows
 

@@ -6,19 +6,17 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from memplug.arena.arena import Counters
 from memplug.config import MemplugConfig
-from memplug.execute.arena import Counters
 from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
-from memplug.plan.plain import is_plain
 from memplug.plan.tokenwise import TokenwisePlan
-from memplug.show.words import size
 
 if TYPE_CHECKING:
+    from memplug.arena.manager import Serving
     from memplug.plan.policy import Policy
     from memplug.stages.predictions import Predictions
     from memplug.stages.rounding import Rounding
-    from memplug.stages.serving import Serving
 
 GIB = 2**30
 
@@ -108,19 +106,6 @@ def swapped_fraction(config: MemplugConfig, solution: TokenwisePlan | None, regi
     if not isinstance(config.tokenwise.alpha, str):
         return float(config.tokenwise.alpha)
     return statistics.fmean(region.setting.rows for region in regions) if solution and regions else None
-
-
-def planned(solution: TokenwisePlan) -> str:
-    """A plan in one line."""
-    if is_plain(solution):
-        return f"planned: the device has room for {size(solution.device_bytes)} more: regions run as without memplug"
-    swapped = sum(region.swapped_bytes for region in solution.regions.values())
-    recompute_s = sum(region.recompute_s for region in solution.regions.values())
-    bound = solution.bound if solution.alpha is None else f"{solution.bound}, at alpha {solution.alpha:.3f}"
-    return (
-        f"planned: {size(swapped)} of outputs swapped and {size(solution.device_bytes)} kept a step, "
-        f"{recompute_s:.3f} s recomputed, {size(solution.host_bytes)} of host memory, bound by {bound}"
-    )
 
 
 def monitor_events(report: dict[str, Any], samples: int) -> list[tuple[str, float, int]]:

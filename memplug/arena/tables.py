@@ -2,14 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from memplug.errors import LayoutError
-from memplug.execute.arena import DYNAMIC_REQUEST, IDLE_SPACE, KEPT_SLOT, MOST_STREAMS, PLANNED_REQUEST, Tables
 from memplug.plan.layout.dynamic import idle_spaces
 from memplug.plan.layout.problem import Problem
 from memplug.plan.schema import MemoryPlan
 from memplug.profile.records import Pass
+
+MARGIN_BYTES = 512
+"""What follows each block in the mode that checks."""
+
+PLANNED_REQUEST = np.dtype(  # in program order within each place
+    [
+        ("size", "<i8"),  # bytes, a multiple of 512; in the mode that checks, with MARGIN_BYTES
+        ("offset", "<i8"),  # in the part that is used again and again; of no meaning where `kept` is not -1
+        ("crosses", "<u8"),  # bit n: stream n uses some of these bytes at other times
+        ("phase", "<i4"),  # (micro-batch + 1) * 8 + pass
+        ("layer", "<i4"),
+        ("stream", "<i4"),  # 0 is the main one, where dynamic requests are served
+        ("kept", "<i4"),  # outlives the step: any free slot of this number will do; -1: it does not
+        ("spare", "<i4"),  # group of idle spaces to use where its bytes are not free; -1: none
+    ]
+)
+KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the part of what outlives steps
+DYNAMIC_REQUEST = np.dtype(  # in program order within each place; the last one stands for whatever else comes there
+    [("phase", "<i4"), ("layer", "<i4"), ("group", "<i4")]  # group -1: none that is served
+)
+IDLE_SPACE = np.dtype([("begin", "<i8"), ("end", "<i8"), ("group", "<i4")])  # that a group may use; rising in each
+
+MOST_STREAMS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tables:
+    """A plan as the native arena reads it.
+
+    Attributes:
+        requests, slots, dynamic, spaces: of the dtypes PLANNED_REQUEST, KEPT_SLOT, DYNAMIC_REQUEST and IDLE_SPACE.
+        crosses: of each group, as in PLANNED_REQUEST.
+        lendable: groups that a validation between the steps is to use, in this order.
+        reused_bytes: of the part that is used again and again.
+        kept_bytes: of the part of what outlives steps, which is reserved apart: it can stay when the other goes.
+        streams: how many the requests are on, at most MOST_STREAMS.
+        rows: of each request, in the problem that was planned: int64.
+    """
+
+    requests: np.ndarray
+    slots: np.ndarray
+    dynamic: np.ndarray
+    spaces: np.ndarray
+    crosses: Sequence[int]
+    lendable: Sequence[int]
+    reused_bytes: int
+    kept_bytes: int
+    streams: int
+    rows: np.ndarray
+
 
 PARTS = 32  # of a step, by which it is told apart when bytes are needed
 

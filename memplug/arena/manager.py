@@ -1,9 +1,9 @@
 """When the arena serves, and from which plan: one for each program, made from a step that was recorded of it, or kept
 by an earlier run.
 
-waiting ──the program repeats──► recording ──planned, judged, reserved──► serving ◄── a run goes on from a plan
-   ▲                                  ▲                                      │
-   └──── another program ─────────────┴──── too many requests not served ────┘
+waiting ──the program repeats──► recording ──► planning, beside training ──► serving ◄── a run goes on from a plan
+   ▲                                 ▲                                         │
+   └──── another program ────────────┴──── too many requests not served ───────┘
 
 The first step of a run makes what lasts: the optimizer's state, and gradients where they stay from step to step. A plan
 that is older knows nothing of them, so that those passes of that step are left to the native allocator.
@@ -16,20 +16,19 @@ import enum
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from memplug.arena import planning
+from memplug.arena.arena import Arena, Counters
+from memplug.arena.tables import Tables, tables_of
+from memplug.beside import Beside
 from memplug.block import ArenaConfig
 from memplug.errors import ArenaError, LayoutError
-from memplug.execute.arena import MARGIN_BYTES, Arena, Counters, Tables
-from memplug.plan import replay
-from memplug.plan.layout import auto, dynamic
-from memplug.plan.layout.from_trace import last_step, problem_of
-from memplug.plan.layout.problem import Problem, Solution
 from memplug.plan.schema import MemoryPlan
 from memplug.profile.trace import Pass, Trace
 from memplug.show.words import size
-from memplug.stages.addresses import tables_of
 
 log = logging.getLogger("memplug")
 
@@ -41,8 +40,6 @@ MISMATCHED_STEPS = 3  # in a row, after which there is a new one
 DIFFERING_SHARE = 0.01  # of the requests of two steps, up to which they are taken for the same program
 MOST_RECORDED_STEPS = 8
 MOST_AMENDMENTS = 16  # of a plan
-AMENDING_S = 2.0  # that training waits for one of them at most
-PLANNING_BYTES_PER_S = 64 << 20  # of an arena: the smaller it is, the less time is its plan worth
 
 
 class State(enum.Enum):
@@ -50,6 +47,7 @@ class State(enum.Enum):
 
     WAITING = "waiting"  # for a program that repeats
     RECORDING = "recording"  # a step to plan from
+    PLANNING = "planning"  # while training goes on, unserved
     SERVING = "serving"
     OFF = "off"
 
@@ -70,6 +68,7 @@ class Serving:
         config: the block's section.
         arena: of the device that trains.
         warmup_steps: of a program, before it is recorded.
+        beside: runs what plans.
         tell: the user, in one line of a level of logging.
 
     Attributes:
@@ -86,6 +85,7 @@ class Serving:
         config: ArenaConfig,
         arena: Arena,
         warmup_steps: int,
+        beside: Beside,
         tell: Callable[[str, int], None],
     ):
         self.state, self.why = State.WAITING, ""
@@ -93,7 +93,8 @@ class Serving:
         self.plans = self.amendments = 0
         self.step = Counters()
         self._config, self._arena = config, arena
-        self._warmup_steps, self._tell = warmup_steps, tell
+        self._warmup_steps, self._beside, self._tell = warmup_steps, beside, tell
+        self._amendments = 0  # of the plan that is being made
         self._known: collections.OrderedDict[Hashable, _Known] = collections.OrderedDict()
         self._program: Hashable = None
         self._steps = 0  # of the program
@@ -160,6 +161,8 @@ class Serving:
             self.state = State.RECORDING
         elif self.state is State.RECORDING and trace is not None:
             self._take(trace)
+        elif self._beside.is_busy:
+            self._adopt()
         elif first:
             pass  # it made what lasts, and says nothing of those that follow
         elif self.state is State.SERVING and not self._amend() and self._departs():
@@ -182,6 +185,7 @@ class Serving:
     def close(self, why: str) -> None:
         """Serve nothing any more."""
         self.state, self.why = State.OFF, why
+        self._beside.stop()
         self._arena.close()
         self._recorded.clear()
         self._known.clear()
@@ -191,6 +195,7 @@ class Serving:
     def _enter(self, program: Hashable) -> None:
         self._program, self._steps, self._mismatched_steps, self._patience = program, 0, 0, 1
         self._recorded.clear()
+        self._beside.stop()
         self.state = State.WAITING
         known = self._known.get(program) if program is not None else None
         if known is None:
@@ -225,11 +230,8 @@ class Serving:
         if len(self._recorded) < 2 or not (_alike(*self._recorded[-2:]) or self._tired):
             return
         self._recorded.clear()
-        step = last_step(trace)
-        margin_bytes = MARGIN_BYTES if self._config.checks else 0
-        # a validation that came in this step may not come in the next: what is idle is lent to it
-        problem = problem_of(step, margin_bytes=margin_bytes, without_gradients=False)
-        self._plan(problem, 0, lambda solution: dynamic.plan_with_spaces(step, problem, solution))
+        self.state = State.PLANNING
+        self._plan(0, planning.planned, trace, self._config.planner, self._config.checks)
 
     @property
     def _tired(self) -> bool:
@@ -250,29 +252,22 @@ class Serving:
             lower, seen = int(buffers["lower"][row]), int(buffers["lower"][other]) + 1
             buffers["upper"][row] = max(min(2 * seen - lower, end), int(buffers["upper"][row]))
         longer = replace(problem, buffers=buffers)
-        self._plan(
-            longer,
-            known.amendments + 1,
-            lambda solution: dynamic.with_spaces_renewed(known.plan, longer, solution),
-        )
+        self._plan(known.amendments + 1, planning.amended, known.plan, longer, self._config.planner)
         return True
 
-    def _plan(self, problem: Problem, amendments: int, complete: Callable[[Solution], MemoryPlan]) -> None:
-        """Find addresses, and serve by them.
+    def _plan(self, amendments: int, plan: Callable[..., tuple[MemoryPlan, Tables]], *arguments: Any) -> None:
+        """Have a plan made of the current program, which has been amended so often."""
+        self._amendments = amendments
+        self._beside.begin(plan, *arguments)
+        self._adopt()
 
-        Args:
-            problem: the requests.
-            amendments: to the plan so far.
-            complete: makes the plan of a solution.
-        """
+    def _adopt(self) -> None:
+        """Serve by the plan that was being made, if it is there."""
+        if not self._beside.is_done:
+            return
+        amendments = self._amendments
         try:
-            solution = auto.plan(problem, self._config.planner, time_limit_s=_planning_s(problem, amendments))
-            plan = complete(solution)
-            if findings := replay.judge_plan(plan, problem):
-                raise LayoutError(
-                    f"the judge refuses the plan: {findings[0].message}", "Please report it, with a trace."
-                )
-            known = _Known(plan, tables_of(plan), amendments)
+            known = _Known(*self._beside.take(), amendments)
         except LayoutError as error:
             log.warning("memplug: goes on without the arena: %s", error)
             self.close(error.problem)
@@ -282,7 +277,8 @@ class Serving:
         self._known[self._program] = known
         while len(self._known) > MOST_PLANS:
             self._known.popitem(last=False)
-        self._serve(known, logging.DEBUG if amendments else logging.INFO, f"planned in {solution.seconds:.1f} s")
+        seconds = known.plan.solution.seconds
+        self._serve(known, logging.DEBUG if amendments else logging.INFO, f"planned in {seconds:.1f} s")
 
     def _serve(self, known: _Known, level: int, source: str = "remembered") -> None:
         plan = known.plan
@@ -308,12 +304,6 @@ class Serving:
                     "Look for a kernel that writes outside of its tensors, or uses one that is freed: "
                     "`CUDA_LAUNCH_BLOCKING=1` and `compute-sanitizer` name it.",
                 )
-
-
-def _planning_s(problem: Problem, amendments: int) -> float:
-    """Seconds that training may wait for the plan: what they can save is a share of the arena's bytes."""
-    longest_s = AMENDING_S if amendments else auto.TIME_LIMIT_S
-    return min(longest_s, max(0.5, problem.lower_bound / PLANNING_BYTES_PER_S))
 
 
 def _alike(one: Trace, other: Trace) -> bool:

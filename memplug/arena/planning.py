@@ -1,0 +1,56 @@
+"""From a recorded step to what the arena serves by: addresses that the judge accepts, as tables. Knows no torch."""
+
+from __future__ import annotations
+
+from memplug.arena.tables import MARGIN_BYTES, Tables, tables_of
+from memplug.errors import LayoutError
+from memplug.plan import replay
+from memplug.plan.layout import auto, dynamic
+from memplug.plan.layout.from_trace import last_step, problem_of
+from memplug.plan.layout.problem import Problem
+from memplug.plan.schema import MemoryPlan
+from memplug.profile.trace import Trace
+
+LONGEST_S = auto.TIME_LIMIT_S
+AMENDING_S = 2.0
+PLANNING_BYTES_PER_S = 64 << 20  # of an arena: the smaller it is, the less time is its plan worth
+
+
+def planned(trace: Trace, planner: str, checks: bool) -> tuple[MemoryPlan, Tables]:
+    """A plan of the last step of a trace.
+
+    Args:
+        trace: of at least one step, with requests.
+        planner: see `memplug.plan.layout.auto.plan`.
+        checks: leave `MARGIN_BYTES` after each block.
+
+    Raises:
+        LayoutError: no plan that the judge accepts was found.
+    """
+    step = last_step(trace)
+    # a validation that came in this step may not come in the next: what is idle is lent to it
+    problem = problem_of(step, margin_bytes=MARGIN_BYTES if checks else 0, without_gradients=False)
+    solution = auto.plan(problem, planner, time_limit_s=_worth_s(problem, LONGEST_S))
+    return _accepted(dynamic.plan_with_spaces(step, problem, solution), problem)
+
+
+def amended(plan: MemoryPlan, problem: Problem, planner: str) -> tuple[MemoryPlan, Tables]:
+    """The plan with the lifetimes of another problem of the same requests.
+
+    Raises:
+        LayoutError: as in `planned`.
+    """
+    solution = auto.plan(problem, planner, time_limit_s=_worth_s(problem, AMENDING_S))
+    return _accepted(dynamic.with_spaces_renewed(plan, problem, solution), problem)
+
+
+def _accepted(plan: MemoryPlan, problem: Problem) -> tuple[MemoryPlan, Tables]:
+    findings = replay.judge_plan(plan, problem)
+    if findings:
+        raise LayoutError(f"the judge refuses the plan: {findings[0].message}", "Please report it, with a trace.")
+    return plan, tables_of(plan)
+
+
+def _worth_s(problem: Problem, longest_s: float) -> float:
+    """Seconds that a plan may take: what they can save is a share of the arena's bytes."""
+    return min(longest_s, max(0.5, problem.lower_bound / PLANNING_BYTES_PER_S))

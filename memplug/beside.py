@@ -1,0 +1,110 @@
+"""Work beside training: a task in a process of its own, so that no step waits for it, nor for Python's lock.
+
+A thread would not do: planners are Python in part, and a training step of small operators is all Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("memplug")
+
+NICENESS = 10  # training comes first
+
+
+class Beside:
+    """Runs one task at a time.
+
+    Args:
+        waits: run it at once, in this process, while training waits.
+    """
+
+    def __init__(self, waits: bool):
+        self._waits = waits
+        self._task: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._stop: weakref.finalize | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is a task whose result was not taken."""
+        return self._task is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `take` would not wait."""
+        return self._process is None or self._process.poll() is not None
+
+    def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Run a function of a module, whose arguments and result can be pickled, instead of what ran before."""
+        self.stop()
+        self._task = function, arguments
+        if self._waits:
+            return
+        try:
+            self._start()
+        except (OSError, subprocess.SubprocessError) as error:
+            self._fall_back(error)
+
+    def take(self) -> Any:
+        """What the task returned, or raises what it raised; waits for it."""
+        assert self._task is not None, "`begin` comes first"
+        function, arguments = self._task
+        if self._process is not None:
+            self._process.wait()
+            try:
+                result, error = pickle.loads((Path(self._folder.name) / "result").read_bytes())
+            except (OSError, pickle.UnpicklingError, EOFError) as lost:
+                self._fall_back(lost)
+            else:
+                self.stop()
+                if error is not None:
+                    raise error
+                return result
+        self.stop()
+        return function(*arguments)
+
+    def stop(self) -> None:
+        """End the task, if there is one."""
+        self._task = self._process = None
+        if self._stop is not None:
+            self._stop()
+            self._stop = self._folder = None
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="memplug")
+        task, result = (Path(self._folder.name) / name for name in ("task", "result"))
+        task.write_bytes(pickle.dumps(self._task))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "memplug.plan.worker", str(task), str(result)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._stop = weakref.finalize(self, _end, self._process, self._folder)
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
+
+    def _fall_back(self, error: Exception) -> None:
+        log.warning("memplug: no process plans beside training, which waits for the plan instead: %s", error)
+        self._process = None
+
+
+def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    folder.cleanup()

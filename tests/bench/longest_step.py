@@ -1,0 +1,133 @@
+"""Does any training step wait for a planner? The longest step after warm-up over the median of its like.
+
+A Llama of many small layers asks for memory some 140 times a layer: 36 layers make a program of 5,000 requests, 360 one
+of 50,000. Until there are decisions, steps run at the safest setting and are longer; so steps are compared with those at
+the same setting, whether another process plans beside them or not, or a plan comes into force at their end. Steps that
+are recorded are slower by what that costs, and are shown by themselves, over the median of planned steps.
+
+Run it on an idle machine: `python -m tests.bench.longest_step [--layers 36 360] [--waits] [--json FILE]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import memplug
+from memplug.arena.manager import State
+from memplug.beside import Beside
+from memplug.stages.table import Stage
+from tests import made_as_users_do
+from tests.bench.table import Row, figures, render, write_rows
+
+BENCH = "longest_step"
+KINDS = ("unplanned", "planned", "recorded")
+HEADERS = [
+    "program",
+    "plans are made",
+    "median planned step s",
+    "longest at the safest setting over their median (steps)",
+    "longest planned over their median (steps)",
+    "longest recorded over planned (steps)",
+]
+LAYERS = (36, 360)
+SETTLED_STEPS = 12  # that the arena serves, before a run ends
+
+
+@dataclass
+class Step:
+    """Of a run: its seconds, from the end of the one before; and what it was, with the state that it ran in."""
+
+    seconds: float
+    recorded: bool
+    stage: Stage
+    state: State | None
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        return "recorded" if self.recorded else "planned" if self.stage is Stage.STABLE else "unplanned"
+
+
+def llama(layers: int) -> torch.nn.Module:
+    """Small layers, so that the host's time is most of a step."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=layers, **sizes))
+
+
+def run(layers: int, waits: bool) -> tuple[list[Step], int]:
+    """Steps until the arena has served for a while, and the requests of the program."""
+    torch.manual_seed(0)
+    network = llama(layers)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+    ids = torch.randint(0, 64, (2, 64))
+    block = {
+        "enabled": True,
+        "plan_dir": False,
+        "tokenwise": {"min_offload_bytes": 1},
+        "profiler": {"wait_for_plans": waits},
+    }
+    steps: list[Step] = []
+    with memplug.attach(network, block) as session:
+        served, before = 0, time.perf_counter()
+        recorded = 0
+        while served < SETTLED_STEPS:
+            network(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stage, serving = session.stage, session._boundary.serving
+            state = serving.state if serving is not None else None
+            session.step()
+            now = time.perf_counter()
+            count = session.report()["recorded_steps"]
+            steps.append(Step(now - before, count > recorded, stage, state))
+            before, recorded = time.perf_counter(), count
+            served += state is State.SERVING
+        serving = session._boundary.serving
+        assert serving is not None and serving.plan is not None
+        return steps, len(serving.plan.problem)
+
+
+def measure(layers: int, waits: bool) -> list[Row]:
+    """Rows of one program."""
+    steps, requests = run(layers, waits)
+    case, mode = f"{requests:,} requests", "training waits" if waits else "beside training"
+    seconds = {kind: [step.seconds for step in steps[1:] if step.kind == kind] for kind in KINDS}
+    medians = {kind: statistics.median(seconds[kind]) for kind in ("unplanned", "planned")}
+    rows = [Row(BENCH, case, mode, "median_s", "s", medians["planned"], len(seconds["planned"]))]
+    for kind in KINDS:
+        longest = max(seconds[kind]) / medians.get(kind, medians["planned"])
+        rows.append(Row(BENCH, case, mode, f"longest_{kind}_over_median", "1", longest, len(seconds[kind])))
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
+    parser.add_argument("--waits", action="store_true", help="also where training waits for each plan")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    args = parser.parse_args()
+    Beside.__init__ = made_as_users_do
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for layers in args.layers:
+        for waits in (False, True) if args.waits else (False,):
+            rows += measure(layers, waits)
+            median, *longest = rows[-1 - len(KINDS) :]
+            values = [median.case, median.mode, f"{median.value:.3f}"]
+            values += [f"{figures(row.value, 3)} ({row.n})" for row in longest]
+            print(render(HEADERS, [values], left=2), flush=True)
+    if args.json:
+        write_rows(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()
