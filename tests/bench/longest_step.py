@@ -1,9 +1,9 @@
 """Does any training step wait for a planner? The longest step after warm-up over the median of its like.
 
 A Llama of many small layers asks for memory some 140 times a layer: 36 layers make a program of 5,000 requests, 360 one
-of 50,000. Until there are decisions, steps run at the safest setting and are longer; so steps are compared with those at
-the same setting, whether another process plans beside them or not, or a plan comes into force at their end. Steps that
-are recorded are slower by what that costs, and are shown by themselves, over the median of planned steps.
+of 50,000. Until there are decisions, steps run at the safest setting and are longer; so steps are compared with those
+at the same setting, whether another process plans beside them or not, or a plan comes into force at their end. Those
+that are recorded are slower by what that costs, and are shown by themselves, over the median of planned steps.
 
 Run it on an idle machine: `python -m tests.bench.longest_step [--layers 36 360] [--waits] [--json FILE]`
 """
