@@ -131,7 +131,7 @@ class Serving:
     @property
     def places(self) -> bool:
         """Whether the arena needs to know where in the program requests are made."""
-        return self.state in (State.RECORDING, State.SERVING)
+        return self.state is State.RECORDING or self._arena.serving
 
     @property
     def counters(self) -> Counters:

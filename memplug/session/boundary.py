@@ -112,8 +112,9 @@ class Boundary:
     def resume(self, job: Fingerprint) -> bool:
         """See `Session.resume`."""
         config, folder = self._config, self._config.plan_dir
-        store = PlanStore(Path(folder) if folder else None, job, self._ranks)
-        self.kept = KeptPlans(store, job, config, self._regions, self._executor, self.adjuster)
+        store = PlanStore(Path(folder) if folder and self._ranks.are_known else None, job, self._ranks)
+        beside = Beside(config.profiler.wait_for_plans)
+        self.kept = KeptPlans(store, beside, job, config, self._regions, self._executor, self.adjuster)
         resumed = self.kept.resume()
         if resumed:
             self._settle()

@@ -11,8 +11,9 @@ import numpy as np
 
 from memplug import native
 from memplug.arena.manager import Serving, State
+from memplug.beside import Beside
 from memplug.config import MemplugConfig
-from memplug.errors import MemplugError
+from memplug.errors import LayoutError, MemplugError
 from memplug.execute.region import Region
 from memplug.execute.tokenwise import Executor
 from memplug.plan.layout.problem import BUFFER, Problem, Solution
@@ -40,6 +41,7 @@ class KeptPlans:
 
     Args:
         store: of the job's plans.
+        beside: writes them.
         job: what trains.
         config: the block.
         regions: all of the session's.
@@ -54,6 +56,7 @@ class KeptPlans:
     def __init__(
         self,
         store: PlanStore,
+        beside: Beside,
         job: Fingerprint,
         config: MemplugConfig,
         regions: Sequence[Region],
@@ -62,7 +65,7 @@ class KeptPlans:
     ):
         self.file: Path | None = None
         self.refused = ""
-        self._store, self._job, self._config = store, job, config
+        self._store, self._beside, self._job, self._config = store, beside, job, config
         self._regions, self._executor, self._adjuster = regions, executor, adjuster
         self._plans: dict[Lasting, MemoryPlan] = {}  # that the run began with
         self._kept: dict[int, _Made] = {}  # by index of the program
@@ -132,6 +135,7 @@ class KeptPlans:
         if self.file is not None and self._is_first and lasting not in self._plans:
             self._refuse(f"{self.file} is of another program than the first step's")
         self._is_first = False
+        self._finish(waits=False)
         made = self._in_force(serving)
         if made is None or (has_arena and made[1] is None):
             self._steps = 0
@@ -148,8 +152,19 @@ class KeptPlans:
     def close(self, serving: Serving | None, recording: Recording | None) -> None:
         """There are no more steps: keep what was amended since."""
         made = self._in_force(serving)
+        self._finish(waits=True)
         if made is not None and made[1] is not None and made[0] == self._kept.get(_index_of(made[0]), (None,))[0]:
             self._keep(*made, recording)
+        self._finish(waits=True)
+
+    def _finish(self, waits: bool) -> None:
+        """The file that is being written is there; or it is said why not, since a full disk must not end training."""
+        if not self._beside.is_busy or not (waits or self._beside.is_done):
+            return
+        try:
+            self._beside.take()
+        except (OSError, LayoutError) as error:
+            log.warning("memplug: the plan is not kept: %s", error)
 
     def _in_force(self, serving: Serving | None) -> _Made | None:
         lasting, serves = self._adjuster.lasting, serving is not None and serving.state is State.SERVING
@@ -172,7 +187,9 @@ class KeptPlans:
             inputs = trace.fingerprint.inputs if trace is not None else ()
             empty = Problem(buffers=np.empty(0, BUFFER), fingerprint=replace(self._job, inputs=inputs))
             memory = memory_plan(empty, Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True))
-        self._store.save(replace(memory, training=self._training(index, lasting, recording)))
+        self._finish(waits=True)
+        self._store.keep(replace(memory, training=self._training(index, lasting, recording)), self._beside)
+        self._finish(waits=False)
 
     def _training(self, index: int, lasting: Lasting, recording: Recording | None) -> Training:
         program, policy, rates = lasting.program, lasting.policy, (0.0, 0.0)

@@ -10,13 +10,12 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
+from memplug.beside import Beside
 from memplug.errors import LayoutError
-from memplug.plan import plan_file, replay
+from memplug.plan import kept_file, plan_file, replay
 from memplug.plan.schema import MemoryPlan
 from memplug.profile.records import Fingerprint
 from memplug.stages.ranks import Ranks
@@ -70,23 +69,17 @@ class PlanStore:
         order = [key for run in runs for key in sorted(common) if key[0] == run]
         return [own[key] for key in order[:MOST_PLANS]]
 
-    def save(self, plan: MemoryPlan) -> None:
+    def keep(self, plan: MemoryPlan, beside: Beside) -> None:
         """Keep a plan of this run, in place of an earlier one of the same inputs; where a lower rank has kept the same,
-        that is this rank's too. What cannot be written is said, and training goes on.
+        that is this rank's too.
+
+        Args:
+            plan: with its training.
+            beside: writes it.
         """
-        if self._folder is None:
-            return
-        file = self._folder / self._name(plan, self._job.rank)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            shared = next((other for other in self._of_lower_ranks(plan) if _same(plan, plan_file.load(other))), None)
-            if shared is None:
-                plan_file.save(plan, file)
-            elif not file.samefile(shared) if file.exists() else True:
-                file.unlink(missing_ok=True)
-                file.symlink_to(shared.name)
-        except (OSError, LayoutError) as error:  # a full disk must not end the training
-            log.warning("memplug: the plan is not kept: %s", error)
+        if self._folder is not None:
+            lower = [self._folder / self._name(plan, rank) for rank in range(self._job.rank)]
+            beside.begin(kept_file.keep, plan, self._folder / self._name(plan, self._job.rank), lower)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -97,10 +90,6 @@ class PlanStore:
 
     def _suffix(self, rank: int) -> str:
         return f".rank{rank}.json" if self._job.world_size > 1 else ".json"
-
-    def _of_lower_ranks(self, plan: MemoryPlan) -> Iterator[Path]:
-        files = (self._folder / self._name(plan, rank) for rank in range(self._job.rank))
-        return (file for file in files if plan_file.is_plan(file) and not file.is_symlink())
 
     def _own(self, unfit: Callable[[MemoryPlan], str]) -> tuple[dict[_Key, tuple[Path, MemoryPlan]], str]:
         """Plans of this rank, and why there are none."""
@@ -149,16 +138,3 @@ def _unsound(plan: MemoryPlan, job: Fingerprint) -> str:
         return "; ".join(changes)
     findings = replay.judge_plan(plan, plan.problem)
     return f"the judge refuses it: {findings[0].message}" if findings else ""
-
-
-def _same(one: MemoryPlan, other: MemoryPlan) -> bool:
-    """Whether two ranks of one run do the same."""
-    ours, theirs = one.training, other.training
-    return (
-        theirs is not None
-        and (ours.run, ours.index, ours.program) == (theirs.run, theirs.index, theirs.program)
-        and (ours.policy and ours.policy.settings) == (theirs.policy and theirs.policy.settings)
-        and np.array_equal(one.problem.buffers, other.problem.buffers)
-        and np.array_equal(one.solution.offsets, other.solution.offsets)
-        and one.dynamic == other.dynamic
-    )

@@ -23,6 +23,11 @@ class Ranks:
         return rank == 0
 
     @property
+    def are_known(self) -> bool:
+        """False: a launcher has started several processes, and they have not joined yet."""
+        return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1
+
+    @property
     def rank(self) -> int:
         """Of this process, among those that `gather`."""
         return 0 if self._alone else dist.get_rank()
