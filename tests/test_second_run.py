@@ -274,6 +274,32 @@ def test_other_inputs_are_noticed_in_the_first_step(other: dict[str, Any], folde
     assert train(folder, **other).is_second(), "its own plan is the latest"
 
 
+def test_inputs_that_hardly_differ_run_by_the_plan_from_the_second_step_on(
+    folder: Path, kept: tuple[Path, Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    loose = {"profiler": {**SMALL["profiler"], "length_tolerance": 0.5}}
+    ours = folder.parent / "loose"
+    train(ours, block=loose)
+    with caplog.at_level(logging.WARNING, "memplug"):
+        run = train(ours, length=lambda step: 17, block=loose)
+    assert "is not used: it was made for inputs int64[2, 16]" in caplog.text
+    assert set(run.stages) == {Stage.STABLE} and run.report["replans"] == 0 and run.report["resumed_from"]
+    assert run.report["swapped_fraction"] == train(ours, block=loose).report["swapped_fraction"]
+    assert run.report["offloaded_bytes"] > kept[1].report["offloaded_bytes"] // 2
+
+
+def test_a_compiled_model_goes_on_too(tmp_path: Path) -> None:
+    def compiled() -> nn.Module:
+        network = llama()
+        network.compile(backend="eager")
+        return network
+
+    block = {"tokenwise": {"enabled": False}}
+    first, second = (train(tmp_path, compiled, block=block) for _ in range(2))
+    assert second.losses == first.losses and set(second.states) == {State.SERVING}
+    assert (second.report["arena_plans"], second.report["recorded_steps"]) == (0, 0)
+
+
 def test_a_batch_that_changes_back_finds_its_plan_in_the_second_step(folder: Path) -> None:
     train(folder, batch=4)
     back = train(folder)

@@ -18,7 +18,7 @@ def watch(chunks: Sequence[nn.Module], session: Session) -> None:
 
     @torch.compiler.disable
     def begin(chunk: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not (removals and torch.is_grad_enabled()):  # compiled code calls hooks that are gone
             return
         while removals:
             removals.pop()()

@@ -24,7 +24,7 @@ from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program, similar
 from memplug.session.recording import Recording
 from memplug.show.words import size
-from memplug.stages import budgets
+from memplug.stages import budgets, planning
 from memplug.stages.adjuster import Adjuster, Lasting
 from memplug.stages.plan_store import PlanStore
 from memplug.stages.programs import Remembered
@@ -70,6 +70,7 @@ class KeptPlans:
         self._plans: dict[Lasting, MemoryPlan] = {}  # that the run began with
         self._kept: dict[int, _Made] = {}  # by index of the program
         self._is_first = True  # the step that ends next
+        self._is_turned_away = False  # it began with other inputs than were expected
         self._made: _Made | None = None
         self._steps = 0  # that ran by it
 
@@ -121,6 +122,8 @@ class KeptPlans:
         for region in self._regions if not self._executor.regathers else ():
             if not region.native.communicates:
                 region.set(Setting(region.kind))
+                region.native.seen = False
+        self._is_turned_away = True
 
     def end_step(self, serving: Serving | None, has_arena: bool, recording: Recording | None) -> None:
         """A step is over: keep the plan that it ran by, once that serves; and where it was amended, once that lasts. A
@@ -134,10 +137,12 @@ class KeptPlans:
         lasting = self._adjuster.lasting
         if self.file is not None and self._is_first and lasting not in self._plans:
             self._refuse(f"{self.file} is of another program than the first step's")
-        self._is_first = False
+        elif self._is_turned_away and lasting.policy is not None:
+            planning.put(lasting.policy, self._regions)  # the inputs were hardly others
+        self._is_first = self._is_turned_away = False
         self._finish(waits=False)
         made = self._in_force(serving)
-        if made is None or (has_arena and made[1] is None):
+        if made is None or (has_arena and made[1] is None) or (lasting.program and lasting.program.borrowed):
             self._steps = 0
             return
         kept = self._kept.get(_index_of(lasting))
