@@ -88,10 +88,21 @@ def test_synthetic_steps_come_out_within_half_a_percent(case):
 def test_of_several_planners_the_lowest_stays(monkeypatch):
     problem = problem_of((0, 2, 5), (1, 4, 3), (3, 6, 5), (0, 6, 2))
     best = auto.plan(problem).height
-    for name in ("search", "bilevel", "exact"):
-        monkeypatch.setattr(getattr(auto, name), "solve", lambda problem, **_: stacked(problem))
-    assert auto.plan(problem).height == best and auto.plan(problem).planner == "spatiotemporal"
+    monkeypatch.setattr(auto.search, "solve", lambda problem, **_: stacked(problem))
+    assert auto.plan(problem).height == best and auto.plan(problem).planner == "exact"
     assert stacked(problem).height > best
+
+
+def test_auto_tries_a_planner_only_where_it_may_be_the_lowest(monkeypatch):
+    problem = problem_of((0, 2, 5), (1, 4, 3), (3, 6, 5), (0, 6, 2))
+    for name in ("search", "exact"):
+        monkeypatch.setattr(getattr(auto, name), "solve", lambda problem, **_: stacked(problem))
+    tried = []
+    auto.plan(problem, progress=tried.append)
+    assert not {"bilevel", "spatiotemporal"} & set(tried)
+    monkeypatch.setattr(auto, "is_native", lambda: False)
+    assert auto.plan(problem, progress=tried.append).planner == "spatiotemporal"
+    assert "spatiotemporal" in tried and "bilevel" not in tried
 
 
 def test_what_the_judge_refuses_is_said_and_the_next_best_taken(monkeypatch, caplog):

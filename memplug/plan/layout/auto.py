@@ -11,8 +11,9 @@ import numpy as np
 
 from memplug.errors import LayoutError
 from memplug.plan import replay
-from memplug.plan.layout import bilevel, exact, planners, search, spatiotemporal
+from memplug.plan.layout import exact, planners, search
 from memplug.plan.layout.blocks import Blocks
+from memplug.plan.layout.first_fit import is_native
 from memplug.plan.layout.problem import Problem, Solution, solved
 from memplug.plan.layout.streams import on_one_stream
 
@@ -22,7 +23,7 @@ TIME_LIMIT_S = 10.0
 ENOUGH = 1e-4
 """Share above the lower bound at which `auto` ends: what is left is not worth waiting for."""
 
-_LADDER = ("search", "exact", "spatiotemporal", "bilevel")
+_OWN_TURNS = ("search", "exact")
 _SPATIOTEMPORAL_S = 5e-5  # that it takes for a request, measured; it cannot be ended earlier
 
 Progress = Callable[[str], None]
@@ -174,7 +175,7 @@ class _Attempt:
 
 
 def _try_all(attempt: _Attempt, progress: Progress) -> None:
-    """The quickest first, until one is low enough; planners without a turn of their own before the last search."""
+    """The quickest first, until one is low enough; others that have a turn come before the last search."""
     plain, goal = attempt.blocks.problem, attempt.goal
     progress("search: fixed orders")
     attempt.offer(search.solve(plain, deadline_s=attempt.until(0.5), enough_bytes=goal, improve=False))
@@ -182,21 +183,12 @@ def _try_all(attempt: _Attempt, progress: Progress) -> None:
         progress("exact")
         share = 0.7 if attempt.enough is None else 0.9
         attempt.offer(exact.solve(plain, deadline_s=attempt.until(share), enough_bytes=attempt.enough))
-    left_s = attempt.deadline_s - time.monotonic()
-    if not attempt.done and len(plain) * _SPATIOTEMPORAL_S <= 0.5 * left_s:
-        progress("spatiotemporal")
-        attempt.offer(spatiotemporal.solve(plain, deadline_s=attempt.until(0.7)))
-    if not attempt.done:
-        progress("bilevel")
-        now = time.monotonic()
-        share_s = now + 0.2 * (attempt.deadline_s - now)
-        attempt.offer(bilevel.solve(plain, deadline_s=share_s, enough_bytes=goal))
     if not attempt.done and exact.PROMISING < len(plain) <= exact.LARGEST:
         progress("exact")
         share = 0.8 if attempt.enough is None else 1.0
         attempt.offer(exact.solve(plain, deadline_s=attempt.until(share), enough_bytes=attempt.enough))
     for planner in planners.PLANNERS:
-        if planner.name not in _LADDER and not attempt.done:
+        if not attempt.done and (attempt.best is None or _has_a_turn(planner, len(plain), attempt.deadline_s)):
             progress(planner.name)
             attempt.offer(planner.solve(plain, deadline_s=attempt.until(0.9), enough_bytes=goal))
     if not attempt.done:
@@ -205,3 +197,11 @@ def _try_all(attempt: _Attempt, progress: Progress) -> None:
         attempt.offer(search.solve(plain, deadline_s=attempt.deadline_s, enough_bytes=goal, start=start))
     if attempt.best is not None and not attempt.best.optimal and time.monotonic() >= attempt.deadline_s:
         attempt.best = replace(attempt.best, timed_out=True)
+
+
+def _has_a_turn(planner: planners.Planner, requests: int, deadline_s: float) -> bool:
+    """Whether it is tried between the fixed orders and the random ones."""
+    if planner.name in _OWN_TURNS or planner.in_auto == "never":
+        return False
+    slow_s = requests * _SPATIOTEMPORAL_S
+    return planner.in_auto == "always" or (not is_native() and slow_s <= 0.5 * (deadline_s - time.monotonic()))
