@@ -10,11 +10,11 @@ from memplug.cli.output import AsJson, print_rows
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A plan that `memplug plan -o` wrote.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A plan, of `memplug plan -o` or of a training.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two plans: heights, programs, and which requests are new, resized or moved.
+    """Compare two plans: heights, programs, which requests are new, resized or moved, and which decisions changed.
 
     Exit code 0: compared, whatever differs; 1: a plan is not usable.
     """

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 def show(
-    source: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A recorded trace (.npz), or a plan of `memplug plan -o`.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="A recorded trace (.npz), or a plan (.json).")],
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write the timeline, or the plan's map, as a page; needs plotly."),
@@ -34,7 +32,7 @@ def show(
     step: Annotated[int | None, typer.Option("--step", help="Only this step of the trace, from 0.", min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a recorded trace, what ran and where memory peaks; or a plan, which address is used when. No GPU is used.
+    """Show a recorded trace, what ran and where memory peaks; or a plan, its addresses and decisions. No GPU is used.
 
     Prints a summary; pages, pictures and files for other viewers are written only where an option names them.
     Exit code 0: all done; 1: the file, or one to be written, is not usable.

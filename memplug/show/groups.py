@@ -116,7 +116,7 @@ def by_layer(layers: Sequence[Layer]) -> Grouping:
     shares = _shares(len(layers), AT_MOST)
     for (first, last), colour in zip(shares, layer_colours(len(shares)), strict=True):
         of[first : last + 1] = len(groups)
-        groups.append(Group(_range_words(names[first], names[last]), colour))
+        groups.append(Group(range_words(names[first], names[last]), colour))
     return Grouping(tuple(groups), of)
 
 
@@ -144,7 +144,8 @@ def layer_words(name: str) -> str:
     return f"layer {name}" if name.isdigit() else name
 
 
-def _range_words(first: str, last: str) -> str:
+def range_words(first: str, last: str) -> str:
+    """From one short name to another, such as "layers 0-3"."""
     if first == last:
         return layer_words(first)
     return f"layers {first}-{last}" if first.isdigit() and last.isdigit() else f"{first} to {last}"

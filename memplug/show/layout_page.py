@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memplug.plan.schema import MemoryPlan
+from memplug.show import decision_bars
+from memplug.show.decision_bars import Bars
 from memplug.show.groups import GRID, INK, PEAK, Group, by_phase, layer_colours, phase_letters, phase_words, short_names
 from memplug.show.layout_map import LayoutMap, largest, layout_map, raster
 from memplug.show.page import require_plotly, strip, whole_page
 from memplug.show.timeline import Runs
-from memplug.show.words import axis_unit, plan_heading, size
+from memplug.show.words import axis_unit, has_addresses, plan_heading, size
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _PIXELS = (600, 1200)  # of the raster below the rectangles
 _RECTANGLES = 15_000  # drawn as such, the largest
 _MAP = "y2"
+_MAP_WIDTH, _DECISIONS_LEFT = 0.56, 0.77  # shares of the width, where there are decisions; the legend is between
 _DYNAMIC_AT_MOST = 12  # groups whose spaces are outlined; more would hide everything
 
 # Which request lies under the pointer: all are looked through, which takes a millisecond for 300,000.
@@ -39,9 +42,10 @@ box.style.cssText = 'position:fixed;display:none;background:white;border:1px sol
 document.body.appendChild(box);
 map.addEventListener('mousemove', event => {
   const layout = map._fullLayout, x = layout.xaxis, y = layout.yaxis2, frame = map.getBoundingClientRect();
-  const time = x.p2d(event.clientX - frame.left - x._offset);
-  const address = y.p2d(event.clientY - frame.top - y._offset) * facts.unit_bytes;
-  const row = lower.findIndex((from, i) =>
+  const across = event.clientX - frame.left - x._offset, down = event.clientY - frame.top - y._offset;
+  const inside = 0 <= across && across < x._length && 0 <= down && down < y._length;
+  const time = x.p2d(across), address = y.p2d(down) * facts.unit_bytes;
+  const row = !inside ? -1 : lower.findIndex((from, i) =>
     from <= time && time < upper[i] && start[i] <= address && address < start[i] + nbytes[i]);
   box.style.display = row < 0 ? 'none' : 'block';
   if (row < 0) return;
@@ -61,14 +65,37 @@ map.addEventListener('mouseleave', () => { box.style.display = 'none'; });
 def write_layout_page(plan: MemoryPlan, path: str | Path) -> None:
     """Writes a page of 6 MB for 10,000 requests, of which plotly's script is 4.8, and of 20 MB for 300,000.
 
+    The decisions are beside the map; without addresses they are all that there is.
+
     Raises:
         MemplugError: plotly is not installed.
         OSError: The file cannot be written.
     """
     require_plotly()
+    decided = decision_bars.bars(plan)
+    if decided is not None and not has_addresses(plan):
+        page = whole_page(_of_decisions(plan, decided), "layout", plan_heading(plan))
+    else:
+        drawn = layout_map(plan)
+        _, unit_bytes = axis_unit(plan.solution.height)
+        figure = _of_addresses(plan, drawn, decided)
+        page = whole_page(figure, "layout", plan_heading(plan), _facts(plan, drawn, unit_bytes), [_SCRIPT])
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def _of_decisions(plan: MemoryPlan, decided: Bars) -> go.Figure:
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    decision_bars.add(figure, decided, 0.0)
+    figure.update_layout(title=_title(plan), template="plotly_white", margin={"l": 120, "r": 20, "t": 120, "b": 60})
+    return figure
+
+
+def _of_addresses(plan: MemoryPlan, drawn: LayoutMap, decided: Bars | None) -> go.Figure:
+    """The map, beside it the decisions where there are any."""
     from plotly.subplots import make_subplots
 
-    drawn = layout_map(plan)
     unit, unit_bytes = axis_unit(plan.solution.height)
     figure = make_subplots(
         rows=4, shared_xaxes=True, row_heights=[0.2, 0.72, 0.04, 0.04], vertical_spacing=0.012, specs=[[{}]] * 4
@@ -79,9 +106,21 @@ def write_layout_page(plan: MemoryPlan, path: str | Path) -> None:
         figure.add_traces(traces, rows=2, cols=1)
     _add_strips(figure, plan, drawn)
     _lay_out(figure, plan, drawn, unit, unit_bytes)
-    _add_switch(figure, [len(traces) for traces in views], tuple(drawn.views))
-    page = whole_page(figure, "layout", plan_heading(plan), _facts(plan, drawn, unit_bytes), [_SCRIPT])
-    Path(path).write_text(page, encoding="utf-8")
+    if decided is not None:
+        _add_decisions(figure, decided)
+    _add_switch(figure, [len(traces) for traces in views], tuple(drawn.views), 1.0 if decided is None else _MAP_WIDTH)
+    return figure
+
+
+def _add_decisions(figure: go.Figure, decided: Bars) -> None:
+    """To the right of the map and its legend, which make room."""
+    figure.update_xaxes(domain=[0, _MAP_WIDTH])
+    figure.update_layout(legend={"x": _MAP_WIDTH + 0.01}, margin={"t": 120})
+    decision_bars.add(figure, decided, _DECISIONS_LEFT)
+
+
+def _title(plan: MemoryPlan) -> dict[str, Any]:
+    return {"text": html.escape(plan_heading(plan)), "x": 0.01, "xanchor": "left", "y": 0.98, "yanchor": "top"}
 
 
 def _facts(plan: MemoryPlan, drawn: LayoutMap, unit_bytes: int) -> str:
@@ -239,7 +278,7 @@ def _add_strips(figure: go.Figure, plan: MemoryPlan, drawn: LayoutMap) -> None:
 def _lay_out(figure: go.Figure, plan: MemoryPlan, drawn: LayoutMap, unit: str, unit_bytes: int) -> None:
     top = plan.solution.height / unit_bytes or 1
     figure.update_layout(
-        title={"text": html.escape(plan_heading(plan)), "x": 0.01, "xanchor": "left"},
+        title=_title(plan),
         template="plotly_white",
         bargap=0,
         legend={"y": 0.78, "yanchor": "top", "traceorder": "reversed"},
@@ -275,7 +314,8 @@ def _lay_out(figure: go.Figure, plan: MemoryPlan, drawn: LayoutMap, unit: str, u
     )
 
 
-def _add_switch(figure: go.Figure, counts: list[int], names: tuple[str, ...]) -> None:
+def _add_switch(figure: go.Figure, counts: list[int], names: tuple[str, ...], right: float) -> None:
+    """Buttons up to the map's right edge."""
     if len(names) < 2:
         return
     after = len(figure.data) - 1 - sum(counts)
@@ -289,7 +329,7 @@ def _add_switch(figure: go.Figure, counts: list[int], names: tuple[str, ...]) ->
             {
                 "type": "buttons",
                 "direction": "right",
-                "x": 1,
+                "x": right,
                 "xanchor": "right",
                 "y": 1.01,
                 "yanchor": "bottom",

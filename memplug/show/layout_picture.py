@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from memplug.plan.schema import MemoryPlan
+from memplug.show import decision_bars
 from memplug.show.groups import (
     GRID,
     INK,
@@ -20,34 +21,44 @@ from memplug.show.groups import (
     short_names,
 )
 from memplug.show.layout_map import LayoutMap, largest, layout_map, raster
-from memplug.show.picture import legend, new_figure, strip
+from memplug.show.picture import LETTER_SHARE, legend, new_figure, strip
 from memplug.show.timeline import Runs
-from memplug.show.words import axis_unit, plan_heading, size
+from memplug.show.words import axis_unit, has_addresses, plan_heading, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import FigureBase
 
 _PIXELS = (800, 1300)  # of the map: about as many as it has in the picture
+_DECISIONS_WIDTH = 0.36  # of the map's
+_NARROW_LETTER_SHARE = 1.5 * LETTER_SHARE  # of the map beside them
 _HATCHED = 12  # groups of dynamic requests; more would hide everything
 _OUTLINED = 2_000  # rectangles
 _OUTLINED_PIXELS = 4  # of its shorter side: borders of anything thinner would hide it
 
 
 def write_layout_picture(plan: MemoryPlan, path: str | Path) -> None:
-    """Writes a PNG of 1650 by 1045 pixels.
+    """Writes a PNG of 1650 by 1045 pixels: the map, beside it the decisions; without addresses these alone.
 
     Raises:
         MemplugError: matplotlib is not installed.
         OSError: The file cannot be written.
     """
     figure = new_figure()
-    _draw(figure, plan, layout_map(plan))
+    figure.suptitle(plan_heading(plan), x=0.01, ha="left", fontsize=14, color=INK, parse_math=False)
+    decided = decision_bars.bars(plan)
+    if decided is None:
+        _draw(figure, plan, layout_map(plan), LETTER_SHARE)
+    elif not has_addresses(plan):
+        decision_bars.draw(figure.subplots(), decided)
+    else:
+        beside = figure.subfigures(1, 2, width_ratios=[1.0, _DECISIONS_WIDTH])
+        _draw(beside[0], plan, layout_map(plan), _NARROW_LETTER_SHARE)
+        decision_bars.draw(beside[1].subplots(), decided)
     figure.savefig(path, format="png")
 
 
-def _draw(figure: Figure, plan: MemoryPlan, drawn: LayoutMap) -> None:
-    figure.suptitle(plan_heading(plan), x=0.01, ha="left", fontsize=14, color=INK, parse_math=False)
+def _draw(figure: FigureBase, plan: MemoryPlan, drawn: LayoutMap, letter_share: float) -> None:
     strips = [
         (name, runs) for name, runs in (("phase", drawn.phase_runs), ("layer", drawn.layer_runs)) if len(runs.value)
     ]
@@ -57,7 +68,7 @@ def _draw(figure: Figure, plan: MemoryPlan, drawn: LayoutMap) -> None:
     _curve(curve, plan, drawn, unit, unit_bytes)
     _addresses(addresses, plan, drawn, unit, unit_bytes)
     for axes, (name, runs) in zip(below, strips, strict=True):
-        _what_ran(axes, plan, drawn, name, runs)
+        _what_ran(axes, plan, drawn, name, runs, letter_share)
     last = below[-1] if below else addresses
     last.set_xlabel("event of the step, running number" if plan.problem.phases else "time", color=INK)
     last.xaxis.set_major_formatter("{x:,.0f}")
@@ -137,7 +148,7 @@ def _outline(axes: Axes, plan: MemoryPlan, drawn: LayoutMap, unit_bytes: int) ->
     axes.add_collection(PatchCollection(patches, facecolor="none", edgecolor="white", linewidth=0.35), autolim=False)
 
 
-def _what_ran(axes: Axes, plan: MemoryPlan, drawn: LayoutMap, name: str, runs: Runs) -> None:
+def _what_ran(axes: Axes, plan: MemoryPlan, drawn: LayoutMap, name: str, runs: Runs, letter_share: float) -> None:
     problem = plan.problem
     moved = Runs(runs.start + drawn.begin, runs.end + drawn.begin, runs.value)
     if name == "phase":
@@ -147,7 +158,7 @@ def _what_ran(axes: Axes, plan: MemoryPlan, drawn: LayoutMap, name: str, runs: R
     else:
         short = short_names(problem.layers)
         colours, labels = layer_colours(len(short)), ([layer_words(each) for each in short], short)
-    strip(axes, drawn.end - drawn.begin, moved, colours, labels)
+    strip(axes, drawn.end - drawn.begin, moved, colours, labels, letter_share)
     axes.set_ylabel(name, rotation=0, ha="right", va="center", color=INK)
 
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from memplug.plan.layout.problem import fragmentation
 from memplug.plan.schema import MemoryPlan
+from memplug.show import decisions
 from memplug.show.groups import OUTSIDE, phase_words
 from memplug.show.summary import count, held_rows, recorded_rows
-from memplug.show.words import size
+from memplug.show.words import has_addresses, size
 
 
 def summary(plan: MemoryPlan) -> dict[str, Any]:
@@ -22,6 +23,7 @@ def summary(plan: MemoryPlan) -> dict[str, Any]:
     reusable = [sum(end - start for start, end in group.spaces) for group in plan.dynamic]
     return {
         "fingerprint": {"digest": problem.fingerprint.digest(), **asdict(problem.fingerprint)},
+        "has_addresses": has_addresses(plan),
         "requests": len(problem),
         "height_bytes": solution.height,
         "lower_bound_bytes": problem.lower_bound,
@@ -41,13 +43,28 @@ def summary(plan: MemoryPlan) -> dict[str, Any]:
         "dynamic_peak_bytes": plan.predictions.dynamic_peak_bytes,
         "reusable_least_bytes": min(reusable, default=0),
         "reusable_most_bytes": max(reusable, default=0),
+        "decisions": decisions.decisions(plan),
     }
 
 
 def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What `summary` returned, as (name, value) in words."""
-    found = [
+    return [
         *recorded_rows(facts["fingerprint"]),
+        *(_address_rows(facts) if facts["has_addresses"] else [("addresses", "none: no arena served this run")]),
+        *(decisions.rows(facts["decisions"]) if facts["decisions"] else []),
+    ]
+
+
+def ending(facts: dict[str, Any]) -> str:
+    """How good the plan is, from the keys `optimal` and `timed_out`."""
+    if facts["optimal"]:
+        return "nothing lower is possible"
+    return "the best when the time ran out" if facts["timed_out"] else "not proven to be the lowest"
+
+
+def _address_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    found = [
         ("requests", f"{facts['requests']:,}, the largest {size(facts['largest_request_bytes'])}"),
         ("arena", f"{size(facts['height_bytes'])} ({facts['height_bytes']:,} bytes)"),
         ("lower bound", f"{size(facts['lower_bound_bytes'])} ({facts['lower_bound_bytes']:,} bytes)"),
@@ -64,13 +81,6 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         most = f"at most {size(facts['dynamic_peak_bytes'])} in use"
         found.append(("dynamic", f"{groups}, {most}; each group may reuse {room}"))
     return found
-
-
-def ending(facts: dict[str, Any]) -> str:
-    """How good the plan is, from the keys `optimal` and `timed_out`."""
-    if facts["optimal"]:
-        return "nothing lower is possible"
-    return "the best when the time ran out" if facts["timed_out"] else "not proven to be the lowest"
 
 
 def _held(plan: MemoryPlan, column: str) -> dict[str, int]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH_IN, _HEIGHT_IN, _DOTS_PER_IN = 15.0, 9.5, 110
+LETTER_SHARE = 0.0075  # of the width of axes as wide as the picture
 
 
 def write_picture(trace: Trace, path: str | Path) -> None:
@@ -155,8 +156,19 @@ def _mark_peak(axes: Axes, trace: Trace, line: Timeline) -> None:
     )
 
 
-def strip(axes: Axes, length: int, runs: Runs, colours: list[str], labels: tuple[list[str], list[str]]) -> None:
-    """What ran, as a row of coloured stretches; each has its long label, its short one, or none, as there is room."""
+def strip(
+    axes: Axes,
+    length: int,
+    runs: Runs,
+    colours: list[str],
+    labels: tuple[list[str], list[str]],
+    letter_share: float = LETTER_SHARE,
+) -> None:
+    """What ran, as a row of coloured stretches; each has its long label, its short one, or none, as there is room.
+
+    Args:
+        letter_share: of the axes' width that a letter takes.
+    """
     inside = runs.value >= 0
     axes.broken_barh(
         np.stack([runs.start, runs.end - runs.start], axis=1)[inside],
@@ -167,7 +179,7 @@ def strip(axes: Axes, length: int, runs: Runs, colours: list[str], labels: tuple
     )
     for start, end, value in zip(runs.start[inside], runs.end[inside], runs.value[inside], strict=True):
         share = (end - start) / length
-        label = next((names[value] for names in labels if share > 0.0075 * len(names[value])), "")
+        label = next((names[value] for names in labels if share > letter_share * len(names[value])), "")
         if label:
             ink = "white" if is_dark(colours[value]) else INK
             place = {"ha": "center", "va": "center", "fontsize": 8.5}

@@ -9,8 +9,9 @@ import numpy as np
 
 from memplug.plan.layout.problem import Problem, fragmentation
 from memplug.plan.schema import MemoryPlan
+from memplug.show import decision_diff
 from memplug.show.groups import OUTSIDE, phase_words
-from memplug.show.words import size
+from memplug.show.words import both, change, has_addresses, size
 
 _LARGEST_AT_MOST = 5
 
@@ -64,26 +65,48 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
         "only_in_b_requests": len(only.b),
         "only_in_b_bytes": int(sizes[1][only.b].sum()),
         "only_in_b_largest": _largest(None, b, only),
+        "decisions": decision_diff.diff(a, b),
     }
 
 
 def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What `diff` returned, as (name, value) in words."""
     a, b = facts["a"], facts["b"]
+    compared = a["has_addresses"] and b["has_addresses"]
     return [
-        ("planner", _both(_planner(a), _planner(b))),
-        ("requests", _both(f"{a['requests']:,}", f"{b['requests']:,}")),
+        *(_planned_rows(facts) if compared else [("addresses", _lacking(a, b))]),
+        *_fingerprint_rows(facts["fingerprint"]),
+        *(_request_rows(facts) if compared else []),
+        *(decision_diff.rows(facts["decisions"]) if facts["decisions"] else []),
+    ]
+
+
+def _lacking(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """Where there are addresses, of plans of which one has none."""
+    for name, side in (("A", a), ("B", b)):
+        if side["has_addresses"]:
+            return f"only in {name}: {_count(side['requests'], 'request')} in {size(side['height_bytes'])}"
+    return "none in both"
+
+
+def _planned_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    a, b = facts["a"], facts["b"]
+    return [
+        ("planner", both(_planner(a), _planner(b))),
+        ("requests", both(f"{a['requests']:,}", f"{b['requests']:,}")),
         ("lower bound", _bytes(a, b, "lower_bound_bytes")),
         ("height", _bytes(a, b, "height_bytes")),
-        ("fragmentation", _both(f"{a['fragmentation']:.2%}", f"{b['fragmentation']:.2%}")),
+        ("fragmentation", both(f"{a['fragmentation']:.2%}", f"{b['fragmentation']:.2%}")),
         (
             "dynamic requests",
-            _both(
-                *(f"{_count(side['dynamic_groups'], 'group')}, {size(side['dynamic_peak_bytes'])}" for side in (a, b))
-            )
+            both(*(f"{_count(side['dynamic_groups'], 'group')}, {size(side['dynamic_peak_bytes'])}" for side in (a, b)))
             + ("" if facts["same_dynamic_spaces"] else "; what they may reuse differs"),
         ),
-        *_fingerprint_rows(facts["fingerprint"]),
+    ]
+
+
+def _request_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
         ("the same in both", _requests(facts["same_requests"], facts["same_bytes"])),
         ("  at another offset", _requests(facts["moved_requests"], facts["moved_bytes"])),
         *_largest_rows(facts["moved_largest"]),
@@ -100,6 +123,7 @@ def _facts(plan: MemoryPlan) -> dict[str, Any]:
     problem, solution = plan.problem, plan.solution
     return {
         "fingerprint_digest": problem.fingerprint.digest(),
+        "has_addresses": has_addresses(plan),
         "planner": solution.planner,
         "optimal": bool(solution.optimal),
         "timed_out": bool(solution.timed_out),
@@ -195,16 +219,10 @@ def _planner(side: dict[str, Any]) -> str:
     return f"{side['planner']}{proven}"
 
 
-def _both(a: str, b: str) -> str:
-    return f"{a} in both" if a == b else f"{a} in A, {b} in B"
-
-
 def _bytes(a: dict[str, Any], b: dict[str, Any], name: str) -> str:
     if a[name] == b[name]:
         return f"{size(a[name])} ({a[name]:,} bytes) in both"
-    change = b[name] - a[name]
-    share = f", {change / a[name]:+.2%}" if a[name] else ""
-    return f"{size(a[name])} in A, {size(b[name])} in B: {size(abs(change))} {'more' if change > 0 else 'less'}{share}"
+    return change(a[name], b[name], size)
 
 
 def _fingerprint_rows(fingerprint: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +73,28 @@ def size(nbytes: int) -> str:
     return f"{nbytes / unit_bytes:.2f} {unit}" if abs(nbytes) >= unit_bytes else f"{nbytes:,} bytes"
 
 
+def duration(seconds: float) -> str:
+    """For example "1.250 s", "3.57 ms"."""
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+
+
+def both(a: str, b: str) -> str:
+    """Two values, A's and B's, as one where they are the same."""
+    return f"{a} in both" if a == b else f"{a} in A, {b} in B"
+
+
+def change(a: float | None, b: float | None, words: Callable[[Any], str]) -> str:
+    """As `both`, of two amounts, and by how much B's is more or less; None: unknown.
+
+    Args:
+        words: an amount in words, such as `size`.
+    """
+    if a is None or b is None or a == b:
+        return both(*("unknown" if amount is None else words(amount) for amount in (a, b)))
+    share = f", {(b - a) / a:+.2%}" if a else ""
+    return f"{words(a)} in A, {words(b)} in B: {words(abs(b - a))} {'more' if b > a else 'less'}{share}"
+
+
 def axis_unit(most_bytes: int) -> tuple[str, int]:
     """The unit for an axis that reaches to `most_bytes`, and its bytes."""
     return next((unit for unit in _UNITS if most_bytes >= unit[1]), _UNITS[-1])
@@ -98,7 +122,13 @@ def plan_heading(plan: MemoryPlan) -> str:
     solution, model = plan.solution, plan.problem.fingerprint.model
     share = 100 * fragmentation(plan.problem.lower_bound, solution.height)
     words = f"{len(plan.problem):,} requests in {size(solution.height)}, fragmentation {share:.2f} %"
-    return f"Plan{f' of {model}' if model else ''}: {words}, by {solution.planner}"
+    words = f"{words}, by {solution.planner}" if has_addresses(plan) else "decisions without addresses"
+    return f"Plan{f' of {model}' if model else ''}: {words}"
+
+
+def has_addresses(plan: MemoryPlan) -> bool:
+    """Whether its requests are worth showing: a plan of decisions has none where no arena served the run."""
+    return len(plan.problem) > 0 or plan.training is None or plan.training.policy is None
 
 
 def plan_in_words(solution: TokenwisePlan) -> str:

@@ -1,0 +1,169 @@
+"""The decisions of a plan in one object of plain values, region by region, and that object in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+from memplug.plan.policy import Setting
+from memplug.plan.schema import MemoryPlan
+from memplug.profile.records import Layer
+from memplug.show.groups import range_words, short_names
+from memplug.show.summary import count
+from memplug.show.words import duration, size
+
+KINDS = ("swapped", "kept", "recomputed")
+"""How a region's backward gets its tensors: "swapped_bytes" and the like are keys of a region and of the totals."""
+OPERATORS = ("swapped_whole_operators", "swapped_by_rows_operators", "kept_operators")
+"""Keys of a region and of the totals too."""
+_ROWS_AT_MOST = 8
+
+
+def decisions(plan: MemoryPlan) -> dict[str, Any] | None:
+    """What a plan decides and predicts, for `memplug show --json`: stable keys, units in names.
+
+    The bytes of a region are those of one forward; the totals are sums over all regions. `host_bytes` and
+    `device_bytes` are predicted for a whole step, which may have several forwards of a region in flight, or leave on
+    the device the tensors that a region would only swap if it had to (`offloads_late`).
+
+    Returns:
+        None where the plan has no decisions.
+    """
+    training = plan.training
+    if training is None or training.policy is None:
+        return None
+    policy, solution, program = training.policy, training.policy.solution, training.program
+    regions = [_region(name, policy.settings[name]) for name in _in_order(policy.settings)]
+    bytes_keys = [f"{kind}_bytes" for kind in KINDS]
+    return {
+        "run": training.run,
+        "program": training.index,
+        "program_operators": len(program.operators) if program and program.operators is not None else None,
+        "inputs": list(plan.problem.fingerprint.inputs),
+        "d2h_bytes_per_s": training.d2h_bytes_per_s,
+        "h2d_bytes_per_s": training.h2d_bytes_per_s,
+        "regions": regions,
+        "plain_regions": sum(region["plain"] for region in regions),
+        **{name: sum(region[name] for region in regions) for name in (*bytes_keys, *OPERATORS)},
+        "offloads_late_bytes": sum(region["swapped_bytes"] for region in regions if region["offloads_late"]),
+        "step_s": solution.step_s,
+        "forward_s": solution.forward_s,
+        "backward_s": solution.backward_s,
+        "full_recomputation_s": policy.full_recomputation_s,
+        "peak_bytes": policy.peak_bytes,
+        "host_bytes": solution.host_bytes,
+        "device_bytes": solution.device_bytes,
+        "bound": solution.bound,
+    }
+
+
+def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `decisions` returned, as (name, value) in words."""
+    operators = facts["program_operators"]
+    length = "operators not recorded" if operators is None else f"{operators:,} operators"
+    full_s, peak_bytes, late_bytes = facts["full_recomputation_s"], facts["peak_bytes"], facts["offloads_late_bytes"]
+    whole, by_rows, kept = (facts[name] for name in OPERATORS)
+    return [
+        ("made by", f"run {facts['run']}"),
+        ("program", f"number {facts['program']} of the run, {length}"),
+        *_link_rows(facts),
+        (
+            "predicted step",
+            f"{duration(facts['step_s'])} in regions: forward {duration(facts['forward_s'])}, "
+            f"backward {duration(facts['backward_s'])}",
+        ),
+        ("  full recomputation", "unknown" if full_s is None else duration(full_s)),
+        ("predicted peak", "unknown" if peak_bytes is None else f"{size(peak_bytes)} on the device"),
+        ("  kept by plan", size(facts["device_bytes"])),
+        ("host memory", size(facts["host_bytes"])),
+        ("bound by", bound_words(facts["bound"])),
+        ("captured operators", f"{whole:,} swapped whole, {by_rows:,} by rows, {kept:,} kept"),
+        ("decisions", f"{bytes_words(facts)} in one forward of {count(len(facts['regions']), 'region')}"),
+        *([("  only if needed", f"{size(late_bytes)} of what is swapped")] if late_bytes else []),
+        *_region_rows(facts["regions"]),
+    ]
+
+
+def bytes_words(facts: dict[str, Any]) -> str:
+    """Bytes of a region, or the totals, such as "1.00 GiB swapped, 12.00 MiB kept"; kinds without bytes are left out.
+
+    Args:
+        facts: with a key for each of `KINDS`.
+    """
+    return ", ".join(f"{size(facts[f'{kind}_bytes'])} {kind}" for kind in KINDS if facts[f"{kind}_bytes"]) or "nothing"
+
+
+def region_words(region: dict[str, Any], *, each: bool = False) -> str:
+    """What is decided of a region, or of each of several."""
+    words = bytes_words(region) + (" each" if each else "")
+    if region["plain"]:
+        return f"{words}, as without memplug"
+    return f"{words}, offloaded only if needed" if region["offloads_late"] else words
+
+
+def bound_words(bound: str) -> str:
+    """`TokenwisePlan.bound` as it stands after "bound by"."""
+    return "nothing" if bound == "none" else bound
+
+
+def short_region_names(names: Iterable[str]) -> list[str]:
+    """As `short_names` of layers."""
+    return short_names([Layer(name) for name in names])
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Regions of one numbered list together, by number: plans list regions by what they run."""
+    stems = {stem: at for at, stem in enumerate(dict.fromkeys(map(_stem, names)))}
+    return sorted(names, key=lambda name: (stems[_stem(name)], [int(digits) for digits in re.findall("[0-9]+", name)]))
+
+
+def _stem(name: str) -> str:
+    return re.sub("[0-9]+", "#", name)
+
+
+def _region(name: str, setting: Setting) -> dict[str, Any]:
+    made = (setting.plan or {}).values()
+    swapped = [decision.fraction for decision in made if not decision.keep]
+    return {
+        "name": name,
+        "plain": setting.plain_bytes is not None,
+        "offloads_late": setting.learnt is not None and setting.learnt.offloads_late,
+        "swaps_input": setting.swaps_input and setting.plain_bytes is None,
+        "swapped_bytes": setting.forward_bytes or 0,
+        "kept_bytes": setting.kept_bytes,
+        "recomputed_bytes": setting.recomputed_bytes,
+        "swapped_whole_operators": sum(fraction == 1.0 for fraction in swapped),
+        "swapped_by_rows_operators": sum(fraction < 1.0 for fraction in swapped),
+        "kept_operators": len(made) - len(swapped),
+    }
+
+
+def _link_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    rates = {"to the host": facts["d2h_bytes_per_s"], "to the device": facts["h2d_bytes_per_s"]}
+    if not any(rates.values()):
+        return []
+    return [("link", ", ".join(f"{rate / 1e9:.1f} GB/s {direction}" for direction, rate in rates.items()))]
+
+
+def _region_rows(regions: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """A line for each stretch of regions that are treated alike; past the first few of them one line for the rest."""
+    short = dict(
+        zip((region["name"] for region in regions), short_region_names(r["name"] for r in regions), strict=True)
+    )
+
+    def alike(region: dict[str, Any]) -> tuple:
+        return (_stem(region["name"]), *(value for name, value in region.items() if name != "name"))
+
+    stretches = [list(stretch) for _, stretch in groupby(regions, alike)]
+    shown = stretches if len(stretches) <= _ROWS_AT_MOST else stretches[: _ROWS_AT_MOST - 1]
+    lines = []
+    for stretch in shown:
+        where = range_words(short[stretch[0]["name"]], short[stretch[-1]["name"]])
+        lines.append(f"{where}: {region_words(stretch[0], each=len(stretch) > 1)}")
+    rest = [region for stretch in stretches[len(shown) :] for region in stretch]
+    if rest:
+        totals = {f"{kind}_bytes": sum(region[f"{kind}_bytes"] for region in rest) for kind in KINDS}
+        lines.append(f"{len(rest)} others: {bytes_words(totals)} in all")
+    return [("  by region" if at == 0 else "", line) for at, line in enumerate(lines)]
