@@ -1,9 +1,10 @@
 """Does any training step wait for a planner? The longest step after warm-up over the median of its like.
 
 A Llama of many small layers asks for memory some 140 times a layer: 36 layers make a program of 5,000 requests, 360 one
-of 50,000. Until there are decisions, steps run at the safest setting and are longer; so steps are compared with those
-at the same setting, whether another process plans beside them or not, or a plan comes into force at their end. Those
-that are recorded are slower by what that costs, and are shown by themselves, over the median of planned steps.
+of 50,000. A step is compared with its like: those at the safest setting, before there are decisions; those that run by
+decisions, while another process finds addresses; and those that the arena serves. In each kind there are steps beside
+which something is planned, and at whose end it comes into force. Steps that are recorded are slower by what that costs,
+and are shown by themselves, over the median of served steps.
 
 Run it on an idle machine: `python -m tests.bench.longest_step [--layers 36 360] [--waits] [--json FILE]`
 """
@@ -26,14 +27,15 @@ from tests import made_as_users_do
 from tests.bench.table import Row, figures, render, write_rows
 
 BENCH = "longest_step"
-KINDS = ("unplanned", "planned", "recorded")
+KINDS = ("safest", "decided", "served", "recorded")
 HEADERS = [
     "program",
     "plans are made",
-    "median planned step s",
+    "median served step s",
     "longest at the safest setting over their median (steps)",
-    "longest planned over their median (steps)",
-    "longest recorded over planned (steps)",
+    "longest decided over their median (steps)",
+    "longest served over their median (steps)",
+    "longest recorded over served (steps)",
 ]
 LAYERS = (36, 360)
 SETTLED_STEPS = 12  # that the arena serves, before a run ends
@@ -50,8 +52,10 @@ class Step:
 
     @property
     def kind(self) -> str:
-        """One of `KINDS`."""
-        return "recorded" if self.recorded else "planned" if self.stage is Stage.STABLE else "unplanned"
+        """One of `KINDS`, or a step of warm-up."""
+        if self.recorded or self.stage is not Stage.STABLE:
+            return "recorded" if self.recorded else "warm-up" if self.stage is Stage.WARM_UP else "safest"
+        return "served" if self.state is State.SERVING else "decided"
 
 
 def llama(layers: int) -> torch.nn.Module:
@@ -100,10 +104,11 @@ def measure(layers: int, waits: bool) -> list[Row]:
     steps, requests = run(layers, waits)
     case, mode = f"{requests:,} requests", "training waits" if waits else "beside training"
     seconds = {kind: [step.seconds for step in steps[1:] if step.kind == kind] for kind in KINDS}
-    medians = {kind: statistics.median(seconds[kind]) for kind in ("unplanned", "planned")}
-    rows = [Row(BENCH, case, mode, "median_s", "s", medians["planned"], len(seconds["planned"]))]
+    medians = {kind: statistics.median(seconds[kind]) for kind in KINDS if seconds[kind]}
+    rows = [Row(BENCH, case, mode, "median_s", "s", medians["served"], len(seconds["served"]))]
     for kind in KINDS:
-        longest = max(seconds[kind]) / medians.get(kind, medians["planned"])
+        over_s = medians["served"] if kind == "recorded" else medians.get(kind)
+        longest = max(seconds[kind]) / over_s if seconds[kind] else None
         rows.append(Row(BENCH, case, mode, f"longest_{kind}_over_median", "1", longest, len(seconds[kind])))
     return rows
 
