@@ -72,9 +72,10 @@ class CpuDevice final : public RecordingDevice {
  public:
   CpuDevice() : RecordingDevice(c10::Device(c10::DeviceType::CPU)) {}
 
-  // The native allocator's, through whatever stands in front of it; aligned by hand.
+  // The native allocator's, which nothing may stand in front of yet; aligned by hand.
   char* reserve(size_t nbytes) override {
-    c10::DataPtr memory = native->allocate(nbytes + GRANULARITY);
+    c10::Allocator* const allocator = native != nullptr ? native : c10::GetCPUAllocator();
+    c10::DataPtr memory = allocator->allocate(nbytes + GRANULARITY);
     const auto address = reinterpret_cast<uintptr_t>(memory.get());
     char* const begin = reinterpret_cast<char*>((address + GRANULARITY - 1) / GRANULARITY * GRANULARITY);
     const std::lock_guard<std::mutex> lock(mutex_);
