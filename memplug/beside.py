@@ -19,7 +19,7 @@ from typing import Any
 
 log = logging.getLogger("memplug")
 
-NICENESS = 10  # training comes first
+NICENESS = 5  # training comes first, but has to get its plan on a busy machine too
 
 
 class Beside:
