@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import memplug
-from memplug import closing
 from memplug.plan import tokenwise as plan
+from memplug.session import closing
 from tests.blocks import LAYERS, Stack
 from tests.hosts import block
 from tests.launching import ROOT
