@@ -189,7 +189,7 @@ def _requests(step: Trace) -> np.ndarray:
 
 
 def _serve(training: Training, steps: int, note: Callable[[str, str, float], None]) -> Trace:
-    """A block of steps in a session with the arena, once it serves; the step that its plan was made from."""
+    """A block of steps in a session with the arena, once it serves; a step that was recorded after it."""
     with memplug.attach(training.model, BLOCK) as session:
         training.step()
         session.step()
@@ -212,7 +212,12 @@ def _serve(training: Training, steps: int, note: Callable[[str, str, float], Non
         note("arena", "arena_bytes", report["arena_bytes"])
         if training.device.type == "cpu":
             note("arena", "fragmentation", report["arena_peak_fragmentation"])
-        return serving._known[serving._program].step
+        session.record()
+        for _ in range(2):
+            training.step()
+            session.step()
+        assert session.trace is not None
+        return last_step(session.trace)
 
 
 @contextlib.contextmanager
