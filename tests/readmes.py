@@ -221,3 +221,23 @@ def readmes() -> list[Path]:
     """Every README of the repository."""
     found = [path.relative_to(ROOT) for path in ROOT.rglob("README.md")]
     return sorted(ROOT / path for path in found if not any(part.startswith(".") for part in path.parts))
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    """Links of a README in that folder to files, or to headings of Markdown files, that are not there."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", text)):
+        name, _, anchor = target.partition("#")
+        if "://" in name:
+            continue
+        file = folder / name
+        exists = file.exists() and file.resolve().is_relative_to(ROOT)
+        if not exists or (anchor and anchor not in _anchors(file.read_text() if name else text)):
+            broken.append(target)
+    return broken
+
+
+def _anchors(text: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -3,14 +3,16 @@
 import json
 import logging
 import pickle
+import re
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from memplug.block import SECTIONS
 from memplug.config import MemplugConfig, json_schema, load_config, parse_block, read_ds_config
 from memplug.errors import ConfigError, PatchError
 
@@ -298,6 +300,29 @@ def test_every_field_has_a_description():
                 yield from fields_without(field.annotation)
 
     assert list(fields_without(MemplugConfig)) == []
+
+
+def fields_of_the_block():
+    """Name and default, as JSON, of every field that is no section."""
+    return {
+        f"{section}{name}": json.dumps(field.default)
+        for section, model in SECTIONS.items()
+        for name, field in model.model_fields.items()
+        if f"{name}." not in SECTIONS
+    }
+
+
+def test_the_sections_are_all_that_the_block_has():
+    nested = {name for name, field in MemplugConfig.model_fields.items() if isinstance(field.default, BaseModel)}
+    assert {f"{name}." for name in nested} | {""} == set(SECTIONS)
+
+
+def test_the_readme_has_one_row_for_each_field_with_its_default():
+    text = (ROOT / "configs" / "README.md").read_text()
+    section = text[text.index("\n## The block\n") :]
+    rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| (.+) \|$", section, re.M)
+    assert len(rows) == sum(line.startswith("| `") for line in section.splitlines()), "a row of another form"
+    assert sorted((name, default) for name, default, _ in rows) == sorted(fields_of_the_block().items())
 
 
 def test_the_schema_file_is_in_step_with_the_code():

@@ -67,7 +67,7 @@ def test_a_planner_is_one_file_and_one_entry(folder: Path) -> None:
     assert "planner toy" in memplug(folder, "check", "ds.json")
 
 
-def test_the_readme_tells_of_every_planner_in_the_lists_own_words() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_the_readme_of_the_arena_has_every_planner_in_the_lists_own_words() -> None:
+    readme = (ROOT / "memplug/arena/README.md").read_text()
     rows = [f"| `{planner.name}` | {planner.does} | {planner.suits} |" for planner in planners.PLANNERS]
     assert "\n".join(["|---|---|---|", *rows, "| `auto` | all that fits"]) in readme

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.readmes import check, commands_of, readmes
+from tests.readmes import broken_links, check, commands_of, readmes
 from tests.recipes import ROOT
 
 
@@ -29,6 +30,33 @@ def test_every_command_of_a_readme_would_start_on_the_gpus_that_it_names(readme:
 def test_the_readmes_of_the_recipes_are_among_them() -> None:
     found = {str(path.relative_to(ROOT)) for path in readmes()}
     assert {"README.md", *(f"examples/{name}/README.md" for name in ("llama2", "mixtral", "megatron_llama2"))} <= found
+
+
+@pytest.mark.parametrize("readme", readmes(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_of_a_readme_leads_to_a_file_or_a_heading(readme: Path) -> None:
+    assert broken_links(readme.read_text(), readme.parent) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("[a](README.md), [b](README.md#try-it), [c](https://x.org/y), [d](examples/llama2)", []),
+        ("[a](RAEDME.md)", ["RAEDME.md"]),
+        ("[a](README.md#try-them)", ["README.md#try-them"]),
+        ("## The host's time\n[a](#the-hosts-time) [b](#the-host)", ["#the-host"]),
+    ],
+)
+def test_a_link_that_leads_nowhere_is_found(text: str, broken: list[str]) -> None:
+    assert broken_links(text, ROOT) == broken
+
+
+def test_the_map_of_the_package_has_every_room() -> None:
+    text = (ROOT / "memplug/README.md").read_text()
+    linked = set(re.findall(r"\]\(([\w/.]+?)(?:/README\.md)?\)", text[: text.index("Imports point downwards")]))
+    rooms = {
+        path.name for path in (ROOT / "memplug").iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    assert rooms - {"__init__.py"} <= linked
 
 
 def bash(line: str) -> str:

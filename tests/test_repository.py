@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.readmes import readmes
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -34,11 +36,11 @@ def test_importing_memplug_imports_nothing_heavy() -> None:
 
 
 def test_scripts_and_configurations_that_the_readmes_name_exist() -> None:
-    for readme in (ROOT / "README.md", ROOT / "examples/llama2/README.md"):
+    for readme in readmes():
         for name in re.findall(
-            r"\b((?:launch|configs|examples|tests)/[\w/.-]+\.(?:sh|json|yaml|py))", readme.read_text()
+            r"(?<![\w/])((?:launch|configs|examples|memplug|tests)/[\w/.-]+\.(?:sh|json|yaml|py))\b", readme.read_text()
         ):
-            assert (ROOT / name).exists(), f"{readme.name} names {name}"
+            assert (ROOT / name).exists(), f"{readme} names {name}"
 
 
 def test_the_two_commands_of_the_readme_install_the_same_way() -> None:

@@ -113,13 +113,18 @@ def measure(layers: int, waits: bool) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Which programs, and where to write."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help=f"of each program {list(LAYERS)}")
     parser.add_argument("--waits", action="store_true", help="also where training waits for each plan")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measure and print."""
+    args = parse_args()
     Beside.__init__ = made_as_users_do
     torch.set_num_threads(1)
     rows: list[Row] = []

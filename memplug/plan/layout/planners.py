@@ -1,7 +1,7 @@
 """The layout planners, each in a file beside this one.
 
-The choices of the block and the commands, their help, the schema and the README's table are made from this list, which
-imports none of them.
+The choices of the block and the commands, their help and the schema are made from this list, which imports none of
+them; the table of memplug/arena/README.md repeats it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Planner:
 
     Attributes:
         name: in `arena.planner` and `--planner`.
-        does, suits: the README's table.
+        does, suits: the table of memplug/arena/README.md.
         module: has `solve(problem, *, deadline_s, enough_bytes)`, which returns a `Solution` by `name` whenever
             `deadline_s` comes, on the clock of `time.monotonic`, and may end at a height of `enough_bytes`; None: at
             the lower bound. It need not know streams.
