@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 from memplug.errors import LayoutError
 from memplug.plan.layout.problem import BUFFER, ORDERING, Buffer, Problem, buffers
 from memplug.plan.plan_file import is_plan, load, save
-from memplug.plan.policy import Decision, Learnt, Policy, Setting
-from memplug.plan.replay import Fault, judge_plan
-from memplug.plan.schema import FORMAT, DynamicSpace, MemoryPlan, PlannedProgram, Training, memory_plan
-from memplug.plan.tokenwise_model import Group, RegionPlan, TokenwisePlan
+from memplug.plan.schema import FORMAT, DynamicSpace, MemoryPlan, memory_plan
 from memplug.profile import trace_file
 from memplug.profile.records import Fingerprint
 from tests.layouts import LAYERS, PHASES, memory_plans, stacked
@@ -56,45 +53,6 @@ def small_plan(**solution):
     return memory_plan(problem, replace(stacked(problem), seconds=1.25, **solution), (group,), 99)
 
 
-def decided_plan():
-    """With decisions, as a training keeps it."""
-    group = Group(
-        instances=2,
-        fractions={3: 0.5},
-        keep=frozenset({9, 4}),
-        runs=frozenset({7, 2}),
-        swapped_bytes=5,
-        kept_bytes=6,
-        recompute_s=0.1,
-    )
-    solution = TokenwisePlan(
-        regions={"key": RegionPlan(groups=(group, replace(group, plain=True)), forward_s=1.0, backward_s=2.0)},
-        alpha=None,
-        alpha_cut_by_host=False,
-        inputs_swapped=True,
-        forward_s=1.0,
-        backward_s=2.0,
-        step_s=3.0,
-        host_bytes=4,
-        device_bytes=5,
-        bound="none",
-    )
-    decisions = {3: Decision("aten::mm", 0.5), 4: Decision("aten::add.Tensor", 1.0, keep=True)}
-    learnt = Learnt(communicates=True, offloads_late=False, unneeded={5: "aten::mm"})
-    settings = {
-        "layers.0": Setting("key", 0.25, decisions, planned_from=2**64 - 5, learnt=learnt),
-        "layers.1": Setting("key", plain_bytes=7),
-    }
-    policy = Policy(solution=solution, settings=settings, frame_bytes=1, peak_bytes=7, full_recomputation_s=4.5)
-    program = PlannedProgram(
-        names=("aten::mm", "aten::t"), operators=(1, 0, 0), sizes=((1, 2), ()), nodes=3, unseen=(1,)
-    )
-    training = Training(
-        run="20261123T1-a", index=1, program=program, policy=policy, gradients_stay=True, d2h_bytes_per_s=5e10
-    )
-    return replace(small_plan(), training=training)
-
-
 def assert_same(one: MemoryPlan, other: MemoryPlan) -> None:
     """Every field, and the dtype and every row of every array, are equal; but texts may be of another width."""
     for mine, its in ((one.problem, other.problem), (one.solution, other.solution)):
@@ -121,60 +79,6 @@ def test_what_is_saved_is_what_is_loaded(tmp_path, plan, optimal, timed_out, sec
     assert is_plan(tmp_path / "plan.json")
     save(loaded, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
-
-
-@pytest.mark.parametrize("without", [{}, {"policy": None}, {"program": None}])
-def test_decisions_are_loaded_as_they_were_saved(path, tmp_path, without):
-    plan = decided_plan()
-    plan = replace(plan, training=replace(plan.training, **without))
-    save(plan, path)
-    assert_same(load(path), plan)
-    save(load(path), tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
-
-
-def wrong_region(**fields):
-    plan = decided_plan()
-    settings = plan.training.policy.settings
-    wrong = {**settings, "layers.0": replace(settings["layers.0"], **fields)}
-    return replace(plan, training=replace(plan.training, policy=replace(plan.training.policy, settings=wrong)))
-
-
-def wrong_solution(**fields):
-    plan = decided_plan()
-    solution = replace(plan.training.policy.solution, **fields)
-    policy = replace(plan.training.policy, solution=solution)
-    return replace(plan, training=replace(plan.training, policy=policy))
-
-
-def wrong_training(**fields):
-    plan = decided_plan()
-    return replace(plan, training=replace(plan.training, **fields))
-
-
-@pytest.mark.parametrize(
-    ("plan", "mistake"),
-    [
-        (wrong_region(key="other"), "which the plan says nothing of"),
-        (wrong_region(rows=1.5), "the fraction 1.5 of its rows"),
-        (wrong_region(forward_bytes=-1), "-1 bytes"),
-        (wrong_region(plain_bytes=-2), "-2 bytes"),
-        (wrong_region(plan={0: Decision("aten::mm", 0.0)}), "operator 0: 0.0 of aten::mm"),
-        (wrong_region(plan={0: Decision("aten::mm", 1.01)}), "operator 0: 1.01 of aten::mm"),
-        (wrong_region(plan={0: Decision("aten::mm", 0.5, keep=True)}), "operator 0: 0.5 of aten::mm"),
-        (wrong_region(plan={-1: Decision("aten::mm", 1.0)}), "operator -1"),
-        (wrong_solution(host_bytes=-1), "host_bytes is -1"),
-        (wrong_solution(device_bytes=-1), "device_bytes is -1"),
-        (wrong_solution(step_s=-0.5), "step_s is -0.5"),
-        (wrong_training(policy=None), "a program without decisions"),
-        (wrong_training(program=None), "decisions without a program"),
-        (wrong_training(program=replace(decided_plan().training.program, operators=(2,))), "operators without a name"),
-    ],
-)
-def test_decisions_that_no_region_can_run_by_are_refused_by_the_judge(plan, mistake):
-    assert not [each for each in judge_plan(decided_plan()) if each.code is Fault.DECISION]
-    (found,) = (each for each in judge_plan(plan) if each.code is Fault.DECISION)
-    assert mistake in found.message
 
 
 def test_equal_plans_are_equal_files(path):

@@ -23,7 +23,7 @@ from memplug.show.layout_summary import summary
 from memplug.show.plan_diff import diff
 from memplug.show.plan_diff import rows as diff_rows
 from tests.layouts import problem_of, stacked
-from tests.test_plan_file import decided_plan
+from tests.test_plan_decisions import decided_plan
 
 SWAP, HALF, KEEP = Decision("aten::mm", 1.0), Decision("aten::mm", 0.5), Decision("aten::mm", 1.0, keep=True)
 MIB = 2**20

@@ -28,7 +28,7 @@ def planned(trace: Trace, planner: str, checks: bool) -> tuple[MemoryPlan, Table
         LayoutError: no plan that the judge accepts was found.
     """
     step = last_step(trace)
-    # a validation that came in this step may not come in the next: what is idle is lent to it
+    # a validation in this step may not come in the next: it is served from reusable space instead
     problem = problem_of(step, margin_bytes=MARGIN_BYTES if checks else 0, without_gradients=False)
     solution = auto.plan(problem, planner, time_limit_s=_worth_s(problem, LONGEST_S))
     return _accepted(dynamic.plan_with_spaces(step, problem, solution), problem)
