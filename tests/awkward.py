@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memplug.execute.core import core
+from memplug.tokenwise.regions.core import core
 from tests.blocks import Block, Stack
 from tests.failing import Failing, MayFail
 

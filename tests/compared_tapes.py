@@ -10,7 +10,7 @@ from unittest import mock
 
 from torch import nn
 
-from memplug.execute.tape import REASONS, Record, records_of
+from memplug.tokenwise.regions.tape import REASONS, Record, records_of
 from tests.native_forward import Run
 from tests.reference_tape import Recording, Tape
 

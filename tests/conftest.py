@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 import memplug
 from memplug import native
 from memplug.hooks import attach as attach_module
-from memplug.stages.predictions import Predictions
+from memplug.tokenwise.predictions import Predictions
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
@@ -106,7 +106,7 @@ def nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("an executor was made")
 
     monkeypatch.setattr("memplug.session.session.Executor", refuse)
-    monkeypatch.setattr("memplug.execute.device.Device.streams", refuse)
+    monkeypatch.setattr("memplug.device.device.Device.streams", refuse)
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def import_deepspeed() -> None:
 def import_megatron() -> None:
     """All that tests.megatron_worker imports."""
     importlib.import_module("tests.megatron_worker").prepare()
-    for name in ("memplug.session", "memplug.hooks.attach", "memplug.stages.planning", "scipy.optimize"):
+    for name in ("memplug.session", "memplug.hooks.attach", "memplug.tokenwise.planning", "scipy.optimize"):
         importlib.import_module(name)
 
 

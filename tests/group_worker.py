@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from memplug.execute.core import core
+from memplug.tokenwise.regions.core import core
 from tests.native_forward import Run
 from tests.test_native_tape_groups import COLLECTIVES, saving
 

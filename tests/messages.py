@@ -102,7 +102,8 @@ class Source:
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
                 defined = self._functions.get(name, [])
                 near = [each for each in defined if self._homes.get(each) == self._homes.get(function)]
-                defined = near if len(defined) > 1 else defined
+                if len(defined) > 1:
+                    defined = near or [each for each in defined if _returned(each)]  # not abstract ones
                 function = defined[0] if len(defined) == 1 else None
                 found = _returned(function) if function is not None else []
             case ast.IfExp() | ast.JoinedStr():

@@ -13,7 +13,7 @@ from torch import nn
 
 import memplug
 from memplug import native
-from memplug.arena.manager import Serving, State
+from memplug.arena.technique import PlannedAddresses, State
 
 ALONE = {"enabled": True, "tokenwise": {"enabled": False}, "plan_dir": False}
 """The arena without token-wise recomputation."""
@@ -63,7 +63,7 @@ class Run:
         return served / (served + self.report["arena_fallback"])
 
 
-def serving_of(session: memplug.Session) -> Serving:
+def serving_of(session: memplug.Session) -> PlannedAddresses:
     """What decides when the session's arena serves."""
     assert session._boundary.serving is not None, "it has an arena"
     return session._boundary.serving

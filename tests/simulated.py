@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplug.execute.device import Device, Wait
-from memplug.execute.operators import tensors_in
-from memplug.execute.tape import storage_of
+from memplug.device.device import Device, Wait
+from memplug.tokenwise.regions.operators import tensors_in
+from memplug.tokenwise.regions.tape import storage_of
 
 if TYPE_CHECKING:
     from tests.cudasim.device import ScheduledDevice

@@ -17,8 +17,8 @@ from memplug.plan.policy import Setting
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Fingerprint, Layer
 from memplug.session import Session
-from memplug.stages import candidates
 from memplug.stages.table import Stage
+from memplug.tokenwise import candidates
 from tests.blocks import LAYERS, Stack, assert_same, gradients, twin
 from tests.hosts import block
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memplug.execute import core as native
-from memplug.execute.tape import records_of
+from memplug.tokenwise.regions import core as native
+from memplug.tokenwise.regions.tape import records_of
 from tests.compared_tapes import compare_layers
 from tests.megatron_worker import SEQUENCES, SHAPE, TOKENS, prepare
 

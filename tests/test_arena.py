@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.arena.manager import State
-from memplug.execute.device import Device
+from memplug.arena.technique import State
+from memplug.device.device import Device
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint
+from memplug.stages.followers import Followers
 from tests.serving import ALONE, CHECKED, Run, llama, mixtral, nothing_leaks, owned, reserved_bytes, serving_of, train
 from tests.simulated import ScriptedDevice
 
@@ -288,7 +289,7 @@ def test_a_session_that_nobody_detached_leaves_nothing_behind() -> None:
             session.step()
         assert serving_of(session).state is State.SERVING
         arena = serving_of(session)._arena
-        session._boundary.claim.serving = None
+        session._boundary.claim.followers = Followers()
         del arena
         gc.collect()
         assert not owned(torch.ones(64))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.arena.manager import State
+from memplug.arena.technique import State
 from tests.serving import ALONE, CHECKED, llama, nothing_leaks, owned, serving_of
 
 pytestmark = pytest.mark.gpu

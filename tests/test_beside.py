@@ -15,11 +15,11 @@ import torch
 import memplug
 import tests
 from memplug.arena import planning
-from memplug.arena.manager import State
+from memplug.arena.technique import State
 from memplug.beside import Beside
 from memplug.errors import LayoutError
-from memplug.stages import candidates
 from memplug.stages.table import Stage
+from memplug.tokenwise import candidates
 from tests import tasks
 from tests.serving import llama
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from memplug.config import MemplugConfig
-from memplug.execute.device import Device
+from memplug.device.device import Device
 from memplug.profile import hardware
-from memplug.stages import budgets
+from memplug.tokenwise import budgets
 
 GIB = 1 << 30
 CUDA = SimpleNamespace(kind="cuda", torch_device=torch.device("cuda", 0))

@@ -12,13 +12,13 @@ import torch
 
 import memplug
 from memplug.config import MemplugConfig
-from memplug.execute.device import Device
-from memplug.execute.host_pool import ALIGNMENT_BYTES
-from memplug.execute.tape import Form, Record
-from memplug.execute.tokenwise import Executor
+from memplug.device.device import Device
+from memplug.device.host_pool import ALIGNMENT_BYTES
 from memplug.session import Session
-from memplug.stages import checking
-from memplug.stages.checking import AlphaCheck, fitting, unhindered_s
+from memplug.tokenwise import checking
+from memplug.tokenwise.checking import AlphaCheck, fitting, unhindered_s
+from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.regions.tape import Form, Record
 from tests.blocks import LAYERS, Stack, assert_same, gradients, twin
 from tests.hosts import block
 from tests.plans import budget, operator, region
@@ -161,7 +161,7 @@ def training(
 ) -> Iterator[Run]:
     """Of four blocks."""
     monkeypatch.setattr("memplug.hooks.attach.device_of", lambda device: SlowLink())
-    monkeypatch.setattr("memplug.stages.budgets.link_rates", lambda device: (RATE, RATE))
+    monkeypatch.setattr("memplug.tokenwise.budgets.link_rates", lambda device: (RATE, RATE))
     torch.manual_seed(0)
     model = Stack(4)
     reference = twin(model)

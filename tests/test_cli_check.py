@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from memplug.cli import app
 from memplug.config import load_config, read_ds_config
-from memplug.execute import host_pool
-from memplug.stages import budgets
+from memplug.device import host_pool
+from memplug.tokenwise import budgets
 
 run = CliRunner().invoke
 

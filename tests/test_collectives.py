@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplug.execute import operators
-from memplug.execute.operators import Kind, kind_of
+from memplug.tokenwise.regions import operators
+from memplug.tokenwise.regions.operators import Kind, kind_of
 from tests.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 from tests.forking import launch_forked
 from tests.parallel import Launches

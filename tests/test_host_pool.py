@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplug.execute import host_pool
-from memplug.execute.core import core
-from memplug.execute.device import Device
-from memplug.execute.host_pool import ALIGNMENT_BYTES, HostPool
+from memplug.device import host_pool
+from memplug.device.device import Device
+from memplug.device.host_pool import ALIGNMENT_BYTES, HostPool
+from memplug.tokenwise.regions.core import core
 
 SLAB_BYTES = 4096
 

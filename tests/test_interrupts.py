@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch._dynamo import eval_frame
 
-from memplug.execute import tokenwise as module
-from memplug.execute.core import core
+from memplug.tokenwise.regions import executor as module
+from memplug.tokenwise.regions.core import core
 from tests.blocks import Block, Stack, assert_clean, assert_same, gradients, no_garbage_collection, tokenwise, twin
 from tests.failing import Failing, MayFail
 from tests.test_tokenwise_random import Drops, DropsAttention

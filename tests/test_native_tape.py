@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplug.execute import core as native
-from memplug.execute.tape import records_of
+from memplug.tokenwise.regions import core as native
+from memplug.tokenwise.regions.tape import records_of
 from tests import forwards
 from tests.blocks import Layer
 from tests.compared_tapes import both, compare

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from memplug.execute import core as native
-from memplug.execute.tape import Form, records_of
+from memplug.tokenwise.regions import core as native
+from memplug.tokenwise.regions.tape import Form, records_of
 from tests.compared_tapes import both, compare, compare_layers
 from tests.native_forward import Run
 

@@ -14,8 +14,8 @@ import torch
 import memplug
 from memplug.plan import plain
 from memplug.plan import tokenwise as plan
-from memplug.stages import candidates
 from memplug.stages.table import Stage
+from memplug.tokenwise import candidates
 from tests.blocks import LAYERS, Block, Layer, Stack, assert_same, gradients, twin
 
 pytestmark = pytest.mark.device

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from memplug.execute.device import Device
-from memplug.execute.region import Region
-from memplug.execute.tokenwise import Executor
+from memplug.device.device import Device
 from memplug.plan import tokenwise as plan
 from memplug.plan.policy import Decision, Policy, Setting
-from memplug.stages import candidates, planning
+from memplug.tokenwise import candidates, planning
+from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.regions.region import Region
 from tests.blocks import Block, Stack
 
 GIB = 1 << 30

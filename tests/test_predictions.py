@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import memplug
-from memplug.execute.region import Region
 from memplug.plan.policy import Policy
-from memplug.stages import planning, predictions
 from memplug.stages.table import Stage
+from memplug.tokenwise import planning, predictions
+from memplug.tokenwise.regions.region import Region
 from tests.blocks import LAYERS, Block, Layer, Stack, assert_same, gradients, twin
 from tests.forwards import WritesAfterUse, WritesInput
 from tests.parallel import Parallel
@@ -45,7 +45,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets its rate, in bytes a second; at first it is so fast that a plan swaps all that it can, on any machine."""
 
     def of_rate(rate: float) -> None:
-        monkeypatch.setattr("memplug.stages.budgets.link_rates", lambda device: (rate, rate))
+        monkeypatch.setattr("memplug.tokenwise.budgets.link_rates", lambda device: (rate, rate))
 
     of_rate(1e15)
     return of_rate
@@ -136,7 +136,7 @@ def test_a_plan_that_moves_something_else_is_told_once(
 def endless_link() -> Iterator[None]:
     """Nothing but the host's memory binds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memplug.stages.budgets.link_rates", lambda device: (1e15, 1e15))
+        patch.setattr("memplug.tokenwise.budgets.link_rates", lambda device: (1e15, 1e15))
         yield
 
 

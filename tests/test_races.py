@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memplug.execute.device import Wait
+from memplug.device.device import Wait
 from memplug.profile.trace import Pass
 from tests.blocks import Block, Stack, assert_same, gradients, tokenwise, twin
 from tests.schedules import Schedule, order

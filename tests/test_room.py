@@ -12,10 +12,10 @@ import torch
 
 import memplug
 from memplug.config import MemplugConfig
-from memplug.stages import budgets
 from memplug.stages.ranks import Ranks
-from memplug.stages.room import Room
 from memplug.stages.table import Stage
+from memplug.tokenwise import budgets
+from memplug.tokenwise.room import Room
 from tests.blocks import LAYERS, Stack, assert_same, gradients, twin
 
 MIB = 1 << 20

@@ -9,8 +9,8 @@ import logging
 import pytest
 import torch
 
-from memplug.execute.core import core
-from memplug.stages.rounding import Rounding
+from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.rounding import Rounding
 from tests.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, train_stacks
 from tests.rounding import ENOUGH_BYTES, Shows, Watched, pair
 from tests.simulated import ScriptedDevice

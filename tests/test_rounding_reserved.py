@@ -13,8 +13,8 @@ import memplug
 from memplug.plan.tokenwise import Budget, Region
 from memplug.profile.trace import Pass
 from memplug.session import Session
-from memplug.stages import budgets
-from memplug.stages.rounding import Rounding
+from memplug.tokenwise import budgets
+from memplug.tokenwise.rounding import Rounding
 from tests.blocks import LAYERS, assert_same, gradients, train_stacks
 from tests.rounding import pair
 
@@ -66,7 +66,7 @@ def test_the_recorder_sees_as_many_requests_less_as_transfers_count() -> None:
         model, reference = pair()
         with attached(model, 1.0) as session:
             if not buffered:
-                session._boundary.rounding.end_step = lambda *args: None
+                session._boundary.tokenwise.rounding.end_step = lambda *args: None
             for seed in range(3):
                 step(model, reference, session, seed)
             session.record()
@@ -107,7 +107,7 @@ def test_with_the_arena_nothing_is_reserved(alpha: float | str) -> None:
             step(model, reference, session, seed, exact=alpha == 1.0)
             assert session.report()["buffer_bytes"] == session.report()["buffer_misses"] == 0
         assert session.report()["arena"] == "serving" and session.executor.buffers == 3
-        session._boundary.serving.close("a test says so")
+        session._boundary.followers.close("a test says so")
         step(model, reference, session, exact=alpha == 1.0)
         step(model, reference, session, exact=alpha == 1.0)
         assert session.report()["buffer_bytes"] > 0, "where the arena is off after all, they are needed"

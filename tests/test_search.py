@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memplug.session import Session
-from memplug.stages.search import Trial, choose
 from memplug.stages.table import Stage
+from memplug.tokenwise.search import Trial, choose
 from tests.stepping import Led, led, plans_by_alpha
 
 __all__ = ["plans_by_alpha"]
@@ -72,7 +72,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The only clock that a search knows."""
     made = Clock()
-    monkeypatch.setattr("memplug.stages.search.time", made)
+    monkeypatch.setattr("memplug.tokenwise.search.time", made)
     return made
 
 
@@ -153,7 +153,7 @@ def test_where_every_plan_breaks_its_promise_one_stays_with_a_warning(
 def test_host_memory_of_every_plan_is_there_before_the_first_is_tried(
     plans_by_alpha: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memplug.execute.host_pool.SMALLEST_SLAB_BYTES", 1)
+    monkeypatch.setattr("memplug.device.host_pool.SMALLEST_SLAB_BYTES", 1)
     with paced(clock, tries=3) as run:
         run.step(times=2)
         before_bytes = run.session.report()["host_pool_bytes"]
@@ -186,4 +186,4 @@ def test_the_observed_steps_tapes_are_let_go() -> None:
     with led() as run:
         run.reach_stable()
         assert run.session.stage is Stage.STABLE
-        assert run.session._boundary.adjuster.observer.tapes == {}
+        assert run.session._boundary.tokenwise.observer.tapes == {}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.arena.manager import State
+from memplug.arena.technique import State
 from memplug.plan import plan_file
 from memplug.stages.table import Stage
 from tests.forking import launch_forked

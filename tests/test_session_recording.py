@@ -13,14 +13,14 @@ from torch.optim import optimizer as optimizers
 
 import memplug
 from memplug.errors import NativeError, RecorderError
-from memplug.execute import region as settings
-from memplug.execute import tokenwise as executing
-from memplug.execute.core import core
 from memplug.profile.recorder import Recorder
 from memplug.profile.trace import Pass, Trace
 from memplug.profile.trace_file import load
 from memplug.session.boundary import WATCHED_STEPS
 from memplug.stages.table import Stage
+from memplug.tokenwise.regions import executor as executing
+from memplug.tokenwise.regions import region as settings
+from memplug.tokenwise.regions.core import core
 from tests.blocks import LAYERS, Stack, train_stacks, twin
 from tests.hosts import block, ds_config, make_engine, tokens
 

@@ -59,7 +59,7 @@ def test_the_plan_predicts_the_host_bytes_that_the_next_step_needs() -> None:
 
 def test_host_memory_of_the_plan_is_there_before_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registering memory takes long: no step shall wait for it."""
-    monkeypatch.setattr("memplug.execute.host_pool.SMALLEST_SLAB_BYTES", 1)
+    monkeypatch.setattr("memplug.device.host_pool.SMALLEST_SLAB_BYTES", 1)
     model = tiny_llama()
     with memplug.attach(model, block()) as session:
         for _ in range(2):

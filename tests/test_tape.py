@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from memplug.execute.core import core
-from memplug.execute.tape import Form, records_of
+from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.regions.tape import Form, records_of
 from tests.native_forward import Keeps, Run
 
 RUN, SUBSTITUTE, SKIP = range(3)

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from memplug.execute.core import core
+from memplug.tokenwise.regions.core import core
 from tests.blocks import Layer, Stack, assert_same, gradients, tokenwise, twin
 
 pytestmark = pytest.mark.device

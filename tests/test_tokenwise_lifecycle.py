@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memplug.execute.core import core
+from memplug.tokenwise.regions.core import core
 from tests.blocks import (
     Block,
     Stack,

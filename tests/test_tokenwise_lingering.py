@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memplug.execute.tokenwise import Executor
+from memplug.tokenwise.regions.executor import Executor
 from tests.blocks import Block, Stack, assert_clean, assert_same, gradients, tokenwise, twin
 from tests.forwards import WritesAfterUse, WritesInput, WritesOutput, WritesSlices
 from tests.simulated import Adversary, ScriptedDevice, adversarial_device

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from memplug.errors import RecomputeError
-from memplug.execute import tokenwise as executing
+from memplug.tokenwise.regions import executor as executing
 from tests.blocks import Block, Layer, Stack, alphas, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 from tests.forwards import Counts, Routes, Statistics, WritesInput
 from tests.test_collectives import broadcast_in_place

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memplug.execute import core as native
+from memplug.tokenwise.regions import core as native
 from tests.compared_tapes import UNFILLED, both, compare
 from tests.native_forward import Keeps, Run
 

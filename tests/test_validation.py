@@ -10,8 +10,8 @@ import torch
 
 import memplug
 from memplug.profile.trace import Pass
-from memplug.stages.search import Trial
 from memplug.stages.table import Stage
+from memplug.tokenwise.search import Trial
 from tests.blocks import LAYERS, Stack
 from tests.hosts import block, ds_config, make_engine, tokens
 from tests.serving import train as train_llama
@@ -102,7 +102,7 @@ class Clock:
 def trials(validate: bool, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     """Of the plans that a stack's session tries, one with a large validation before its step."""
     clock, model = Clock(), Stack(3)
-    monkeypatch.setattr("memplug.stages.search.time", clock)
+    monkeypatch.setattr("memplug.tokenwise.search.time", clock)
     config = {**block(regions=LAYERS), "profiler": PROFILER, "arena": {"enabled": False}}
     with memplug.attach(model, config) as session:
         for step in range(1, NEEDED + 1):
@@ -111,7 +111,7 @@ def trials(validate: bool, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
                     model(torch.randn(512, 64, 16))
                 clock.now += 1.0
             model(torch.randn(2, 6, 16)).backward()
-            search = session._boundary.adjuster._search
+            search = session._boundary.tokenwise._search
             session.step()
         return search._trials
 

@@ -37,7 +37,7 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
     from tests.stepping import solve_by_alpha
 
     ways = {
-        "by alpha": mock.patch("memplug.stages.candidates._solve_around", solve_by_alpha),
+        "by alpha": mock.patch("memplug.tokenwise.candidates._solve_around", solve_by_alpha),
         "own group": mock.patch("memplug.stages.ranks._uses_gloo", lambda group: False),
     }
     with contextlib.ExitStack() as stack:

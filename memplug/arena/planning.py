@@ -1,10 +1,8 @@
-"""From a recorded step to what the arena serves by: addresses that the judge accepts, as tables. Knows no torch."""
+"""From a recorded step to what the arena serves by: addresses, as a plan and as tables. Knows no torch."""
 
 from __future__ import annotations
 
 from memplug.arena.tables import MARGIN_BYTES, Tables, tables_of
-from memplug.errors import LayoutError
-from memplug.plan import replay
 from memplug.plan.layout import auto, dynamic
 from memplug.plan.layout.from_trace import last_step, problem_of
 from memplug.plan.layout.problem import Problem
@@ -31,7 +29,8 @@ def planned(trace: Trace, planner: str, checks: bool) -> tuple[MemoryPlan, Table
     # a validation in this step may not come in the next: it is served from reusable space instead
     problem = problem_of(step, margin_bytes=MARGIN_BYTES if checks else 0, without_gradients=False)
     solution = auto.plan(problem, planner, time_limit_s=_worth_s(problem, LONGEST_S))
-    return _accepted(dynamic.plan_with_spaces(step, problem, solution), problem)
+    plan = dynamic.plan_with_spaces(step, problem, solution)
+    return plan, tables_of(plan)
 
 
 def amended(plan: MemoryPlan, problem: Problem, planner: str) -> tuple[MemoryPlan, Tables]:
@@ -41,14 +40,8 @@ def amended(plan: MemoryPlan, problem: Problem, planner: str) -> tuple[MemoryPla
         LayoutError: as in `planned`.
     """
     solution = auto.plan(problem, planner, time_limit_s=_worth_s(problem, AMENDING_S))
-    return _accepted(dynamic.with_spaces_renewed(plan, problem, solution), problem)
-
-
-def _accepted(plan: MemoryPlan, problem: Problem) -> tuple[MemoryPlan, Tables]:
-    findings = replay.judge_plan(plan, problem)
-    if findings:
-        raise LayoutError(f"the judge refuses the plan: {findings[0].message}", "Please report it, with a trace.")
-    return plan, tables_of(plan)
+    renewed = dynamic.with_spaces_renewed(plan, problem, solution)
+    return renewed, tables_of(renewed)
 
 
 def _worth_s(problem: Problem, longest_s: float) -> float:

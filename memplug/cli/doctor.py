@@ -107,7 +107,7 @@ def _hardware() -> dict[str, object]:
 def _host_budget_bytes() -> int:
     """What `"host_budget_gib": "auto"` would be for this process now."""
     from memplug.config import MemplugConfig
-    from memplug.stages.budgets import host_budget_bytes
+    from memplug.tokenwise.budgets import host_budget_bytes
 
     return host_budget_bytes(MemplugConfig())
 

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from memplug.config import MemplugConfig, load_config
+from memplug.device.device import Device, device_of
 from memplug.errors import ConflictError, RecorderError, RegionError, UnsupportedVersionError
-from memplug.execute.device import Device, device_of
-from memplug.execute.region import Region
 from memplug.hooks import first_forward, frameworks, optimizers
 from memplug.hooks import regions as region_hooks
 from memplug.hooks.framework import Layers, Target
@@ -24,6 +23,7 @@ from memplug.profile.records import Fingerprint
 from memplug.session import Session, initial_regions
 from memplug.session.recording import Recording
 from memplug.stages.table import Stage
+from memplug.tokenwise.regions.region import Region
 
 OLDEST_TORCH = (2, 6)
 

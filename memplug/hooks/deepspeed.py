@@ -32,10 +32,10 @@ from torch import nn
 
 from memplug.config import MemplugConfig, read_ds_config
 from memplug.errors import ConflictError, PatchError
-from memplug.execute.region import Region
 from memplug.hooks.framework import Framework, Layers, Target
 from memplug.hooks.patching import ORIGINAL, is_patched, patch
 from memplug.session import Session, report
+from memplug.tokenwise.regions.region import Region
 
 log = logging.getLogger("memplug")
 

@@ -41,13 +41,13 @@ from torch import nn
 
 from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
-from memplug.execute.region import Region
-from memplug.execute.tape import storage_of
 from memplug.hooks.framework import Framework, Layers, Target
 from memplug.hooks.patching import patch
 from memplug.hooks.regions import Prepare
 from memplug.session import Session
 from memplug.stages.ranks import Ranks
+from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.regions.tape import storage_of
 
 log = logging.getLogger("memplug")
 

@@ -10,7 +10,7 @@
 
 namespace memplug {
 
-// Taken when a region's forward starts; memplug/execute/ambient.py brings it back. Guarded by Python's lock.
+// Taken when a region's forward starts; memplug/tokenwise/regions/ambient.py brings it back. Guarded by Python's lock.
 struct Ambient {
   struct Autocast {
     c10::DeviceType device;

@@ -15,11 +15,11 @@
 
 namespace memplug {
 
-// Of `executor`, a memplug.execute.tokenwise.Executor, it calls `is_scratch`, `written_buffers`, `is_alone`, `note_opaque`,
+// Of `executor`, a memplug.tokenwise.regions.executor.Executor, it calls `is_scratch`, `written_buffers`, `is_alone`, `note_opaque`,
 // `note_timed`, `restore` and `explain`. Guarded by Python's lock.
 class __attribute__((visibility("hidden"))) Running final : public Frame {
  public:
-  // `region_object`: the Python `Region`. `times`: a memplug.execute.times.Times, or None.
+  // `region_object`: the Python `Region`. `times`: a memplug.tokenwise.regions.times.Times, or None.
   Running(
       std::vector<std::shared_ptr<const Tape>> known,
       std::shared_ptr<Flow> flow,
@@ -76,7 +76,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   pybind11::object call, surroundings;
   pybind11::object times; // or None
   int64_t given_bytes = 0; // of all tensors among the arguments
-  pybind11::object buffers; // a memplug.execute.buffers.Buffers, or None: what the forward wrote to in place
+  pybind11::object buffers; // a memplug.tokenwise.regions.buffers.Buffers, or None: what the forward wrote to in place
 
  protected:
   void before_foreign_write(int32_t storage, const at::Tensor& tensor) override;

@@ -10,7 +10,7 @@
 
 namespace memplug {
 
-// Why one stream waits for another, as `Wait` in memplug/execute/device.py; in its order.
+// Why one stream waits for another, as `Wait` in memplug/device/device.py; in its order.
 enum class Wait : uint8_t {
   OFFLOAD_FOR_COMPUTE,
   RELEASE_FOR_OFFLOAD,

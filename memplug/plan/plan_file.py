@@ -58,6 +58,7 @@ class _Head(BaseModel):
     phases: tuple[_Phase, ...]
     layers: tuple[Layer, ...]
     dynamic: tuple[DynamicSpace, ...]
+    parts: dict[str, Any]
 
 
 def save(plan: MemoryPlan, path: str | Path) -> None:
@@ -132,6 +133,7 @@ def _members(plan: MemoryPlan) -> Iterator[str]:
         "requests": len(problem),
         "predictions": asdict(plan.predictions),
         "fingerprint": asdict(problem.fingerprint),
+        "parts": plan.parts,
     }
     yield from (f'"{name}": {_json(value)}' for name, value in members.items())
     yield from _training(plan.training)
@@ -229,6 +231,7 @@ def _plan(document: dict[str, Any]) -> MemoryPlan:
         dynamic=head.dynamic,
         predictions=head.predictions,
         training=head.training,
+        parts=head.parts,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memplug.plan.policy import Decision, Setting
+from memplug.plan.policy import Decision, Policy, Setting
 from memplug.plan.schema import Training
 
 
@@ -19,8 +19,12 @@ def mistakes(training: Training) -> Iterator[str]:
         yield "there are decisions without a program, or a program without decisions"
     if program is not None and not all(0 <= each < len(program.names) for each in program.operators or ()):
         yield "the program has operators without a name"
-    if policy is None:
-        return
+    if policy is not None:
+        yield from mistakes_of(policy)
+
+
+def mistakes_of(policy: Policy) -> Iterator[str]:
+    """What is wrong with decisions."""
     for name, setting in policy.settings.items():
         yield from (f"region {name}: {mistake}" for mistake in _of_region(setting))
         if setting.key not in policy.solution.regions:

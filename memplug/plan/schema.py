@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from memplug.plan.layout.problem import Problem, Solution, fragmentation
 from memplug.plan.policy import Policy
 
-FORMAT = 3
+FORMAT = 4
 """Version of the files that `plan_file.save` writes."""
 
 
@@ -112,6 +113,7 @@ class MemoryPlan:
         dynamic: one for each group of requests whose sizes are known only at run time.
         predictions: see there.
         training: of a plan that was made while training; None: of `memplug plan`, which plans addresses alone.
+        parts: of techniques other than swapping, recomputing and addresses, by name; of what JSON has.
     """
 
     problem: Problem
@@ -119,6 +121,12 @@ class MemoryPlan:
     dynamic: tuple[DynamicSpace, ...]
     predictions: Predictions
     training: Training | None = None
+    parts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_addresses(self) -> bool:
+        """False: no arena served the program, and the plan is of decisions alone."""
+        return len(self.problem) > 0
 
 
 def memory_plan(

@@ -4,14 +4,14 @@ A step ends, on every rank, in this order:
 
 | what | why there |
 |---|---|
-| the arena serves nothing | what memplug asks for in between is no part of the program |
+| techniques are told; the arena serves nothing | what memplug asks for in between is no part of the program |
 | forwards of the step are closed, its sizes, operators, nodes and time taken | before anything else runs operators |
 | the recording ends | its trace is of the step alone |
 | a shortage of host memory is voted on | by the regions' settings of this step, which a new policy replaces |
 | what the step moved is compared with its plan | likewise |
 | the program is voted on; stage and policy change | with the step's program, and before the next one's settings |
 | the link is checked for a fixed alpha | the stage says whether this was a step to time |
-| the arena plans, serves or lets go | for the program and policy of the next step |
+| techniques that follow the program propose, install and withdraw | for the program and policy of the next step |
 | plain regions leave, or come back | by the next step's policy |
 | rounding buffers are reserved | once it is known whether the arena takes their place |
 | the plan is kept on disk | once both halves of it are in force |
@@ -33,26 +33,24 @@ from typing import Any
 
 import numpy as np
 
-from memplug.arena.arena import Arena
-from memplug.arena.manager import Serving
+from memplug.arena.technique import PlannedAddresses
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
-from memplug.execute.region import Region
-from memplug.execute.tokenwise import Executor
+from memplug.device.device import Device
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program
 from memplug.session.claim import Claim
 from memplug.session.kept_plans import KeptPlans
 from memplug.session.recording import Recording, unused
+from memplug.session.techniques import FOLLOWING
 from memplug.stages.adjuster import Adjuster
-from memplug.stages.checking import AlphaCheck
-from memplug.stages.plain_regions import PlainRegions
+from memplug.stages.followers import Followers
 from memplug.stages.plan_store import PlanStore
-from memplug.stages.predictions import Predictions
 from memplug.stages.ranks import Ranks
-from memplug.stages.rounding import Rounding
-from memplug.stages.shortage import Shortage
 from memplug.stages.table import Stage
+from memplug.stages.technique import Given
+from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.technique import TokenWise
 
 RECENT_STEPS = 50
 TIMELINE_FOLDER = "memplug_timeline"
@@ -65,30 +63,35 @@ class Boundary:
     Args:
         config: the block.
         regions: all of the session's, in forward order.
-        executor: which runs them.
-        plain: of these, those that run as without memplug.
+        device: where they run.
+        regathers: forward gathers parameters (ZeRO 3).
+        explain: an error of the device's memory passes, in a phase of a region.
 
     Attributes:
-        adjuster, check, predictions, rounding: see there.
-        claim: on the recorder and the arena; None until `watch`.
+        tokenwise: swaps and recomputes.
+        adjuster: moves along the stages.
+        claim: on the recorder, and on what needs it; None until `watch`.
         kept: plans of earlier runs, and of this one; None until `resume`.
         steps: that ended.
         planned_steps: of these, those that ran by a policy from their beginning.
-        plans: regions run by plans; else by a number for alpha, or there are none.
     """
 
-    def __init__(self, config: MemplugConfig, regions: Sequence[Region], executor: Executor, plain: PlainRegions):
-        self._config, self._regions, self._executor, self._plain = config, regions, executor, plain
-        tokenwise = config.tokenwise
-        self.plans = tokenwise.enabled and isinstance(tokenwise.alpha, str)
-        self.watches = self.plans and config.profiler.enabled
-        self._ranks = Ranks()
-        begin = Stage.WARM_UP if self.plans else Stage.STABLE
-        self.adjuster = Adjuster(config, regions, executor, begin, self._step_peak, self._ranks)
-        self.check = AlphaCheck(config, regions, executor, self._ranks)
-        self.predictions = Predictions(executor)
-        self.rounding = Rounding(executor, planned=self.plans)
-        self._shortage = Shortage(executor, self._ranks)
+    def __init__(
+        self,
+        config: MemplugConfig,
+        regions: Sequence[Region],
+        device: Device,
+        regathers: bool,
+        explain: Callable[[str, Region, BaseException], None],
+    ):
+        self._config, self._device, self._ranks = config, device, Ranks()
+        self.tokenwise = TokenWise(
+            config, regions, device, regathers, explain, self.unrecorded, self._ranks, self._step_peak
+        )
+        plans = self.tokenwise.plans
+        self.watches = plans and config.profiler.enabled
+        begin = Stage.WARM_UP if plans else Stage.STABLE
+        self.adjuster = Adjuster(config.profiler, self.tokenwise, begin, self._ranks)
         self.claim: Claim | None = None
         self.kept: KeptPlans | None = None
         self.steps = self.planned_steps = 0
@@ -104,9 +107,11 @@ class Boundary:
         config = self._config
         self.claim = Claim(
             make,
-            self._make_serving if config.arena.enabled else None,
+            [technique for technique in FOLLOWING if technique.is_wanted(config)],
+            Given(config, self._device.torch_device, self.adjuster.tell),
             watches=self.watches,
-            wanted=self.watches or bool(config.report.timeline) or config.arena.enabled,
+            # they plan for a program under its decisions, which come after steps enough
+            warmup_steps=0 if self.tokenwise.plans else config.profiler.warmup_steps,
         )
 
     def resume(self, job: Fingerprint) -> bool:
@@ -114,7 +119,7 @@ class Boundary:
         config, folder = self._config, self._config.plan_dir
         store = PlanStore(Path(folder) if folder and self._ranks.are_known else None, job, self._ranks)
         beside = Beside(config.profiler.wait_for_plans)
-        self.kept = KeptPlans(store, beside, job, config, self._regions, self._executor, self.adjuster)
+        self.kept = KeptPlans(store, beside, job, self.tokenwise, self.adjuster)
         resumed = self.kept.resume()
         if resumed:
             self._settle()
@@ -125,7 +130,7 @@ class Boundary:
         if self.claim is None:
             return
         self._take_claim()
-        self.kept.check(inputs, self.serving)
+        self.kept.check(inputs, self.followers)
         self._begin_recording()
         if self.recording is not None:
             self.recording.begin_forward(*forward)
@@ -133,8 +138,9 @@ class Boundary:
     def close(self) -> None:
         """The session is being detached, and there are no more steps."""
         if self.kept is not None:
-            self.kept.close(self.serving, self.recording)
+            self.kept.close(self.followers, self._parts, self.recording)
         self.adjuster.close()
+        self.tokenwise.close()
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 
@@ -145,32 +151,29 @@ class Boundary:
         self._in_program = True
         if not self._take_claim() and self.recording is not None:
             self.recording.recorder.begin_program()
-        self.adjuster.begin_program()
+        self.tokenwise.begin_program()
 
     # -- between two steps ---------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
         """A step is over."""
         self.steps += 1
-        recording, serving, adjuster = self.recording, self.serving, self.adjuster
-        if serving is not None:
-            serving.pause()
-        sizes = self._executor.flow.end_step([region.native for region in self._regions])
+        recording, adjuster, tokenwise = self.recording, self.adjuster, self.tokenwise
+        for follower in self.followers:
+            follower.technique.end_step()
+        tokenwise.end_step()
         self._time_step()
         operators, nodes = self._take()
         if recording is not None:
             recording.end_step()
-        if self._regions and adjuster.stage is Stage.STABLE:
-            self._shortage.end_step()
-        else:
-            self._shortage.skip_step()
-        if self.plans:
-            self._compare(Program(operators, sizes, nodes, self._plain.unseen))
-        self.check.end_step()
-        if serving is not None:
+        tokenwise.share_host(adjuster.stage is Stage.STABLE)
+        if tokenwise.plans:
+            self._compare(Program(operators, tokenwise.sizes, nodes, tokenwise.plain.unseen))
+        tokenwise.check.end_step()
+        if recording is not None:
             if not recording.able:
-                serving.close("steps cannot be recorded")
-            serving.end_step(adjuster.lasting, recording.step_trace)
+                self.followers.close("steps cannot be recorded")
+            self.followers.end_step(adjuster.lasting, recording.step_trace)
         self._settle()
 
     def begin_step(self) -> None:
@@ -181,36 +184,27 @@ class Boundary:
         self._begin_recording()
 
     def _compare(self, program: Program) -> None:
-        policy, adjuster = self.adjuster.policy, self.adjuster
-        if policy is None:
-            self.predictions.skip_step()
-        else:
-            self.planned_steps += 1
-            self.predictions.end_step(policy, program, adjuster.programs.current.baseline)
-        adjuster.end_step(self.steps, program)
+        planned = self.adjuster.policy is not None
+        self.planned_steps += planned
+        self.tokenwise.compare(program, self.adjuster.programs.current.baseline if planned else None)
+        self.adjuster.end_step(self.steps, program)
 
     def _settle(self) -> None:
         """What the next step is to run by is in force."""
-        policy, has_arena = self.adjuster.policy, self.claim is not None and self.claim.has_arena
-        if self.plans:
-            self._plain.end_step(policy)
-        self.rounding.end_step(policy, self.adjuster.stage is Stage.STABLE and not has_arena)
+        has_arena = self.claim is not None and not self.claim.why_off(PlannedAddresses.name)
+        self.tokenwise.settle(self.adjuster.stage is Stage.STABLE, has_arena)
         if self.steps and self.kept is not None:
-            self.kept.end_step(self.serving, has_arena, self.recording)
+            self.kept.end_step(self.followers, self._parts, self.recording)
 
     def _begin_recording(self) -> None:
-        recording, serving = self.recording, self.serving
+        recording, followers = self.recording, self.followers
         if recording is not None:
             stable = self.adjuster.stage is Stage.STABLE
             recording.recorder.watch(self.watches and not (stable and self.steps % WATCHED_STEPS))
             self._want_timeline()
-            recording.begin_step(
-                self.adjuster.detail,
-                traced=serving is not None and serving.records,
-                placed=serving is not None and serving.places,
-            )
-        if serving is not None:
-            serving.begin_step()
+            recording.begin_step(self.adjuster.detail, traced=followers.detail, placed=followers.need_places)
+        for follower in followers:
+            follower.technique.begin_step()
 
     # -- recorder and arena --------------------------------------------------------------------------------------------
 
@@ -220,15 +214,24 @@ class Boundary:
         return self.claim.recording if self.claim is not None else None
 
     @property
-    def serving(self) -> Serving | None:
+    def followers(self) -> Followers:
+        """None of them without the recorder."""
+        return self.claim.followers if self.claim is not None else Followers()
+
+    @property
+    def _parts(self) -> dict[str, Any] | None:
+        return self.claim.parts if self.claim is not None else {}
+
+    @property
+    def serving(self) -> PlannedAddresses | None:
         """None without the arena."""
-        return self.claim.serving if self.claim is not None else None
+        return self.followers.find(PlannedAddresses.name)
 
     def demand_recording(self) -> Recording:
         """Claims the recorder, if that was not done yet; raises as `Claim.demand` does."""
         if self.recording is None:
             self.claim.demand()
-            self.recording.recorder.watch(self.watches)
+            self._begin_claim()
         return self.recording
 
     def unrecorded(self) -> contextlib.AbstractContextManager[Any]:
@@ -240,18 +243,13 @@ class Boundary:
         """Returns whether the recorder was got by this call."""
         taken = self.claim is not None and self.claim.take()
         if taken:
-            self.recording.recorder.watch(self.watches)
+            self._begin_claim()
         return taken
 
-    def _make_serving(self) -> Serving:
-        config = self._config
-        arena = Arena(self._executor.device.torch_device, config.arena.checks)
-        warmup_steps = 0 if self.plans else config.profiler.warmup_steps  # a plan of regions comes after them
-        beside = Beside(config.profiler.wait_for_plans)
-        serving = Serving(config.arena, arena, warmup_steps, beside, self.adjuster.tell)
+    def _begin_claim(self) -> None:
+        self.recording.recorder.watch(self.watches)
         if self.kept is not None and self.kept.file is not None and not self.steps:
-            self.kept.serve(serving)
-        return serving
+            self.kept.begin(self.followers)
 
     def _take(self) -> tuple[np.ndarray | None, int]:
         """Operators and nodes of the step."""
@@ -262,7 +260,7 @@ class Boundary:
 
     def _want_timeline(self) -> None:
         """`report.timeline`: the step after each plan; where nothing is planned, the third one."""
-        plans = self.adjuster.replans if self.plans else int(self.steps >= 2)
+        plans = self.adjuster.replans if self.tokenwise.plans else int(self.steps >= 2)
         folder = self._config.report.timeline
         if folder and self.adjuster.stage is Stage.STABLE and plans > self._timelines:
             self._timelines = plans

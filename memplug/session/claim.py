@@ -8,12 +8,14 @@ that one is detached.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from memplug import native
-from memplug.arena.manager import Serving
 from memplug.errors import MemplugError, RecorderError
 from memplug.session.recording import Recording
+from memplug.stages.followers import Followers
+from memplug.stages.technique import Given, Technique
 
 log = logging.getLogger("memplug")
 
@@ -22,42 +24,61 @@ TAKEN = "another model that trains in this process has it"
 
 
 class Claim:
-    """One session's hold on the recorder and the arena.
+    """One session's hold on the recorder, and the techniques that need it.
 
     Args:
         make_recording: gives the session's recording, and with it the recorder.
-        make_serving: gives what decides when the arena serves, with the arena; None: the block switches it off.
+        techniques: that the block asks for.
+        given: what they are made with.
         watches: whether operators are to be compared.
-        wanted: whether anything asks for the recorder.
+        warmup_steps: of a program, before a technique proposes.
 
     Attributes:
         recording: None without the recorder.
-        serving: None without the arena.
-        profiler_off_because: operators are not compared; "" while they are, or before anything was claimed.
-        arena_off_because: likewise, of the arena.
+        followers: none of them before the recorder was got.
+        off_because: why there is no recorder; "" while there is, or before it was claimed.
     """
 
     def __init__(
         self,
         make_recording: Callable[[], Recording],
-        make_serving: Callable[[], Serving] | None,
+        techniques: Sequence[type[Technique[Any]]],
+        given: Given,
         *,
         watches: bool,
-        wanted: bool,
+        warmup_steps: int,
     ):
         self.recording: Recording | None = None
-        self.serving: Serving | None = None
-        self._make_recording, self._make_serving = make_recording, make_serving
-        self._watches, self._pending = watches, wanted
+        self.followers = Followers()
+        self.off_because = ""
+        self._make_recording, self._techniques, self._given = make_recording, techniques, given
+        self._watches, self._warmup_steps = watches, warmup_steps
+        self._failed: dict[str, str] = {}
+        self._pending = watches or bool(given.config.report.timeline) or bool(techniques)
         self._told = False
-        self._explain("")
-        if wanted:
+        if self._pending:
             self._build()
 
     @property
-    def has_arena(self) -> bool:
-        """Whether the arena serves, or may yet."""
-        return not (self.serving.why if self.serving is not None else self.arena_off_because)
+    def profiler_off_because(self) -> str:
+        """Why operators are not compared; "" while they are, or before anything was claimed."""
+        return self.off_because if self._watches else NOT_ASKED_FOR
+
+    def why_off(self, name: str) -> str:
+        """Why training goes on without a technique; "" while it may have a part in force."""
+        technique = self.followers.find(name)
+        if technique is not None:
+            return technique.off_because
+        wanted = any(each.name == name for each in self._techniques)
+        return self._failed.get(name) or (self.off_because if wanted else NOT_ASKED_FOR)
+
+    @property
+    def parts(self) -> dict[str, Any] | None:
+        """What techniques have in force, by name; None: one of them has nothing yet."""
+        is_waiting = any(
+            not self.why_off(each.name) and not self.followers.find(each.name) for each in self._techniques
+        )
+        return None if is_waiting else self.followers.parts
 
     def take(self) -> bool:
         """Claim what is wanted and not claimed yet; returns whether the recorder was got by this call."""
@@ -74,7 +95,7 @@ class Claim:
         return True
 
     def demand(self) -> None:
-        """Claim the recorder, whatever the block says, and the arena where the block does.
+        """Claim the recorder, whatever the block says, and make the techniques that the block asks for.
 
         Raises:
             NativeError: the native core cannot be built here.
@@ -82,23 +103,25 @@ class Claim:
         """
         self.recording = self._make_recording()
         pending, self._pending = self._pending, False
-        self._explain("")
-        if self._make_serving is None or not pending:
-            return
-        try:
-            self.serving = self._make_serving()
-        except MemplugError as error:
-            self.arena_off_because = error.problem
-            log.warning("memplug: goes on without the arena: %s", error)
+        self.off_because = ""
+        if pending:
+            self.followers = Followers((each, self._warmup_steps) for each in self._made())
 
     def release(self, why: str) -> None:
         """The session is detached."""
         self._pending = False
-        if self.serving is not None:
-            self.serving.close(why)
+        self.followers.close(why)
         if self.recording is not None:
             self.recording.stop()
-        self._make_recording, self._make_serving = _detached, None  # they hold the model
+        self._make_recording = _detached  # the former holds the model
+
+    def _made(self) -> Iterator[Technique[Any]]:
+        for technique in self._techniques:
+            try:
+                yield technique.make(self._given)
+            except MemplugError as error:
+                self._failed[technique.name] = error.problem
+                log.warning("memplug: goes on without the %s: %s", technique.name, error)
 
     def _build(self) -> None:
         """Now, so that no step waits for the compiler, and a missing one is told of at the start."""
@@ -109,21 +132,17 @@ class Claim:
 
     def _fail(self, error: MemplugError) -> None:
         self._pending = False
-        self._explain(error.problem)
+        self.off_because = error.problem
         log.warning("memplug: goes on without the profiler and the arena: %s", error)
 
     def _miss(self) -> None:
-        self._explain(TAKEN)
+        self.off_because = TAKEN
         if not self._told:
             self._told = True
             log.warning(
                 "memplug: goes on without the profiler and the arena: another model that trains in this process has "
                 "them, and there is one of each; a plan is made by the sizes of inputs alone"
             )
-
-    def _explain(self, why: str) -> None:
-        self.profiler_off_because = why if self._watches else NOT_ASKED_FOR
-        self.arena_off_because = why if self._make_serving is not None else NOT_ASKED_FOR
 
 
 def _detached() -> Recording:

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from memplug import native
-from memplug.arena.manager import Serving, State
 from memplug.beside import Beside
-from memplug.config import MemplugConfig
 from memplug.errors import LayoutError, MemplugError
-from memplug.execute.region import Region
-from memplug.execute.tokenwise import Executor
 from memplug.plan.layout.problem import BUFFER, Problem, Solution
-from memplug.plan.policy import Learnt, Policy, Setting
 from memplug.plan.schema import MemoryPlan, PlannedProgram, Training, memory_plan
-from memplug.profile.hardware import link_rates
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program, similar
 from memplug.session.recording import Recording
-from memplug.show.words import size
-from memplug.stages import budgets, planning
 from memplug.stages.adjuster import Adjuster, Lasting
+from memplug.stages.followers import Followers
 from memplug.stages.plan_store import PlanStore
 from memplug.stages.programs import Remembered
+from memplug.tokenwise.technique import TokenWise
 
 log = logging.getLogger("memplug")
 
 SETTLED_STEPS = 8  # that ran by other addresses than those kept, amended ones, before these are kept instead
 
-_Made = tuple[Lasting, MemoryPlan | None]  # what ran, and the addresses that it was served by
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What ran, and the parts of the techniques that followed it: none of them while some are missing."""
+
+    lasting: Lasting
+    parts: tuple[tuple[str, Any], ...]
 
 
 class KeptPlans:
@@ -43,9 +43,7 @@ class KeptPlans:
         store: of the job's plans.
         beside: writes them.
         job: what trains.
-        config: the block.
-        regions: all of the session's.
-        executor: which runs them.
+        tokenwise: whose decisions are kept.
         adjuster: which goes on from plans, and makes them.
 
     Attributes:
@@ -53,20 +51,11 @@ class KeptPlans:
         refused: why there is none; "" where nothing was kept.
     """
 
-    def __init__(
-        self,
-        store: PlanStore,
-        beside: Beside,
-        job: Fingerprint,
-        config: MemplugConfig,
-        regions: Sequence[Region],
-        executor: Executor,
-        adjuster: Adjuster,
-    ):
+    def __init__(self, store: PlanStore, beside: Beside, job: Fingerprint, tokenwise: TokenWise, adjuster: Adjuster):
         self.file: Path | None = None
         self.refused = ""
-        self._store, self._beside, self._job, self._config = store, beside, job, config
-        self._regions, self._executor, self._adjuster = regions, executor, adjuster
+        self._store, self._beside, self._job = store, beside, job
+        self._tokenwise, self._adjuster = tokenwise, adjuster
         self._plans: dict[Lasting, MemoryPlan] = {}  # that the run began with
         self._kept: dict[int, _Made] = {}  # by index of the program
         self._is_first = True  # the step that ends next
@@ -86,26 +75,24 @@ class KeptPlans:
         trainings = [plan.training for _, plan in plans]
         if trainings[0].policy is None:
             lasting = [Lasting(None, None)]  # nothing tells programs apart
+            self._adjuster.tell(f"goes on from the plan that an earlier run kept in {self.file}")
         else:
             known = [(_program_of(training.program), training.policy) for training in trainings]
             first = trainings[0].first
             lasting = self._adjuster.resume(known, str(self.file), first and _program_of(first))
-            self._executor.pool.reserve(max(policy.solution.host_bytes for _, policy in known))
+            self._tokenwise.reserve(policy for _, policy in known)
         self._plans = {each: plan for each, (_, plan) in zip(lasting, plans, strict=False)}
-        self._kept = {_index_of(each): (each, _addresses(plan)) for each, plan in self._plans.items()}
+        self._kept = {_index_of(each): _Made(each, ()) for each in self._plans}
         return True
 
-    def serve(self, serving: Serving) -> None:
-        """The arena was got: it begins with the plans that have addresses."""
-        plans = {lasting: plan for lasting, plan in self._plans.items() if _addresses(plan)}
-        if self._adjuster.lasting in plans:
-            serving.resume(plans, self._adjuster.lasting, f"as an earlier run kept it in {self.file}")
+    def begin(self, followers: Followers) -> None:
+        """The recorder was got: techniques go on from their parts of the plans."""
+        if self._adjuster.lasting in self._plans:
+            for lasting, parts in followers.resume(self._plans, self._adjuster.lasting).items():
+                self._kept[_index_of(lasting)] = _Made(lasting, tuple(parts.items()))
 
-    def check(self, inputs: str, serving: Serving | None) -> None:
-        """The first forward is given these inputs: others than the plan was made for are served nothing, and regions
-        run at the safest setting; but where that would change which collectives a recompute pass launches, only once
-        all ranks agree at the end of the step.
-        """
+    def check(self, inputs: str, followers: Followers) -> None:
+        """The first forward is given these inputs: for others than the plan was made for, it is not in force."""
         plan = self._plans[self._adjuster.lasting]
         expected = plan.problem.fingerprint.inputs[:1] or (inputs,)
         if inputs == expected[0]:
@@ -116,50 +103,45 @@ class KeptPlans:
             expected[0],
             inputs,
         )
-        if serving is not None:
-            serving.turn_away()
-        self._executor.hooks.on_larger()
-        for region in self._regions if not self._executor.regathers else ():
-            if not region.native.communicates:
-                region.set(Setting(region.kind))
-                region.native.seen = False
+        followers.enter(None)
+        self._tokenwise.turn_away()
         self._is_turned_away = True
 
-    def end_step(self, serving: Serving | None, has_arena: bool, recording: Recording | None) -> None:
+    def end_step(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
         """A step is over: keep the plan that it ran by, once that serves; and where it was amended, once that lasts. A
         rank above 0 waits a step longer, to find what lower ranks have kept.
 
         Args:
-            serving: of the arena; None where there is none yet.
-            has_arena: it serves, or may yet.
-            recording: of the steps that it was planned from.
+            followers: whose parts these are.
+            parts: in force, by technique; None: one has none yet.
+            recording: of the steps that they were made of.
         """
         lasting = self._adjuster.lasting
         if self.file is not None and self._is_first and lasting not in self._plans:
             self._refuse(f"{self.file} is of another program than the first step's")
         elif self._is_turned_away and lasting.policy is not None:
-            planning.put(lasting.policy, self._regions)  # the inputs were hardly others
+            self._tokenwise.install(lasting.policy)  # the inputs were hardly others
         self._is_first = self._is_turned_away = False
         self._finish(waits=False)
-        made = self._in_force(serving)
-        if made is None or (has_arena and made[1] is None) or (lasting.program and lasting.program.borrowed):
+        if lasting is None or parts is None or (lasting.program and lasting.program.borrowed):
             self._steps = 0
             return
-        kept = self._kept.get(_index_of(lasting))
-        is_new = kept is None or kept[0] != lasting
+        made, kept = _Made(lasting, tuple(parts.items())), self._kept.get(_index_of(lasting))
+        is_new = kept is None or kept.lasting != lasting
         self._steps = self._steps + 1 if is_new or made == self._made else 0
         self._made = made
         wait = 1 if is_new else SETTLED_STEPS
         if made != kept and self._steps > wait + min(self._job.rank, 1):
             self._steps = 0
-            self._keep(*made, recording)
+            self._keep(made, followers, recording)
 
-    def close(self, serving: Serving | None, recording: Recording | None) -> None:
+    def close(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
         """There are no more steps: keep what was amended since."""
-        made = self._in_force(serving)
         self._finish(waits=True)
-        if made is not None and made[1] is not None and made[0] == self._kept.get(_index_of(made[0]), (None,))[0]:
-            self._keep(*made, recording)
+        lasting = self._adjuster.lasting
+        kept = self._kept.get(_index_of(lasting)) if lasting is not None else None
+        if parts and kept is not None and kept.lasting == lasting:
+            self._keep(_Made(lasting, tuple(parts.items())), followers, recording)
         self._finish(waits=True)
 
     def _finish(self, waits: bool) -> None:
@@ -171,50 +153,42 @@ class KeptPlans:
         except (OSError, LayoutError) as error:
             log.warning("memplug: the plan is not kept: %s", error)
 
-    def _in_force(self, serving: Serving | None) -> _Made | None:
-        lasting, serves = self._adjuster.lasting, serving is not None and serving.state is State.SERVING
-        return None if lasting is None else (lasting, serving.plan if serves else None)
-
     def _refuse(self, why: str) -> None:
         self.file, self.refused = None, why
         if why:
             self._adjuster.tell(f"begins as a first run: {why}")
 
-    def _keep(self, lasting: Lasting, memory: MemoryPlan | None, recording: Recording | None) -> None:
+    def _keep(self, made: _Made, followers: Followers, recording: Recording | None) -> None:
+        lasting = made.lasting
         index = _index_of(lasting)
-        former, self._kept[index] = self._kept.get(index), (lasting, memory)
-        if former == (lasting, memory):
+        former = self._kept.get(index)
+        # where a technique was off in this run, the part that was kept serves another time
+        has_less = former is not None and former.lasting == lasting and len(made.parts) < len(former.parts)
+        if former == made or has_less or not (made.parts or lasting.policy):
             return
-        if memory is None and (lasting.policy is None or (former is not None and former[0] == lasting)):
-            return  # there is nothing to keep; or the addresses that were kept serve another time
-        if memory is None:
-            trace = recording.trace if recording is not None else None
-            inputs = trace.fingerprint.inputs if trace is not None else ()
-            empty = Problem(buffers=np.empty(0, BUFFER), fingerprint=replace(self._job, inputs=inputs))
-            memory = memory_plan(empty, Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True))
+        self._kept[index] = made
+        trace = recording.trace if recording is not None else None
+        inputs = trace.fingerprint.inputs if trace is not None else ()
+        empty = Problem(buffers=np.empty(0, BUFFER), fingerprint=replace(self._job, inputs=inputs))
+        nothing = Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True)
+        plan = replace(memory_plan(empty, nothing), training=self._training(index, lasting, recording))
+        if lasting.policy is not None:
+            plan = self._tokenwise.keep(lasting.policy, plan)
+        for name, part in made.parts:
+            plan = followers.find(name).keep(part, plan)
         self._finish(waits=True)
-        self._store.keep(replace(memory, training=self._training(index, lasting, recording)), self._beside)
+        self._store.keep(plan, self._beside)
         self._finish(waits=False)
 
     def _training(self, index: int, lasting: Lasting, recording: Recording | None) -> Training:
-        program, policy, rates = lasting.program, lasting.policy, (0.0, 0.0)
-        if policy is not None:
-            settings = {
-                region.name: _with_learnt(policy.settings[region.name], region)
-                for region in self._regions
-                if region.name in policy.settings
-            }
-            policy = replace(policy, settings=settings)
-            rates = link_rates(self._executor.device.torch_device)
+        program = lasting.program
         return Training(
             run=self._store.run,
             index=index,
             program=program and _planned(program.baseline, recording),
-            policy=policy,
+            policy=None,
             first=self._first_unlike(program, recording) if program is not None else None,
             gradients_stay=recording is not None and recording.gradients_stay,
-            d2h_bytes_per_s=rates[0],
-            h2d_bytes_per_s=rates[1],
         )
 
     def _first_unlike(self, program: Remembered, recording: Recording | None) -> PlannedProgram | None:
@@ -224,31 +198,12 @@ class KeptPlans:
 
     def _unfit(self, plan: MemoryPlan) -> str:
         """Why this machine has no room for a plan; "" where it has."""
-        policy: Policy | None = plan.training.policy
-        if policy is None:
-            return ""
-        host_bytes, budget_bytes = policy.solution.host_bytes, self._executor.pool.budget_bytes
-        if host_bytes > budget_bytes:
-            return f"it swaps {size(host_bytes)}, and the host budget is {size(budget_bytes)}"
-        device_bytes = budgets.device_bytes(self._config, self._executor.device)
-        if policy.peak_bytes is not None and device_bytes is not None and policy.peak_bytes > device_bytes:
-            return f"it takes {size(policy.peak_bytes)} of the device, which has {size(device_bytes)}"
-        return ""
+        policy = self._tokenwise.kept(plan)
+        return self._tokenwise.lacks(policy) if policy is not None else ""
 
 
 def _index_of(lasting: Lasting) -> int:
     return lasting.program.index if lasting.program is not None else 0
-
-
-def _addresses(plan: MemoryPlan) -> MemoryPlan | None:
-    """The plan, if it has any."""
-    return plan if len(plan.problem) else None
-
-
-def _with_learnt(setting: Setting, region: Region) -> Setting:
-    native_region = region.native
-    learnt = Learnt(native_region.communicates, native_region.offloads_late, native_region.unneeded)
-    return replace(setting, learnt=learnt)
 
 
 def _planned(program: Program, recording: Recording | None) -> PlannedProgram:

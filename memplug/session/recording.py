@@ -98,17 +98,18 @@ class Recording:
         for file in filter(None, self._files):
             self._save(file)
 
-    def begin_step(self, detail: Detail | None, *, traced: bool = False, placed: bool = False) -> None:
+    def begin_step(self, detail: Detail | None, *, traced: Detail | None = None, placed: bool = False) -> None:
         """A step begins.
 
         Args:
             detail: to record it in, None: not at all, unless `want` was called.
-            traced: `step_trace` is wanted of it, in that detail at least.
+            traced: `step_trace` is wanted of it, in this detail at least; None: it is not.
             placed: the recorder is told where in the program training is, recorded or not.
         """
         self._files, self._wanted = self._wanted, []
-        self._traced = traced
-        detail = Detail.TENSORS if self._files else Detail.REQUESTS if traced and detail is None else detail
+        self._traced = traced is not None
+        asked = (detail, traced, Detail.TENSORS if self._files else None)
+        detail = max((each for each in asked if each is not None), default=None)
         detail = detail if self.able and self._begin(detail) else None
         self.placed = detail is not None or placed
         if detail is None and placed:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from memplug.arena.arena import Counters
 from memplug.config import MemplugConfig
-from memplug.execute.region import Region
-from memplug.execute.tokenwise import Executor
 from memplug.plan.tokenwise import TokenwisePlan
+from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.regions.region import Region
 
 if TYPE_CHECKING:
-    from memplug.arena.manager import Serving
+    from memplug.arena.technique import PlannedAddresses
     from memplug.plan.policy import Policy
-    from memplug.stages.predictions import Predictions
-    from memplug.stages.rounding import Rounding
+    from memplug.tokenwise.predictions import Predictions
+    from memplug.tokenwise.rounding import Rounding
 
 GIB = 2**30
 
@@ -63,7 +63,7 @@ def predicted(policy: Policy | None, predictions: Predictions, rounding: Roundin
     }
 
 
-def arena(serving: Serving | None, why: str) -> dict[str, Any]:
+def arena(serving: PlannedAddresses | None, why: str) -> dict[str, Any]:
     """What the planned arena did so far, holds now and promises.
 
     `arena_fallback` counts requests that the native allocator got although a plan was there, `arena_step_served` is the
@@ -79,7 +79,7 @@ def arena(serving: Serving | None, why: str) -> dict[str, Any]:
     reserved = counters.reserved_bytes
     return {
         "arena": serving.state.value if serving else "off" if why else "waiting",
-        "arena_off_because": (serving.why if serving else why) or None,
+        "arena_off_because": why or None,
         "arena_plans": serving.plans if serving else 0,
         "arena_bytes": reserved,
         "arena_live_bytes": counters.live_bytes,

@@ -16,20 +16,17 @@ from typing import Any
 import torch
 
 from memplug.config import MemplugConfig
+from memplug.device.device import Device
 from memplug.errors import RecorderError
-from memplug.execute.device import Device
-from memplug.execute.hooks import Hooks
-from memplug.execute.region import Region
-from memplug.execute.tokenwise import Executor
 from memplug.plan import tokenwise as plan
 from memplug.profile.records import Fingerprint
 from memplug.profile.trace import Trace
 from memplug.session import closing, report
 from memplug.session.boundary import Boundary
 from memplug.session.recording import Recording, of_rank
-from memplug.stages import budgets
-from memplug.stages.plain_regions import PlainRegions
 from memplug.stages.table import Stage
+from memplug.tokenwise import budgets
+from memplug.tokenwise.regions.region import Region
 
 log = logging.getLogger("memplug")
 
@@ -50,11 +47,9 @@ class Session:
         self.config = config
         self.regions = list(regions)
         self.device = device
-        host_bytes, tokenwise = budgets.host_budget_bytes(config), config.tokenwise
-        self.plain = PlainRegions(self.regions)
-        hooks = Hooks(explain=self._explain, on_larger=self.plain.enter_all, own=lambda: self._boundary.unrecorded())
-        self.executor = Executor(device, host_bytes, tokenwise.min_offload_bytes, regathers, tokenwise.buffers, hooks)
-        self._boundary = Boundary(config, self.regions, self.executor, self.plain)
+        self._boundary = Boundary(config, self.regions, device, regathers, self._explain)
+        self._tokenwise = self._boundary.tokenwise
+        self.executor, self.plain = self._tokenwise.executor, self._tokenwise.plain
         self.forwards = 0  # with gradients, of regions, or of a model that has none
         self._missed_steps = False
         self.steps_are_marked = False  # by a hook: the user need not call `step`
@@ -62,10 +57,10 @@ class Session:
         self.on_step: list[Callable[[Session], None]] = []
         self._undo: list[Callable[[], None]] = []
         self.at_detach(closing.at_exit(self))
-        if self._boundary.plans:
+        if self._tokenwise.plans:
             self.tell(f"{len(self.regions)} regions, planned for once the program repeats")
-        elif tokenwise.enabled:
-            self.tell(f"{len(self.regions)} regions, alpha {tokenwise.alpha}")
+        elif config.tokenwise.enabled:
+            self.tell(f"{len(self.regions)} regions, alpha {config.tokenwise.alpha}")
         else:
             self.tell("no regions: the planned arena alone")
 
@@ -121,7 +116,7 @@ class Session:
         `alpha_by_link` and `alpha_by_host` are the largest fractions that the link hides behind each region's forward,
         and that the host budget holds; None until a number above 0 for alpha is checked.
         """
-        boundary = self._boundary
+        boundary, tokenwise = self._boundary, self._tokenwise
         adjuster, claim, kept, recording = boundary.adjuster, boundary.claim, boundary.kept, boundary.recording
         programs = adjuster.programs
         return {
@@ -130,8 +125,8 @@ class Session:
             "regions": len(self.regions),
             "plain_regions": sum(region.is_plain for region in self.regions),
             "alpha": self.config.tokenwise.alpha,
-            "alpha_by_link": boundary.check.by_link,
-            "alpha_by_host": boundary.check.by_host,
+            "alpha_by_link": tokenwise.check.by_link,
+            "alpha_by_host": tokenwise.check.by_host,
             "program": programs.current.index if programs.current else None,
             "programs": len(programs),
             "replans": adjuster.replans,
@@ -139,14 +134,14 @@ class Session:
             "swapped_fraction": report.swapped_fraction(self.config, self.solution, self.regions),
             "swapped_share": self.executor.share,
             "step_s": boundary.step_s,
-            **report.predicted(adjuster.policy, boundary.predictions, boundary.rounding),
+            **report.predicted(adjuster.policy, tokenwise.predictions, tokenwise.rounding),
             **report.counters(self.executor),
             "resumed_from": str(kept.file) if kept and kept.file else None,
             "not_resumed_because": (kept.refused or None) if kept else None,
             "recorded_steps": recording.steps if recording is not None else 0,
             "profiler": "operators" if recording is not None and boundary.watches else "sizes",
             "profiler_off_because": (claim.profiler_off_because or None) if claim else None,
-            **report.arena(boundary.serving, claim.arena_off_because if claim else ""),
+            **report.arena(boundary.serving, claim.why_off("arena") if claim else ""),
         }
 
     def detach(self) -> None:

@@ -12,19 +12,15 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from memplug.config import MemplugConfig
-from memplug.execute.region import Region
-from memplug.execute.tokenwise import Executor
+from memplug.block import ProfilerConfig
+from memplug.errors import LayoutError
 from memplug.plan.policy import Policy
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program, difference, similar
-from memplug.show.words import plan_in_words
-from memplug.stages import planning
 from memplug.stages.programs import MOST_PROGRAMS, Programs, Remembered
 from memplug.stages.ranks import Ranks
-from memplug.stages.room import Room
-from memplug.stages.search import Search
 from memplug.stages.table import Event, Stage, after
+from memplug.stages.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
 
@@ -58,38 +54,31 @@ class Adjuster:
     """See the module's text. Only a session whose alpha is to be planned tells it of steps.
 
     Args:
-        config: the block.
-        regions: all of the session's, at the safest setting.
-        executor: which runs them.
+        profiler: the block's section.
+        technique: whose parts programs run by; nothing of it is in force yet.
         stage: to begin with.
-        step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
         ranks: who agree on every change.
 
     Attributes:
-        policy: that the regions run by; None at the safest setting, and while plans are tried.
+        policy: in force; None while there is none, and while plans are tried.
         history: (step, stage, index of the program, why) of each change, the latest at the end.
         replans: how often a plan was made.
     """
 
     def __init__(
         self,
-        config: MemplugConfig,
-        regions: Sequence[Region],
-        executor: Executor,
+        profiler: ProfilerConfig,
+        technique: AgreedTechnique[Policy],
         stage: Stage,
-        step_peak: Callable[[], int | None],
         ranks: Ranks,
     ):
-        self.config, self.regions, self.executor, self.stage = config, regions, executor, stage
-        self.observer = planning.Observer(executor.min_offload_bytes)
-        self.programs = Programs(config.profiler.length_tolerance, config.profiler.cosine_similarity)
+        self.stage = stage
+        self.programs = Programs(profiler.length_tolerance, profiler.cosine_similarity)
         self.policy: Policy | None = None
         self.history: collections.deque[tuple[int, Stage, int, str]] = collections.deque(maxlen=LONGEST_HISTORY)
         self.replans = 0
-        self._step_peak = step_peak
-        self._ranks = ranks
-        self._room = Room(config, executor.device, ranks)
-        self._search: Search | None = None
+        self._profiler, self._technique, self._ranks = profiler, technique, ranks
+        self._proposed: Policy | None = None
         self._ballot: _Ballot | None = None
         self._passing: tuple[Remembered, Policy] | None = None
         self._step = 0
@@ -115,7 +104,7 @@ class Adjuster:
         remembered = list(self.programs)
         self.stage, self._confirmed = Stage.STABLE, False
         self._run(remembered[0], remembered[0].policy)
-        self._note(Stage.WARM_UP, f"{plan_in_words(self.policy.solution)}, as an earlier run kept it in {source}")
+        self._note(Stage.WARM_UP, f"{self._technique.in_words(self.policy)}, as an earlier run kept it in {source}")
         return [Lasting(each, each.policy) for each in remembered]
 
     def end_step(self, step: int, program: Program) -> None:
@@ -129,9 +118,7 @@ class Adjuster:
         self._step = step
         if self.first is None:
             self.first = program
-        if self.stage is not Stage.STABLE:
-            self._room.skip_step()
-        elif self._room.is_short(self.policy):
+        if self._technique.has_lost_room():
             self._plan_anew(program)
             return
         if not self._confirmed:
@@ -144,11 +131,6 @@ class Adjuster:
                 return
         self._follow(self._call(program))
 
-    def begin_program(self) -> None:
-        """The step's first forward with gradients begins."""
-        if self._search is not None:
-            self._search.begin_program()
-
     @property
     def detail(self) -> Detail | None:
         """How the next step is to be recorded.
@@ -157,8 +139,8 @@ class Adjuster:
         what is alive from step to step is known by then.
         """
         if self.stage is Stage.GEN_POLICY:
-            return self._search.detail
-        nearly = self._similar_steps >= self.config.profiler.warmup_steps
+            return self._technique.detail
+        nearly = self._similar_steps >= self._profiler.warmup_steps
         return Detail.REQUESTS if self.stage is Stage.WARM_UP and nearly else None
 
     @property
@@ -168,10 +150,7 @@ class Adjuster:
 
     def close(self) -> None:
         """The session is detached."""
-        self.stage = Stage.DETACHED
-        if self._search is not None:
-            self._search.stop()
-        self._search = self._ballot = None
+        self.stage, self._ballot = Stage.DETACHED, None
 
     def tell(self, text: str, level: int = logging.INFO) -> None:
         """One line, on rank 0."""
@@ -208,7 +187,7 @@ class Adjuster:
         elif before is Stage.WARM_UP:
             self.programs.renew(ballot.program)
             if event is Event.SETTLED:
-                self._start_search()
+                self._propose()
         elif event is Event.SETTLED:
             self._adopt()
         return event
@@ -220,26 +199,20 @@ class Adjuster:
         elif seen is not current:
             return Event.KNOWN if seen.policy else Event.CHANGED
         self._similar_steps += 1
+        profiler = self._profiler
         if self.stage is Stage.GEN_POLICY:
-            return Event.SETTLED if self._search.end_step() else Event.STEADY
-        profiler = self.config.profiler
+            self._proposed = self._technique.propose(None)
+            return Event.STEADY if self._proposed is None else Event.SETTLED
         if self.stage is Stage.STABLE:  # a borrowed plan is for what is gone before one of its own could be made
             stays = self._similar_steps > profiler.warmup_steps + profiler.policy_steps
             return Event.CHANGED if seen.borrowed and stays else Event.STEADY
         return Event.SETTLED if self._similar_steps > profiler.warmup_steps else Event.STEADY
 
-    def _start_search(self) -> None:
+    def _propose(self) -> None:
         """To gen-policy: the next step is observed."""
-        current, tries = self.programs.current, self.config.profiler.policy_steps
-        self._search = Search(
-            self.regions,
-            self.executor,
-            self.observer,
-            self.config,
-            self._ranks,
-            self._step_peak,
-            keeps=not self.programs.indifferent,  # the next step may be larger than the observed one
-        )
+        current, tries = self.programs.current, self._profiler.policy_steps
+        self._technique.may_keep = not self.programs.indifferent
+        self._technique.propose(None)
         seen = f"{_named(current)} ran {self._similar_steps} times"
         then = f", then up to {tries} plans are tried" if tries else ""
         self._note(Stage.WARM_UP, f"{seen}: one step with device times around every operator{then}")
@@ -247,18 +220,14 @@ class Adjuster:
 
     def _adopt(self) -> None:
         """To stable, on the best plan that was found."""
-        search, current = self._search, self.programs.current
-        current.policy, current.borrowed = search.policy, False
+        current, policy = self.programs.current, self._proposed
+        if wrong := self._technique.judge(policy):
+            raise LayoutError(f"the judge refuses the plan: {wrong}", "Please report it, with a trace.")
+        current.policy, current.borrowed = policy, False
         self.replans += 1
-        self._run(current, search.policy)
-        if not self.programs.host_bytes:
-            self.executor.pool.give_back()
-        if not search.fits and self._ranks.first:
-            log.warning(
-                "memplug: every plan that was tried took more memory than it should have, and the one that keeps the "
-                'least on the device is used: set "device_budget_gib" or "host_budget_gib" to what there is'
-            )
-        self._note(Stage.GEN_POLICY, "; ".join(filter(None, [plan_in_words(search.policy.solution), search.outcome])))
+        self._run(current, policy)
+        self._technique.retain(one.policy for one in self.programs if one.policy is not None)
+        self._note(Stage.GEN_POLICY, self._technique.in_words(policy))
 
     def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Policy] | None) -> None:
         """To stable, on the plan that the program has already."""
@@ -295,12 +264,11 @@ class Adjuster:
         return difference(program, current.baseline)
 
     def _run(self, program: Remembered, policy: Policy | None) -> None:
-        """Make a program the current one, and run the regions by its policy."""
-        if self._search is not None:
-            self._search.stop()
-            self._search = None
-        if policy is None or policy is not self.policy:
-            planning.put(policy, self.regions)
+        """Make a program the current one, which runs by this policy."""
+        if policy is None:
+            self._technique.withdraw()
+        else:
+            self._technique.install(policy)
         self.policy = policy
         self.programs.enter(program)
         self._similar_steps = 0

@@ -62,11 +62,6 @@ class Programs:
     def __len__(self) -> int:
         return len(self._all)
 
-    @property
-    def host_bytes(self) -> int:
-        """The most host memory that a plan of a remembered program needs."""
-        return max((one.policy.solution.host_bytes for one in self._all if one.policy is not None), default=0)
-
     def forget_plans(self) -> None:
         """The programs stay, to be planned for anew."""
         for one in self._all:

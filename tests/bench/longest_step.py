@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import memplug
-from memplug.arena.manager import State
+from memplug.arena.technique import State
 from memplug.beside import Beside
 from memplug.stages.table import Stage
 from tests import made_as_users_do

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from memplug.execute.device import Device
-from memplug.execute.region import Region
-from memplug.execute.tokenwise import Executor
+from memplug.device.device import Device
+from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.regions.region import Region
 from tests.bench.table import Row, figures, render, write_rows
 
 BENCH = "per_operator"

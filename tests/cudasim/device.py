@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from memplug.execute.device import CudaDevice, Wait
+from memplug.device.device import CudaDevice, Wait
 from tests.simulated import LeavesOut
 
 _library = ctypes.CDLL(None)  # it is in front of all others

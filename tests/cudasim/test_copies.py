@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from memplug.execute.core import core
-from memplug.execute.device import CudaDevice
-from memplug.execute.host_pool import HostPool
+from memplug.device.device import CudaDevice
+from memplug.device.host_pool import HostPool
+from memplug.tokenwise.regions.core import core
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from memplug.execute.region import Region
+    from memplug.tokenwise.regions.region import Region
 
 
 def _nothing(*_: Any) -> None:
@@ -28,7 +28,7 @@ class Hooks:
         own: `with own():` around operators that are no part of the program, for the recorder.
         around: entered around a region's forward ("forward") and recompute pass ("recompute").
         gathered: entered around a recompute pass that runs operators alone: gathers the region's parameters.
-        surroundings: of the states that random operators depend on, see `memplug.execute.ambient`.
+        surroundings: of the states that random operators depend on, see `memplug.tokenwise.regions.ambient`.
         scratch: whether a tensor is in a scratch buffer owned by the framework: never captured or restored.
     """
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from memplug.execute.device import Device
-from memplug.execute.tape import Tape
+from memplug.device.device import Device
+from memplug.tokenwise.regions.tape import Tape
 
 
 class Times:

@@ -13,8 +13,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from memplug.execute.core import core
-from memplug.execute.device import Device
+from memplug.device.device import Device
+from memplug.tokenwise.regions.core import core
 
 
 @contextlib.contextmanager

@@ -12,16 +12,16 @@ from math import ceil
 from statistics import fmean, median
 from typing import Any
 
-from memplug.execute import operators
-from memplug.execute.host_pool import ALIGNMENT_BYTES
-from memplug.execute.operators import Kind
-from memplug.execute.region import Region
-from memplug.execute.tape import Form, Record, Tape
-from memplug.execute.tokenwise import Executor
+from memplug.device.host_pool import ALIGNMENT_BYTES
 from memplug.plan import tokenwise as plan
 from memplug.plan.policy import Decision, Policy, Setting
 from memplug.plan.tokenwise_model import part_bytes
-from memplug.stages import host_time
+from memplug.tokenwise import host_time
+from memplug.tokenwise.regions import operators
+from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.regions.operators import Kind
+from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.regions.tape import Form, Record, Tape
 
 Seconds = Callable[[Any, Any], float]
 

@@ -15,14 +15,14 @@ from math import floor
 from statistics import median
 
 from memplug.config import MemplugConfig
-from memplug.execute import operators
-from memplug.execute.region import Region
-from memplug.execute.tape import Form, Tape
-from memplug.execute.tokenwise import Executor
 from memplug.plan import memo
 from memplug.plan import tokenwise as plan
-from memplug.stages import budgets, planning
 from memplug.stages.ranks import Ranks
+from memplug.tokenwise import budgets, planning
+from memplug.tokenwise.regions import operators
+from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.regions.tape import Form, Tape
 
 log = logging.getLogger("memplug")
 

@@ -15,9 +15,9 @@ from statistics import median
 
 import torch
 
-from memplug.execute.device import Device
-from memplug.execute.region import Region
-from memplug.execute.tokenwise import Executor
+from memplug.device.device import Device
+from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.regions.region import Region
 
 SHORT, LONG = 16, 80  # operators
 REPEATS = 9

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memplug.config import MemplugConfig
-from memplug.execute.device import Device
+from memplug.device.device import Device
 from memplug.plan.policy import Policy
-from memplug.stages import budgets
 from memplug.stages.ranks import Ranks
+from memplug.tokenwise import budgets
 
 
 class Room:

@@ -7,8 +7,8 @@ import os
 import torch
 
 from memplug.config import MemplugConfig
-from memplug.execute.device import Device
-from memplug.execute.host_pool import ALIGNMENT_BYTES
+from memplug.device.device import Device
+from memplug.device.host_pool import ALIGNMENT_BYTES
 from memplug.plan import tokenwise as plan
 from memplug.profile.hardware import host_available_bytes, link_rates
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memplug.execute.device import Device
+from memplug.device.device import Device
 
 log = logging.getLogger("memplug")
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
-from memplug.execute.region import Region
-from memplug.execute.tokenwise import Executor
 from memplug.plan import plain
 from memplug.plan import tokenwise as plan
 from memplug.plan.policy import Policy
 from memplug.profile.recorder import Detail
-from memplug.stages import budgets, candidates, planning
 from memplug.stages.ranks import Ranks
+from memplug.tokenwise import budgets, candidates, planning
+from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.regions.region import Region
 
 log = logging.getLogger("memplug")
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memplug.errors import RecomputeError
-from memplug.execute.ambient import restored
+from memplug.tokenwise.regions.ambient import restored
 
 if TYPE_CHECKING:
-    from memplug.execute.region import Region
-    from memplug.execute.tokenwise import Executor
+    from memplug.tokenwise.regions.executor import Executor
+    from memplug.tokenwise.regions.region import Region
 
 
 def rerun(executor: Executor, frame: Any, region: Region) -> None:

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from memplug.execute.region import Region
 from memplug.plan.policy import Policy
+from memplug.tokenwise.regions.region import Region
 
 log = logging.getLogger("memplug")
 

@@ -12,10 +12,10 @@ import logging
 
 import torch
 
-from memplug.execute.tokenwise import Executor
 from memplug.plan.policy import Policy
 from memplug.show.words import size
-from memplug.stages import budgets
+from memplug.tokenwise import budgets
+from memplug.tokenwise.regions.executor import Executor
 
 log = logging.getLogger("memplug")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memplug.execute import operators
+from memplug.tokenwise.regions import operators
 
 
 class Form(enum.Enum):

@@ -6,8 +6,8 @@ first rows to the host; the region two further on (or as many as `buffers` says)
 memory. Operators write their outputs to memory that they ask for themselves, so nothing lies in a rounding buffer in
 forward: MEMO's two are a rule of release here. In backward, rows are prefetched ahead of their use:
 
-* into rounding buffers (memplug/native/rounding.h), where those are reserved (`memplug.stages.rounding`): as far ahead
-  as they have room;
+* into rounding buffers (memplug/native/rounding.h), where those are reserved (`memplug.tokenwise.rounding`): as far
+  ahead as they have room;
 * else into new memory, within a limit of bytes that keeps the peak at full recomputation's: what is restored at any
   time is at most the largest region's saved tensors, which full recomputation has there too, plus the region inputs,
   which it never releases.
@@ -27,18 +27,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from memplug.device.device import Device
+from memplug.device.host_pool import HostPool
 from memplug.errors import RecomputeError
-from memplug.execute.buffers import Buffers
-from memplug.execute.checkpointed import Checkpointed, Copies
-from memplug.execute.core import core
-from memplug.execute.device import Device
-from memplug.execute.hooks import Hooks
-from memplug.execute.host_pool import HostPool
-from memplug.execute.region import Region
-from memplug.execute.rerun import as_before, rerun
-from memplug.execute.tape import Tape, reasons
-from memplug.execute.times import Times
-from memplug.execute.watch import AddressMode
+from memplug.tokenwise.regions.buffers import Buffers
+from memplug.tokenwise.regions.checkpointed import Checkpointed, Copies
+from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.regions.hooks import Hooks
+from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.regions.rerun import as_before, rerun
+from memplug.tokenwise.regions.tape import Tape, reasons
+from memplug.tokenwise.regions.times import Times
+from memplug.tokenwise.regions.watch import AddressMode
 
 log = logging.getLogger("memplug")
 

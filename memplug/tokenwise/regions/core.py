@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from memplug import native
 from memplug.errors import ConflictError, InPlaceError, NativeError
-from memplug.execute import operators
+from memplug.tokenwise.regions import operators
 
 log = logging.getLogger("memplug")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from memplug.execute.core import core
+from memplug.tokenwise.regions.core import core
 
 IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
 

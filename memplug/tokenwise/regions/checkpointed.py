@@ -14,13 +14,13 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from memplug.execute.buffers import Buffers, check_version
-from memplug.execute.tape import storage_of
-from memplug.execute.watch import WriteMode
+from memplug.tokenwise.regions.buffers import Buffers, check_version
+from memplug.tokenwise.regions.tape import storage_of
+from memplug.tokenwise.regions.watch import WriteMode
 
 if TYPE_CHECKING:
-    from memplug.execute.region import Region
-    from memplug.execute.tokenwise import Executor
+    from memplug.tokenwise.regions.executor import Executor
+    from memplug.tokenwise.regions.region import Region
 
 
 class Copy:
@@ -37,7 +37,7 @@ class Copy:
 
 class Copies:
     """What an executor without the native core has instead of a transfer, its pool and its flow; see those
-    (`memplug/native/transfer.h`, `memplug.execute.host_pool`, `memplug/native/flow.h`).
+    (`memplug/native/transfer.h`, `memplug.device.host_pool`, `memplug/native/flow.h`).
 
     Args:
         budget_bytes: bound of the host memory of all copies.

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 
-from memplug.execute.tokenwise import Executor
 from memplug.plan.policy import Policy
 from memplug.profile.similarity import Program
+from memplug.tokenwise.regions.executor import Executor
 
 log = logging.getLogger("memplug")
 

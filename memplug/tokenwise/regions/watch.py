@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplug.execute import operators
-from memplug.execute.tape import storage_of
+from memplug.tokenwise.regions import operators
+from memplug.tokenwise.regions.tape import storage_of
 
 _GIVES_ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.__dlpack__, torch.utils.dlpack.to_dlpack}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from memplug.execute.core import core
 from memplug.plan.policy import Setting
+from memplug.tokenwise.regions.core import core
 
 
 class Region:

@@ -1,0 +1,330 @@
+"""The arena as a technique: addresses for the requests of one program, made of a step that was recorded of it.
+
+waiting ──a program lasts──► recording ──► planning, beside training ──► serving
+                                 ▲                                         │
+                                 └──── too many requests not served ───────┘
+
+The first step of a run makes what lasts: the optimizer's state, and gradients where they stay from step to step.
+Addresses that an earlier run kept know nothing of them, so that those passes of that step are left to the native
+allocator.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memplug.arena import planning
+from memplug.arena.arena import Arena, Counters
+from memplug.arena.tables import Tables, tables_of
+from memplug.beside import Beside
+from memplug.block import ArenaConfig
+from memplug.config import MemplugConfig
+from memplug.errors import ArenaError
+from memplug.plan import replay
+from memplug.plan.schema import MemoryPlan
+from memplug.profile.recorder import Detail
+from memplug.profile.trace import Pass, Trace
+from memplug.show.words import size
+from memplug.stages.technique import Given, Technique
+
+MISMATCHED_SHARE = 0.01  # of the requests of a step, above which it counts against the plan
+MISMATCHED_STEPS = 3  # in a row, after which there is a new one
+DIFFERING_SHARE = 0.01  # of the requests of two steps, up to which they are taken for the same program
+MOST_RECORDED_STEPS = 8
+MOST_AMENDMENTS = 16  # of a plan
+
+
+class State(enum.Enum):
+    """What the arena is doing."""
+
+    WAITING = "waiting"  # for a program that repeats
+    RECORDING = "recording"  # a step to plan from
+    PLANNING = "planning"  # while training goes on, unserved
+    SERVING = "serving"
+    OFF = "off"
+
+
+@dataclass(eq=False, slots=True)
+class Addresses:
+    """What a program is served by: a part of its plan.
+
+    Attributes:
+        plan: of the requests.
+        tables: the same, as the native arena reads it.
+        amendments: how often it was amended.
+        source: of the plan, for people; "" once it has served.
+    """
+
+    plan: MemoryPlan
+    tables: Tables
+    amendments: int
+    source: str
+
+
+class PlannedAddresses(Technique[Addresses]):
+    """See the module's text.
+
+    Args:
+        config: the block's section.
+        arena: of the device that trains.
+        beside: runs what plans.
+        tell: the user, in one line of a level of logging.
+
+    Attributes:
+        plan: that it serves, or served last; None before there was one.
+        plans: how many were made of a recorded step.
+        amendments: how often a plan was amended.
+        step: what it did in the step that ended last.
+    """
+
+    name = "arena"
+
+    def __init__(self, config: ArenaConfig, arena: Arena, beside: Beside, tell: Callable[[str, int], None]):
+        self.plan: MemoryPlan | None = None
+        self.plans = self.amendments = 0
+        self.step = Counters()
+        self._config, self._arena, self._beside, self._tell = config, arena, beside, tell
+        self._state = State.WAITING
+        self._serving: Addresses | None = None
+        self._amending = 0  # the plan that is being made is amended so often
+        self._recorded: list[Trace] = []
+        self._steps = 0  # since it waited last
+        self._mismatched_steps = 0
+        self._patience = 1  # steps until there may be a new plan; doubles with each
+        self._beginning = self._before = arena.counters()  # there may have been another session
+        self._withheld: tuple[Pass, ...] = ()  # of the step that begins
+        self._is_first = True  # no step has ended
+        self._was_withheld = False  # a part of the step that ended last
+
+    @classmethod
+    def is_wanted(cls, config: MemplugConfig) -> bool:
+        """See `Technique`."""
+        return config.arena.enabled
+
+    @classmethod
+    def make(cls, given: Given) -> PlannedAddresses:
+        """See `Technique`.
+
+        Raises:
+            ArenaError: memplug cannot stand in front of this device's allocator.
+        """
+        config = given.config
+        arena = Arena(given.device, config.arena.checks)
+        return cls(config.arena, arena, Beside(config.profiler.wait_for_plans), given.tell)
+
+    @property
+    def state(self) -> State:
+        """See `State`."""
+        return State.OFF if self.off_because else self._state
+
+    @property
+    def counters(self) -> Counters:
+        """Since the session began, and now."""
+        return _difference(self._arena.counters(), self._beginning)
+
+    @property
+    def native_bytes(self) -> int | None:
+        """See `Arena.native_bytes`."""
+        return self._arena.native_bytes()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def detail(self) -> Detail | None:
+        """A step to plan from is recorded with its requests."""
+        return Detail.REQUESTS if self.state is State.RECORDING else None
+
+    @property
+    def needs_places(self) -> bool:
+        """It tells requests apart by where they are made."""
+        return self.state is State.RECORDING or self._arena.serving
+
+    def begin_step(self) -> None:
+        """Serves from here on."""
+        self._arena.begin_step(self._withheld)
+
+    def end_step(self) -> None:
+        """Serves nothing until the next step begins: what is asked for in between is memplug's own.
+
+        Raises:
+            ArenaError: a stray write was found, in the mode that checks.
+        """
+        self._arena.end_step()
+        counters = self._arena.counters()
+        self.step, self._before = _difference(counters, self._before), counters
+        self._was_withheld, self._withheld, self._is_first = bool(self._withheld), (), False
+        self._steps += 1
+        self._check(self.step)
+
+    # -- the four verbs ------------------------------------------------------------------------------------------------
+
+    def propose(self, trace: Trace | None) -> Addresses | None:
+        """Addresses for the step that was recorded; once they serve, others where they turn out not to fit.
+
+        Raises:
+            LayoutError: no planner finds any.
+        """
+        if self._beside.is_busy:
+            return self._made()
+        if self._state is State.WAITING:
+            self._state = State.RECORDING
+        elif self._state is State.RECORDING and trace is not None:
+            return self._take(trace)
+        elif self._state is State.SERVING and not self._was_withheld:  # else it says nothing of those that follow
+            if self._is_late():
+                return self._amend()
+            if self._departs():
+                self._tell(f"arena: {self._departure()}: a new plan is made", logging.INFO)
+                self._state = State.RECORDING
+        return None
+
+    def judge(self, part: Addresses) -> str:
+        """See `memplug.plan.replay`."""
+        findings = replay.judge_plan(part.plan)
+        return findings[0].message if findings else ""
+
+    def install(self, part: Addresses) -> None:
+        """Serve by these addresses.
+
+        Raises:
+            ArenaError: there is not as much memory.
+        """
+        self._beside.stop()
+        self._arena.serve(part.tables)
+        if not part.source:
+            self._steps, self._mismatched_steps, self._patience = 0, 0, 1
+        if self._is_first:
+            training = part.plan.training
+            stays = training is not None and training.gradients_stay
+            self._withheld = (Pass.OPTIMIZER, Pass.BACKWARD) if stays else (Pass.OPTIMIZER,)
+        self._serving, self._state, self.plan = part, State.SERVING, part.plan
+        problem, promised = part.plan.problem, part.plan.predictions
+        self._tell(
+            f"arena: {size(promised.arena_bytes)} for {len(problem):,} requests, the largest "
+            f"{size(int(problem.buffers['size'].max(initial=0)))}, fragmentation {promised.fragmentation:.2%}, "
+            f"{part.source or 'remembered'}",
+            logging.INFO if part.source and not part.amendments else logging.DEBUG,
+        )
+        part.source = ""
+
+    def withdraw(self) -> None:
+        """Its memory is the native allocator's meanwhile."""
+        self._beside.stop()
+        self._arena.close()
+        self._recorded.clear()
+        self._state, self._serving, self._withheld = State.WAITING, None, ()
+        self._steps, self._mismatched_steps, self._patience = 0, 0, 1
+
+    # -- from run to run -----------------------------------------------------------------------------------------------
+
+    def kept(self, plan: MemoryPlan) -> Addresses | None:
+        """None: no arena served the program."""
+        return Addresses(plan, tables_of(plan), 0, "as an earlier run kept it") if plan.has_addresses else None
+
+    def keep(self, part: Addresses, plan: MemoryPlan) -> MemoryPlan:
+        """The plan with these addresses."""
+        own = part.plan
+        return replace(
+            plan, problem=own.problem, solution=own.solution, dynamic=own.dynamic, predictions=own.predictions
+        )
+
+    # -- plans ---------------------------------------------------------------------------------------------------------
+
+    def _departs(self) -> bool:
+        asked = self.step.served + self.step.mismatched + self.step.dynamic_missed
+        mismatched = self.step.mismatched > MISMATCHED_SHARE * asked
+        self._mismatched_steps = self._mismatched_steps + 1 if mismatched else 0
+        if self._mismatched_steps < MISMATCHED_STEPS or self._steps < self._patience:
+            return False
+        self._patience = 2 * self._steps
+        self._mismatched_steps = 0
+        return True
+
+    def _departure(self) -> str:
+        step = self.step
+        return (
+            f"{MISMATCHED_STEPS} steps in a row had requests that the plan has no address for, the last one "
+            f"{step.unplanned:,} that it does not know and {step.occupied:,} whose bytes were in use, of "
+            f"{step.served + step.mismatched:,}"
+        )
+
+    def _take(self, trace: Trace) -> Addresses | None:
+        """Plan from the second of two steps that asked for the same: what the first left alive is known then."""
+        self._recorded.append(trace)
+        recorded = self._recorded
+        if len(recorded) < 2 or not (_alike(*recorded[-2:]) or len(recorded) >= MOST_RECORDED_STEPS):
+            return None
+        recorded.clear()
+        self._state, self._amending = State.PLANNING, 0
+        self._beside.begin(planning.planned, trace, self._config.planner, self._config.checks)
+        return self._made()
+
+    def _is_late(self) -> bool:
+        """Whether blocks came back later than in the step that was recorded, and other requests found no reusable bytes
+        instead. Such are blocks that another thread frees, as backends of collectives do: now sooner, now later.
+        """
+        step = self.step
+        unknown = step.unplanned > MISMATCHED_SHARE * (step.served + step.mismatched)  # by the plan: another program
+        is_open = step.occupied and not unknown and self._serving.amendments < MOST_AMENDMENTS
+        return bool(is_open and self._arena.late())
+
+    def _amend(self) -> Addresses | None:
+        """Plan for late blocks to last twice as long as they were seen to."""
+        serving = self._serving
+        problem = serving.plan.problem
+        buffers, end = problem.buffers.copy(), int(problem.buffers["upper"].max())
+        for row, other in serving.tables.rows[np.array(self._arena.late())]:
+            lower, seen = int(buffers["lower"][row]), int(buffers["lower"][other]) + 1
+            buffers["upper"][row] = max(min(2 * seen - lower, end), int(buffers["upper"][row]))
+        self._amending = serving.amendments + 1
+        self._beside.begin(planning.amended, serving.plan, replace(problem, buffers=buffers), self._config.planner)
+        return self._made()
+
+    def _made(self) -> Addresses | None:
+        """What was being planned, if it is there."""
+        if not self._beside.is_done:
+            return None
+        plan, tables = self._beside.take()
+        self.plans += not self._amending
+        self.amendments += bool(self._amending)
+        return Addresses(plan, tables, self._amending, f"planned in {plan.solution.seconds:.1f} s")
+
+    def _check(self, step: Counters) -> None:
+        for count, how in ((step.written_freed, "after it was freed"), (step.written_beyond, "beyond its end")):
+            if count:
+                raise ArenaError(
+                    f"{count} time{'s' if count > 1 else ''} in this step memory of the arena was written to {how}",
+                    "Look for a kernel that writes outside of its tensors, or uses one that is freed: "
+                    "`CUDA_LAUNCH_BLOCKING=1` and `compute-sanitizer` name it.",
+                )
+
+
+def _alike(one: Trace, other: Trace) -> bool:
+    """Whether two steps ask for the same, in any order, but for few requests; dynamic ones are not compared, nor those
+    of a validation.
+    """
+    counts = []
+    for trace in (one, other):
+        without_gradients = [at for at, phase in enumerate(trace.phases) if phase.kind is Pass.NO_GRAD]
+        left_out = trace.requests["dynamic"] | np.isin(trace.requests["malloc_phase"], without_gradients)
+        rows = trace.requests[~left_out]
+        counts.append(collections.Counter(rows[["nbytes", "malloc_layer"]].tolist()))
+    differing = (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
+    return differing <= DIFFERING_SHARE * max(counts[0].total(), counts[1].total())
+
+
+def _difference(after: Counters, before: Counters) -> Counters:
+    """What happened in between; what is said to be now stays."""
+    now = ("reserved_bytes", "live_bytes", "live_size", "peak_bytes", "peak_size")
+    return Counters(
+        **{
+            name: getattr(after, name) - (0 if name in now else getattr(before, name))
+            for name in Counters.__dataclass_fields__
+        }
+    )

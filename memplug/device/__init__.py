@@ -1,0 +1,1 @@
+"""The device that trains, and pinned memory of its host."""

@@ -1,0 +1,13 @@
+"""The techniques that follow the program, in the order in which they take effect: a new one is one entry here.
+
+Addresses come last: they are for the requests that are left under all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memplug.arena.technique import PlannedAddresses
+from memplug.stages.technique import Technique
+
+FOLLOWING: tuple[type[Technique[Any]], ...] = (PlannedAddresses,)

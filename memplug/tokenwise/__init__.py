@@ -1,0 +1,1 @@
+"""Token-wise offloading and recomputation of regions: a technique."""

@@ -1,0 +1,239 @@
+"""Token-wise offloading and recomputation as a technique: decisions for the operators of a program's regions, and all
+that happens to regions between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from memplug.config import MemplugConfig
+from memplug.device.device import Device
+from memplug.plan.policy import Learnt, Policy, Setting
+from memplug.plan.replay_decisions import mistakes_of
+from memplug.plan.schema import MemoryPlan
+from memplug.profile.hardware import link_rates
+from memplug.profile.recorder import Detail
+from memplug.profile.similarity import Program
+from memplug.profile.trace import Trace
+from memplug.show.words import plan_in_words, size
+from memplug.stages.ranks import Ranks
+from memplug.stages.technique import AgreedTechnique
+from memplug.tokenwise import budgets, planning
+from memplug.tokenwise.checking import AlphaCheck
+from memplug.tokenwise.plain_regions import PlainRegions
+from memplug.tokenwise.predictions import Predictions
+from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.regions.hooks import Hooks
+from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.room import Room
+from memplug.tokenwise.rounding import Rounding
+from memplug.tokenwise.search import Search
+from memplug.tokenwise.shortage import Shortage
+
+log = logging.getLogger("memplug")
+
+
+class TokenWise(AgreedTechnique[Policy]):
+    """See the module's text.
+
+    Args:
+        config: the block.
+        regions: the modules' regions, in forward order.
+        device: where they run.
+        regathers: forward gathers parameters (ZeRO 3).
+        explain: an error of the device's memory passes, in a phase of a region.
+        own: `with own():` around operators that are no part of the program.
+        ranks: who agree.
+        step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
+
+    Attributes:
+        executor: runs the regions.
+        plain: of these, those that run as without memplug.
+        policy: that they run by; None at the safest setting, with a number for alpha, and while plans are tried.
+        plans: regions run by plans; else by a number for alpha, or there are none.
+        observer, check, predictions, rounding: see there.
+        sizes: of the inputs of each forward, in the step that ended last.
+    """
+
+    name = "tokenwise"
+
+    def __init__(
+        self,
+        config: MemplugConfig,
+        regions: Sequence[Region],
+        device: Device,
+        regathers: bool,
+        explain: Callable[[str, Region, BaseException], None],
+        own: Callable[[], AbstractContextManager[Any]],
+        ranks: Ranks,
+        step_peak: Callable[[], int | None],
+    ):
+        tokenwise, host_bytes = config.tokenwise, budgets.host_budget_bytes(config)
+        self._config, self._regions, self._ranks, self._step_peak = config, regions, ranks, step_peak
+        self.plain = PlainRegions(regions)
+        hooks = Hooks(explain=explain, on_larger=self.plain.enter_all, own=own)
+        self.executor = Executor(device, host_bytes, tokenwise.min_offload_bytes, regathers, tokenwise.buffers, hooks)
+        self.plans = tokenwise.enabled and isinstance(tokenwise.alpha, str)
+        self.policy: Policy | None = None
+        self.observer = planning.Observer(self.executor.min_offload_bytes)
+        self.check = AlphaCheck(config, regions, self.executor, ranks)
+        self.predictions = Predictions(self.executor)
+        self.rounding = Rounding(self.executor, planned=self.plans)
+        self.sizes: tuple[tuple[int, ...], ...] = ()
+        self._shortage = Shortage(self.executor, ranks)
+        self._room = Room(config, device, ranks)
+        self._search: Search | None = None
+        self._outcome = ""
+
+    # -- the four verbs ------------------------------------------------------------------------------------------------
+
+    def propose(self, trace: Trace | None) -> Policy | None:
+        """Observe the next step, and try plans in those that follow: see `memplug.tokenwise.search`."""
+        search = self._search
+        if search is None:
+            self._search = Search(
+                self._regions, self.executor, self.observer, self._config, self._ranks, self._step_peak, self.may_keep
+            )
+            return None
+        if not search.end_step():
+            return None
+        if not search.fits and self._ranks.first:
+            log.warning(
+                "memplug: every plan that was tried took more memory than it should have, and the one that keeps the "
+                'least on the device is used: set "device_budget_gib" or "host_budget_gib" to what there is'
+            )
+        self._outcome = search.outcome
+        return search.policy
+
+    def judge(self, part: Policy) -> str:
+        """See `memplug.plan.replay_decisions`."""
+        return next(mistakes_of(part), "")
+
+    def install(self, part: Policy) -> None:
+        """Run the regions by it."""
+        self._stop_search()
+        if part is not self.policy:
+            planning.put(part, self._regions)
+        self.policy = part
+
+    def withdraw(self) -> None:
+        """Run the regions at the safest setting."""
+        self._stop_search()
+        planning.put(None, self._regions)
+        self.policy = None
+
+    # -- what the stages ask -------------------------------------------------------------------------------------------
+
+    def begin_program(self) -> None:
+        """The step's first forward with gradients begins."""
+        if self._search is not None:
+            self._search.begin_program()
+
+    def has_lost_room(self) -> bool:
+        """See `memplug.tokenwise.room`."""
+        if self.policy is None:
+            self._room.skip_step()
+            return False
+        return self._room.is_short(self.policy)
+
+    def retain(self, parts: Iterable[Policy]) -> None:
+        """Where none of them needs host memory, it goes back."""
+        if not any(policy.solution.host_bytes for policy in parts):
+            self.executor.pool.give_back()
+
+    def in_words(self, part: Policy) -> str:
+        """With how the search ended, if there was one."""
+        return "; ".join(filter(None, [plan_in_words(part.solution), self._outcome]))
+
+    @property
+    def detail(self) -> Detail | None:
+        """Of the step that is observed, and of those that try plans."""
+        return self._search.detail if self._search is not None else None
+
+    # -- between two steps ---------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Close the forwards of the step."""
+        self.sizes = self.executor.flow.end_step([region.native for region in self._regions])
+
+    def share_host(self, stable: bool) -> None:
+        """Swap less where the host memory of a rank has run out."""
+        if self._regions and stable:
+            self._shortage.end_step()
+        else:
+            self._shortage.skip_step()
+
+    def compare(self, program: Program, planned_from: Program | None) -> None:
+        """Compare what the step moved with what its plan said; `planned_from` is of the step that was observed."""
+        if self.policy is None or planned_from is None:
+            self.predictions.skip_step()
+        else:
+            self.predictions.end_step(self.policy, program, planned_from)
+
+    def settle(self, stable: bool, has_arena: bool) -> None:
+        """What the next step is to run by is in force."""
+        if self.plans:
+            self.plain.end_step(self.policy)
+        self.rounding.end_step(self.policy, stable and not has_arena)
+
+    def turn_away(self) -> None:
+        """The step that begins has other inputs than its plan was made for: regions run at the safest setting. But not
+        where that would change which collectives a recompute pass launches: all ranks have to agree on that first.
+        """
+        self.plain.enter_all()
+        for region in self._regions if not self.executor.regathers else ():
+            if not region.native.communicates:
+                region.set(Setting(region.kind))
+                region.native.seen = False
+        self.policy = None
+
+    def close(self) -> None:
+        """The session is detached."""
+        self._stop_search()
+
+    # -- from run to run -----------------------------------------------------------------------------------------------
+
+    def kept(self, plan: MemoryPlan) -> Policy | None:
+        """None: with a number for alpha, or without regions."""
+        return plan.training.policy if plan.training is not None else None
+
+    def keep(self, part: Policy, plan: MemoryPlan) -> MemoryPlan:
+        """The plan with these decisions, what forwards have shown under them, and the link that they were made for."""
+        d2h, h2d = link_rates(self.executor.device.torch_device)
+        names = {region.name: region for region in self._regions}
+        settings = {
+            name: replace(setting, learnt=_learnt(names[name]))
+            for name, setting in part.settings.items()
+            if name in names
+        }
+        policy = replace(part, settings=settings)
+        training = replace(plan.training, policy=policy, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d)
+        return replace(plan, training=training)
+
+    def reserve(self, parts: Iterable[Policy]) -> None:
+        """The host memory that the largest of them needs."""
+        self.executor.pool.reserve(max(policy.solution.host_bytes for policy in parts))
+
+    def lacks(self, part: Policy) -> str:
+        """Why this machine has no room for a part; "" where it has."""
+        host_bytes, budget_bytes = part.solution.host_bytes, self.executor.pool.budget_bytes
+        if host_bytes > budget_bytes:
+            return f"it swaps {size(host_bytes)}, and the host budget is {size(budget_bytes)}"
+        device_bytes = budgets.device_bytes(self._config, self.executor.device)
+        if part.peak_bytes is not None and device_bytes is not None and part.peak_bytes > device_bytes:
+            return f"it takes {size(part.peak_bytes)} of the device, which has {size(device_bytes)}"
+        return ""
+
+    def _stop_search(self) -> None:
+        if self._search is not None:
+            self._search.stop()
+            self._search = None
+
+
+def _learnt(region: Region) -> Learnt:
+    native = region.native
+    return Learnt(native.communicates, native.offloads_late, native.unneeded)
