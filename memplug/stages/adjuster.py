@@ -227,7 +227,8 @@ class Adjuster:
         self.replans += 1
         self._run(current, policy)
         self._technique.retain(one.policy for one in self.programs if one.policy is not None)
-        self._note(Stage.GEN_POLICY, self._technique.in_words(policy))
+        technique = self._technique
+        self._note(Stage.GEN_POLICY, "; ".join(filter(None, [technique.in_words(policy), technique.outcome])))
 
     def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Policy] | None) -> None:
         """To stable, on the plan that the program has already."""

@@ -133,6 +133,8 @@ class AgreedTechnique(Technique[Part]):
 
     may_keep = True
     """Whether parts may rely on the next step being no larger than the one that they are made of."""
+    outcome = ""
+    """How proposing ended, for people."""
 
     @abc.abstractmethod
     def has_lost_room(self) -> bool:

@@ -87,7 +87,6 @@ class TokenWise(AgreedTechnique[Policy]):
         self._shortage = Shortage(self.executor, ranks)
         self._room = Room(config, device, ranks)
         self._search: Search | None = None
-        self._outcome = ""
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
@@ -106,7 +105,7 @@ class TokenWise(AgreedTechnique[Policy]):
                 "memplug: every plan that was tried took more memory than it should have, and the one that keeps the "
                 'least on the device is used: set "device_budget_gib" or "host_budget_gib" to what there is'
             )
-        self._outcome = search.outcome
+        self.outcome = search.outcome
         return search.policy
 
     def judge(self, part: Policy) -> str:
@@ -146,8 +145,8 @@ class TokenWise(AgreedTechnique[Policy]):
             self.executor.pool.give_back()
 
     def in_words(self, part: Policy) -> str:
-        """With how the search ended, if there was one."""
-        return "; ".join(filter(None, [plan_in_words(part.solution), self._outcome]))
+        """See `memplug.show.words`."""
+        return plan_in_words(part.solution)
 
     @property
     def detail(self) -> Detail | None:
