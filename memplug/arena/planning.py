@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from memplug.arena.tables import MARGIN_BYTES, Tables, tables_of
-from memplug.plan.layout import auto, dynamic
+from memplug.plan.layout import auto, dynamic, shared
 from memplug.plan.layout.from_trace import last_step, problem_of
 from memplug.plan.layout.problem import Problem
 from memplug.plan.schema import MemoryPlan
@@ -14,13 +16,14 @@ AMENDING_S = 2.0
 PLANNING_BYTES_PER_S = 64 << 20  # of an arena: the smaller it is, the less time is its plan worth
 
 
-def planned(trace: Trace, planner: str, checks: bool) -> tuple[MemoryPlan, Tables]:
+def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None) -> tuple[MemoryPlan, Tables]:
     """A plan of the last step of a trace.
 
     Args:
         trace: of at least one step, with requests.
         planner: see `memplug.plan.layout.auto.plan`.
         checks: leave `MARGIN_BYTES` after each block.
+        folder: that ranks share; see `memplug.plan.layout.shared`.
 
     Raises:
         LayoutError: no plan that the judge accepts was found.
@@ -28,7 +31,8 @@ def planned(trace: Trace, planner: str, checks: bool) -> tuple[MemoryPlan, Table
     step = last_step(trace)
     # a validation in this step may not come in the next: it is served from reusable space instead
     problem = problem_of(step, margin_bytes=MARGIN_BYTES if checks else 0, without_gradients=False)
-    solution = auto.plan(problem, planner, time_limit_s=_worth_s(problem, LONGEST_S))
+    worth_s = _worth_s(problem, LONGEST_S)
+    solution = shared.solve_once(problem, planner, worth_s, folder)
     plan = dynamic.plan_with_spaces(step, problem, solution)
     return plan, tables_of(plan)
 

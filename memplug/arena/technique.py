@@ -16,6 +16,7 @@ import enum
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -75,6 +76,7 @@ class PlannedAddresses(Technique[Addresses]):
         arena: of the device that trains.
         beside: runs what plans.
         tell: the user, in one line of a level of logging.
+        folder: in which ranks that run the same share addresses; None: each plans for itself.
 
     Attributes:
         plan: that it serves, or served last; None before there was one.
@@ -85,11 +87,18 @@ class PlannedAddresses(Technique[Addresses]):
 
     name = "arena"
 
-    def __init__(self, config: ArenaConfig, arena: Arena, beside: Beside, tell: Callable[[str, int], None]):
+    def __init__(
+        self,
+        config: ArenaConfig,
+        arena: Arena,
+        beside: Beside,
+        tell: Callable[[str, int], None],
+        folder: Path | None = None,
+    ):
         self.plan: MemoryPlan | None = None
         self.plans = self.amendments = 0
         self.step = Counters()
-        self._config, self._arena, self._beside, self._tell = config, arena, beside, tell
+        self._config, self._arena, self._beside, self._tell, self._folder = config, arena, beside, tell, folder
         self._state = State.WAITING
         self._serving: Addresses | None = None
         self._amending = 0  # the plan that is being made is amended so often
@@ -116,7 +125,8 @@ class PlannedAddresses(Technique[Addresses]):
         """
         config = given.config
         arena = Arena(given.device, config.arena.checks)
-        return cls(config.arena, arena, Beside(config.profiler.wait_for_plans), given.tell)
+        folder = Path(config.plan_dir) if config.plan_dir else None
+        return cls(config.arena, arena, Beside(config.profiler.wait_for_plans), given.tell, folder)
 
     @property
     def state(self) -> State:
@@ -262,7 +272,7 @@ class PlannedAddresses(Technique[Addresses]):
             return None
         recorded.clear()
         self._state, self._amending = State.PLANNING, 0
-        self._beside.begin(planning.planned, trace, self._config.planner, self._config.checks)
+        self._beside.begin(planning.planned, trace, self._config.planner, self._config.checks, self._folder)
         return self._made()
 
     def _is_late(self) -> bool:
