@@ -105,7 +105,7 @@ def nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("an executor was made")
 
-    monkeypatch.setattr("memplug.session.session.Executor", refuse)
+    monkeypatch.setattr("memplug.tokenwise.technique.Executor", refuse)
     monkeypatch.setattr("memplug.device.device.Device.streams", refuse)
 
 

@@ -87,6 +87,8 @@ class Follower:
         """A step is over; the next one is to be of the program `key`. `trace` is of the one that is over, if it was
         recorded.
         """
+        if key != self._key:
+            trace = None  # of another program
         self.enter(key)
         self._steps += 1
         if self.technique.off_because or key is None or self._steps <= self._warmup_steps and not self._begun:
@@ -157,7 +159,7 @@ class Followers:
         for follower in self._all:
             technique = follower.technique
             parts = {each: technique.kept(plan) for each, plan in plans.items() if keys[each] is not None}
-            parts = {each: part for each, part in parts.items() if part is not None}
+            parts = {each: part for each, part in parts.items() if part is not None and _is_sound(technique, part)}
             follower.resume({keys[each]: part for each, part in parts.items()}, keys[program])
             for each in plans:
                 keys[each] = _After(keys[each], parts[each]) if each in parts else None
@@ -199,3 +201,10 @@ class Followers:
         if any(each.part is None for each in active):
             return None
         return {each.technique.name: each.part for each in active}
+
+
+def _is_sound(technique: Technique[Any], part: Any) -> bool:
+    wrong = technique.judge(part)
+    if wrong:
+        log.warning("memplug: what a plan says of the %s is not used: %s", technique.name, wrong)
+    return not wrong
