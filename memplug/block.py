@@ -92,9 +92,9 @@ class TokenwiseConfig(Section):
         description=(
             "Rounding buffers (MEMO, section 4.1). In forward: how many regions' captured tensors are on the device "
             "while they leave for the host; the next region waits for the oldest. In backward, without the planned "
-            "arena: as many buffers of device memory, each for what the largest region swaps, that tensors come back "
-            "into in turn, reserved before the first step under a plan. With the arena nothing is reserved: their "
-            "addresses are planned. With one, no copy would overlap with computation. A whole number, 2 or more."
+            "arena: as many buffers of device memory, each for what the largest region swaps, that tensors are "
+            "prefetched into in turn, reserved before the first step under a plan. With the arena nothing is reserved: "
+            "their addresses are planned. With one, no copy would overlap with computation. A whole number, 2 or more."
         ),
     )
 

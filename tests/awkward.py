@@ -121,7 +121,7 @@ def left_behind(executor: Any) -> dict[str, int]:
         "forwards that wait": flow.waiting,
         "host bytes": executor.pool.used_bytes,
         "bytes of host memory": executor.pool.capacity_bytes,
-        "bytes fetched": transfer.fetched_bytes,
+        "bytes fetched": transfer.prefetched_bytes,
         "bytes recomputed": flow.recomputed_bytes,
         "bytes of inputs": flow.input_bytes,
         "bytes on the device": transfer.resident_bytes,

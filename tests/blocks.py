@@ -143,7 +143,9 @@ def assert_clean(executor: Executor) -> None:
     assert executor.flow.live == 0
     assert executor.pool.used_bytes == 0
     assert (
-        executor.transfer.fetched_bytes == 0 and executor.flow.recomputed_bytes == 0 and executor.flow.input_bytes == 0
+        executor.transfer.prefetched_bytes == 0
+        and executor.flow.recomputed_bytes == 0
+        and executor.flow.input_bytes == 0
     )
 
 

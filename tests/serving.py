@@ -59,7 +59,7 @@ class Run:
     @property
     def served(self) -> float:
         """Share of all requests, from the first step with a plan on, that the arena had bytes for."""
-        served = self.report["arena_served"] + self.report["arena_dynamic"] + self.report["arena_lent"]
+        served = self.report["arena_served"] + self.report["arena_dynamic"] + self.report["arena_reusable"]
         return served / (served + self.report["arena_fallback"])
 
 

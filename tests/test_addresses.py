@@ -1,4 +1,4 @@
-"""What the arena reads of a plan: every request where the plan has it, by place, and idle space that is idle."""
+"""What the arena reads of a plan: every request where the plan has it, by place, and reusable space."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def test_bytes_that_several_streams_use_are_marked_with_the_others(recording) ->
 
 
 @given(recordings())
-def test_idle_space_is_idle_as_long_as_it_is_said_to_be(recording) -> None:
+def test_reusable_space_is_unused_as_long_as_it_is_said_to_be(recording) -> None:
     plan = plan_of(last_step(recording.trace()))
     tables = tables_of(plan)
     end = int(plan.problem.buffers["upper"].max(initial=0))
-    checks = [(group, 0, end * (PARTS - 1 - at) // PARTS) for at, group in enumerate(tables.lendable)]
+    checks = [(group, 0, end * (PARTS - 1 - at) // PARTS) for at, group in enumerate(tables.reusable)]
     for request, row in zip(tables.requests, tables.rows, strict=True):
         if request["spare"] >= 0:
             lower, upper = plan.problem.buffers[["lower", "upper"]][row].item()

@@ -44,7 +44,7 @@ def test_steps_at_every_stage_of_zero_are_served_and_no_loss_differs(
         for rank in ranks:
             report = rank["report"]
             assert rank["with"] == rank["without"] and len(rank["with"]) == 2 * steps + 2, name
-            served = report["arena_served"] + report["arena_lent"]
+            served = report["arena_served"] + report["arena_reusable"]
             assert report["arena"] == "serving" and report["arena_dynamic"] == 0
             assert served / (served + report["arena_fallback"]) >= share, (name, report)
 

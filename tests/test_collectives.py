@@ -107,12 +107,12 @@ def test_a_reduced_matmul_is_not_reduced_again(alpha, settings):
 
 @pytest.mark.parametrize("name", FILLS)
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_a_result_in_new_memory_is_not_fetched_again(name, alpha):
+def test_a_result_in_new_memory_is_not_received_again(name, alpha):
     assert kind_of(getattr(torch.ops.c10d, name).default) is Kind.COLLECTIVE
     assert launched_again(filling(FILLS[name]), alpha) == [0, 0, 0, 0]
 
 
-def test_a_result_in_memory_that_was_there_is_fetched_again_by_every_recompute_pass():
+def test_a_result_in_memory_that_was_there_is_received_again_by_every_recompute_pass():
     memory = torch.zeros(2, 6, 16)
     assert launched_again(filling(dist.all_gather_into_tensor, memory), 1.0) == [3, 3, 3, 3]
 

@@ -83,7 +83,7 @@ def test_losses_are_those_without_memplug(
     assert report["stage"] == "stable" and report["steps"] == STEPS
     assert report["offloaded_bytes"] > 0 and report["recomputed_in_full"] == 0
     if (stage, alpha) == (1, "auto"):
-        assert report["sent_step_bytes"] == pytest.approx(report["expected_step_bytes"], rel=0.02)
+        assert report["offloaded_step_bytes"] == pytest.approx(report["expected_step_bytes"], rel=0.02)
 
 
 @pytest.mark.long

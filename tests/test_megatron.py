@@ -72,7 +72,7 @@ SELECTION = [
 
 def assert_sent_as_expected(rank: dict[str, Any]) -> None:
     report = rank["auto"]["report"]
-    assert report["sent_step_bytes"] == pytest.approx(report["expected_step_bytes"], rel=0.02)
+    assert report["offloaded_step_bytes"] == pytest.approx(report["expected_step_bytes"], rel=0.02)
 
 
 @pytest.mark.parametrize(("layout", "alphas", "steps"), SELECTION)

@@ -144,7 +144,7 @@ def test_steps_of_a_plain_program_are_told_from_those_of_another() -> None:
         for _ in range(3):
             training.step()
         assert session.stage is Stage.STABLE and session.report()["programs"] == 1
-        assert session.report()["expected_step_bytes"] == session.report()["sent_step_bytes"] == 0
+        assert session.report()["expected_step_bytes"] == session.report()["offloaded_step_bytes"] == 0
         for _ in range(2):
             training.step(tokens=3)  # shorter: nothing has to be done at once
         assert session.report()["programs"] == 2
@@ -212,7 +212,7 @@ def test_some_regions_run_as_without_memplug_and_others_by_their_plan(monkeypatc
         assert training.step() == 2
         assert session.executor.transfer.offloaded_total_bytes > moved
         training.step()
-        assert session.report()["expected_step_bytes"] == session.report()["sent_step_bytes"] > 0
+        assert session.report()["expected_step_bytes"] == session.report()["offloaded_step_bytes"] > 0
         assert training.step(tokens=18) == 4
 
 

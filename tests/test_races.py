@@ -71,7 +71,9 @@ def scenario(device: Adversary, alpha: float, in_place: bool = False, seed: int 
     assert not device.violations, device.violations
     assert executor.transfer.buffer_misses == misses
     assert (
-        executor.pool.used_bytes == 0 and executor.transfer.fetched_bytes == 0 and executor.flow.recomputed_bytes == 0
+        executor.pool.used_bytes == 0
+        and executor.transfer.prefetched_bytes == 0
+        and executor.flow.recomputed_bytes == 0
     )
 
 
@@ -160,7 +162,9 @@ def pipeline(device: Adversary, alpha: float, schedule: Schedule, seed: int = 0,
     device.synchronize()
     assert not device.violations, device.violations
     assert (
-        executor.pool.used_bytes == 0 and executor.transfer.fetched_bytes == 0 and executor.flow.recomputed_bytes == 0
+        executor.pool.used_bytes == 0
+        and executor.transfer.prefetched_bytes == 0
+        and executor.flow.recomputed_bytes == 0
     )
     follows = schedule.stage == schedule.stages - 1  # the backward of a micro-batch, its forward
     assert model.regions[-1].native.offloads_late == follows and not model.regions[0].native.offloads_late

@@ -32,7 +32,9 @@ def test_the_keys_of_a_report_are_the_same_in_every_stage_and_its_numbers_are_sa
     assert seen[0]["step_s"] is None and seen[0]["predicted_regions_s"] is None
     planned = seen[4]
     assert planned["steps"] == 4 and planned["regions"] == 3 and planned["forwards"] == 12
-    assert planned["forwards_in_flight"] == 0 and planned["fetched_bytes"] == 0 and planned["host_used_bytes"] == 0
+    assert (
+        planned["forwards_in_flight"] == 0 and planned["prefetched_live_bytes"] == 0 and planned["host_used_bytes"] == 0
+    )
     assert planned["recomputed_in_full"] == planned["host_refusals"] == 0
     assert 0 <= planned["swapped_fraction"] <= 1
     assert 0 < planned["predicted_regions_s"] < 10
@@ -172,7 +174,7 @@ def test_training_goes_on_after_running_out_of_memory() -> None:
             train_stacks(model, reference, seed, exact=False)
             session.step()
         report = session.report()
-        assert report["stage"] == "stable" and report["fetched_bytes"] == report["host_used_bytes"] == 0
+        assert report["stage"] == "stable" and report["prefetched_live_bytes"] == report["host_used_bytes"] == 0
 
 
 @pytest.mark.parametrize("where", ["recompute", "backward", "step"])
@@ -200,13 +202,20 @@ def test_the_note_holds_predicted_and_measured_bytes() -> None:
             **session.report(),
             "predicted_peak_bytes": 70 << 30,
             "predicted_kept_bytes": 5 << 30,
-            "fetched_bytes": 3 << 30,
+            "prefetched_live_bytes": 3 << 30,
             "host_used_bytes": 11 << 30,
             "host_budget_bytes": 12 << 30,
             "forwards_in_flight": 13,
         }
     note = reports.out_of_memory_note("recompute", "model.layers.7", known, 75 << 30)
-    for text in ("model.layers.7", "70.00 GiB", "75.00 GiB", "5.00 GiB kept", "3.00 GiB fetched", "11.00 GiB of 12.00"):
+    for text in (
+        "model.layers.7",
+        "70.00 GiB",
+        "75.00 GiB",
+        "5.00 GiB kept",
+        "3.00 GiB prefetched",
+        "11.00 GiB of 12.00",
+    ):
         assert text in note
     assert "13 region forwards" in note
 

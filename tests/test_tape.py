@@ -53,7 +53,7 @@ def test_the_rows_that_are_missing_need_the_inputs() -> None:
     assert plan(lambda x, w: [(x.sin() @ w).exp()], {"mm": False}) == [("sin", RUN), ("mm", SUBSTITUTE), ("exp", RUN)]
 
 
-def test_a_captured_output_that_nobody_reads_is_not_fetched() -> None:
+def test_a_captured_output_that_no_operator_reads_is_not_prefetched() -> None:
     assert plan(lambda x, w: [((x @ w).exp(), x.sin())[1]], {"mm": True}) == [("mm", SKIP), ("exp", SKIP), ("sin", RUN)]
 
 

@@ -27,12 +27,12 @@ class Counters:
 
     Attributes:
         planned, planned_bytes: served at their planned addresses.
-        dynamic, dynamic_bytes: served from their group's idle space.
-        lent, lent_bytes: served from what was idle: of validations and the like, or because the address was in use.
+        dynamic, dynamic_bytes: served from their group's reusable space.
+        reusable, reusable_bytes: served from other reusable space: for validations, or because the address was in use.
         unplanned: left to the native allocator: the plan has no such request,
         occupied: its address was still in use,
-        dynamic_missed: or its group's idle space had no room,
-        without_gradients: or it is a validation's or the like, and nothing idle was large enough.
+        dynamic_missed: or its group's reusable space had no room,
+        without_gradients: or it is a validation's, and no reusable space was large enough.
         native_bytes: of those four.
         elsewhere: likewise, of threads that do not train, and of passes that were withheld.
         written_freed: blocks that were written to after they had been given back, in the mode that checks,
@@ -46,8 +46,8 @@ class Counters:
     planned_bytes: int = 0
     dynamic: int = 0
     dynamic_bytes: int = 0
-    lent: int = 0
-    lent_bytes: int = 0
+    reusable: int = 0
+    reusable_bytes: int = 0
     unplanned: int = 0
     occupied: int = 0
     dynamic_missed: int = 0
@@ -65,7 +65,7 @@ class Counters:
     @property
     def served(self) -> int:
         """Requests that the arena had bytes for."""
-        return self.planned + self.dynamic + self.lent
+        return self.planned + self.dynamic + self.reusable
 
     @property
     def fallback(self) -> int:
@@ -120,7 +120,7 @@ class Arena:
                 tables.dynamic.tobytes(),
                 tables.spaces.tobytes(),
                 list(map(int, tables.crosses)),
-                list(map(int, tables.lendable)),
+                list(map(int, tables.reusable)),
                 tables.reused_bytes,
                 tables.kept_bytes,
                 tables.streams,

@@ -25,7 +25,7 @@ PLANNED_REQUEST = np.dtype(  # in program order within each place
         ("layer", "<i4"),
         ("stream", "<i4"),  # 0 is the main one, where dynamic requests are served
         ("kept", "<i4"),  # outlives the step: any free slot of this number will do; -1: it does not
-        ("spare", "<i4"),  # group of idle spaces to use where its bytes are not free; -1: none
+        ("spare", "<i4"),  # group of reusable space to use where its bytes are not free; -1: none
     ]
 )
 KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the part of what outlives steps
@@ -44,7 +44,7 @@ class Tables:
     Attributes:
         requests, slots, dynamic, spaces: of the dtypes PLANNED_REQUEST, KEPT_SLOT, DYNAMIC_REQUEST and IDLE_SPACE.
         crosses: of each group, as in PLANNED_REQUEST.
-        lendable: groups that a validation between the steps is to use, in this order.
+        reusable: groups that a validation between the steps is to use, in this order.
         reused_bytes: of the part that is used again and again.
         kept_bytes: of the part of what outlives steps, which is reserved apart: it can stay when the other goes.
         streams: how many the requests are on, at most MOST_STREAMS.
@@ -56,7 +56,7 @@ class Tables:
     dynamic: np.ndarray
     spaces: np.ndarray
     crosses: Sequence[int]
-    lendable: Sequence[int]
+    reusable: Sequence[int]
     reused_bytes: int
     kept_bytes: int
     streams: int
@@ -89,10 +89,10 @@ def tables_of(plan: MemoryPlan) -> Tables:
     crosses = np.where(kept, 0, used.masks(reused, reused + table["size"], stream))
     requests, rows = _requests(plan.problem, reused, crosses, stream, kind)
     dynamic, groups = _dynamic(plan)
-    lendable = _idle_from_the_beginning(plan)
+    reusable = _reusable_from_the_beginning(plan)
     spare, of_row = _idle_meanwhile(plan, rows)
-    requests["spare"] = np.where(kept[rows], -1, len(groups) + len(lendable) + of_row)
-    groups += [*lendable, *spare]
+    requests["spare"] = np.where(kept[rows], -1, len(groups) + len(reusable) + of_row)
+    groups += [*reusable, *spare]
     spaces = [tuple((begin - kept_bytes, end - kept_bytes) for begin, end in group) for group in groups]
     return Tables(
         requests=requests,
@@ -101,7 +101,7 @@ def tables_of(plan: MemoryPlan) -> Tables:
         dynamic=dynamic,
         spaces=np.array([(*space, at) for at, group in enumerate(spaces) for space in group], IDLE_SPACE),
         crosses=[used.by_others(group, 0) for group in spaces],
-        lendable=range(len(groups) - len(spare) - len(lendable), len(groups) - len(spare)),
+        reusable=range(len(groups) - len(spare) - len(reusable), len(groups) - len(spare)),
         reused_bytes=plan.solution.height - kept_bytes,
         kept_bytes=kept_bytes,
         streams=int(stream[stream < MOST_STREAMS].max(initial=0)) + 1,
@@ -180,7 +180,7 @@ def _dynamic(plan: MemoryPlan) -> tuple[np.ndarray, list[Spaces]]:
     return np.array(rows, DYNAMIC_REQUEST), spaces
 
 
-def _idle_from_the_beginning(plan: MemoryPlan) -> list[Spaces]:
+def _reusable_from_the_beginning(plan: MemoryPlan) -> list[Spaces]:
     """What no buffer uses from the beginning of a step on, the longest time first.
 
     What is made between two steps and stays in use, such as a batch, may so last into the step for a while.

@@ -100,7 +100,7 @@ def _alpha_in_words(alpha: float | str) -> str:
 def _buffers_in_words(config: "MemplugConfig") -> str:
     count = config.tokenwise.buffers
     reserved = "planned with the arena" if config.arena.enabled else "reserved before the first step under a plan"
-    return f"{count} regions' tensors at a time are on their way; memory to come back into is {reserved}"
+    return f"{count} regions' tensors at a time are on their way; memory to prefetch into is {reserved}"
 
 
 def _budget_in_words(budget_gib: float | str, auto: str) -> str:

@@ -23,7 +23,7 @@ class Wait(enum.Enum):
     MUTATE_FOR_OFFLOAD = "an operator writes in place once the copy has read the former value"
     PREFETCH_FOR_COMPUTE = "the copy in starts once earlier users of its device memory and of the host rows are done"
     USE_FOR_PREFETCH = "compute reads rows once their copy in has written them"
-    DISCARD_FOR_PREFETCH = "memory of an abandoned tensor is let go once its copy in has written it"
+    DISCARD_FOR_PREFETCH = "memory of an abandoned tensor is released once its copy in has written it"
 
 
 class Device:

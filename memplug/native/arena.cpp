@@ -47,16 +47,16 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
       return count(found, counters_.planned, counters_.planned_bytes);
     }
   }
-  void* found = spare >= 0 ? take_idle(spare, size, nbytes, stream) : nullptr;
+  void* found = spare >= 0 ? take_reusable(spare, size, nbytes, stream) : nullptr;
   if (found == nullptr && reuse != Reuse::NOTHING) {
-    found = lend(size, nbytes, stream);
+    found = serve_reusable(size, nbytes, stream);
   }
   if (found == nullptr) {
     ++*missed;
     counters_.native_bytes += static_cast<int64_t>(nbytes);
     return nullptr;
   }
-  return count(found, counters_.lent, counters_.lent_bytes);
+  return count(found, counters_.reusable, counters_.reusable_bytes);
 }
 
 void Arena::elsewhere(size_t nbytes) {
@@ -169,11 +169,11 @@ void* Arena::take_kept(Row& row, size_t nbytes, Stream stream) {
 void* Arena::take_dynamic(Spot& spot, int64_t size, size_t nbytes, Stream stream) {
   const int32_t group = plan_.dynamic[spot.dynamic_next].group;
   spot.dynamic_next = std::min(spot.dynamic_next + 1, spot.dynamic_end - 1);
-  return group >= 0 ? take_idle(group, size, nbytes, stream) : nullptr;
+  return group >= 0 ? take_reusable(group, size, nbytes, stream) : nullptr;
 }
 
 // Best fit in the group's space that is free now (Eq. 6).
-void* Arena::take_idle(int32_t group, int64_t size, size_t nbytes, Stream stream) {
+void* Arena::take_reusable(int32_t group, int64_t size, size_t nbytes, Stream stream) {
   Stretch best{0, 0};
   for (int32_t at = spaces_of_[group].first; at < spaces_of_[group].second && is_stream(0, stream); ++at) {
     const IdleSpace& space = plan_.spaces[at];
@@ -189,12 +189,12 @@ void* Arena::take_idle(int32_t group, int64_t size, size_t nbytes, Stream stream
 }
 
 // Validation, data, logging: what the plan comes to last; else as far up as possible.
-void* Arena::lend(int64_t size, size_t nbytes, Stream stream) {
+void* Arena::serve_reusable(int64_t size, size_t nbytes, Stream stream) {
   if (reused_ == nullptr || !is_stream(0, stream)) {
     return nullptr;
   }
-  for (const int32_t group : plan_.lendable) {
-    if (void* found = take_idle(group, size, nbytes, stream)) {
+  for (const int32_t group : plan_.reusable) {
+    if (void* found = take_reusable(group, size, nbytes, stream)) {
       return found;
     }
   }
@@ -281,7 +281,7 @@ bool Arena::hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, ui
   return wanted;
 }
 
-// -- what comes back --------------------------------------------------------------------------------------------------
+// -- freed blocks -----------------------------------------------------------------------------------------------------
 
 bool Arena::give_back(void* pointer) {
   std::vector<std::unique_ptr<Part>> empty;

@@ -46,7 +46,7 @@ class Device {
   virtual void fill(char* begin, size_t nbytes, int byte, Stream stream) = 0;
   virtual bool is_filled(const char* begin, size_t nbytes, int byte, Stream stream) = 0;
 
-  // A block was handed out, and whether its end is wanted too; a block came back, while there is a plan or after it.
+  // A block was handed out, and whether its end is wanted too; a block was freed, while there is a plan or after it.
   virtual bool handed_out(void* pointer, size_t nbytes, Stream stream) = 0;
   virtual void came_back(void* pointer, size_t nbytes, bool wanted, bool open) = 0;
 };
@@ -61,7 +61,7 @@ struct PlannedRequest { // in program order within each place
   int32_t layer;
   int32_t stream;
   int32_t kept; // outlives the step: any free slot of this number will do; -1: it does not
-  int32_t spare; // group of idle spaces to use where these bytes are not free; -1: none
+  int32_t spare; // group of reusable space to use where these bytes are not free; -1: none
 };
 struct KeptSlot {
   int64_t offset; // in the part of what is kept
@@ -85,7 +85,7 @@ struct ArenaPlan {
   std::vector<DynamicRequest> dynamic;
   std::vector<IdleSpace> spaces; // rising within each group
   std::vector<uint64_t> crosses; // of each group
-  std::vector<int32_t> lendable; // groups that are lent from, in this order
+  std::vector<int32_t> reusable; // groups for requests outside of the program, in this order
   int64_t reused_bytes = 0;
   int64_t kept_bytes = 0;
   int32_t streams = 1; // of which 0 is the main one
@@ -95,14 +95,14 @@ struct ArenaPlan {
 struct ArenaCounters {
   int64_t planned = 0; // at their addresses
   int64_t planned_bytes = 0;
-  int64_t dynamic = 0; // in idle space of their group
+  int64_t dynamic = 0; // in reusable space of their group
   int64_t dynamic_bytes = 0;
-  int64_t lent = 0; // in other idle space: of validations and the like, or as the address was in use
-  int64_t lent_bytes = 0;
+  int64_t reusable = 0; // in other reusable space: of validations and the like, or as the address was in use
+  int64_t reusable_bytes = 0;
   int64_t unplanned = 0; // left to the native allocator: there is no such request in the plan,
   int64_t occupied = 0; // its address was in use,
-  int64_t dynamic_missed = 0; // or no idle space of its group was large enough
-  int64_t without_gradients = 0; // or it is a validation's or the like, and nothing idle was large enough
+  int64_t dynamic_missed = 0; // or no reusable space of its group was large enough
+  int64_t without_gradients = 0; // or it is a validation's, and no reusable space was large enough
   int64_t native_bytes = 0; // of all four
   int64_t elsewhere = 0; // likewise, of threads that do not train, and of passes that are withheld
   int64_t written_freed = 0; // blocks that were written to after they were given back,
@@ -208,7 +208,7 @@ class Arena {
     int32_t slot; // of what is kept; -1: none
     bool wanted;
   };
-  struct Pending { // bytes that a stream may still use although their block came back
+  struct Pending { // bytes that a stream may still use although their block was freed
     char* begin;
     char* end;
     Stream stream;
@@ -244,8 +244,8 @@ class Arena {
   void* take_planned(Row& row, size_t nbytes, Stream stream);
   void* take_kept(Row& row, size_t nbytes, Stream stream);
   void* take_dynamic(Spot& spot, int64_t size, size_t nbytes, Stream stream);
-  void* take_idle(int32_t group, int64_t size, size_t nbytes, Stream stream);
-  void* lend(int64_t size, size_t nbytes, Stream stream);
+  void* take_reusable(int32_t group, int64_t size, size_t nbytes, Stream stream);
+  void* serve_reusable(int64_t size, size_t nbytes, Stream stream);
   void* take_other(Part& part, int64_t offset, int64_t size, size_t nbytes, Stream stream, uint64_t crosses, int32_t slot);
   bool hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, uint64_t crosses);
   void take_in(Part& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone);

@@ -98,13 +98,13 @@ void Arena::close() {
 
 // Nothing is served any more, and nothing of the plan is under way on the device.
 void Arena::stop() {
-  bool idle;
+  bool unused;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     open_ = false;
-    idle = parts_.empty();
+    unused = parts_.empty();
   }
-  if (!idle) {
+  if (!unused) {
     device_.synchronize();
   }
 }
@@ -136,7 +136,7 @@ void Arena::keep_live_blocks() {
   }
   live_starts_ = LiveStarts();
   offsets_.clear();
-  start_table_.assign(1, -1); // whatever comes back from here on is one of the others
+  start_table_.assign(1, -1); // every block that is freed from here on is one of the others
   live_.clear();
   late_.clear();
 }

@@ -203,8 +203,8 @@ void Frame::learn(const std::vector<size_t>& substituted) {
     spared.insert({launch, index});
     if (of_ranks.count(index) > 0) {
       const Record& launched = tape->records[launch];
-      fetched.insert(launched.made.begin(), launched.made.end());
-      fetched.insert(launched.written.begin(), launched.written.end());
+      received.insert(launched.made.begin(), launched.made.end());
+      received.insert(launched.written.begin(), launched.written.end());
     }
   }
 }

@@ -36,7 +36,7 @@ Forwards& forwards() {
 struct Thread {
   uint64_t owned = 0; // the ownership that this thread took last
   int32_t suspensions = 0;
-  uint64_t hidden_nodes = 0; // made while suspended
+  uint64_t suspended_nodes = 0; // made while suspended
   uint64_t suspended_at = 0;
   int32_t number = 0;
   Place explicit_place;
@@ -224,12 +224,12 @@ void suspend() {
 void resume() {
   Thread& thread = this_thread;
   if (--thread.suspensions == 0) {
-    thread.hidden_nodes += at::sequence_number::peek() - thread.suspended_at;
+    thread.suspended_nodes += at::sequence_number::peek() - thread.suspended_at;
   }
 }
 
 uint64_t nodes() {
-  return at::sequence_number::peek() - this_thread.hidden_nodes;
+  return at::sequence_number::peek() - this_thread.suspended_nodes;
 }
 
 void lock_places_for_fork() {

@@ -126,7 +126,7 @@ void Flow::pump(Frame& frame) {
   }
 }
 
-// Whether a tensor may come back before its frame asks for it, which has to leave `pending_bytes` free.
+// Whether a tensor may be prefetched before its frame asks for it, which has to leave `pending_bytes` free.
 bool Flow::has_room(const Swapped& part, int64_t pending_bytes) {
   if (const auto* const buffers = transfer->buffers_of(part)) {
     return buffers->has_room(part.frame, part.nbytes);

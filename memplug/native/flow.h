@@ -1,4 +1,4 @@
-// The frames of one executor: in which order they are released and fetched, and what of them is on the device.
+// The frames of one executor: in which order they are released and prefetched, and what of them is on the device.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace memplug {
 
 class Frame;
 
-// Guarded by Python's lock: whoever calls holds it.
+// Guarded by Python's lock: the caller holds it.
 class Flow {
  public:
   // `device`: where the training runs. Tensors of fewer than `min_offload_bytes` stay there. `buffers`: how many frames'
@@ -90,9 +90,9 @@ class Flow {
     return largest_region_bytes + peak_input_bytes - kTemporaries * largest_saved_bytes;
   }
 
-  // Bytes of saved tensors on the device: captured and not released, fetched, recomputed, or with autograd.
+  // Bytes of saved tensors on the device: captured and not released, prefetched, recomputed, or with autograd.
   int64_t held_bytes() {
-    return transfer->resident_bytes + transfer->fetched_bytes + ledger->recomputed_bytes + ledger->restored.nbytes();
+    return transfer->resident_bytes + transfer->prefetched_bytes + ledger->recomputed_bytes + ledger->restored.nbytes();
   }
 
   std::shared_ptr<Transfer> transfer;

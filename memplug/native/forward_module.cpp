@@ -252,7 +252,7 @@ void add_forwards(py::module_& module) {
       .def_readonly("offered", &Running::offered)
       .def_readonly("offered_bytes", &Running::offered_bytes)
       .def_readonly("spared", &Running::spared)
-      .def_readonly("fetched", &Running::fetched)
+      .def_readonly("received", &Running::received)
       .def_readonly("call", &Running::call)
       .def_readonly("surroundings", &Running::surroundings)
       .def_readonly("times", &Running::times)

@@ -67,7 +67,7 @@ void load_arena(
     const py::bytes& dynamic,
     const py::bytes& spaces,
     std::vector<uint64_t> crosses,
-    std::vector<int32_t> lendable,
+    std::vector<int32_t> reusable,
     int64_t reused_bytes,
     int64_t kept_bytes,
     int32_t streams) {
@@ -77,7 +77,7 @@ void load_arena(
       rows_of<memplug::DynamicRequest>(dynamic),
       rows_of<memplug::IdleSpace>(spaces),
       std::move(crosses),
-      std::move(lendable),
+      std::move(reusable),
       reused_bytes,
       kept_bytes,
       streams};
@@ -92,8 +92,8 @@ py::dict arena_counters() {
   all["planned_bytes"] = c.planned_bytes;
   all["dynamic"] = c.dynamic;
   all["dynamic_bytes"] = c.dynamic_bytes;
-  all["lent"] = c.lent;
-  all["lent_bytes"] = c.lent_bytes;
+  all["reusable"] = c.reusable;
+  all["reusable_bytes"] = c.reusable_bytes;
   all["unplanned"] = c.unplanned;
   all["occupied"] = c.occupied;
   all["dynamic_missed"] = c.dynamic_missed;

@@ -25,7 +25,7 @@ class Observer {
   // Throws what a listener has thrown: torch lets nothing out of a callback.
   void rethrow();
 
-  // Operators of this thread are nobody's, as often as it was said more often than `resume`.
+  // Operators of this thread are not noted, until `resume` was called as often.
   static void pause();
   static void resume();
   static int paused();

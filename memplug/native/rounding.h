@@ -1,4 +1,4 @@
-// Rounding buffers: device memory that swapped tensors come back into, reserved once (MEMO, section 4.1).
+// Rounding buffers: device memory that tensors are prefetched into, reserved once (MEMO, section 4.1).
 //
 // The tensors of one frame share a buffer, and the frames take the buffers in turn. Each tensor has a storage of its own
 // in its buffer: when that goes, at the last of its users, be it autograd or a person, its bytes are given back, and a

@@ -11,7 +11,7 @@ namespace memplug {
 
 class Storages {
  public:
-  // Whether a tensor's memory goes and comes back elsewhere between forward and backward (ZeRO 3).
+  // Whether a tensor's memory is freed after forward and gathered elsewhere for backward (ZeRO 3).
   using Regathered = bool (*)(const at::Tensor&);
 
   // `regathered` may be null.

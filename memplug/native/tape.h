@@ -82,7 +82,7 @@ enum Opaque : uint32_t {
 };
 
 // Storages have running numbers. Those that no operator of the tape made (inputs, parameters, constants) are given. A
-// parameter whose memory goes and comes back elsewhere has a number of its own, whatever it shares its storage with, and
+// parameter that is gathered to other memory has a number of its own, whatever it shares its storage with, and
 // offsets in it count from its first element.
 struct Tape {
   std::vector<Record> records;

@@ -47,7 +47,7 @@ Swapped::~Swapped() {
   transfer->dead_.push_back(
       {std::move(tensor),
        std::move(stream),
-       std::move(fetched),
+       std::move(prefetched),
        std::move(offloaded),
        slot,
        resident ? held_bytes : 0,
@@ -206,8 +206,8 @@ void Transfer::prefetch(Swapped& swapped) {
   swapped.tensor._set_neg(swapped.geometry.neg);
   streams_->wait(prefetch_stream_, streams_->record(swapped.stream), Wait::PREFETCH_FOR_COMPUTE);
   streams_->copy(prefetch_stream_, swapped.device_rows(), swapped.host_rows());
-  swapped.fetched = streams_->record(prefetch_stream_);
-  fetched_bytes += swapped.nbytes;
+  swapped.prefetched = streams_->record(prefetch_stream_);
+  prefetched_bytes += swapped.nbytes;
   prefetched_total_bytes += swapped.slot->nbytes;
 }
 
@@ -243,9 +243,9 @@ bool Transfer::reserve(size_t count, int64_t nbytes) {
 
 std::pair<at::Tensor, int64_t> Transfer::acquire(Swapped& swapped) {
   prefetch(swapped);
-  if (swapped.fetched != nullptr) {
-    wait_on_its_streams(swapped, swapped.fetched, Wait::USE_FOR_PREFETCH);
-    swapped.fetched = nullptr;
+  if (swapped.prefetched != nullptr) {
+    wait_on_its_streams(swapped, swapped.prefetched, Wait::USE_FOR_PREFETCH);
+    swapped.prefetched = nullptr;
   }
   if (swapped.resident) {
     check_version(swapped);
@@ -261,7 +261,7 @@ void Transfer::drop(const std::shared_ptr<Swapped>& swapped) {
   } else if (swapped->resident) {
     release({swapped});
   } else if (swapped->tensor.defined()) {
-    fetched_bytes -= swapped->nbytes;
+    prefetched_bytes -= swapped->nbytes;
     swapped->tensor.reset();
   }
 }
@@ -270,15 +270,15 @@ void Transfer::drain() {
   while (!dead_.empty()) {
     Dead dead = std::move(dead_.front());
     dead_.pop_front();
-    if (dead.fetched != nullptr) {
-      streams_->wait(dead.stream, dead.fetched, Wait::DISCARD_FOR_PREFETCH);
+    if (dead.prefetched != nullptr) {
+      streams_->wait(dead.stream, dead.prefetched, Wait::DISCARD_FOR_PREFETCH);
     }
     if (dead.offloaded != nullptr) {
       streams_->wait(dead.stream, dead.offloaded, Wait::RELEASE_FOR_OFFLOAD);
     }
     dead.tensor.reset();
     resident_bytes -= dead.resident_bytes;
-    fetched_bytes -= dead.fetched_bytes;
+    prefetched_bytes -= dead.prefetched_bytes;
     if (!closed && dead.slot) {
       pool_->give(*dead.slot);
     }

@@ -2,7 +2,7 @@
 //
 // A `Swapped` tensor is in one of three places; its copy out starts at once, or only when it has to go:
 //
-//     resident ──release()──► away ──prefetch()──► fetched ──drop()──► away ...
+//     resident ──release()──► away ──prefetch()──► prefetched ──drop()──► away ...
 //        └── acquire() hands out the tensor in any of them ──┘
 //
 // A tensor's stream is the one that its region's forward ran on. Its backward runs there too, even where a region on
@@ -17,7 +17,7 @@
 // All device memory belongs to its tensor's stream, so the caching allocator needs no `record_stream`, and a rounding
 // buffer that the host finds free is safe by rule 2.
 //
-// Guarded by Python's lock: whoever calls holds it. Growing the pool, and a device in Python, may let another thread run.
+// Guarded by Python's lock: the caller holds it. Growing the pool, and a device in Python, may let another thread run.
 #pragma once
 
 #include <cstdint>
@@ -63,9 +63,9 @@ struct Swapped {
   Geometry geometry;
   int64_t nbytes, rows;
   std::optional<Slot> slot; // none until its copy out starts
-  bool resident = true; // the original or its copy on the device, with every row valid; later `[0, rows)` come back
+  bool resident = true; // the original or its copy on the device, with every row valid; later `[0, rows)` are prefetched
   bool mutated = false; // overwritten in place after it was captured: only a recompute pass can replay that
-  EventRef offloaded, fetched; // that its stream has not waited for yet
+  EventRef offloaded, prefetched; // that its stream has not waited for yet
   uint32_t version;
   StreamRef stream; // that made it, and that its device memory belongs to
   int64_t uses = 0, uses_left = 0; // reads in one backward pass
@@ -96,7 +96,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   // there are none. What is in earlier ones stays there.
   bool reserve(size_t count, int64_t nbytes);
 
-  // The rounding buffers, where the tensor's stream is theirs; else null, and it comes back into new memory.
+  // The rounding buffers, where the tensor's stream is theirs; else null, and it is prefetched into new memory.
   const RoundingBuffers* buffers_of(const Swapped& swapped) const;
 
   // The device tensor, and how many of its first rows the tensor's stream may read from now on.
@@ -122,7 +122,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
     return rounding_ ? rounding_->nbytes() : 0;
   }
 
-  int64_t fetched_bytes = 0; // of the device: fetched tensors that were not dropped yet
+  int64_t prefetched_bytes = 0; // of the device: prefetched tensors that were not dropped yet
   int64_t resident_bytes = 0; // of the device: captured tensors that were not released yet
   int64_t offloads = 0, offloaded_total_bytes = 0, prefetched_total_bytes = 0;
   int64_t refused = 0, refused_bytes = 0; // the pool had no room
@@ -135,9 +135,9 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   struct Dead {
     at::Tensor tensor;
     StreamRef stream;
-    EventRef fetched, offloaded;
+    EventRef prefetched, offloaded;
     std::optional<Slot> slot;
-    int64_t resident_bytes, fetched_bytes;
+    int64_t resident_bytes, prefetched_bytes;
   };
 
   void know(const StreamRef& stream);

@@ -152,7 +152,7 @@ void add_transfers(py::module_& module) {
       .def_property_readonly("buffer_bytes", &Transfer::buffer_bytes)
       .def_readonly("buffer_misses", &Transfer::buffer_misses)
       .def_readonly("allocations", &Transfer::allocations)
-      .def_readonly("fetched_bytes", &Transfer::fetched_bytes)
+      .def_readonly("prefetched_bytes", &Transfer::prefetched_bytes)
       .def_readonly("resident_bytes", &Transfer::resident_bytes)
       .def_readonly("offloads", &Transfer::offloads)
       .def_readonly("offloaded_total_bytes", &Transfer::offloaded_total_bytes)

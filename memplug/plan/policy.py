@@ -43,7 +43,7 @@ class Setting:
         rows: fraction of the rows of every matmul's output to swap, [0, 1], where no plan says so.
         plan: decisions by index of the operator in the region's tape; None before there is a plan.
         swaps_input: the input leaves for the host; else it is held.
-        forward_bytes: that one forward sends to the host, as predicted; None where nothing was.
+        forward_bytes: that one forward offloads, as predicted; None where nothing was.
         planned_from: fingerprint of the tape that the plan was made from; None: none was.
         plain_bytes: it runs as it would without memplug where it is given no more than so many bytes of tensors; None:
             it never does.
@@ -71,7 +71,7 @@ class Policy:
     solution: TokenwisePlan
     settings: dict[str, Setting]
     frame_bytes: int = 0
-    """Of the region that swaps the most: what its tensors take on the device when they come back, at most."""
+    """Of the region that swaps the most: what its tensors take on the device once prefetched, at most."""
     peak_bytes: int | None = None
     """Predicted largest allocation total of the device, without rounding buffers."""
     full_recomputation_s: float | None = None

@@ -12,7 +12,7 @@ A step ends, on every rank, in this order:
 | the program is voted on; stage and policy change | with the step's program, and before the next one's settings |
 | the link is checked for a fixed alpha | the stage says whether this was a step to time |
 | techniques that follow the program propose, install and withdraw | for the program and policy of the next step |
-| plain regions leave, or come back | by the next step's policy |
+| plain regions get their own class back, or memplug's | by the next step's policy |
 | rounding buffers are reserved | once it is known whether the arena takes their place |
 | the plan is kept on disk | once both halves of it are in force |
 | callbacks | they see the report of a settled session |

@@ -58,7 +58,7 @@ def _why_unplanned(session: Session, report: dict[str, Any]) -> str:
 
 
 def _arena(report: dict[str, Any]) -> str:
-    served = report["arena_served"] + report["arena_dynamic"] + report["arena_lent"]
+    served = report["arena_served"] + report["arena_dynamic"] + report["arena_reusable"]
     if served:
         return f"{served / (served + report['arena_fallback']):.1%} of requests served by the arena"
     return f"no arena: {report['arena_off_because']}" if report["arena_off_because"] else ""

@@ -38,7 +38,7 @@ def counters(executor: Executor) -> dict[str, Any]:
         "host_pool_bytes": pool.capacity_bytes,
         "host_budget_bytes": pool.budget_bytes,
         "host_refusals": transfer.refused,
-        "fetched_bytes": transfer.fetched_bytes,
+        "prefetched_live_bytes": transfer.prefetched_bytes,
         "transfer_allocations": transfer.allocations,
         "buffer_bytes": transfer.buffer_bytes,
         "buffer_misses": transfer.buffer_misses,
@@ -56,7 +56,7 @@ def predicted(policy: Policy | None, predictions: Predictions, rounding: Roundin
         "predicted_full_recomputation_s": policy.full_recomputation_s if policy else None,
         "predicted_host_bytes": solution.host_bytes if solution else None,
         "expected_step_bytes": predictions.expected_bytes,
-        "sent_step_bytes": predictions.sent_bytes,
+        "offloaded_step_bytes": predictions.offloaded_bytes,
         "predicted_kept_bytes": solution.device_bytes if solution else None,
         "predicted_peak_bytes": rounding.peak_bytes(policy),
         "bound": solution.bound if solution else None,
@@ -92,8 +92,8 @@ def arena(serving: PlannedAddresses | None, why: str) -> dict[str, Any]:
         "arena_dynamic": counters.dynamic,
         "arena_dynamic_bytes": counters.dynamic_bytes,
         "arena_dynamic_missed": counters.dynamic_missed,
-        "arena_lent": counters.lent,
-        "arena_lent_bytes": counters.lent_bytes,
+        "arena_reusable": counters.reusable,
+        "arena_reusable_bytes": counters.reusable_bytes,
         "arena_fallback": counters.fallback,
         "arena_fallback_bytes": counters.native_bytes,
         "native_bytes": serving.native_bytes if serving else None,
@@ -128,7 +128,7 @@ def out_of_memory_note(phase: str, region: str | None, report: dict[str, Any], p
     lines = [
         f"memplug: out of memory in {phase}" + (f" of region {region}" if region else ""),
         f"  peak: predicted {_gib(report['predicted_peak_bytes'])}, measured {_gib(peak_bytes)} (allocated in all)",
-        f"  memplug holds on the device: {_gib(report['fetched_bytes'])} fetched, "
+        f"  memplug holds on the device: {_gib(report['prefetched_live_bytes'])} prefetched, "
         f"{_gib(report['predicted_kept_bytes'])} kept by plan, {_gib(report['buffer_bytes'])} in rounding buffers",
         f"  memplug holds on the host: {_gib(report['host_used_bytes'])} of {_gib(report['host_budget_bytes'])}",
         f"  stage {report['stage']}, alpha {report['alpha']}, {report['forwards_in_flight']} region forwards in flight",

@@ -287,7 +287,7 @@ class Adjuster:
         self.tell(f"step {self._step}: {reason}", logging.INFO if news else logging.DEBUG)
 
     def _stop_comparing(self, change: str) -> None:
-        """Steps of ever other lengths, or a mixture whose experts loop: from here on every step counts as the same."""
+        """Programs keep changing, with sequence lengths or experts: treat every step as the same one from now on."""
         self.programs.indifferent = True
         if self._ranks.first:
             log.warning(

@@ -83,7 +83,7 @@ def device_bytes(config: MemplugConfig, device: Device) -> int | None:
 
 def has_room_for_buffers(device: Device, more_bytes: int) -> bool:
     """Whether the device has room for so many more bytes than the run has needed so far, all within `DEVICE_SHARE` of
-    what other processes leave. What the steps so far fetched without rounding buffers counts as well: rather none than
+    what other processes leave. Tensors that were prefetched without rounding buffers count as well: rather none than
     a step that runs out of memory. The block's budget is for outputs that are kept.
     """
     if device.kind != "cuda":

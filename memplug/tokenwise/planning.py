@@ -48,7 +48,7 @@ class Observer:
         self.given_bytes[name] = max(frame.given_bytes, self.given_bytes.get(name, 0))
         self.saved_bytes[name] = max(frame.saved_bytes, self.saved_bytes.get(name, 0))
         # what collectives gave, and choices, are swapped like inputs: always, and whole
-        sizes = (tape.bytes[number] for number in tape.fetched | _chosen(tape))
+        sizes = (tape.bytes[number] for number in tape.received | _chosen(tape))
         large = [nbytes for nbytes in sizes if nbytes >= self.min_offload_bytes]
         self.input_bytes[name] = frame.offered_bytes + sum(large)
         self.input_tensors[name] = frame.offered + len(large)
@@ -122,7 +122,7 @@ def _replayed(
     """Operators of regions that ran the same ones, storages that backward asks for, and those that are there before."""
     tape = tapes[0]
     operations = tuple(_operator(tapes, index, seconds, min_offload_bytes) for index in range(len(tape.records)))
-    return operations, frozenset(tape.asked), frozenset(tape.given | tape.fetched | _chosen(tape))
+    return operations, frozenset(tape.asked), frozenset(tape.given | tape.received | _chosen(tape))
 
 
 def _module(forward_s: float) -> tuple[tuple[plan.Operator, ...], frozenset[int], frozenset[int]]:
@@ -223,7 +223,7 @@ def _swapped_bytes(tape: Tape, group: plan.Group) -> int:
 
 
 def _frame_bytes(tape: Tape, group: plan.Group, observer: Observer, name: str) -> int:
-    """A tensor of which some rows are swapped comes back in full size, for the others to be recomputed in place."""
+    """A tensor of which some rows are swapped is prefetched in full size: the other rows are recomputed in place."""
     outputs = [tape.bytes[number] for index in group.fractions for number in tape.records[index].outputs]
     tensors = observer.input_tensors[name] + len(outputs)
     return observer.input_bytes[name] + sum(outputs) + tensors * (ALIGNMENT_BYTES - 1)

@@ -1,4 +1,4 @@
-"""Whether a plan sends to the host what it said: the second step under each is compared with its prediction. In the
+"""Whether a plan offloads as many bytes as predicted: the second step under each is compared. In the
 first, regions find out which results of collectives no backward asks for.
 
 A plan is made from one observed step. What it then moves differs where the observation was wrong, or what is captured
@@ -23,10 +23,10 @@ class Predictions:
     """Called at the end of every step.
 
     Args:
-        executor: which counts what it sends, and what it was to send.
+        executor: which counts the bytes that it offloads, and those that it was to offload.
 
     Attributes:
-        expected_bytes, sent_bytes: of the last step that was compared; None so far.
+        expected_bytes, offloaded_bytes: of the last step that was compared; None so far.
     """
 
     def __init__(self, executor: Executor):
@@ -36,7 +36,7 @@ class Predictions:
         self._is_settled = False
         self._warned = False
         self.expected_bytes: int | None = None
-        self.sent_bytes: int | None = None
+        self.offloaded_bytes: int | None = None
 
     def end_step(self, policy: Policy, program: Program, planned_from: Program) -> None:
         """A step is over that ran `program`, by `policy` from its beginning.
@@ -50,30 +50,32 @@ class Predictions:
         before, self._before = self._before, self._counts()
         if policy is not self._compared:
             self._compared, self._is_settled = policy, False
-            self.expected_bytes = self.sent_bytes = None
+            self.expected_bytes = self.offloaded_bytes = None
             return
-        sent, expected, short, unplanned, strayed = (now - then for now, then in zip(self._before, before, strict=True))
+        offloaded, expected, short, unplanned, strayed = (
+            now - then for now, then in zip(self._before, before, strict=True)
+        )
         as_planned = not (short or unplanned) and self._executor.share == 1.0
         if not as_planned or not program.same_sizes(planned_from):
             return
         self._is_settled = not strayed
         if self._is_settled or self.expected_bytes is None:
-            self.expected_bytes, self.sent_bytes = expected, sent
-        if self._is_settled and abs(sent - expected) > TOLERANCE * max(sent, expected):
-            self.warn(sent, expected)
+            self.expected_bytes, self.offloaded_bytes = expected, offloaded
+        if self._is_settled and abs(offloaded - expected) > TOLERANCE * max(offloaded, expected):
+            self.warn(offloaded, expected)
 
     def skip_step(self) -> None:
         """A step is over that ran by no policy, or by one that was only tried."""
         self._before = self._counts()
 
-    def warn(self, sent: int, expected: int) -> None:
+    def warn(self, offloaded: int, expected: int) -> None:
         """Once: a plan was wrong."""
         if not self._warned:
             self._warned = True
             log.warning(
-                "memplug: a step under a plan sent %.3f GiB to the host, and was to send %.3f: its predicted "
+                "memplug: a step under a plan offloaded %.3f GiB, and was to offload %.3f: its predicted "
                 "times are off by as much",
-                sent / 2**30,
+                offloaded / 2**30,
                 expected / 2**30,
             )
 

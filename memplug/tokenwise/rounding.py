@@ -1,6 +1,6 @@
 """When rounding buffers are reserved (MEMO, section 4.1): between two steps, as soon as their size is known.
 
-They are for training without the arena, which has planned addresses for all that comes back. A plan says what each
+They are for training without the arena, which has planned addresses for prefetched tensors. A plan says what each
 region swaps, so that they are there before the first step under it. With a number for alpha there is no plan: the
 first step tells. A later step that swaps more makes them larger, for the next one. They never become smaller while the
 session is stable, whichever of its programs runs; the steps that a plan is made from, and tried in, go without.
@@ -80,6 +80,6 @@ class Rounding:
             return
         self._told = True
         log.warning(
-            "memplug: no room on the device for rounding buffers of %s: each tensor that comes back is allocated anew",
+            "memplug: no room on the device for rounding buffers of %s: each prefetched tensor is allocated anew",
             size(total_bytes),
         )

@@ -24,7 +24,7 @@ WAITS = {
         "      device_.wait(stream, event);\n",
         "side",
     ),
-    "bytes that were lent, and the stream that the plan has them for": (
+    "reusable bytes in use, and the stream that the plan has them for": (
         "arena.cpp",
         "    pending_.push_back({begin, end, stream, device_.record(stream)});\n",
         "side",

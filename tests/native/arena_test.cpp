@@ -139,7 +139,7 @@ void what_lies_between_the_passes_is_lent_as_far_up_as_possible() {
   CHECK(ask(arena, 3, 9, MAIN, Reuse::BETWEEN) == nullptr);
   arena.give_back(lent);
   CHECK(at(arena, ask(arena, 4, 9, MAIN, Reuse::BETWEEN)) == 4);
-  CHECK(arena.counters().lent == 2);
+  CHECK(arena.counters().reusable == 2);
 }
 
 // -- streams ----------------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ void where_the_bytes_are_not_free_idle_ones_are_taken() {
   CHECK(at(arena, ask(arena, 2)) == 0);
   CHECK(at(arena, ask(arena, 1)) == 3); // not at 1
   CHECK(ask(arena, 1, 1) == nullptr); // there are none for this one
-  CHECK(arena.counters().lent == 1 && arena.counters().occupied == 1 && arena.late().size() == 2);
+  CHECK(arena.counters().reusable == 1 && arena.counters().occupied == 1 && arena.late().size() == 2);
 }
 
 void what_is_lent_is_needed_last() {
@@ -225,7 +225,7 @@ void what_is_lent_is_needed_last() {
   ArenaPlan plan = plan_of({planned(3, 1)}, 4);
   plan.spaces = {{2 * UNIT, 3 * UNIT, 0}, {1 * UNIT, 3 * UNIT, 1}};
   plan.crosses = {0, 0};
-  plan.lendable = {0, 1};
+  plan.reusable = {0, 1};
   arena.load(std::move(plan));
   arena.begin_step();
   CHECK(at(arena, ask(arena, 1, 9, MAIN, Reuse::BETWEEN)) == 2);

@@ -7,7 +7,7 @@ pattern has the same addresses inside its block, in every iteration.
 
 Departures: MEMO has a mixed integer program for both levels, which does not end on either; here `exact` and `search`
 do the same. Layers are taken from where requests are accounted to, and from the requests alone; the lower of the two
-stays. A pseudo-request is a rectangle: what is idle in it is lost.
+stays. A pseudo-request is a rectangle: space inside of it is not reused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where requests whose sizes are known only at run time may go: bytes of the arena that are idle while they live.
+"""Where requests whose sizes are known only at run time may go: reusable space, by group.
 
 STWeaver, section 5.2: dynamic requests that are asked for in one layer and freed in another are a HomoLayer group
 (Eq. 2). Their lifetimes are known, from the beginning of the one to the end of the other, their sizes are not; what no
@@ -63,7 +63,7 @@ def plan_with_spaces(step: Trace, problem: Problem, solution: Solution) -> Memor
 
 
 def with_spaces_renewed(plan: MemoryPlan, problem: Problem, solution: Solution) -> MemoryPlan:
-    """The plan with other addresses: its dynamic requests, at the same times, may reuse what these leave idle.
+    """The plan with other addresses: its dynamic requests, at the same times, may reuse what these leave.
 
     Args:
         plan: on the same clock.
@@ -184,8 +184,8 @@ def _complement(starts: np.ndarray, ends: np.ndarray, height: int) -> tuple[tupl
     order = np.argsort(starts)
     begins = np.concatenate([[0], np.maximum.accumulate(ends[order])])
     stops = np.concatenate([starts[order], [height]])
-    idle = stops > begins
-    return tuple(zip(begins[idle].tolist(), stops[idle].tolist(), strict=True))
+    is_free = stops > begins
+    return tuple(zip(begins[is_free].tolist(), stops[is_free].tolist(), strict=True))
 
 
 def _peak_bytes(rows: np.ndarray) -> int:

@@ -234,7 +234,7 @@ def memory_layers(lifetimes: list[tuple[int, int]]) -> list[list[int]]:
         while busy and busy[0][0] <= lower:
             free.append(heapq.heappop(busy))
         if free:
-            # They became free in the order of time: the last is the one that has been idle the shortest.
+            # They became free in the order of time: the last one has been free for the shortest time.
             layer = free.pop()[1]
         else:
             layer = len(layers)

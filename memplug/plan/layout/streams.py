@@ -32,7 +32,7 @@ def on_one_stream(problem: Problem, place: Callable[[Problem], np.ndarray]) -> B
         lower, upper = _held(problem, rows, stream, main)
         order = np.argsort(lower, kind="stable")
         rows, lower, upper = rows[order], lower[order], upper[order]
-        # A block ends where all that came before is let go.
+        # A block ends where every earlier buffer is freed.
         begins = np.flatnonzero(np.concatenate([[True], lower[1:] >= np.maximum.accumulate(upper)[:-1]]))
         for begin, end in zip(begins, np.append(begins[1:], len(rows)), strict=True):
             part = rows[begin:end]

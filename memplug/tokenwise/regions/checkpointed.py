@@ -51,7 +51,7 @@ class Copies:
         self.offloads = self.offloaded_total_bytes = self.prefetched_total_bytes = 0
         self.refused = self.refused_bytes = 0
         self.allocations = self.buffer_bytes = self.buffer_misses = self.largest_frame_bytes = 0
-        self.fetched_bytes = self.input_bytes = self.recomputed_bytes = 0
+        self.prefetched_bytes = self.input_bytes = self.recomputed_bytes = 0
 
     @property
     def capacity_bytes(self) -> int:

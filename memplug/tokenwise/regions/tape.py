@@ -83,7 +83,7 @@ class Tape:
         given: storages that no operator made.
         bytes: of every storage.
         spared: collectives that no recompute pass launches again, and the waits for them.
-        fetched: storages that such a collective filled, and a recompute pass substitutes.
+        received: storages that such a collective filled, and a recompute pass substitutes.
         stamps: (begin, end) of every operator, where the profile asked for them.
         span, recompute_span: (begin, end) of the forward and of the recompute pass, likewise.
     """
@@ -95,7 +95,7 @@ class Tape:
         self.given = {storage for storage, given in enumerate(tape.given) if given}
         self.bytes: list[int] = tape.nbytes
         self.spared: set[int] = set()
-        self.fetched: set[int] = set()
+        self.received: set[int] = set()
         self.stamps: list[tuple[Any, Any]] = []
         self.span: Any = None
         self.recompute_span: Any = None
