@@ -87,7 +87,7 @@ class Boundary:
         self.adjuster = Adjuster(config, regions, executor, begin, self._step_peak, self._ranks)
         self.check = AlphaCheck(config, regions, executor, self._ranks)
         self.predictions = Predictions(executor)
-        self.rounding = Rounding(executor, planned=self.plans)
+        self.rounding = Rounding(config, executor, planned=self.plans)
         self._shortage = Shortage(executor, self._ranks)
         self.claim: Claim | None = None
         self.kept: KeptPlans | None = None
