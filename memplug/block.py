@@ -198,8 +198,10 @@ class MemplugConfig(Section):
     device_budget_gib: Budget = Field(
         default="auto",
         description=(
-            "Device memory of a rank, all of it counted, up to which a plan may keep outputs instead of swapping them. "
-            'A number of GiB (2**30 bytes) above 0, or "auto": 92 % of what other processes leave.'
+            "The most device memory of a rank that a step may take under a plan, all of it counted (on the CPU, what "
+            "recorded steps allocate); up to it, outputs are kept instead of swapped. Less than a step takes in which "
+            "everything is swapped or recomputed is an error, which names the least. A number of GiB (2**30 bytes) "
+            'above 0, or "auto": 92 % of what other processes leave; on the CPU nothing is kept.'
         ),
     )
     host_budget_gib: Budget = Field(

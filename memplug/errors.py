@@ -1,5 +1,6 @@
-"""Every error that a user of memplug can see, each with what to do next; imports nothing."""
+"""Every error that a user of memplug can see, each with what to do next; imports nothing of memplug."""
 
+import math
 from collections.abc import Sequence
 
 
@@ -61,6 +62,29 @@ class ConfigError(MemplugError):
         else:
             text = "\n  - ".join([f"memplug's configuration has {len(self.problems)} problems:", *self.problems])
         super().__init__(text, advice)
+
+
+class BudgetError(MemplugError):
+    """Not even the safest setting, which swaps or recomputes everything, keeps a step to `device_budget_gib`.
+
+    Args:
+        least_gib: That a step at the safest setting takes, in GiB.
+        rank: On which it does.
+        asked_gib: Of that rank's block.
+
+    Attributes:
+        least_gib: Rounded up to three digits: the least budget that is possible.
+    """
+
+    def __init__(self, least_gib: float, rank: int, asked_gib: float) -> None:
+        digit = 10.0 ** (math.floor(math.log10(least_gib)) - 2)
+        self.least_gib = float(f"{math.ceil(least_gib / digit) * digit:.3g}")
+        super().__init__(
+            f'"device_budget_gib" is {asked_gib:g}, and on rank {rank} a step takes {self.least_gib:g} GiB of device '
+            "memory even if everything is swapped or recomputed",
+            f'Set "device_budget_gib" to {self.least_gib:g} or more, or to "auto"; or let a step take less: a shorter '
+            "sequence, a smaller micro-batch, optimizer states in fewer bytes or on more ranks.",
+        )
 
 
 class UnsupportedVersionError(MemplugError):

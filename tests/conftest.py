@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 import memplug
 from memplug import native
 from memplug.hooks import attach as attach_module
+from memplug.tokenwise import budgets
 from memplug.tokenwise.predictions import Predictions
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -86,6 +87,12 @@ def plans_do_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
 def plans_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder for plans is in the working directory, unless a test says otherwise."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans find no room on the device for outputs, as on the CPU, so that even small models swap."""
+    monkeypatch.setattr(budgets, "device_room_bytes", lambda *args: 0)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
+from memplug.errors import BudgetError
 from memplug.profile import hardware
 from memplug.tokenwise import budgets
 
@@ -52,17 +54,67 @@ def test_the_peak_of_the_observed_step_counts_where_it_is_known_with_the_allocat
 
 
 def test_on_the_cpu_nothing_is_kept_unless_it_is_asked_for() -> None:
-    assert budgets.device_room_bytes(MemplugConfig(enabled=True), Device(), None) == 0
-    assert budgets.device_room_bytes(MemplugConfig(enabled=True, device_budget_gib=2.0), Device(), None) == 2 * GIB
+    asked = MemplugConfig(enabled=True, device_budget_gib=2.0)
+    assert budgets.device_room_bytes(MemplugConfig(enabled=True), Device(), GIB) == 0
+    assert budgets.device_room_bytes(asked, Device(), GIB) == GIB
+    assert budgets.device_room_bytes(asked, Device(), 3 * GIB) == 0
+    assert budgets.device_room_bytes(asked, Device(), None) == 2 * GIB, "what the step needs is unknown"
     assert budgets.peak_bytes(Device()) is None
+    assert budgets.device_bytes(asked, Device()) == 2 * GIB
+    assert budgets.device_bytes(MemplugConfig(enabled=True), Device()) is None
 
 
-def test_buffers_have_room_within_what_a_plan_may_fill_whatever_the_block_grants_to_kept_outputs(
-    allocator: dict[str, int],
-) -> None:
-    assert budgets.has_room_for_buffers(CUDA, int((0.92 * 70 - 40) * GIB))
-    assert not budgets.has_room_for_buffers(CUDA, int((0.92 * 70 - 40) * GIB) + GIB)
-    assert budgets.has_room_for_buffers(Device(), 1 << 60)
+def require(*ranks: tuple[float | None, float | str]) -> None:
+    """Of each rank the peak of its observed step and its budget, in GiB."""
+    everyone = [(int((peak_gib or 0) * GIB), budget_gib) for peak_gib, budget_gib in ranks]
+
+    def gather(value: tuple[int, float | str]) -> list[tuple[int, float | str]]:
+        assert value == everyone[0]
+        return everyone
+
+    peak_gib, budget_gib = ranks[0]
+    config = MemplugConfig(enabled=True, device_budget_gib=budget_gib)
+    budgets.require_device_bytes(config, None if peak_gib is None else int(peak_gib * GIB), gather)
+
+
+def test_a_budget_that_no_plan_keeps_to_is_refused_with_the_least_that_is_possible() -> None:
+    with pytest.raises(BudgetError, match="is 2, and on rank 0 a step takes 17.3 GiB .*\n.* to 17.3 or more") as caught:
+        require((17.2049, 2.0))
+    assert caught.value.least_gib == 17.3
+    assert pickle.loads(pickle.dumps(caught.value)).least_gib == 17.3
+    require((17.2049, caught.value.least_gib))
+
+
+@pytest.mark.parametrize("peak_gib", [1.0, 0.9999, 9.999, 123.4, 3.21e-5, 2**-20])
+def test_the_least_that_is_named_is_enough_and_no_more_than_a_hundredth_too_much(peak_gib: float) -> None:
+    least_gib = BudgetError(peak_gib, 0, peak_gib / 2).least_gib
+    assert peak_gib <= least_gib <= 1.01 * peak_gib
+
+
+def test_the_rank_that_takes_the_most_is_named_on_all_of_them() -> None:
+    for ranks in ([(3.0, 4.0), (5.0, 4.0), (6.0, 4.0)], [(6.0, "auto"), (6.0, 5.0), (6.0, 4.0)]):
+        with pytest.raises(BudgetError, match="is 4, and on rank 2 a step takes 6 GiB"):
+            require(*ranks)
+
+
+def test_what_is_unknown_or_left_to_memplug_is_never_refused() -> None:
+    require((None, 1e-9), (None, 1e-9))
+    require((1e6, "auto"), (None, 1.0))
+
+
+def test_buffers_have_room_within_what_a_plan_may_fill(allocator: dict[str, int]) -> None:
+    config, room_bytes = MemplugConfig(enabled=True), int((0.92 * 70 - 40) * GIB)
+    assert budgets.has_room_for_buffers(config, CUDA, 2 * room_bytes, room_bytes, None)
+    assert not budgets.has_room_for_buffers(config, CUDA, 2 * room_bytes, room_bytes + GIB, None)
+    assert budgets.has_room_for_buffers(config, Device(), 1 << 60, 1 << 60, 1)
+
+
+@pytest.mark.parametrize("device", [CUDA, Device()])
+def test_a_step_with_buffers_keeps_to_the_budget_too(device: Device, allocator: dict[str, int]) -> None:
+    config = MemplugConfig(enabled=True, device_budget_gib=30.0)
+    assert budgets.has_room_for_buffers(config, device, 10 * GIB, 10 * GIB, 20 * GIB)
+    assert not budgets.has_room_for_buffers(config, device, 10 * GIB + 1, 10 * GIB, 20 * GIB)
+    assert budgets.has_room_for_buffers(config, device, 10 * GIB + 1, 10 * GIB, None), "what a step takes is unknown"
 
 
 def test_buffers_take_from_what_may_be_kept_where_no_arena_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

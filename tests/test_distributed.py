@@ -121,6 +121,20 @@ def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition
         assert results["auto"]["report"]["predicted_host_bytes"] <= 1e-6 * 2**30, "the smallest budget counts for all"
 
 
+def test_a_device_budget_that_is_impossible_on_one_rank_is_refused_on_both_in_the_same_words(tmp_path: Path) -> None:
+    """Under ZeRO 3 a rank that raised alone would leave the other waiting."""
+    cases = {
+        "impossible": {"stage": 3, "memplug": block(), "device_budget_gib": ["auto", 1e-6]},
+        "ample": {"stage": 3, "memplug": block(), "device_budget_gib": [1.0, 1.0]},
+    }
+    launch_forked(["tests.training_worker", tmp_path, json.dumps(cases)], module=True)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert ranks[0]["impossible"] == ranks[1]["impossible"]
+    assert '"device_budget_gib" is 1e-06, and on rank 1 a step takes' in ranks[0]["impossible"]["refused"]
+    for results in ranks:
+        assert results["ample"]["stages"][-1] == "stable", "once the first session is detached"
+
+
 STAGES = pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.long)])
 ADAPTING = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
 

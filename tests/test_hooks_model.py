@@ -18,7 +18,7 @@ from memplug.errors import ConflictError, MemplugError, RegionError, Unsupported
 from tests.blocks import Stack, alphas, assert_same, gradients
 from tests.hosts import DISABLED, block, fingerprint, tiny_llama, tokens, train
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("keeps_nothing")]
 
 HALVES = ["model.layers.*.self_attn", "model.layers.*.mlp"]
 

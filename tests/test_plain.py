@@ -272,8 +272,8 @@ def test_ranks_that_are_given_more_launch_the_collectives_of_those_that_are_not(
         assert training.step(tokens=18) == 0
 
 
-def test_without_room_regions_are_not_plain() -> None:
-    training = Training(device_budget_gib=1e-6)
+def test_without_room_regions_are_not_plain(keeps_nothing: None) -> None:
+    training = Training()
     with training.session as session:
         training.reach_stable()
         assert session.report()["plain_regions"] == 0 and training.step() == 4

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import memplug
+from memplug.config import MemplugConfig
 from memplug.plan.tokenwise import Budget, Region
 from memplug.profile.trace import Pass
 from memplug.session import Session
@@ -172,6 +173,6 @@ def test_a_plan_with_buffers_swaps_what_one_without_would_keep(monkeypatch: pyte
 
 def test_the_predicted_peak_has_the_buffers_that_are_reserved() -> None:
     executor = SimpleNamespace(transfer=SimpleNamespace(buffer_bytes=30))
-    rounding = Rounding(executor, planned=True)
+    rounding = Rounding(MemplugConfig(), executor, planned=True)
     assert rounding.peak_bytes(SimpleNamespace(peak_bytes=100)) == 130
     assert rounding.peak_bytes(SimpleNamespace(peak_bytes=None)) is None is rounding.peak_bytes(None)

@@ -14,7 +14,7 @@ from memplug.stages.table import Stage
 from tests.blocks import LAYERS, Block, Stack, assert_same, gradients, train_stacks, twin
 from tests.hosts import QUICK, block, ds_config, make_engine, tiny_llama, tokens, train, train_engine
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("keeps_nothing")]
 
 
 @pytest.mark.cpu("the arena of another device is planned later")

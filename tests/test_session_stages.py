@@ -17,7 +17,7 @@ from tests.blocks import LAYERS, Stack
 from tests.hosts import block
 from tests.stepping import Played, is_safest, led, plans_by_alpha, played, settings
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("keeps_nothing")]
 
 __all__ = ["plans_by_alpha"]
 

@@ -70,7 +70,7 @@ def test_a_rank_whose_first_one_died_solves_after_a_while(
     problem: Problem, tmp_path: Path, solves: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared.solve_once(problem, "auto", 10.0, tmp_path)
-    (file,) = (tmp_path / shared.FOLDER).glob("*.json")
+    (file,) = (tmp_path / shared.FOLDER).glob("*.addresses")
     file.unlink()  # what it had begun is still said
     monkeypatch.setattr(shared, "GRACE_S", 0.1)
     assert not replay.judge(problem, shared.solve_once(problem, "auto", 0.1, tmp_path))
@@ -80,7 +80,7 @@ def test_a_rank_whose_first_one_died_solves_after_a_while(
 @pytest.mark.parametrize("damage", ["cut", "unsound"])
 def test_a_file_that_is_not_sound_is_not_used(problem: Problem, tmp_path: Path, solves: list[str], damage: str) -> None:
     first = shared.solve_once(problem, "auto", 10.0, tmp_path)
-    (file,) = (tmp_path / shared.FOLDER).glob("*.json")
+    (file,) = (tmp_path / shared.FOLDER).glob("*.addresses")
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-100])
     else:

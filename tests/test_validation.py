@@ -17,7 +17,7 @@ from tests.hosts import block, ds_config, make_engine, tokens
 from tests.serving import train as train_llama
 from tests.stepping import plans_by_alpha
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("keeps_nothing")]
 
 __all__ = ["plans_by_alpha"]
 

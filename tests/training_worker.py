@@ -38,6 +38,7 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
     ways = {
         "by alpha": mock.patch("memplug.tokenwise.candidates._solve_around", solve_by_alpha),
+        "keeps nothing": mock.patch("memplug.tokenwise.budgets.device_room_bytes", lambda *args: 0),
         "own group": mock.patch("memplug.stages.ranks._uses_gloo", lambda group: False),
     }
     with contextlib.ExitStack() as stack:
@@ -54,12 +55,14 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
 def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
     """Trains with the case's stage and block; attaches as `memplug.install` does."""
     import memplug
+    from memplug.errors import BudgetError
     from tests.hosts import ds_config, make_engine, tiny_llama
     from tests.stepping import Played, played
 
     block = case["memplug"]
-    if "host_budget_gib" in case:
-        block = {**block, "host_budget_gib": case["host_budget_gib"][rank]}
+    for name in ("host_budget_gib", "device_budget_gib"):
+        if name in case:
+            block = {**block, name: case[name][rank]}
     recorder = Played()
     operators = case["operators"][rank] if "operators" in case else None
     with contextlib.nullcontext() if operators is None else played(recorder):
@@ -69,7 +72,11 @@ def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
         memplug.uninstall()
         session = memplug.attach(engine)
         lengths = case["lengths"][rank] if "lengths" in case else [12] * STEPS
-        losses, stages, served = train(engine, session, lengths, operators, recorder, rank, case.get("schedules"))
+        try:
+            losses, stages, served = train(engine, session, lengths, operators, recorder, rank, case.get("schedules"))
+        except BudgetError as error:
+            session.detach()
+            return {"refused": str(error), "stage": session.stage.value}
     result = {
         "losses": losses,
         "gathered": [name for name, parameter in engine.module.named_parameters() if parameter.numel()],

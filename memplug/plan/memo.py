@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from memplug.plan.tokenwise_model import Budget, Region, TokenwisePlan, group_of, host_tensors, measure, needed
+from memplug.plan.cost import measure, swapped_tensors
+from memplug.plan.tokenwise_model import Budget, Region, TokenwisePlan, group_of, needed
 
 
 def alpha_of_layer(
@@ -61,7 +62,7 @@ def fixed(
         for part in (whole, rows)
     )
     padding_bytes = budget.padding_bytes * sum(
-        r.instances * host_tensors(r, (*always, *some)) for r, always, some in zip(regions, whole, rows, strict=True)
+        r.instances * swapped_tensors(r, (*always, *some)) for r, always, some in zip(regions, whole, rows, strict=True)
     )
     left_bytes = room_bytes - whole_bytes - padding_bytes
     cut = left_bytes < 0 or alpha * rows_bytes > left_bytes

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memplug.plan import tokenwise
-from memplug.plan.tokenwise_model import Budget, Group, Region, TokenwisePlan, measure
+from memplug.plan.cost import measure
+from memplug.plan.tokenwise_model import Budget, Group, Region, TokenwisePlan
 
 
 def solve(regions: Sequence[Region], budget: Budget) -> TokenwisePlan | None:

@@ -7,7 +7,7 @@ against the time to recompute, under the link's time in forward and in backward,
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +16,8 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import csr_array
 
 from memplug.plan import memo
+from memplug.plan.cost import Amounts, Linear, Quantity, chosen, measure, passes_s, unchosen
+from memplug.plan.idle import without_idle
 from memplug.plan.tokenwise_model import (
     Budget,
     Group,
@@ -24,8 +26,7 @@ from memplug.plan.tokenwise_model import (
     RegionPlan,
     TokenwisePlan,
     group_of,
-    host_tensors,
-    measure,
+    makers,
     needed,
 )
 
@@ -79,7 +80,7 @@ def solve(regions: Sequence[Region], budget: Budget, alpha: float | Literal["aut
     room_bytes = budget.host_bytes - inputs_bytes if inputs_swapped else budget.host_bytes
     if alpha != "auto":
         return memo.fixed(regions, budget, alpha, room_bytes, inputs_swapped)
-    return _Search(regions, budget, room_bytes, inputs_swapped).best()
+    return _Search(regions, budget, inputs_swapped).best()
 
 
 def full_recomputation(regions: Sequence[Region], budget: Budget) -> TokenwisePlan:
@@ -109,33 +110,49 @@ def _check(regions: Sequence[Region], budget: Budget, alpha: float | str) -> Non
 class _Program:
     """Columns and rows of a mixed integer linear program."""
 
+    unit_s: float
+    unit_bytes: float
+    """What rows and the objective count in, so that their numbers are near 1."""
     cost: list[float] = field(default_factory=list)
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
     entries: list[tuple[int, int, float]] = field(default_factory=list)
-    at_least: list[float] = field(default_factory=list)
+    limits: list[float] = field(default_factory=list)
 
-    def column(self, *, lower: float = 0.0, upper: float = 1.0, cost: float = 0.0, integer: bool = False) -> int:
-        self.cost.append(cost)
+    def column(self, *, lower: float = 0.0, upper: float = 1.0, integer: bool = False) -> int:
+        self.cost.append(0.0)
         self.lower.append(lower)
         self.upper.append(upper)
         self.integer.append(integer)
         return len(self.cost) - 1
 
-    def row(self, terms: dict[int, float], at_least: float = 0.0) -> None:
+    def row(self, terms: Mapping[int, float], at_least: float = 0.0) -> None:
         """Sum of coefficient times column >= at_least."""
-        self.entries += [(len(self.at_least), column, value) for column, value in terms.items()]
-        self.at_least.append(at_least)
+        self.entries += [(len(self.limits), column, value) for column, value in terms.items()]
+        self.limits.append(at_least)
+
+    def largest(self, *pieces_s: Linear) -> Linear:
+        """Of seconds, once the program has made it as small as it can be."""
+        result_s = Linear(terms={self.column(upper=np.inf): self.unit_s})
+        for piece_s in pieces_s:
+            over = (result_s - piece_s) / self.unit_s
+            self.row(over.terms, at_least=-over.constant)
+        return result_s
+
+    def limit(self, nbytes: Linear, at_most: float, margin: float) -> None:
+        """Less a margin, in units; what no choice can spare is never too much."""
+        left = (Linear(at_most) - nbytes) / self.unit_bytes
+        self.row(left.terms, at_least=min(margin - left.constant, 0.0))
 
     def run(self, time_limit_s: float, *, relaxed: bool = False) -> OptimizeResult:
         rows, columns, values = zip(*self.entries, strict=True)
-        matrix = csr_array((values, (rows, columns)), shape=(len(self.at_least), len(self.cost)))
+        matrix = csr_array((values, (rows, columns)), shape=(len(self.limits), len(self.cost)))
         return milp(
             np.array(self.cost),
             integrality=None if relaxed else np.array(self.integer, dtype=int),
             bounds=Bounds(self.lower, self.upper),
-            constraints=LinearConstraint(matrix, lb=np.array(self.at_least)),
+            constraints=LinearConstraint(matrix, lb=np.array(self.limits)),
             options={"time_limit": time_limit_s, "node_limit": NODE_LIMIT, "mip_rel_gap": GAP},
         )
 
@@ -155,6 +172,17 @@ class _Columns:
     reads: dict[int, int] = field(default_factory=dict)
     """1 if any of it runs: its inputs are then needed whole."""
 
+    def amounts(self, region: Region, budget: Budget) -> Amounts:
+        """What they stand for, of one instance."""
+        operators = region.operators
+        return chosen(
+            budget,
+            recompute_s=Linear(terms={column: operators[i].time_s for i, column in self.run.items()}),
+            swapped_bytes=Linear(terms={column: operators[i].output_bytes for i, column in self.swap.items()}),
+            swapped_tensors=Linear(terms={column: len(operators[i].outputs) for i, column in self.swap.items()}),
+            kept_bytes=Linear(terms={column: operators[i].output_bytes for i, column in self.keep.items()}),
+        )
+
     def sources(self, index: int) -> dict[int, float]:
         """What makes an operator's outputs available, as the left side of a row."""
         return {columns[index]: 1.0 for columns in (self.swap, self.keep, self.run) if index in columns}
@@ -168,19 +196,18 @@ class _Search:
     the mean of two groups is a solution of it.
     """
 
-    def __init__(self, regions: Sequence[Region], budget: Budget, room_bytes: int, inputs_swapped: bool) -> None:
+    def __init__(self, regions: Sequence[Region], budget: Budget, inputs_swapped: bool) -> None:
         self.regions = regions
         self.budget = budget
-        self.room_bytes = room_bytes
         self.inputs_swapped = inputs_swapped
         self.deadline = time.monotonic() + TIME_LIMIT_S
         self.live = [sorted(needed(r.operators, r.saved, r.given, ())) for r in regions]
         self.unit_s = sum(r.instances * (r.forward_s + r.backward_s) for r in regions) or 1.0
         self.unit_bytes = max(1, sum(r.instances * (r.input_bytes + self._capturable_bytes(r)) for r in regions))
 
-    @staticmethod
-    def _capturable_bytes(region: Region) -> int:
-        return sum(operator.output_bytes for operator in region.operators if operator.capturable)
+    def _capturable_bytes(self, region: Region) -> int:
+        padding_bytes = self.budget.padding_bytes
+        return sum(o.output_bytes + len(o.outputs) * padding_bytes for o in region.operators if o.capturable)
 
     def best(self) -> TokenwisePlan:
         """The best plan over all cuts, and never worse than recomputing everything."""
@@ -195,13 +222,15 @@ class _Search:
             if best.step_s <= bound_s * (1.0 + GAP) or time.monotonic() > self.deadline:
                 break
             plan = self._solve(cut)
-            if plan is not None and self._rank(plan) < self._rank(best):
+            if plan is not None and self._objective_of(plan) < self._objective_of(best):
                 best = plan
-        return self._without_idle(best)
+        return without_idle(self.regions, best, self.budget)
 
-    def _rank(self, plan: TokenwisePlan) -> float:
-        ties = TIE_HOST * plan.host_bytes + TIE_DEVICE * plan.device_bytes
-        return plan.step_s / self.unit_s + ties / self.unit_bytes
+    def _objective_of(self, plan: TokenwisePlan) -> float:
+        return self._objective(plan.step_s, plan.host_bytes, plan.device_bytes)
+
+    def _objective(self, step_s: Quantity, host_bytes: Quantity, kept_bytes: Quantity) -> Quantity:
+        return step_s / self.unit_s + (TIE_HOST * host_bytes + TIE_DEVICE * kept_bytes) / self.unit_bytes
 
     def _cuts(self, hints: list[float]) -> list[list[tuple[int, ...]]]:
         """Sizes of the two groups of each region, the same share of each region in the last group.
@@ -219,21 +248,6 @@ class _Search:
     def _sizes(instances: int, share: float) -> tuple[int, ...]:
         last = min(round(share * instances), instances - 1)
         return (instances - last, last) if last else (instances,)
-
-    def _without_idle(self, plan: TokenwisePlan) -> TokenwisePlan:
-        """The plan less what is swapped or kept for no gain: the solver stops within a gap, ties are below it."""
-        choices = [[(g.instances, g.fractions, g.keep) for g in plan.regions[r.key].groups] for r in self.regions]
-        for parts in choices:
-            for at, (size, fractions, keep) in enumerate(parts):
-                for index in (*fractions, *sorted(keep)):
-                    before = parts[at]
-                    parts[at] = (size, {i: y for i, y in before[1].items() if i != index}, before[2] - {index})
-                    thinner = self._plan(choices)
-                    if thinner.step_s <= plan.step_s:
-                        plan = thinner
-                    else:
-                        parts[at] = before
-        return plan
 
     def _plan(self, choices: list[list[_Choice]]) -> TokenwisePlan:
         groups = [
@@ -263,79 +277,47 @@ class _Search:
         return None
 
     def _program(self, cut: list[tuple[int, ...]], margin: float = 0.0) -> tuple[_Program, list[list[_Columns]]]:
-        program = _Program()
-        columns = [
-            [self._group(program, region, live, size) for size in sizes]
-            for region, live, sizes in zip(self.regions, self.live, cut, strict=True)
-        ]
-        self._budgets(program, columns, cut, margin)
+        program = _Program(self.unit_s, self.unit_bytes)
+        columns, phases = [], [Amounts(), Amounts()]
+        for region, live, sizes in zip(self.regions, self.live, cut, strict=True):
+            parts = [self._group(program, region, live) for _ in sizes]
+            base = unchosen(region, self.budget, self.inputs_swapped)
+            for phase, (group, size) in enumerate(zip(parts, sizes, strict=True)):
+                phases[phase] = phases[phase].plus(base.plus(group.amounts(region, self.budget)), size)
+            columns.append(parts)
+        first, last = phases
+        host_bytes, kept_bytes = first.host_bytes + last.host_bytes, first.kept_bytes + last.kept_bytes
+        program.limit(host_bytes, self.budget.host_bytes, margin)
+        program.limit(kept_bytes, self.budget.device_bytes, margin)
+        step_s = sum(passes_s(first, last, self.budget, program.largest))
+        for column, value in self._objective(step_s, host_bytes, kept_bytes).terms.items():
+            program.cost[column] = value
         return program, columns
 
-    def _group(self, program: _Program, region: Region, live: list[int], size: int) -> _Columns:
+    def _group(self, program: _Program, region: Region, live: list[int]) -> _Columns:
         """Columns of the operators, and the rows that make every output that is asked for available."""
         columns = _Columns()
-        writers: dict[int, list[int]] = {}
+        read, asked = makers(region.operators, region.saved, region.given)
         for index in live:
-            operator = region.operators[index]
-            self._operator(program, columns, index, operator, size)
-            for writer in sorted({w for s in operator.inputs if s not in region.given for w in writers[s]}):
+            self._operator(program, columns, index, region.operators[index])
+            for writer in read[index]:
                 program.row(columns.sources(writer) | {columns.reads[index]: -1.0})
-            for storage in operator.outputs:
-                writers.setdefault(storage, []).append(index)
-        for writer in sorted({w for s in region.saved - region.given for w in writers[s]}):
+        for writer in asked:
             program.row(columns.sources(writer), at_least=1.0)
         return columns
 
-    def _operator(self, program: _Program, columns: _Columns, index: int, operator: Operator, size: int) -> None:
+    def _operator(self, program: _Program, columns: _Columns, index: int, operator: Operator) -> None:
         if not operator.capturable:
             columns.run[index] = columns.reads[index] = program.column(lower=float(operator.always_runs))
             return
-        rows, weight = operator.capture == "rows", size * operator.output_bytes / self.unit_bytes
-        columns.swap[index] = program.column(cost=TIE_HOST * weight, integer=not rows)
+        rows = operator.capture == "rows"
+        columns.swap[index] = program.column(integer=not rows)
         if 0 < operator.output_bytes <= self.budget.device_bytes:
-            columns.keep[index] = program.column(cost=TIE_DEVICE * weight, integer=True)
+            columns.keep[index] = program.column(integer=True)
         columns.run[index] = columns.reads[index] = program.column()
         if rows:
             columns.reads[index] = program.column(integer=True)
             program.row({columns.reads[index]: 1.0, columns.run[index]: -1.0})
-
-    def _budgets(
-        self, program: _Program, columns: list[list[_Columns]], cut: list[tuple[int, ...]], margin: float
-    ) -> None:
-        """Columns of the objective; rows of the budgets and of the time model, as in `measure`."""
-        run, link, kept = ([{}, {}] for _ in range(3))
-        padding: dict[int, float] = {}
-        padding_bytes = self.budget.padding_bytes
-        forward, backward, inputs = ([0.0, 0.0] for _ in range(3))
-        for region, parts, sizes in zip(self.regions, columns, cut, strict=True):
-            for phase, (group, size) in enumerate(zip(parts, sizes, strict=True)):
-                seconds, share = size / self.unit_s, size / self.unit_bytes
-                forward[phase] += (region.forward_s + region.overhead_forward_s) * seconds
-                backward[phase] += (region.backward_s + region.overhead_backward_s) * seconds
-                inputs[phase] += region.input_bytes * share * self.inputs_swapped
-                run[phase] |= {c: -region.operators[i].time_s * seconds for i, c in group.run.items()}
-                link[phase] |= {c: -region.operators[i].output_bytes * share for i, c in group.swap.items()}
-                padding |= {c: -padding_bytes * host_tensors(region, [i]) * share for i, c in group.swap.items()}
-                kept[phase] |= {c: -region.operators[i].output_bytes * share for i, c in group.keep.items()}
-        room, device = self.room_bytes / self.unit_bytes, self.budget.device_bytes / self.unit_bytes
-        link_and_padding = {c: value + padding[c] for c, value in (link[0] | link[1]).items()}
-        program.row(link_and_padding, at_least=min(margin - room, 0.0))
-        program.row(kept[0] | kept[1], at_least=min(margin - device, 0.0))
-        for compute, recompute, rate in (
-            (forward, ({}, {}), self.budget.d2h_bytes_per_s),
-            (backward, run, self.budget.h2d_bytes_per_s),
-        ):
-            rate *= self.unit_s / self.unit_bytes
-            early, total = program.column(upper=np.inf), program.column(upper=np.inf, cost=1.0)
-            program.row({early: 1.0} | recompute[0], at_least=compute[0])
-            program.row({total: 1.0, early: -1.0} | recompute[1], at_least=compute[1])
-            program.row({total: 1.0, early: -1.0} | _scaled(link[1], 1.0 / rate), at_least=inputs[1] / rate)
-            program.row({early: 1.0} | _scaled(link[0] | kept[0], 1.0 / rate), at_least=(inputs[0] - device) / rate)
-            program.row({total: 1.0} | _scaled(link[0] | link[1], 1.0 / rate), at_least=sum(inputs) / rate)
-
-
-def _scaled(terms: dict[int, float], by: float) -> dict[int, float]:
-    return {column: value * by for column, value in terms.items()}
 
 
 def _chosen(x: np.ndarray, columns: _Columns) -> tuple[dict[int, float], list[int]]:

@@ -1,4 +1,4 @@
-"""What the token-wise planner reasons about: regions, plans, liveness and the time model.
+"""What the token-wise planner reasons about: regions, plans, and which operators a recompute pass runs.
 
 A *region* is a piece of the model that runs forward once and is recomputed before its backward (MEMO, section 4.1: a
 transformer layer). Each of its operators' outputs is swapped to the host, kept on the device or recomputed.
@@ -177,13 +177,46 @@ class TokenwisePlan:
     """The fullest budget where swapping more could still spare recompute, or the link stalls; none: neither is so."""
 
 
+def makers(
+    operators: Sequence[Operator], saved: Iterable[int], given: Collection[int]
+) -> tuple[list[list[int]], list[int]]:
+    """For each operator, and for backward: the operators that make or mutate what it reads, before it does, by index.
+    Arguments as in `needed`.
+    """
+    writers: dict[int, list[int]] = {}
+
+    def of(storages: Iterable[int]) -> list[int]:
+        return sorted({writer for storage in storages if storage not in given for writer in writers.get(storage, ())})
+
+    read = []
+    for index, operator in enumerate(operators):
+        read.append(of(operator.inputs))
+        for storage in operator.outputs:
+            writers.setdefault(storage, []).append(index)
+    return read, of(saved)
+
+
+def run_too(index: int, read: Sequence[Sequence[int]], runs: Collection[int], available: Collection[int]) -> list[int]:
+    """What runs besides `runs` once an operator has to: itself and, from reader to maker (`read`, from `makers`), all
+    that is not available.
+    """
+    if index in runs:
+        return []
+    more, seen = [index], {index}
+    for reader in more:
+        found = [maker for maker in read[reader] if not (maker in seen or maker in runs or maker in available)]
+        seen.update(found)
+        more += found
+    return more
+
+
 def needed(
     operators: Sequence[Operator], saved: Iterable[int], given: Collection[int], available: Collection[int]
 ) -> frozenset[int]:
     """Indices of the operators that a recompute pass must run.
 
     An operator runs if backward or a running operator wants one of its outputs, unless it is among `available`: the
-    operators whose outputs are wholly there. One pass from the last operator to the first. More available, fewer run.
+    operators whose outputs are wholly there. More available, fewer run.
 
     Args:
         operators: the region's operators in program order.
@@ -198,16 +231,12 @@ def _liveness(
     operators: Sequence[Operator], saved: Iterable[int], given: Collection[int], available: Collection[int]
 ) -> tuple[frozenset[int], frozenset[int]]:
     """The operators that run, and those with an output that is wanted."""
-    wanted = {storage for storage in saved if storage not in given}
-    runs, asked = set(), set()
-    for index in range(len(operators) - 1, -1, -1):
-        operator = operators[index]
-        if not wanted.isdisjoint(operator.outputs):
-            asked.add(index)
-        if operator.always_runs or (index in asked and index not in available):
-            runs.add(index)
-            wanted.update(storage for storage in operator.inputs if storage not in given)
-    return frozenset(runs), frozenset(asked)
+    read, asked = makers(operators, saved, given)
+    runs: set[int] = set()
+    always = [index for index, operator in enumerate(operators) if operator.always_runs]
+    for index in (*always, *(index for index in asked if index not in available)):
+        runs.update(run_too(index, read, runs, available))
+    return frozenset(runs), frozenset(asked).union(*(read[index] for index in runs))
 
 
 def group_of(region: Region, instances: int, fractions: dict[int, float], keep: Collection[int]) -> Group:
@@ -243,121 +272,3 @@ def _in_rows(fraction: float, rows: int) -> float:
 def part_bytes(nbytes: int, rows: int, fraction: float) -> int:
     """Of an output of `nbytes` and so many rows (0: unknown), what a fraction of it takes, in whole rows."""
     return math.floor(fraction * rows + 1e-6) * nbytes // rows if rows else int(fraction * nbytes)
-
-
-@dataclass(slots=True)
-class _Phase:
-    """What the first, or all other, groups of all regions do together."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    link_bytes: int = 0
-    kept_bytes: int = 0
-
-
-def _phases(
-    regions: Sequence[Region], groups: Sequence[Sequence[Group]], inputs_swapped: bool
-) -> tuple[_Phase, _Phase]:
-    phases = (_Phase(), _Phase())
-    for region, parts in zip(regions, groups, strict=True):
-        for at, group in enumerate(parts):
-            phase = phases[min(at, 1)]
-            input_bytes = region.input_bytes if inputs_swapped and not group.plain else 0
-            forward_s, backward_s = (
-                (0.0, 0.0) if group.plain else (region.overhead_forward_s, region.overhead_backward_s)
-            )
-            phase.forward_s += group.instances * (region.forward_s + forward_s)
-            phase.backward_s += group.instances * (region.backward_s + backward_s + group.recompute_s)
-            phase.link_bytes += group.instances * (group.swapped_bytes + input_bytes)
-            phase.kept_bytes += group.instances * group.kept_bytes
-    return phases
-
-
-def _stall_s(first: _Phase, last: _Phase, compute_s: tuple[float, float], rate: float, room_bytes: int) -> float:
-    """How much longer than its compute a pass takes because of the link.
-
-    The first groups' copies may lag into the last groups' forward, or lead into their backward, by the room that the
-    first groups' kept outputs leave; the last groups' copies have the last groups' own time.
-    """
-    first_s = max(compute_s[0], (first.link_bytes - room_bytes + first.kept_bytes) / rate)
-    last_s = max(compute_s[1], last.link_bytes / rate)
-    return max(first_s + last_s, (first.link_bytes + last.link_bytes) / rate) - sum(compute_s)
-
-
-def measure(
-    regions: Sequence[Region],
-    groups: Sequence[Sequence[Group]],
-    budget: Budget,
-    *,
-    inputs_swapped: bool,
-    alpha: float | None = None,
-    alpha_cut_by_host: bool = False,
-) -> TokenwisePlan:
-    """What a choice costs, as a plan.
-
-    MEMO (section 4.1) asks each layer's copies to fit into that layer's forward. Here compute and copies are summed
-    over the whole forward, and the whole backward, and the longer one counts: buffers in flight smooth what differs
-    from region to region, a copy may lag behind by more than a layer, and backward has its own, longer time. For equal
-    layers this is MEMO's constraint. Where the groups of a region differ, the first ones' copies may lag into the last
-    ones' time only by the device bytes that are left: backlog is memory too.
-    """
-    first, last = _phases(regions, groups, inputs_swapped)
-    link_bytes = first.link_bytes + last.link_bytes
-    tensors = sum(
-        group.instances * (host_tensors(region, group.fractions) + (region.input_tensors if inputs_swapped else 0))
-        for region, parts in zip(regions, groups, strict=True)
-        for group in parts
-        if not group.plain
-    )
-    host_bytes = link_bytes + tensors * budget.padding_bytes
-    d2h, h2d = budget.d2h_bytes_per_s, budget.h2d_bytes_per_s
-    forwards_s, backwards_s = (first.forward_s, last.forward_s), (first.backward_s, last.backward_s)
-    forward_s, backward_s = sum(forwards_s), sum(backwards_s)
-    forward_stall_s = _stall_s(first, last, forwards_s, d2h, budget.device_bytes)
-    backward_stall_s = _stall_s(first, last, backwards_s, h2d, budget.device_bytes)
-    plans = {}
-    for region, parts in zip(regions, groups, strict=True):
-        own = _phases([region], [parts], inputs_swapped)
-        share = sum(phase.link_bytes for phase in own) / max(link_bytes, 1)
-        plans[region.key] = RegionPlan(
-            groups=tuple(parts),
-            forward_s=sum(phase.forward_s for phase in own) + share * forward_stall_s,
-            backward_s=sum(phase.backward_s for phase in own) + share * backward_stall_s,
-        )
-    uses: dict[Bound, float] = {
-        "host": _share(host_bytes, budget.host_bytes),
-        "link forward": _share(link_bytes / d2h, forward_s),
-        "link backward": _share(link_bytes / h2d, backward_s),
-    }
-    to_gain = forward_stall_s + backward_stall_s > 0.0 or _can_spare(regions, groups)
-    return TokenwisePlan(
-        regions=plans,
-        alpha=alpha,
-        alpha_cut_by_host=alpha_cut_by_host,
-        inputs_swapped=inputs_swapped,
-        forward_s=forward_s + forward_stall_s,
-        backward_s=backward_s + backward_stall_s,
-        step_s=forward_s + forward_stall_s + backward_s + backward_stall_s,
-        host_bytes=host_bytes,
-        device_bytes=first.kept_bytes + last.kept_bytes,
-        bound=max(uses, key=uses.__getitem__) if to_gain else "none",
-    )
-
-
-def host_tensors(region: Region, chosen: Iterable[int]) -> int:
-    """That operators put on the host, of one instance."""
-    return sum(len(region.operators[index].outputs) for index in chosen)
-
-
-def _share(used: float, of: float) -> float:
-    return used / of if of > 0 else 1.0
-
-
-def _can_spare(regions: Sequence[Region], groups: Sequence[Sequence[Group]]) -> bool:
-    """Whether something runs that swapping would spare."""
-    return any(
-        operator.time_s > 0.0 and operator.capture != "never" and not operator.always_runs
-        for region, parts in zip(regions, groups, strict=True)
-        for group in parts
-        for operator in (region.operators[index] for index in sorted(group.runs))
-    )

@@ -111,7 +111,7 @@ class Session:
         out; `step_s` is the median of the last steps, from one `step()` to the next; `predicted_*` come from the plan
         and are None before there is one, the peak with the rounding buffers that are reserved now; `program` is the
         index of the current one among the `programs` remembered, and `replans` counts how often a plan was made.
-        `offloaded_step_bytes` were offloaded in the second step under the latest plan, or the first one after it that was
+        `offloaded_step_bytes` were offloaded in the second step under the latest plan, or the first after it that is
         as large as the one that it was made from; the plan says `expected_step_bytes`.
         `alpha_by_link` and `alpha_by_host` are the largest fractions that the link hides behind each region's forward,
         and that the host budget holds; None until a number above 0 for alpha is checked.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.device.host_pool import ALIGNMENT_BYTES
+from memplug.errors import BudgetError
 from memplug.plan import tokenwise as plan
 from memplug.profile.hardware import host_available_bytes, link_rates
 
@@ -56,42 +59,73 @@ def device_room_bytes(config: MemplugConfig, device: Device, observed_peak_bytes
     """What a plan may keep on the device: the budget less what the step at the safest setting needs.
 
     Where the peak of that very step is unknown, that of the whole run counts, which an earlier plan's kept outputs are
-    part of: a second plan then keeps less than it could. On the CPU "auto" keeps nothing: its memory is the host's.
+    part of: a second plan then keeps less than it could. On the CPU "auto" keeps nothing, its memory is the host's, and
+    what a step needs is known to the recorder alone: without it the budget is for kept outputs.
     """
-    asked = config.device_budget_gib
-    if device.kind != "cuda":
-        return 0 if asked == "auto" else int(asked * GIB)
-    which = device.torch_device
-    free_bytes, _ = torch.cuda.mem_get_info(which)
-    ours_bytes = free_bytes + torch.cuda.memory_reserved(which)  # what other processes hold is theirs
-    budget_bytes = ours_bytes * DEVICE_SHARE if asked == "auto" else min(asked * GIB, ours_bytes)
-    reserved_bytes = torch.cuda.max_memory_reserved(which)
-    if observed_peak_bytes is not None:  # with the allocator's share of it that no tensor has
-        reserved_bytes *= observed_peak_bytes / max(torch.cuda.max_memory_allocated(which), 1)
-    return max(0, int(budget_bytes - reserved_bytes))
+    budget_bytes, needed_bytes = device_bytes(config, device), observed_peak_bytes or 0
+    if device.kind == "cuda":
+        which = device.torch_device
+        needed_bytes = torch.cuda.max_memory_reserved(which)
+        if observed_peak_bytes is not None:  # with the allocator's share of it that no tensor has
+            needed_bytes *= observed_peak_bytes / max(torch.cuda.max_memory_allocated(which), 1)
+    return max(0, int((budget_bytes or 0) - needed_bytes))
 
 
 def device_bytes(config: MemplugConfig, device: Device) -> int | None:
-    """The most that a plan's step may have in use on the device; None: on the CPU, whose memory is the host's."""
+    """The most that a plan's step may have in use on the device; None: nothing was asked for on the CPU."""
+    asked = config.device_budget_gib
     if device.kind != "cuda":
-        return None
-    asked, which = config.device_budget_gib, device.torch_device
-    free_bytes, _ = torch.cuda.mem_get_info(which)
-    ours_bytes = free_bytes + torch.cuda.memory_reserved(which)
+        return None if asked == "auto" else int(asked * GIB)
+    ours_bytes = _ours_bytes(device)
     return int(ours_bytes * DEVICE_SHARE if asked == "auto" else min(asked * GIB, ours_bytes))
 
 
-def has_room_for_buffers(device: Device, more_bytes: int) -> bool:
-    """Whether the device has room for so many more bytes than the run has needed so far, all within `DEVICE_SHARE` of
-    what other processes leave. Tensors that were prefetched without rounding buffers count as well: rather none than
-    a step that runs out of memory. The block's budget is for outputs that are kept.
+def require_device_bytes(
+    config: MemplugConfig, observed_peak_bytes: int | None, gather: Callable[[Any], list[Any]]
+) -> None:
+    """Raises on all ranks alike, which all call it, where one of them has to take more than its block grants.
+
+    Args:
+        observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown, and not checked.
+        gather: returns what every rank passed, in rank order.
+
+    Raises:
+        BudgetError: of the one that takes the most.
     """
+    everyone = gather((observed_peak_bytes or 0, config.device_budget_gib))
+    short = [
+        (peak_bytes / GIB, rank, asked_gib)
+        for rank, (peak_bytes, asked_gib) in enumerate(everyone)
+        if asked_gib != "auto" and peak_bytes > asked_gib * GIB
+    ]
+    if short:
+        raise BudgetError(*max(short))
+
+
+def has_room_for_buffers(
+    config: MemplugConfig, device: Device, buffer_bytes: int, more_bytes: int, step_bytes: int | None
+) -> bool:
+    """Whether a step with rounding buffers keeps to the budget, and the device has room for what they take on top of
+    what the run has needed so far, all within `DEVICE_SHARE` of what other processes leave. Tensors that
+    were prefetched without rounding buffers count as well: rather none than a step that runs out of memory.
+
+    Args:
+        buffer_bytes: of all buffers.
+        more_bytes: of these, what no earlier ones took.
+        step_bytes: that a step takes without them, as predicted; None: unknown.
+    """
+    budget_bytes = device_bytes(config, device)
+    if budget_bytes is not None and step_bytes is not None and step_bytes + buffer_bytes > budget_bytes:
+        return False
     if device.kind != "cuda":
         return True
-    which = device.torch_device
-    free_bytes, _ = torch.cuda.mem_get_info(which)
-    ours_bytes = free_bytes + torch.cuda.memory_reserved(which)
-    return torch.cuda.max_memory_reserved(which) + more_bytes <= ours_bytes * DEVICE_SHARE
+    return torch.cuda.max_memory_reserved(device.torch_device) + more_bytes <= _ours_bytes(device) * DEVICE_SHARE
+
+
+def _ours_bytes(device: Device) -> int:
+    """All that other processes do not hold."""
+    free_bytes, _ = torch.cuda.mem_get_info(device.torch_device)
+    return free_bytes + torch.cuda.memory_reserved(device.torch_device)
 
 
 def allocation_retries(device: Device) -> int:

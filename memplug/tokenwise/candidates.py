@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from memplug.plan import memo, plain
 from memplug.plan import tokenwise as plan
-from memplug.plan.tokenwise_model import measure
+from memplug.plan.cost import measure
 
 LINK_FACTORS = tuple(1.25**power for power in (0, -1, 1, -2, 2, -3, 3, -4, 4, -5, 5))
 """Of the link rates, for plans around the optimum: what a busy link gives is the largest error of the time model. At a

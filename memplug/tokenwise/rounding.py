@@ -12,6 +12,7 @@ import logging
 
 import torch
 
+from memplug.config import MemplugConfig
 from memplug.plan.policy import Policy
 from memplug.show.words import size
 from memplug.tokenwise import budgets
@@ -24,12 +25,13 @@ class Rounding:
     """Called at the end of every step.
 
     Args:
+        config: its device budget counts.
         executor: whose transfers use the buffers.
         planned: there will be a plan, and nothing is reserved without one.
     """
 
-    def __init__(self, executor: Executor, planned: bool):
-        self._executor = executor
+    def __init__(self, config: MemplugConfig, executor: Executor, planned: bool):
+        self._config, self._executor = config, executor
         self._is_stable = not planned
         self._frame_bytes = 0  # that each buffer holds, or that the device refused
         self._most_bytes = 0  # that all of them ever took: part of the device's peak
@@ -49,7 +51,7 @@ class Rounding:
         planned_bytes = policy.frame_bytes if policy is not None else 0
         wanted_bytes = max(planned_bytes, flow.largest_frame_bytes) if stable else 0
         if wanted_bytes > self._frame_bytes or (self._frame_bytes and not stable):
-            self._reserve(wanted_bytes)
+            self._reserve(wanted_bytes, policy.peak_bytes if policy is not None else None)
 
     def peak_bytes(self, policy: Policy | None) -> int | None:
         """Largest allocation total of the device in a step, as predicted, with the buffers that are reserved now: those
@@ -58,10 +60,12 @@ class Rounding:
         known = policy is not None and policy.peak_bytes is not None
         return policy.peak_bytes + self._executor.transfer.buffer_bytes if known else None
 
-    def _reserve(self, frame_bytes: int) -> None:
+    def _reserve(self, frame_bytes: int, step_bytes: int | None) -> None:
         executor = self._executor
         total_bytes = executor.buffers * frame_bytes
-        if frame_bytes and not budgets.has_room_for_buffers(executor.device, total_bytes - self._most_bytes):
+        if frame_bytes and not budgets.has_room_for_buffers(
+            self._config, executor.device, total_bytes, total_bytes - self._most_bytes, step_bytes
+        ):
             self._refuse(total_bytes)
             return
         with executor.hooks.own():

@@ -149,7 +149,9 @@ class Search:
         return Detail.REQUESTS if self._policies else Detail.TENSORS
 
     def _begin_planning(self, peak_bytes: int | None) -> bool:
-        """The observed step is over; False: a rank ran no region in it, and the next is observed."""
+        """The observed step is over; False: a rank ran no region in it, and the next is observed. Raises `BudgetError`
+        on all ranks where one has to take more of the device than it may.
+        """
         device = self.executor.device
         groups = planning.group_regions(self.regions, self.observer)
         described = planning.describe(groups, self.observer, self.executor, device.seconds_between) if groups else []
@@ -162,6 +164,7 @@ class Search:
             log.warning("memplug: no region ran in the step to plan from, for example %s", self.regions[0].name)
         if task is None:
             return False
+        budgets.require_device_bytes(self.config, peak_bytes, self._gather)
         total_bytes = budgets.peak_bytes(device) if peak_bytes is None else peak_bytes
         self._planning = _Planning(task, groups, total_bytes, plan.full_recomputation(*own).step_s)
         self.executor.time_forwards(None)

@@ -82,7 +82,7 @@ class TokenWise(AgreedTechnique[Policy]):
         self.observer = planning.Observer(self.executor.min_offload_bytes)
         self.check = AlphaCheck(config, regions, self.executor, ranks)
         self.predictions = Predictions(self.executor)
-        self.rounding = Rounding(self.executor, planned=self.plans)
+        self.rounding = Rounding(config, self.executor, planned=self.plans)
         self.sizes: tuple[tuple[int, ...], ...] = ()
         self._shortage = Shortage(self.executor, ranks)
         self._room = Room(config, device, ranks)

@@ -50,6 +50,7 @@ def case(
         "stage": stage,
         "memplug": memplug,
         "layers": 2,
+        "ways": ["keeps nothing"],
         "fields": {**FIELDS, "zero_optimization": zero},
         "lengths": [[12] * MICRO_BATCHES * len(schedules)] * processes,
         "schedules": [schedule for schedule in schedules for _ in range(MICRO_BATCHES)],

@@ -15,8 +15,8 @@ ALONE = {"profiler": {"enabled": False}, "arena": {"enabled": False}}
 
 
 def block(alpha: float | str = "auto", **parts: Any) -> dict[str, Any]:
-    """That swaps even the smallest tensor, however much room the device has."""
-    swapping = {"device_budget_gib": 1e-9, "tokenwise": {"alpha": alpha, "min_offload_bytes": 1}}
+    """That swaps even the smallest tensor."""
+    swapping = {"tokenwise": {"alpha": alpha, "min_offload_bytes": 1}}
     return {"enabled": True, "plan_dir": False, **swapping, **parts}
 
 

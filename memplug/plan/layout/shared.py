@@ -34,7 +34,7 @@ def solve_once(problem: Problem, planner: str, time_limit_s: float, folder: Path
     """
     if folder is None:
         return auto.plan(problem, planner, time_limit_s=time_limit_s)
-    file = folder / FOLDER / f"{_digest(problem, planner)}.json"
+    file = folder / FOLDER / f"{_digest(problem, planner)}.addresses"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         _remove_old(file.parent)
