@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
 from memplug.arena import planning
 from memplug.arena.arena import Arena, Counters
@@ -125,7 +126,8 @@ class PlannedAddresses(Technique[Addresses]):
         """
         config = given.config
         arena = Arena(given.device, config.arena.checks)
-        folder = Path(config.plan_dir) if config.plan_dir else None
+        has_others = dist.is_initialized() and dist.get_world_size() > 1
+        folder = Path(config.plan_dir) if config.plan_dir and has_others else None
         return cls(config.arena, arena, Beside(config.profiler.wait_for_plans), given.tell, folder)
 
     @property
