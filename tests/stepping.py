@@ -13,7 +13,7 @@ import torch
 
 import memplug
 from memplug.plan import tokenwise as plan
-from memplug.plan.policy import Setting
+from memplug.plan.decisions import Setting
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Fingerprint, Layer
 from memplug.session import Session

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from memplug.plan.decisions import Decision, Decisions, Learnt, Setting
 from memplug.plan.plan_file import load, save
-from memplug.plan.policy import Decision, Learnt, Policy, Setting
 from memplug.plan.replay import Fault, judge_plan
 from memplug.plan.schema import PlannedProgram, Training
 from memplug.plan.tokenwise_model import Group, RegionPlan, TokenwisePlan
@@ -41,17 +41,17 @@ def decided_plan():
         "layers.0": Setting("key", 0.25, decisions, planned_from=2**64 - 5, learnt=learnt),
         "layers.1": Setting("key", plain_bytes=7),
     }
-    policy = Policy(solution=solution, settings=settings, frame_bytes=1, peak_bytes=7, full_recomputation_s=4.5)
+    decisions = Decisions(solution=solution, settings=settings, frame_bytes=1, peak_bytes=7, full_recomputation_s=4.5)
     program = PlannedProgram(
         names=("aten::mm", "aten::t"), operators=(1, 0, 0), sizes=((1, 2), ()), nodes=3, unseen=(1,)
     )
     training = Training(
-        run="20261123T1-a", index=1, program=program, policy=policy, gradients_stay=True, d2h_bytes_per_s=5e10
+        run="20261123T1-a", index=1, program=program, decisions=decisions, gradients_stay=True, d2h_bytes_per_s=5e10
     )
     return replace(small_plan(), training=training)
 
 
-@pytest.mark.parametrize("without", [{}, {"policy": None}, {"program": None}])
+@pytest.mark.parametrize("without", [{}, {"decisions": None}, {"program": None}])
 def test_decisions_are_loaded_as_they_were_saved(tmp_path, without):
     plan = decided_plan()
     plan = replace(plan, training=replace(plan.training, **without))
@@ -64,16 +64,16 @@ def test_decisions_are_loaded_as_they_were_saved(tmp_path, without):
 
 def wrong_region(**fields):
     plan = decided_plan()
-    settings = plan.training.policy.settings
+    settings = plan.training.decisions.settings
     wrong = {**settings, "layers.0": replace(settings["layers.0"], **fields)}
-    return replace(plan, training=replace(plan.training, policy=replace(plan.training.policy, settings=wrong)))
+    return replace(plan, training=replace(plan.training, decisions=replace(plan.training.decisions, settings=wrong)))
 
 
 def wrong_solution(**fields):
     plan = decided_plan()
-    solution = replace(plan.training.policy.solution, **fields)
-    policy = replace(plan.training.policy, solution=solution)
-    return replace(plan, training=replace(plan.training, policy=policy))
+    solution = replace(plan.training.decisions.solution, **fields)
+    decisions = replace(plan.training.decisions, solution=solution)
+    return replace(plan, training=replace(plan.training, decisions=decisions))
 
 
 def wrong_training(**fields):
@@ -95,7 +95,7 @@ def wrong_training(**fields):
         (wrong_solution(host_bytes=-1), "host_bytes is -1"),
         (wrong_solution(device_bytes=-1), "device_bytes is -1"),
         (wrong_solution(step_s=-0.5), "step_s is -0.5"),
-        (wrong_training(policy=None), "a program without decisions"),
+        (wrong_training(decisions=None), "a program without decisions"),
         (wrong_training(program=None), "decisions without a program"),
         (wrong_training(program=replace(decided_plan().training.program, operators=(2,))), "operators without a name"),
     ],

@@ -13,7 +13,7 @@ from torch import nn
 
 from memplug.device.device import Device
 from memplug.plan import tokenwise as plan
-from memplug.plan.policy import Decision, Policy, Setting
+from memplug.plan.decisions import Decision, Decisions, Setting
 from memplug.tokenwise import candidates, planning
 from memplug.tokenwise.regions.executor import Executor
 from memplug.tokenwise.regions.region import Region
@@ -44,10 +44,10 @@ class Observed:
     def _through(self, region: Region, call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: self.executor.run(region, call, args, {})
 
-    def put(self, solution: plan.TokenwisePlan) -> Policy:
-        policy = planning.policy_of(solution, self.groups, self.observer)
-        planning.put(policy, self.regions)
-        return policy
+    def put(self, solution: plan.TokenwisePlan) -> Decisions:
+        decisions = planning.decisions_of(solution, self.groups, self.observer)
+        planning.put(decisions, self.regions)
+        return decisions
 
     def describe(self) -> list[plan.Region]:
         return planning.describe(self.groups, self.observer, self.executor, Device().seconds_between)
@@ -216,14 +216,14 @@ def test_a_policy_can_be_taken_back_and_put_again() -> None:
     observed = Observed(Stack(3))
     (region,) = observed.describe()
     rows = next(i for i, operator in enumerate(region.operators) if operator.capture == "rows")
-    policy = observed.put(solution_for(region, [group(1, {rows: 0.5}), group(2, {}, keep=(rows,))]))
+    decisions = observed.put(solution_for(region, [group(1, {rows: 0.5}), group(2, {}, keep=(rows,))]))
     run_by = [member.setting for member in observed.regions]
     for member in observed.regions:
         member.native.leave_out(rows, "aten::mm")
     assert all(member.native.unneeded == {rows: "aten::mm"} for member in observed.regions)
     planning.put(None, observed.regions)
     assert [(each.setting, each.native.unneeded) for each in observed.regions] == [(Setting("Block"), {})] * 3
-    planning.put(policy, observed.regions)
+    planning.put(decisions, observed.regions)
     assert [member.setting for member in observed.regions] == run_by
 
 
@@ -231,8 +231,8 @@ def test_a_policy_predicts_the_peak_from_the_observed_one() -> None:
     observed = Observed(Stack(2))
     (region,) = observed.describe()
     solution = replace(solution_for(region, [group(2, {})]), device_bytes=30)
-    assert planning.policy_of(solution, observed.groups, observed.observer, 100).peak_bytes == 130
-    assert planning.policy_of(solution, observed.groups, observed.observer, None).peak_bytes is None
+    assert planning.decisions_of(solution, observed.groups, observed.observer, 100).peak_bytes == 130
+    assert planning.decisions_of(solution, observed.groups, observed.observer, None).peak_bytes is None
 
 
 # -- agreeing ----------------------------------------------------------------------------------------------------------

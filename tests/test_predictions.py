@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memplug
-from memplug.plan.policy import Policy
+from memplug.plan.decisions import Decisions
 from memplug.stages.table import Stage
 from memplug.tokenwise import planning, predictions
 from memplug.tokenwise.regions.region import Region
@@ -119,9 +119,9 @@ def test_a_plan_that_moves_something_else_is_told_once(
     monkeypatch.setattr(predictions.Predictions, "warn", WARN)
     put = planning.put
 
-    def untrue(policy: Policy | None, regions: Sequence[Region]) -> None:
+    def untrue(decisions: Decisions | None, regions: Sequence[Region]) -> None:
         """Regions are to send what they do not."""
-        put(policy, regions)
+        put(decisions, regions)
         for region in regions:
             region.native.forward_bytes = region.native.forward_bytes and region.native.forward_bytes + 1000
 

@@ -46,12 +46,12 @@ def test_the_current_program_wins_then_one_with_a_policy_then_the_latest() -> No
     assert both == 0b1111
     assert known.agreed(both) is known.current and known.current.index == 3
     assert known.agreed(0b0111).index == 2
-    known.agreed(0b0001).policy = PLANNED
+    known.agreed(0b0001).decisions = PLANNED
     assert known.agreed(0b0111).index == 0
-    known.agreed(0b0010).policy = PLANNED
+    known.agreed(0b0010).decisions = PLANNED
     assert known.agreed(0b0111).index == 1
-    assert known.agreed(0b1111).index == 1, "the current one has no policy"
-    known.current.policy = PLANNED
+    assert known.agreed(0b1111).index == 1, "the current one has no decisions"
+    known.current.decisions = PLANNED
     assert known.agreed(0b1111) is known.current
     assert known.agreed(0) is None
 

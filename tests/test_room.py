@@ -22,7 +22,7 @@ MIB = 1 << 20
 CUDA = SimpleNamespace(kind="cuda", torch_device=torch.device("cuda", 0))
 
 
-def policy(kept_bytes: int, peak_bytes: int | None = 1000) -> SimpleNamespace:
+def decisions(kept_bytes: int, peak_bytes: int | None = 1000) -> SimpleNamespace:
     return SimpleNamespace(peak_bytes=peak_bytes, solution=SimpleNamespace(device_bytes=kept_bytes))
 
 
@@ -42,11 +42,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_it_is_short_where_the_cache_had_to_be_emptied_and_the_plan_keeps_too_much(device: dict[str, int]) -> None:
     room = Room(MemplugConfig(enabled=True), CUDA, Ranks())
     room.skip_step()
-    assert not room.is_short(policy(600)) and not room.is_short(policy(600)), "no allocation had to wait"
+    assert not room.is_short(decisions(600)) and not room.is_short(decisions(600)), "no allocation had to wait"
     device["retries"] += 1
-    assert not room.is_short(policy(600)), "ranks agree a step later"
-    assert room.is_short(policy(600))
-    assert not room.is_short(policy(600)), "once for each time"
+    assert not room.is_short(decisions(600)), "ranks agree a step later"
+    assert room.is_short(decisions(600))
+    assert not room.is_short(decisions(600)), "once for each time"
 
 
 def test_a_plan_that_fits_stays_however_often_the_cache_is_emptied(device: dict[str, int]) -> None:
@@ -54,13 +54,13 @@ def test_a_plan_that_fits_stays_however_often_the_cache_is_emptied(device: dict[
     device["room"] = 600
     for _ in range(3):
         device["retries"] += 1
-        assert not room.is_short(policy(600))
-    assert not room.is_short(policy(600, peak_bytes=None)), "what the step needs besides is unknown"
+        assert not room.is_short(decisions(600))
+    assert not room.is_short(decisions(600, peak_bytes=None)), "what the step needs besides is unknown"
 
 
 def test_plans_are_forgotten_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     short = [False]
-    monkeypatch.setattr(Room, "is_short", lambda self, policy: short[0])
+    monkeypatch.setattr(Room, "is_short", lambda self, decisions: short[0])
     model = Stack(3)
     block = {"enabled": True, "plan_dir": False, "device_budget_gib": 1, "arena": {"enabled": False}}
     with memplug.attach(model, {**block, "tokenwise": {"regions": LAYERS, "min_offload_bytes": 1}}) as session:

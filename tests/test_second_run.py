@@ -129,10 +129,10 @@ def test_the_second_run_is_planned_and_served_from_its_first_step(kept: tuple[Pa
 
 def test_the_plan_on_disk_is_what_ran(kept: tuple[Path, Run]) -> None:
     plan, report = plan_file.load(kept[0]), kept[1].report
-    assert plan.training is not None and plan.training.policy is not None and plan.training.program is not None
-    policy = plan.training.policy
-    assert sorted(policy.settings) == ["model.layers.0", "model.layers.1"]
-    assert policy.solution.host_bytes == report["predicted_host_bytes"]
+    assert plan.training is not None and plan.training.decisions is not None and plan.training.program is not None
+    decisions = plan.training.decisions
+    assert sorted(decisions.settings) == ["model.layers.0", "model.layers.1"]
+    assert decisions.solution.host_bytes == report["predicted_host_bytes"]
     assert plan.predictions.arena_bytes == kept[1].arena_bytes
     names = plan.training.program.names
     assert "aten::mm" in names and len(plan.training.program.operators) > 200
@@ -216,9 +216,9 @@ def cut_short(file: Path) -> None:
 
 def of_more_host_memory(file: Path) -> None:
     plan = plan_file.load(file)
-    policy = plan.training.policy
-    larger = replace(policy, solution=replace(policy.solution, host_bytes=2**60))
-    plan_file.save(replace(plan, training=replace(plan.training, policy=larger)), file)
+    decisions = plan.training.decisions
+    larger = replace(decisions, solution=replace(decisions.solution, host_bytes=2**60))
+    plan_file.save(replace(plan, training=replace(plan.training, decisions=larger)), file)
 
 
 SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {

@@ -324,11 +324,11 @@ def test_a_watched_step_that_differs_costs_nothing_though_the_next_one_is_not_wa
     """A skipped optimizer step: as many nodes and bytes as ever, so an unwatched step may be either program."""
     with led(policy_steps=2) as run:
         run.reach_stable(operators=ONE)
-        policy = settings(run.session)
+        decisions = settings(run.session)
         for _ in range(2):
             run.step(times=3)
             run.step(operators=OTHER)
             run.step(times=3)
             run.step(operators=ONE)
-            assert run.plans[-8:] == [policy] * 8 and run.session.stage is STABLE
+            assert run.plans[-8:] == [decisions] * 8 and run.session.stage is STABLE
         assert run.session.report()["programs"] == 2 and run.session.report()["replans"] == 1

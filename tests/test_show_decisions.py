@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from memplug.cli import app
+from memplug.plan.decisions import Decision, Learnt, Setting
 from memplug.plan.plan_file import save
-from memplug.plan.policy import Decision, Learnt, Setting
 from memplug.plan.schema import MemoryPlan, memory_plan
 from memplug.show import decision_bars, layout_page
 from memplug.show.decisions import decisions, rows
@@ -44,8 +44,8 @@ def planned(settings: dict[str, Setting], plan: MemoryPlan | None = None, **solu
     """That plan, by default one with addresses, with these settings of its regions."""
     plan = plan or decided_plan()
     training = decided_plan().training
-    policy = replace(training.policy, settings=settings, solution=replace(training.policy.solution, **solution))
-    return replace(plan, training=replace(training, policy=policy))
+    policy = replace(training.decisions, settings=settings, solution=replace(training.decisions.solution, **solution))
+    return replace(plan, training=replace(training, decisions=policy))
 
 
 def without_addresses(plan: MemoryPlan) -> MemoryPlan:
@@ -63,7 +63,7 @@ def layers(count: int, plains: int = 0) -> dict[str, Setting]:
 
 def test_numbers_are_those_of_the_plan():
     plan = decided_plan()
-    facts, policy = decisions(plan), plan.training.policy
+    facts, policy = decisions(plan), plan.training.decisions
     first, second = facts["regions"]
     assert first["name"] == "layers.0" and not first["plain"] and second["name"] == "layers.1" and second["plain"]
     assert (first["swapped_by_rows_operators"], first["kept_operators"], first["swapped_whole_operators"]) == (1, 1, 0)
@@ -89,7 +89,7 @@ def test_regions_are_in_the_order_of_their_numbers_whatever_they_run():
     assert shown == ["model.layers.0", "model.layers.1", "model.layers.2", "model.layers.10", "head"]
 
 
-@pytest.mark.parametrize("changes", [None, {"policy": None, "program": None}])
+@pytest.mark.parametrize("changes", [None, {"decisions": None, "program": None}])
 def test_a_plan_without_decisions_has_none_to_show(changes, tmp_path):
     plan = decided_plan()
     plan = replace(plan, training=None if changes is None else replace(plan.training, **changes))

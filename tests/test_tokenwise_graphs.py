@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memplug.plan.policy import Setting
+from memplug.plan.decisions import Setting
 from tests.blocks import (
     Layer,
     Stack,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplug.errors import RecomputeError
-from memplug.plan.policy import Setting
+from memplug.plan.decisions import Setting
 from tests.blocks import (
     Block,
     Layer,

@@ -30,7 +30,7 @@ std::vector<at::Tensor> tensors_of(c10::ArrayRef<c10::IValue> values) {
 } // namespace
 
 bool Frame::wants(size_t index, const Operator& op) const {
-  return op.has(COLLECTIVE) || (!op.has(EXCHANGE) && policy->decide(index, op).fraction > 0);
+  return op.has(COLLECTIVE) || (!op.has(EXCHANGE) && setting->decide(index, op).fraction > 0);
 }
 
 void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
@@ -40,7 +40,7 @@ void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
   const Suspension own;
   const Record& record = forward.tape().records[index];
   const Operator& op = *record.op;
-  const Decision decision = policy->decide(index, op);
+  const Decision decision = setting->decide(index, op);
   if (op.has(EXCHANGE)) {
     capture_exchange(index, record, results);
   } else if (decision.fraction > 0 && is_capturable(record)) {
@@ -101,7 +101,7 @@ void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c
   if (captures_.erase(maker) > 0) {
     region->leave_out(maker, forward.tape().records[maker].op);
   }
-  if (policy->is_unneeded(index, *record.op)) {
+  if (setting->is_unneeded(index, *record.op)) {
     captures_[index] = {{}, true};
     return;
   }

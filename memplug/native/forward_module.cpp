@@ -57,7 +57,7 @@ void add_flow(py::module_& module) {
   py::class_<Region, std::shared_ptr<Region>>(module, "Region")
       .def(py::init<std::string>())
       .def("plan", [](Region& region, const std::optional<Plan>& plan) {
-        region.change([&](Policy& changed) {
+        region.change([&](Setting& changed) {
           changed.unneeded.clear(); // learnt under the former plan
           changed.plan.reset();
           if (plan) {
@@ -70,12 +70,12 @@ void add_flow(py::module_& module) {
         });
       })
       .def("decide", [](const Region& region, size_t index, const std::string& name, const std::string& overload) {
-        const Decision decision = region.policy->decide(index, *operator_named(name, overload));
+        const Decision decision = region.setting->decide(index, *operator_named(name, overload));
         return std::make_pair(decision.fraction, decision.keep);
       })
       .def_property_readonly("unneeded", [](const Region& region) {
         std::map<size_t, std::string> found;
-        for (const auto& [index, op] : region.policy->unneeded) {
+        for (const auto& [index, op] : region.setting->unneeded) {
           found[index] = op->name;
         }
         return found;
@@ -89,8 +89,8 @@ void add_flow(py::module_& module) {
       })
       .def_property(
           "rows",
-          [](const Region& region) { return region.policy->rows; },
-          [](Region& region, double rows) { region.change([&](Policy& changed) { changed.rows = rows; }); })
+          [](const Region& region) { return region.setting->rows; },
+          [](Region& region, double rows) { region.change([&](Setting& changed) { changed.rows = rows; }); })
       .def_readwrite("planned_from", &Region::planned_from)
       .def_property_readonly("last", [](const Region& region) { return std::const_pointer_cast<Tape>(region.last); })
       .def_readwrite("forward_bytes", &Region::forward_bytes)

@@ -65,7 +65,7 @@ Frame::Frame(
     Storages::Regathered regathered)
     : flow(std::move(own_flow)),
       region(std::move(own_region)),
-      policy(region->policy),
+      setting(region->setting),
       forward(std::move(known), this, regathered, flow->ledger) {
   ++flow->forwards;
   ++flow->live;
@@ -181,7 +181,7 @@ std::vector<size_t> Frame::decide() {
     for (auto each = launches_.begin(); each != launches_.end();) {
       each = captures_.count(each->second) > 0 ? std::next(each) : launches_.erase(each);
     }
-    region->change([](Policy& changed) { changed.unneeded.clear(); });
+    region->change([](Setting& changed) { changed.unneeded.clear(); });
     asked = decide(captured(), launches());
   }
   if (!recomputes) {

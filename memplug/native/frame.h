@@ -134,7 +134,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
 
   std::shared_ptr<Flow> flow;
   std::shared_ptr<Region> region;
-  std::shared_ptr<const Policy> policy; // the region's, when the forward began
+  std::shared_ptr<const Setting> setting; // the region's, when the forward began
   Forward forward;
   std::shared_ptr<const Tape> tape;
   std::shared_ptr<const Decisions> decisions; // null where it is opaque

@@ -22,7 +22,7 @@ struct Decision {
 };
 
 // What is captured of a region's operators. It never changes: a forward has the one that it began with.
-struct Policy {
+struct Setting {
   struct Planned {
     std::string op; // with its overload
     Decision decision;
@@ -59,15 +59,15 @@ struct Region {
   // From the next forward on.
   template <typename Change>
   void change(const Change& change) {
-    auto changed = std::make_shared<Policy>(*policy);
+    auto changed = std::make_shared<Setting>(*setting);
     change(*changed);
-    policy = std::move(changed);
+    setting = std::move(changed);
   }
 
   // No backward ever asked for the operator's captured output.
   void leave_out(size_t index, const Operator* op) {
-    if (const auto found = policy->unneeded.find(index); found == policy->unneeded.end() || found->second != op) {
-      change([&](Policy& changed) { changed.unneeded[index] = op; });
+    if (const auto found = setting->unneeded.find(index); found == setting->unneeded.end() || found->second != op) {
+      change([&](Setting& changed) { changed.unneeded[index] = op; });
     }
   }
 
@@ -82,7 +82,7 @@ struct Region {
   explicit Region(std::string kind) : kind(std::move(kind)) {}
 
   std::string kind; // the name of its class
-  std::shared_ptr<const Policy> policy = std::make_shared<Policy>();
+  std::shared_ptr<const Setting> setting = std::make_shared<Setting>();
   std::optional<uint64_t> planned_from; // fingerprint of the tape that the plan was made from
   std::shared_ptr<const Tape> last; // of its last forward that was not opaque
   std::shared_ptr<const Decisions> decisions; // of its last recompute pass, for the next

@@ -41,7 +41,7 @@ def _same(one: MemoryPlan, other: MemoryPlan) -> bool:
     return (
         theirs is not None
         and (ours.run, ours.index, ours.program) == (theirs.run, theirs.index, theirs.program)
-        and (ours.policy and ours.policy.settings) == (theirs.policy and theirs.policy.settings)
+        and (ours.decisions and ours.decisions.settings) == (theirs.decisions and theirs.decisions.settings)
         and np.array_equal(one.problem.buffers, other.problem.buffers)
         and np.array_equal(one.solution.offsets, other.solution.offsets)
         and one.dynamic == other.dynamic

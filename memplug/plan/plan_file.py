@@ -153,11 +153,11 @@ def _members(plan: MemoryPlan) -> Iterator[str]:
 
 def _training(training: Training | None) -> Iterator[str]:
     """The members that say what a run goes on from; null where it is none, or nothing was decided."""
-    parts = asdict(training) if training is not None else {"policy": None}
-    policy = parts.pop("policy") or {"settings": {}}
-    settings = policy.pop("settings")
+    parts = asdict(training) if training is not None else {"decisions": None}
+    decisions = parts.pop("decisions") or {"settings": {}}
+    settings = decisions.pop("settings")
     yield f'"training": {_json(parts or None)}'
-    yield f'"decisions": {_json(policy or None)}'
+    yield f'"decisions": {_json(decisions or None)}'
     yield f'"regions": {{{_lines((f"{_json(name)}: {_json(setting)}" for name, setting in settings.items()), "  ")}}}'
 
 
@@ -203,7 +203,7 @@ def _plan(document: dict[str, Any]) -> MemoryPlan:
     buffers, orderings = document.pop("buffers"), document.pop("orderings")
     decisions, regions = document.pop("decisions"), document.pop("regions")
     if document["training"] is not None:
-        document["training"]["policy"] = decisions and {**decisions, "settings": regions}
+        document["training"]["decisions"] = decisions and {**decisions, "settings": regions}
     head = _Head.model_validate_json(json.dumps(document))
     problem = Problem(
         buffers=_table(buffers, BUFFER, head.requests),

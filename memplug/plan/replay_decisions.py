@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memplug.plan.policy import Decision, Policy, Setting
+from memplug.plan.decisions import Decision, Decisions, Setting
 from memplug.plan.schema import Training
 
 
@@ -14,28 +14,28 @@ def mistakes(training: Training) -> Iterator[str]:
     Every decision is for an operator of the tape, of a fraction in (0, 1], all of it where it is kept; every region has
     a part of the plan; no amount is negative; and the program's operators have names.
     """
-    program, policy = training.program, training.policy
-    if (program is None) != (policy is None):
+    program, decisions = training.program, training.decisions
+    if (program is None) != (decisions is None):
         yield "there are decisions without a program, or a program without decisions"
     if program is not None and not all(0 <= each < len(program.names) for each in program.operators or ()):
         yield "the program has operators without a name"
-    if policy is not None:
-        yield from mistakes_of(policy)
+    if decisions is not None:
+        yield from mistakes_of(decisions)
 
 
-def mistakes_of(policy: Policy) -> Iterator[str]:
+def mistakes_of(decisions: Decisions) -> Iterator[str]:
     """What is wrong with decisions."""
-    for name, setting in policy.settings.items():
+    for name, setting in decisions.settings.items():
         yield from (f"region {name}: {mistake}" for mistake in _of_region(setting))
-        if setting.key not in policy.solution.regions:
+        if setting.key not in decisions.solution.regions:
             yield f"region {name} runs by {setting.key!r}, which the plan says nothing of"
-    solution = policy.solution
+    solution = decisions.solution
     amounts = {
         "host_bytes": solution.host_bytes,
         "device_bytes": solution.device_bytes,
         "step_s": solution.step_s,
-        "frame_bytes": policy.frame_bytes,
-        "peak_bytes": policy.peak_bytes or 0,
+        "frame_bytes": decisions.frame_bytes,
+        "peak_bytes": decisions.peak_bytes or 0,
     }
     yield from (f"{name} is {amount}" for name, amount in amounts.items() if not amount >= 0)
 

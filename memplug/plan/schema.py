@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from memplug.plan.decisions import Decisions
 from memplug.plan.layout.problem import Problem, Solution, fragmentation
-from memplug.plan.policy import Policy
 
 FORMAT = 4
 """Version of the files that `plan_file.save` writes."""
@@ -88,7 +88,7 @@ class Training:
         program: None where steps are not compared: nothing is planned but addresses.
         first: what the first step of a run is like, where that is another program: ZeRO 3 learns in it in which order
             parameters are used.
-        policy: the decisions; None likewise.
+        decisions: operator by operator; None likewise.
         gradients_stay: parameters keep their gradients' memory from step to step.
         d2h_bytes_per_s, h2d_bytes_per_s: of the link that the decisions were made for; 0 without any.
     """
@@ -96,7 +96,7 @@ class Training:
     run: str
     index: int
     program: PlannedProgram | None
-    policy: Policy | None
+    decisions: Decisions | None
     first: PlannedProgram | None = None
     gradients_stay: bool
     d2h_bytes_per_s: float = 0.0

@@ -7,12 +7,12 @@ A step ends, on every rank, in this order:
 | techniques are told; the arena serves nothing | what memplug asks for in between is no part of the program |
 | forwards of the step are closed, its sizes, operators, nodes and time taken | before anything else runs operators |
 | the recording ends | its trace is of the step alone |
-| a shortage of host memory is voted on | by the regions' settings of this step, which a new policy replaces |
+| a shortage of host memory is voted on | by the regions' settings of this step, which new decisions replace |
 | what the step moved is compared with its plan | likewise |
-| the program is voted on; stage and policy change | with the step's program, and before the next one's settings |
+| the program is voted on; stage and decisions change | with the step's program, and before the next one's settings |
 | the link is checked for a fixed alpha | the stage says whether this was a step to time |
-| techniques that follow the program propose, install and withdraw | for the program and policy of the next step |
-| plain regions get their own class back, or memplug's | by the next step's policy |
+| techniques that follow the program propose, install and withdraw | for the program and decisions of the next step |
+| plain regions get their own class back, or memplug's | by the next step's decisions |
 | rounding buffers are reserved | once it is known whether the arena takes their place |
 | the plan is kept on disk | once both halves of it are in force |
 | callbacks | they see the report of a settled session |
@@ -73,7 +73,7 @@ class Boundary:
         claim: on the recorder, and on what needs it; None until `watch`.
         kept: plans of earlier runs, and of this one; None until `resume`.
         steps: that ended.
-        planned_steps: of these, those that ran by a policy from their beginning.
+        planned_steps: of these, those that ran by decisions from their beginning.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Boundary:
         self._begin_recording()
 
     def _compare(self, program: Program) -> None:
-        planned = self.adjuster.policy is not None
+        planned = self.adjuster.decisions is not None
         self.planned_steps += planned
         self.tokenwise.compare(program, self.adjuster.programs.current.baseline if planned else None)
         self.adjuster.end_step(self.steps, program)

@@ -73,14 +73,14 @@ class KeptPlans:
             return False
         self.file = plans[0][0]
         trainings = [plan.training for _, plan in plans]
-        if trainings[0].policy is None:
+        if trainings[0].decisions is None:
             lasting = [Lasting(None, None)]  # nothing tells programs apart
             self._adjuster.tell(f"goes on from the plan that an earlier run kept in {self.file}")
         else:
-            known = [(_program_of(training.program), training.policy) for training in trainings]
+            known = [(_program_of(training.program), training.decisions) for training in trainings]
             first = trainings[0].first
             lasting = self._adjuster.resume(known, str(self.file), first and _program_of(first))
-            self._tokenwise.reserve(policy for _, policy in known)
+            self._tokenwise.reserve(decisions for _, decisions in known)
         self._plans = {each: plan for each, (_, plan) in zip(lasting, plans, strict=False)}
         self._kept = {_index_of(each): _Made(each, ()) for each in self._plans}
         return True
@@ -119,8 +119,8 @@ class KeptPlans:
         lasting = self._adjuster.lasting
         if self.file is not None and self._is_first and lasting not in self._plans:
             self._refuse(f"{self.file} is of another program than the first step's")
-        elif self._is_turned_away and lasting.policy is not None:
-            self._tokenwise.install(lasting.policy)  # the inputs were hardly others
+        elif self._is_turned_away and lasting.decisions is not None:
+            self._tokenwise.install(lasting.decisions)  # the inputs were hardly others
         self._is_first = self._is_turned_away = False
         self._finish(waits=False)
         if lasting is None or parts is None or (lasting.program and lasting.program.borrowed):
@@ -164,7 +164,7 @@ class KeptPlans:
         former = self._kept.get(index)
         # where a technique was off in this run, the part that was kept serves another time
         has_less = former is not None and former.lasting == lasting and len(made.parts) < len(former.parts)
-        if former == made or has_less or not (made.parts or lasting.policy):
+        if former == made or has_less or not (made.parts or lasting.decisions):
             return
         self._kept[index] = made
         trace = recording.trace if recording is not None else None
@@ -172,8 +172,8 @@ class KeptPlans:
         empty = Problem(buffers=np.empty(0, BUFFER), fingerprint=replace(self._job, inputs=inputs))
         nothing = Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True)
         plan = replace(memory_plan(empty, nothing), training=self._training(index, lasting, recording))
-        if lasting.policy is not None:
-            plan = self._tokenwise.keep(lasting.policy, plan)
+        if lasting.decisions is not None:
+            plan = self._tokenwise.keep(lasting.decisions, plan)
         for name, part in made.parts:
             plan = followers.find(name).keep(part, plan)
         self._finish(waits=True)
@@ -186,7 +186,7 @@ class KeptPlans:
             run=self._store.run,
             index=index,
             program=program and _planned(program.baseline, recording),
-            policy=None,
+            decisions=None,
             first=self._first_unlike(program, recording) if program is not None else None,
             gradients_stay=recording is not None and recording.gradients_stay,
         )
@@ -198,8 +198,8 @@ class KeptPlans:
 
     def _unfit(self, plan: MemoryPlan) -> str:
         """Why this machine has no room for a plan; "" where it has."""
-        policy = self._tokenwise.kept(plan)
-        return self._tokenwise.lacks(policy) if policy is not None else ""
+        decisions = self._tokenwise.kept(plan)
+        return self._tokenwise.lacks(decisions) if decisions is not None else ""
 
 
 def _index_of(lasting: Lasting) -> int:

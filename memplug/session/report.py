@@ -14,7 +14,7 @@ from memplug.tokenwise.regions.region import Region
 
 if TYPE_CHECKING:
     from memplug.arena.technique import PlannedAddresses
-    from memplug.plan.policy import Policy
+    from memplug.plan.decisions import Decisions
     from memplug.tokenwise.predictions import Predictions
     from memplug.tokenwise.rounding import Rounding
 
@@ -48,17 +48,17 @@ def counters(executor: Executor) -> dict[str, Any]:
     }
 
 
-def predicted(policy: Policy | None, predictions: Predictions, rounding: Rounding) -> dict[str, Any]:
+def predicted(decisions: Decisions | None, predictions: Predictions, rounding: Rounding) -> dict[str, Any]:
     """What the plan in force promises, None without one, and whether a step has kept its promise of bytes."""
-    solution = policy.solution if policy else None
+    solution = decisions.solution if decisions else None
     return {
         "predicted_regions_s": solution.step_s if solution else None,
-        "predicted_full_recomputation_s": policy.full_recomputation_s if policy else None,
+        "predicted_full_recomputation_s": decisions.full_recomputation_s if decisions else None,
         "predicted_host_bytes": solution.host_bytes if solution else None,
         "expected_step_bytes": predictions.expected_bytes,
         "offloaded_step_bytes": predictions.offloaded_bytes,
         "predicted_kept_bytes": solution.device_bytes if solution else None,
-        "predicted_peak_bytes": rounding.peak_bytes(policy),
+        "predicted_peak_bytes": rounding.peak_bytes(decisions),
         "bound": solution.bound if solution else None,
     }
 

@@ -134,7 +134,7 @@ class Session:
             "swapped_fraction": report.swapped_fraction(self.config, self.solution, self.regions),
             "swapped_share": self.executor.share,
             "step_s": boundary.step_s,
-            **report.predicted(adjuster.policy, tokenwise.predictions, tokenwise.rounding),
+            **report.predicted(adjuster.decisions, tokenwise.predictions, tokenwise.rounding),
             **report.counters(self.executor),
             "resumed_from": str(kept.file) if kept and kept.file else None,
             "not_resumed_because": (kept.refused or None) if kept else None,
@@ -181,7 +181,7 @@ class Session:
     @property
     def solution(self) -> plan.TokenwisePlan | None:
         """The plan in force; None without one, and while plans are tried."""
-        return self._boundary.adjuster.policy.solution if self._boundary.adjuster.policy else None
+        return self._boundary.adjuster.decisions.solution if self._boundary.adjuster.decisions else None
 
     # -- what hooks call -----------------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class Session:
 
 
 def initial_regions(config: MemplugConfig, named_kinds: Sequence[tuple[str, str]]) -> list[Region]:
-    """Regions at the policy they start with: the block's alpha, or the safest setting until there is a plan.
+    """Regions at the decisions they start with: the block's alpha, or the safest setting until there is a plan.
 
     Args:
         named_kinds: (qualified name, class name) of each module.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
-from memplug.plan.policy import Setting
+from memplug.plan.decisions import Setting
 from memplug.plan.schema import MemoryPlan
 from memplug.show.decisions import KINDS, OPERATORS, bound_words, decisions, region_words, short_region_names
 from memplug.show.groups import layer_words
@@ -31,7 +31,7 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
     sides = {"a": decisions(a), "b": decisions(b)}
     if sides["a"] is None and sides["b"] is None:
         return None
-    settings = {name: plan.training.policy.settings for name, plan in (("a", a), ("b", b)) if sides[name]}
+    settings = {name: plan.training.decisions.settings for name, plan in (("a", a), ("b", b)) if sides[name]}
     by_name = {
         name: {region["name"]: region for region in its["regions"]} if its else {} for name, its in sides.items()
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from memplug.plan.policy import Setting
+from memplug.plan.decisions import Setting
 from memplug.plan.schema import MemoryPlan
 from memplug.profile.records import Layer
 from memplug.show.groups import range_words, short_names
@@ -32,9 +32,9 @@ def decisions(plan: MemoryPlan) -> dict[str, Any] | None:
         None where the plan has no decisions.
     """
     training = plan.training
-    if training is None or training.policy is None:
+    if training is None or training.decisions is None:
         return None
-    policy, solution, program = training.policy, training.policy.solution, training.program
+    policy, solution, program = training.decisions, training.decisions.solution, training.program
     regions = [_region(name, policy.settings[name]) for name in _in_order(policy.settings)]
     bytes_keys = [f"{kind}_bytes" for kind in KINDS]
     return {

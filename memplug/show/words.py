@@ -128,7 +128,7 @@ def plan_heading(plan: MemoryPlan) -> str:
 
 def has_addresses(plan: MemoryPlan) -> bool:
     """Whether its requests are worth showing: a plan of decisions has none where no arena served the run."""
-    return len(plan.problem) > 0 or plan.training is None or plan.training.policy is None
+    return len(plan.problem) > 0 or plan.training is None or plan.training.decisions is None
 
 
 def plan_in_words(solution: TokenwisePlan) -> str:

@@ -2,7 +2,7 @@
 
 warm-up ──the same program, often enough──► gen-policy ──the best of some plans──► stable
    ▲                                            │                                    │
-   └──────────── another program; one that has a policy already: straight to stable ─┘
+   └──────────── another program; one that has decisions already: straight to stable ─┘
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from memplug.block import ProfilerConfig
 from memplug.errors import LayoutError
-from memplug.plan.policy import Policy
+from memplug.plan.decisions import Decisions
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program, difference, similar
 from memplug.stages.programs import MOST_PROGRAMS, Programs, Remembered
@@ -38,16 +38,16 @@ class _Ballot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lasting:
-    """A program under a policy, equal only to the very same ones; None: nothing is compared, or planned."""
+    """A program under decisions, equal only to the very same ones; None: nothing is compared, or planned."""
 
     program: Remembered | None
-    policy: Policy | None
+    decisions: Decisions | None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Lasting) and self.program is other.program and self.policy is other.policy
+        return isinstance(other, Lasting) and self.program is other.program and self.decisions is other.decisions
 
     def __hash__(self) -> int:
-        return hash((id(self.program), id(self.policy)))
+        return hash((id(self.program), id(self.decisions)))
 
 
 class Adjuster:
@@ -60,7 +60,7 @@ class Adjuster:
         ranks: who agree on every change.
 
     Attributes:
-        policy: in force; None while there is none, and while plans are tried.
+        decisions: in force; None while there is none, and while plans are tried.
         history: (step, stage, index of the program, why) of each change, the latest at the end.
         replans: how often a plan was made.
     """
@@ -68,19 +68,19 @@ class Adjuster:
     def __init__(
         self,
         profiler: ProfilerConfig,
-        technique: AgreedTechnique[Policy],
+        technique: AgreedTechnique[Decisions],
         stage: Stage,
         ranks: Ranks,
     ):
         self.stage = stage
         self.programs = Programs(profiler.length_tolerance, profiler.cosine_similarity)
-        self.policy: Policy | None = None
+        self.decisions: Decisions | None = None
         self.history: collections.deque[tuple[int, Stage, int, str]] = collections.deque(maxlen=LONGEST_HISTORY)
         self.replans = 0
         self._profiler, self._technique, self._ranks = profiler, technique, ranks
-        self._proposed: Policy | None = None
+        self._proposed: Decisions | None = None
         self._ballot: _Ballot | None = None
-        self._passing: tuple[Remembered, Policy] | None = None
+        self._passing: tuple[Remembered, Decisions] | None = None
         self._step = 0
         self._similar_steps = 0  # Algorithm 1's StableStep
         self._changes = 0  # since the last stable stage
@@ -88,24 +88,24 @@ class Adjuster:
         self.first: Program | None = None  # what the run's first step was like
 
     def resume(
-        self, known: Sequence[tuple[Program, Policy]], source: str, first: Program | None = None
+        self, known: Sequence[tuple[Program, Decisions]], source: str, first: Program | None = None
     ) -> list[Lasting]:
         """Go on from what an earlier run kept, before the first step: stable from here on, as long as that step is of
         the first of these programs. Called by all ranks, with as many.
 
         Args:
-            known: programs, each with its policy.
+            known: programs, each with its decisions.
             source: of the first one, for people.
             first: what the first step may be like, too.
         """
         self.first = first or known[0][0]
-        for program, policy in known:
-            self.programs.remember(program).policy = policy
+        for program, decisions in known:
+            self.programs.remember(program).decisions = decisions
         remembered = list(self.programs)
         self.stage, self._confirmed = Stage.STABLE, False
-        self._run(remembered[0], remembered[0].policy)
-        self._note(Stage.WARM_UP, f"{self._technique.in_words(self.policy)}, as an earlier run kept it in {source}")
-        return [Lasting(each, each.policy) for each in remembered]
+        self._run(remembered[0], remembered[0].decisions)
+        self._note(Stage.WARM_UP, f"{self._technique.in_words(self.decisions)}, as an earlier run kept it in {source}")
+        return [Lasting(each, each.decisions) for each in remembered]
 
     def end_step(self, step: int, program: Program) -> None:
         """Step number `step`, from 1, is over on every rank; this is what it ran on this one.
@@ -146,7 +146,7 @@ class Adjuster:
     @property
     def lasting(self) -> Lasting | None:
         """What runs from step to step while stable; else None."""
-        return Lasting(self.programs.current, self.policy) if self.stage is Stage.STABLE else None
+        return Lasting(self.programs.current, self.decisions) if self.stage is Stage.STABLE else None
 
     def close(self) -> None:
         """The session is detached."""
@@ -182,7 +182,7 @@ class Adjuster:
         if event is Event.KNOWN:
             self._resume(seen, before, passing)
         elif event is Event.CHANGED:
-            self._passing = (seen, self.policy) if before is Stage.STABLE else None
+            self._passing = (seen, self.decisions) if before is Stage.STABLE else None
             self._start_over(seen, ballot.program, before, self._change(seen, ballot.program))
         elif before is Stage.WARM_UP:
             self.programs.renew(ballot.program)
@@ -197,7 +197,7 @@ class Adjuster:
         if current is None:
             self.programs.enter(seen)
         elif seen is not current:
-            return Event.KNOWN if seen.policy else Event.CHANGED
+            return Event.KNOWN if seen.decisions else Event.CHANGED
         self._similar_steps += 1
         profiler = self._profiler
         if self.stage is Stage.GEN_POLICY:
@@ -220,22 +220,22 @@ class Adjuster:
 
     def _adopt(self) -> None:
         """To stable, on the best plan that was found."""
-        current, policy = self.programs.current, self._proposed
-        if wrong := self._technique.judge(policy):
+        current, decisions = self.programs.current, self._proposed
+        if wrong := self._technique.judge(decisions):
             raise LayoutError(f"the judge refuses the plan: {wrong}", "Please report it, with a trace.")
-        current.policy, current.borrowed = policy, False
+        current.decisions, current.borrowed = decisions, False
         self.replans += 1
-        self._run(current, policy)
-        self._technique.retain(one.policy for one in self.programs if one.policy is not None)
+        self._run(current, decisions)
+        self._technique.retain(one.decisions for one in self.programs if one.decisions is not None)
         technique = self._technique
-        self._note(Stage.GEN_POLICY, "; ".join(filter(None, [technique.in_words(policy), technique.outcome])))
+        self._note(Stage.GEN_POLICY, "; ".join(filter(None, [technique.in_words(decisions), technique.outcome])))
 
-    def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Policy] | None) -> None:
+    def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Decisions] | None) -> None:
         """To stable, on the plan that the program has already."""
         if passing is not None:
-            passed, policy = passing  # it came and went under this plan, and did no harm
-            passed.policy, passed.borrowed = policy, True
-        self._run(known, known.policy)
+            passed, decisions = passing  # it came and went under this plan, and did no harm
+            passed.decisions, passed.borrowed = decisions, True
+        self._run(known, known.decisions)
         plan = "the plan that it came and went under" if known.borrowed else "its plan"
         self._note(before, f"{_named(known)} again, under {plan}")
 
@@ -248,7 +248,7 @@ class Adjuster:
 
     def _start_over(self, seen: Remembered, program: Program, before: Stage, change: str) -> None:
         """To warm-up, at the safest setting: another program, or one whose plan is good no longer."""
-        seen.policy, seen.borrowed = None, False
+        seen.decisions, seen.borrowed = None, False
         self._changes += 1
         self._run(seen, None)
         self.programs.renew(program)
@@ -264,16 +264,16 @@ class Adjuster:
             return "another rank's step differs from those before"
         return difference(program, current.baseline)
 
-    def _run(self, program: Remembered, policy: Policy | None) -> None:
-        """Make a program the current one, which runs by this policy."""
-        if policy is None:
+    def _run(self, program: Remembered, decisions: Decisions | None) -> None:
+        """Make a program the current one, which runs by these decisions."""
+        if decisions is None:
             self._technique.withdraw()
         else:
-            self._technique.install(policy)
-        self.policy = policy
+            self._technique.install(decisions)
+        self.decisions = decisions
         self.programs.enter(program)
         self._similar_steps = 0
-        self._changes = 0 if policy is not None else self._changes
+        self._changes = 0 if decisions is not None else self._changes
 
     # -- what it says --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The programs that a run has shown so far, each with its policy: what a rank votes on, and what all ranks agree on.
+"""The programs that a run has shown so far, each with its decisions: what a rank votes on, and what all ranks agree on.
 
 A vote is a bit mask of the remembered programs that a step is similar to. Every rank compares its own step with its own
 baselines; programs are remembered and forgotten at the same steps on all ranks, so that a bit means the same program
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from memplug.profile.similarity import Program, similar
 
 if TYPE_CHECKING:
-    from memplug.plan.policy import Policy
+    from memplug.plan.decisions import Decisions
 
 MOST_PROGRAMS = 32
 """Remembered at a time, so that a vote is one number. More sequence lengths than that are not worth a plan each."""
@@ -27,15 +27,15 @@ class Remembered:
         index: its bit in a vote.
         baseline: a step of it on this rank, which others are compared with. While warming up it is the latest; from
             planning on it stays, so that drift adds up to a change instead of creeping past every comparison.
-        policy: how to run it; None until it was planned for.
-        borrowed: the policy was made for another program, under which this one came and went in a single step.
+        decisions: how to run it; None until it was planned for.
+        borrowed: the decisions were made for another program, under which this one came and went in a single step.
         told: what the log has said of it.
     """
 
     def __init__(self, index: int, baseline: Program):
         self.index = index
         self.baseline = baseline
-        self.policy: Policy | None = None
+        self.decisions: Decisions | None = None
         self.borrowed = False
         self.told: set[object] = set()
 
@@ -65,7 +65,7 @@ class Programs:
     def forget_plans(self) -> None:
         """The programs stay, to be planned for anew."""
         for one in self._all:
-            one.policy = None
+            one.decisions = None
 
     def vote(self, program: Program) -> int:
         """Mask of the remembered programs that a step of this rank is similar to; bit = index.
@@ -83,11 +83,11 @@ class Programs:
     def agreed(self, mask: int) -> Remembered | None:
         """The program of a step, by the votes of all ranks; None: one that is not remembered.
 
-        The current one if it can be, so that similar programs do not take turns; but one that has a policy before one
+        The current one if it can be, so that similar programs do not take turns; but one that has decisions before one
         that has none, since a step that was not watched may be either. Else the latest.
         """
         seen = [one for one in self._all if mask >> one.index & 1]
-        seen = [one for one in seen if one.policy is not None] or seen
+        seen = [one for one in seen if one.decisions is not None] or seen
         if self.current in seen:
             return self.current
         return max(seen, key=self._by_age.index, default=None)

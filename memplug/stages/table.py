@@ -20,7 +20,7 @@ class Event(enum.Enum):
 
     STEADY = "the program of before, for too few steps yet"
     SETTLED = "the program of before, for enough steps"
-    KNOWN = "another program, which has a policy"
+    KNOWN = "another program, which has decisions"
     CHANGED = "another program, which has none"
 
 

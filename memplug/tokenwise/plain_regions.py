@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from memplug.plan.policy import Policy
+from memplug.plan.decisions import Decisions
 from memplug.tokenwise.regions.region import Region
 
 log = logging.getLogger("memplug")
@@ -41,16 +41,16 @@ class PlainRegions:
         self._regions = regions
         self._modules: dict[str, RegionModule] = {}
         self._left: set[str] = set()
-        self._settled_for: Policy | None = None
+        self._settled_for: Decisions | None = None
         self._warned = False
 
     def add(self, region: Region, module: RegionModule) -> None:
         """The module of a region."""
         self._modules[region.name] = module
 
-    def end_step(self, policy: Policy | None) -> None:
-        """The plan of the next step is in force: `policy`, or None before there is one, and while plans are tried."""
-        if self._settled_for is policy is not None:
+    def end_step(self, decisions: Decisions | None) -> None:
+        """The next step runs by these decisions; None: there are none yet, or plans are tried."""
+        if self._settled_for is decisions is not None:
             return
         first: set[str] = set()
         for region in self._regions:
@@ -60,7 +60,7 @@ class PlainRegions:
                 self._enter(region)
             if region.is_plain:
                 first.add(region.key)
-        self._settled_for = policy
+        self._settled_for = decisions
         self.unseen = frozenset(i for i, region in enumerate(self._regions) if region.name in self._left)
 
     def enter_all(self) -> None:

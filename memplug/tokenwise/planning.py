@@ -1,7 +1,7 @@
 """From what the executor saw to what the planner solves, and back: the two know nothing of each other.
 
 One step is observed at the safest setting (every matmul recomputed, attention swapped), with device times around every
-operator. Its tapes become the planner's regions; the planner's groups become each region's policy.
+operator. Its tapes become the planner's regions; the planner's groups become each region's decisions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from memplug.device.host_pool import ALIGNMENT_BYTES
 from memplug.plan import tokenwise as plan
-from memplug.plan.policy import Decision, Policy, Setting
+from memplug.plan.decisions import Decision, Decisions, Setting
 from memplug.plan.tokenwise_model import part_bytes
 from memplug.tokenwise import host_time
 from memplug.tokenwise.regions import operators
@@ -138,17 +138,17 @@ def _sending(members: Sequence[Region]) -> Sequence[Region]:
     return [region for region in members if not region.native.offloads_late] or members
 
 
-def policy_of(
+def decisions_of(
     solution: plan.TokenwisePlan,
     groups: dict[str, list[Region]],
     observer: Observer,
     observed_peak_bytes: int | None = None,
     full_recomputation_s: float | None = None,
-) -> Policy:
+) -> Decisions:
     """Each observed region's part of a plan.
 
     Args:
-        full_recomputation_s: see `Policy`.
+        full_recomputation_s: see `Decisions`.
         observed_peak_bytes: largest allocation total of the device at the safest setting, None where unknown.
     """
     settings, frame_bytes = {}, 0
@@ -184,7 +184,7 @@ def policy_of(
                 recomputed_bytes=_recomputed_bytes(region, tape, group, observer),
             )
     peak_bytes = None if observed_peak_bytes is None else observed_peak_bytes + solution.device_bytes
-    return Policy(
+    return Decisions(
         solution=solution,
         settings=settings,
         frame_bytes=frame_bytes,
@@ -229,12 +229,12 @@ def _frame_bytes(tape: Tape, group: plan.Group, observer: Observer, name: str) -
     return observer.input_bytes[name] + sum(outputs) + tensors * (ALIGNMENT_BYTES - 1)
 
 
-def put(policy: Policy | None, regions: Sequence[Region]) -> None:
-    """Run regions by a policy from the next forward on. Without one, and where it says nothing of a region, at the
+def put(decisions: Decisions | None, regions: Sequence[Region]) -> None:
+    """Run regions by decisions from the next forward on. Without any, and where they have none for a region, at the
     safest setting: inputs and attention outputs swapped, every matmul recomputed.
     """
     for region in regions:
-        setting = policy.settings.get(region.name) if policy is not None else None
+        setting = decisions.settings.get(region.name) if decisions is not None else None
         region.set(setting or Setting(region.kind))
 
 

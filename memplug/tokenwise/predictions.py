@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 
-from memplug.plan.policy import Policy
+from memplug.plan.decisions import Decisions
 from memplug.profile.similarity import Program
 from memplug.tokenwise.regions.executor import Executor
 
@@ -32,24 +32,24 @@ class Predictions:
     def __init__(self, executor: Executor):
         self._executor = executor
         self._before = self._counts()
-        self._compared: Policy | None = None
+        self._compared: Decisions | None = None
         self._is_settled = False
         self._warned = False
         self.expected_bytes: int | None = None
         self.offloaded_bytes: int | None = None
 
-    def end_step(self, policy: Policy, program: Program, planned_from: Program) -> None:
-        """A step is over that ran `program`, by `policy` from its beginning.
+    def end_step(self, decisions: Decisions, program: Program, planned_from: Program) -> None:
+        """A step is over that ran `program`, by `decisions` from its beginning.
 
         One that was short of host memory, or had a region that no plan knows, or was given more or less than the step
         that the plan was made from, says nothing of the plan: the next one is compared. Only where every region did the
         very same as in that step, to the sizes of all tensors, is a plan blamed.
         """
-        if self._is_settled and policy is self._compared:
+        if self._is_settled and decisions is self._compared:
             return
         before, self._before = self._before, self._counts()
-        if policy is not self._compared:
-            self._compared, self._is_settled = policy, False
+        if decisions is not self._compared:
+            self._compared, self._is_settled = decisions, False
             self.expected_bytes = self.offloaded_bytes = None
             return
         offloaded, expected, short, unplanned, strayed = (
@@ -65,7 +65,7 @@ class Predictions:
             self.warn(offloaded, expected)
 
     def skip_step(self) -> None:
-        """A step is over that ran by no policy, or by one that was only tried."""
+        """A step is over that ran by no decisions, or by some that were only tried."""
         self._before = self._counts()
 
     def warn(self, offloaded: int, expected: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
-from memplug.plan.policy import Policy
+from memplug.plan.decisions import Decisions
 from memplug.stages.ranks import Ranks
 from memplug.tokenwise import budgets
 
@@ -25,8 +25,8 @@ class Room:
         self._retries = 0
         self._agreed: Callable[[], float] | None = None
 
-    def is_short(self, policy: Policy) -> bool:
-        """A step ran by `policy`: whether that of a rank, in the step before this one, keeps more than there is room
+    def is_short(self, decisions: Decisions) -> bool:
+        """A step ran by `decisions`: whether that of a rank, in the step before this one, keeps more than there is room
         for.
         """
         if self._device.kind != "cuda":
@@ -34,7 +34,7 @@ class Room:
         retries, before = budgets.allocation_retries(self._device), self._retries
         self._retries = retries
         agreed = self._agreed
-        self._agreed = self._ranks.least(0.0 if retries > before and self._lacks(policy) else 1.0)
+        self._agreed = self._ranks.least(0.0 if retries > before and self._lacks(decisions) else 1.0)
         return agreed is not None and agreed() < 1.0
 
     def skip_step(self) -> None:
@@ -42,8 +42,8 @@ class Room:
         self._agreed = None
         self._retries = budgets.allocation_retries(self._device)
 
-    def _lacks(self, policy: Policy) -> bool:
-        if policy.peak_bytes is None:
+    def _lacks(self, decisions: Decisions) -> bool:
+        if decisions.peak_bytes is None:
             return False
-        kept_bytes = policy.solution.device_bytes
-        return budgets.device_room_bytes(self._config, self._device, policy.peak_bytes - kept_bytes) < kept_bytes
+        kept_bytes = decisions.solution.device_bytes
+        return budgets.device_room_bytes(self._config, self._device, decisions.peak_bytes - kept_bytes) < kept_bytes

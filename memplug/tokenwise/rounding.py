@@ -13,7 +13,7 @@ import logging
 import torch
 
 from memplug.config import MemplugConfig
-from memplug.plan.policy import Policy
+from memplug.plan.decisions import Decisions
 from memplug.show.words import size
 from memplug.tokenwise import budgets
 from memplug.tokenwise.regions.executor import Executor
@@ -37,28 +37,28 @@ class Rounding:
         self._most_bytes = 0  # that all of them ever took: part of the device's peak
         self._told = False
 
-    def end_step(self, policy: Policy | None, stable: bool) -> None:
+    def end_step(self, decisions: Decisions | None, stable: bool) -> None:
         """A step is over.
 
         Args:
-            policy: that the regions run by from now on; None: a number for alpha.
+            decisions: that the regions run by from now on; None: a number for alpha.
             stable: the program is to repeat, and no arena serves it.
         """
         flow = self._executor.flow
         if not (stable and self._is_stable):
             flow.largest_frame_bytes = 0  # of a step under another plan, or none
         self._is_stable = stable
-        planned_bytes = policy.frame_bytes if policy is not None else 0
+        planned_bytes = decisions.frame_bytes if decisions is not None else 0
         wanted_bytes = max(planned_bytes, flow.largest_frame_bytes) if stable else 0
         if wanted_bytes > self._frame_bytes or (self._frame_bytes and not stable):
-            self._reserve(wanted_bytes, policy.peak_bytes if policy is not None else None)
+            self._reserve(wanted_bytes, decisions.peak_bytes if decisions is not None else None)
 
-    def peak_bytes(self, policy: Policy | None) -> int | None:
+    def peak_bytes(self, decisions: Decisions | None) -> int | None:
         """Largest allocation total of the device in a step, as predicted, with the buffers that are reserved now: those
-        of the step that the policy was made from came on top of nothing. None: unknown.
+        of the step that the decisions were made from came on top of nothing. None: unknown.
         """
-        known = policy is not None and policy.peak_bytes is not None
-        return policy.peak_bytes + self._executor.transfer.buffer_bytes if known else None
+        known = decisions is not None and decisions.peak_bytes is not None
+        return decisions.peak_bytes + self._executor.transfer.buffer_bytes if known else None
 
     def _reserve(self, frame_bytes: int, step_bytes: int | None) -> None:
         executor = self._executor

@@ -1,5 +1,5 @@
 """GenPolicy: one observed step, then plans around the optimum, each tried for one step. The fastest that kept to its
-memory on every rank is the policy (Chameleon, section 4); without more trials the one by which all regions run as
+memory on every rank is taken (Chameleon, section 4); without more trials the one by which all regions run as
 without memplug, where it did.
 
 Plans are made beside training, which goes on at the safest setting, by the lowest of the ranks that run the same; they
@@ -17,7 +17,7 @@ from memplug.beside import Beside
 from memplug.config import MemplugConfig
 from memplug.plan import plain
 from memplug.plan import tokenwise as plan
-from memplug.plan.policy import Policy
+from memplug.plan.decisions import Decisions
 from memplug.profile.recorder import Detail
 from memplug.stages.ranks import Ranks
 from memplug.tokenwise import budgets, candidates, planning
@@ -67,7 +67,7 @@ def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
 
 
 class Search:
-    """From the boundary at which GenPolicy begins to the policy.
+    """From the boundary at which GenPolicy begins to the decisions.
 
     Args:
         regions: all of the session's, at the safest setting.
@@ -79,7 +79,7 @@ class Search:
         keeps: whether plans may keep outputs on the device.
 
     Attributes:
-        policy: what was found, None so far.
+        decisions: that were found, None so far.
         outcome: how it did, for people.
         fits: False: every plan that was tried needed more memory than it should have.
     """
@@ -96,13 +96,13 @@ class Search:
     ):
         self.keeps = keeps
         self.regions, self.executor, self.observer, self.config = regions, executor, observer, config
-        self.policy: Policy | None = None
+        self.decisions: Decisions | None = None
         self.outcome = ""
         self.fits = True
         self._ranks, self._gather, self._step_peak = ranks, ranks.gather, step_peak
         self._beside = Beside(config.profiler.wait_for_plans)
         self._planning: _Planning | None = None
-        self._policies: list[Policy] = []
+        self._candidates: list[Decisions] = []
         self._trials: list[Trial] = []
         self._refused = 0
         self._begun = 0.0
@@ -118,17 +118,17 @@ class Search:
         self._begun = time.perf_counter()
 
     def end_step(self) -> bool:
-        """A step of the program is over. True: `policy` is known; else the regions run the next plan from now on."""
+        """A step of the program is over. True: `decisions` are known; else the regions run the next plan."""
         self.executor.device.synchronize()
         seconds = time.perf_counter() - self._begun
         peak_bytes = self._step_peak()
-        if self._policies:
+        if self._candidates:
             self._note(seconds, peak_bytes)
         elif not (self._planning is not None or self._begin_planning(peak_bytes)) or not self._is_planned():
             return False
-        if len(self._policies) > max(1, len(self._trials)) and not self._is_out_of_the_way():
+        if len(self._candidates) > max(1, len(self._trials)) and not self._is_out_of_the_way():
             self._refused = self.executor.transfer.refused
-            planning.put(self._policies[len(self._trials)], self.regions)
+            planning.put(self._candidates[len(self._trials)], self.regions)
             return False
         self._choose()
         return True
@@ -146,7 +146,7 @@ class Search:
         """
         if self._planning is not None:
             return None
-        return Detail.REQUESTS if self._policies else Detail.TENSORS
+        return Detail.REQUESTS if self._candidates else Detail.TENSORS
 
     def _begin_planning(self, peak_bytes: int | None) -> bool:
         """The observed step is over; False: a rank ran no region in it, and the next is observed. Raises `BudgetError`
@@ -179,8 +179,8 @@ class Search:
         made, self._planning = self._planning, None
         solved = self._beside.take() if self._beside.is_busy else None
         solutions = candidates.choose(made.task, solved, self._gather)
-        self._policies = [
-            planning.policy_of(one, made.groups, self.observer, made.observed_peak_bytes, made.full_recomputation_s)
+        self._candidates = [
+            planning.decisions_of(one, made.groups, self.observer, made.observed_peak_bytes, made.full_recomputation_s)
             for one in solutions
         ]
         self.executor.pool.reserve(max(one.host_bytes for one in solutions))
@@ -188,24 +188,24 @@ class Search:
         return True
 
     def _note(self, seconds: float, peak_bytes: int | None) -> None:
-        policy = self._policies[len(self._trials)]
+        decisions = self._candidates[len(self._trials)]
         fits = self.executor.transfer.refused == self._refused
-        if peak_bytes is not None and policy.peak_bytes is not None:
-            fits = fits and peak_bytes <= policy.peak_bytes * (1.0 + PEAK_SLACK)
-        self._trials.append(Trial(seconds, fits, policy.solution.device_bytes))
+        if peak_bytes is not None and decisions.peak_bytes is not None:
+            fits = fits and peak_bytes <= decisions.peak_bytes * (1.0 + PEAK_SLACK)
+        self._trials.append(Trial(seconds, fits, decisions.solution.device_bytes))
 
     def _is_out_of_the_way(self) -> bool:
         """All ranks tried to run as without memplug, and had the memory for it: nothing is faster."""
-        tried = len(self._trials) == 1 and plain.is_plain(self._policies[0].solution)
+        tried = len(self._trials) == 1 and plain.is_plain(self._candidates[0].solution)
         return tried and all(self._gather(self._trials[0].fits))
 
     def _choose(self) -> None:
         if not self._trials:
-            self.policy = self._policies[0]
+            self.decisions = self._candidates[0]
             return
         trials = self._gather(self._trials)
         chosen, self.fits = choose(trials)
-        self.policy = self._policies[chosen]
+        self.decisions = self._candidates[chosen]
         seconds = [max(trial.seconds for trial in ranks) for ranks in zip(*trials, strict=True)]
         self.outcome = (
             f"plan {chosen + 1} of {len(seconds)} tried took {seconds[chosen]:.3f} s a step, "

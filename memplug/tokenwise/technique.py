@@ -12,7 +12,7 @@ from typing import Any
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
-from memplug.plan.policy import Learnt, Policy, Setting
+from memplug.plan.decisions import Decisions, Learnt, Setting
 from memplug.plan.replay_decisions import mistakes_of
 from memplug.plan.schema import MemoryPlan
 from memplug.profile.hardware import link_rates
@@ -37,7 +37,7 @@ from memplug.tokenwise.shortage import Shortage
 log = logging.getLogger("memplug")
 
 
-class TokenWise(AgreedTechnique[Policy]):
+class TokenWise(AgreedTechnique[Decisions]):
     """See the module's text.
 
     Args:
@@ -53,7 +53,7 @@ class TokenWise(AgreedTechnique[Policy]):
     Attributes:
         executor: runs the regions.
         plain: of these, those that run as without memplug.
-        policy: that they run by; None at the safest setting, with a number for alpha, and while plans are tried.
+        decisions: that they run by; None at the safest setting, with a number for alpha, and while plans are tried.
         plans: regions run by plans; else by a number for alpha, or there are none.
         observer, check, predictions, rounding: see there.
         sizes: of the inputs of each forward, in the step that ended last.
@@ -78,7 +78,7 @@ class TokenWise(AgreedTechnique[Policy]):
         hooks = Hooks(explain=explain, on_larger=self.plain.enter_all, own=own)
         self.executor = Executor(device, host_bytes, tokenwise.min_offload_bytes, regathers, tokenwise.buffers, hooks)
         self.plans = tokenwise.enabled and isinstance(tokenwise.alpha, str)
-        self.policy: Policy | None = None
+        self.decisions: Decisions | None = None
         self.observer = planning.Observer(self.executor.min_offload_bytes)
         self.check = AlphaCheck(config, regions, self.executor, ranks)
         self.predictions = Predictions(self.executor)
@@ -90,7 +90,7 @@ class TokenWise(AgreedTechnique[Policy]):
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
-    def propose(self, trace: Trace | None) -> Policy | None:
+    def propose(self, trace: Trace | None) -> Decisions | None:
         """Observe the next step, and try plans in those that follow: see `memplug.tokenwise.search`."""
         search = self._search
         if search is None:
@@ -106,24 +106,24 @@ class TokenWise(AgreedTechnique[Policy]):
                 'least on the device is used: set "device_budget_gib" or "host_budget_gib" to what there is'
             )
         self.outcome = search.outcome
-        return search.policy
+        return search.decisions
 
-    def judge(self, part: Policy) -> str:
+    def judge(self, part: Decisions) -> str:
         """See `memplug.plan.replay_decisions`."""
         return next(mistakes_of(part), "")
 
-    def install(self, part: Policy) -> None:
+    def install(self, part: Decisions) -> None:
         """Run the regions by it."""
         self._stop_search()
-        if part is not self.policy:
+        if part is not self.decisions:
             planning.put(part, self._regions)
-        self.policy = part
+        self.decisions = part
 
     def withdraw(self) -> None:
         """Run the regions at the safest setting."""
         self._stop_search()
         planning.put(None, self._regions)
-        self.policy = None
+        self.decisions = None
 
     # -- what the stages ask -------------------------------------------------------------------------------------------
 
@@ -134,17 +134,17 @@ class TokenWise(AgreedTechnique[Policy]):
 
     def has_lost_room(self) -> bool:
         """See `memplug.tokenwise.room`."""
-        if self.policy is None:
+        if self.decisions is None:
             self._room.skip_step()
             return False
-        return self._room.is_short(self.policy)
+        return self._room.is_short(self.decisions)
 
-    def retain(self, parts: Iterable[Policy]) -> None:
+    def retain(self, parts: Iterable[Decisions]) -> None:
         """Where none of them needs host memory, it goes back."""
-        if not any(policy.solution.host_bytes for policy in parts):
+        if not any(decisions.solution.host_bytes for decisions in parts):
             self.executor.pool.give_back()
 
-    def in_words(self, part: Policy) -> str:
+    def in_words(self, part: Decisions) -> str:
         """See `memplug.show.words`."""
         return plan_in_words(part.solution)
 
@@ -168,16 +168,16 @@ class TokenWise(AgreedTechnique[Policy]):
 
     def compare(self, program: Program, planned_from: Program | None) -> None:
         """Compare what the step moved with what its plan said; `planned_from` is of the step that was observed."""
-        if self.policy is None or planned_from is None:
+        if self.decisions is None or planned_from is None:
             self.predictions.skip_step()
         else:
-            self.predictions.end_step(self.policy, program, planned_from)
+            self.predictions.end_step(self.decisions, program, planned_from)
 
     def settle(self, stable: bool, has_arena: bool) -> None:
         """What the next step is to run by is in force."""
         if self.plans:
-            self.plain.end_step(self.policy)
-        self.rounding.end_step(self.policy, stable and not has_arena)
+            self.plain.end_step(self.decisions)
+        self.rounding.end_step(self.decisions, stable and not has_arena)
 
     def turn_away(self) -> None:
         """The step that begins has other inputs than its plan was made for: regions run at the safest setting. But not
@@ -188,7 +188,7 @@ class TokenWise(AgreedTechnique[Policy]):
             if not region.native.communicates:
                 region.set(Setting(region.kind))
                 region.native.seen = False
-        self.policy = None
+        self.decisions = None
 
     def close(self) -> None:
         """The session is detached."""
@@ -196,11 +196,11 @@ class TokenWise(AgreedTechnique[Policy]):
 
     # -- from run to run -----------------------------------------------------------------------------------------------
 
-    def kept(self, plan: MemoryPlan) -> Policy | None:
+    def kept(self, plan: MemoryPlan) -> Decisions | None:
         """None: with a number for alpha, or without regions."""
-        return plan.training.policy if plan.training is not None else None
+        return plan.training.decisions if plan.training is not None else None
 
-    def keep(self, part: Policy, plan: MemoryPlan) -> MemoryPlan:
+    def keep(self, part: Decisions, plan: MemoryPlan) -> MemoryPlan:
         """The plan with these decisions, what forwards have shown under them, and the link that they were made for."""
         d2h, h2d = link_rates(self.executor.device.torch_device)
         names = {region.name: region for region in self._regions}
@@ -209,15 +209,15 @@ class TokenWise(AgreedTechnique[Policy]):
             for name, setting in part.settings.items()
             if name in names
         }
-        policy = replace(part, settings=settings)
-        training = replace(plan.training, policy=policy, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d)
+        decisions = replace(part, settings=settings)
+        training = replace(plan.training, decisions=decisions, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d)
         return replace(plan, training=training)
 
-    def reserve(self, parts: Iterable[Policy]) -> None:
+    def reserve(self, parts: Iterable[Decisions]) -> None:
         """The host memory that the largest of them needs."""
-        self.executor.pool.reserve(max(policy.solution.host_bytes for policy in parts))
+        self.executor.pool.reserve(max(decisions.solution.host_bytes for decisions in parts))
 
-    def lacks(self, part: Policy) -> str:
+    def lacks(self, part: Decisions) -> str:
         """Why this machine has no room for a part; "" where it has."""
         host_bytes, budget_bytes = part.solution.host_bytes, self.executor.pool.budget_bytes
         if host_bytes > budget_bytes:

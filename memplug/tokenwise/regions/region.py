@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memplug.plan.policy import Setting
+from memplug.plan.decisions import Setting
 from memplug.tokenwise.regions.core import core
 
 

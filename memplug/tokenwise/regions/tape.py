@@ -1,7 +1,7 @@
 """What one forward of a region did: its operators, which storages they read and made, and what backward asks for.
 
 The native core notes tapes (`memplug/native/forward.h`), and forwards that do the same share one. Here is what Python
-reads of them: the policy, to name what is captured, and the planner. Storages are named by a running number.
+reads of them: the decisions, to name what is captured, and the planner. Storages are named by a running number.
 """
 
 from __future__ import annotations

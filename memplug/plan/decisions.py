@@ -65,7 +65,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class Decisions:
     """How to run one program: a plan, and what it sets on each region, by name."""
 
     solution: TokenwisePlan
