@@ -1,5 +1,5 @@
 """Tests train for few steps, and wait for plans, so that each run adopts them at the same step; all but those of what
-plans beside training (tests/test_beside.py).
+plans beside training (tests/config/test_beside.py).
 """
 
 from memplug.beside import Beside

@@ -98,7 +98,7 @@ def keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cpu_engine(tmp_path: Path) -> Iterator[None]:
     """DeepSpeed can make engines on the CPU; `memplug.install` is undone afterwards."""
-    from tests.hosts import process_group
+    from tests.support.hosts import process_group
 
     with process_group(tmp_path):
         yield

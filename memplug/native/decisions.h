@@ -8,7 +8,7 @@
 
 namespace memplug {
 
-// As `Action` in tests/reference_tape.py.
+// As `Action` in tests/support/reference_tape.py.
 enum class Action : uint8_t { RUN, SUBSTITUTE, SKIP };
 
 // What of an operator's results is captured: `whole` where all rows of them are, so that its inputs are not needed.

@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 
 from tests.bench.table import Row, render, write_rows
-from tests.launching import ROOT, launch
+from tests.support.launching import ROOT, launch
 
 BENCH = "convergence"
 HEADERS = ("ZeRO", "launcher", "way in", "alpha", "steps", "first loss", "last loss", "max difference", "verdict")

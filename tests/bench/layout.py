@@ -1,9 +1,9 @@
 """Addresses for a step, planner by planner: `python -m tests.bench.layout`.
 
-Recorded steps, synthetic ones (tests/schedules.py) and public instances of dynamic storage allocation, placed by each
-planner and, as the baseline, by a simulation of torch's caching allocator with and without expandable segments. Each
-runs in a process of its own; "MiB" is the peak of that process, Python, numpy and scipy included. What is dynamic in a
-step (the experts' requests) is left out, for the baseline too.
+Recorded steps, synthetic ones (tests/support/schedules.py) and public instances of dynamic storage allocation, placed
+by each planner and, as the baseline, by a simulation of torch's caching allocator with and without expandable segments.
+Each runs in a process of its own; "MiB" is the peak of that process, Python, numpy and scipy included. What is dynamic
+in a step (the experts' requests) is left out, for the baseline too.
 
 What was tried and dropped: OR-Tools' CP-SAT as the search behind `exact` (3 to 28 s on MiniMalloc's A, C and E at their
 capacity, where the own one took 0.05 to 3 s; it stays as a backend); MEMO's mixed integer program (does not end at 80
@@ -29,8 +29,8 @@ from memplug.plan.layout import planners
 from memplug.plan.layout.problem import Problem
 from memplug.profile.trace import Trace
 from tests.bench.table import Row, figures, render, write_rows
-from tests.schedules import SCHEDULES, record
-from tests.traces import DATA
+from tests.support.schedules import SCHEDULES, record
+from tests.support.traces import DATA
 
 BENCH = "layout"
 BASELINES = ("caching", "expandable")

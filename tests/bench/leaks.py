@@ -4,8 +4,8 @@ Trains a tiny model for 10,000 steps under a session that watches all the time, 
 and changes its sequence length back and forth; and notes what the process holds. A leak is a line that goes up; memory
 that settles is the allocator's. Exits with 1 where the second half of the run grew.
 
-`--awkward`: the steps of `tests.awkward` instead: errors in any pass, dropped and retained graphs, several in flight,
-passes without gradients, another length every few steps. Then what is counted must not grow at all.
+`--awkward`: the steps of `tests.support.awkward` instead: errors in any pass, dropped and retained graphs, several in
+flight, passes without gradients, another length every few steps. Then what is counted must not grow at all.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 import memplug
-from tests.awkward import Fails, awkward_steps, left_behind
 from tests.bench.table import Row, render, write_rows
-from tests.blocks import LAYERS, Block, Stack
+from tests.support.awkward import Fails, awkward_steps, left_behind
+from tests.support.blocks import LAYERS, Block, Stack
 
 BENCH = "leaks"
 SAMPLES = 20

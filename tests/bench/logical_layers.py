@@ -38,7 +38,7 @@ from memplug.profile.logical_layers import group_edges
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint, Pass, Trace
 from tests.bench.table import Row, figures, render, write_rows
-from tests.grouping import estimate_error, group_variation
+from tests.support.grouping import estimate_error, group_variation
 
 BENCH = "logical_layers"
 PASSES = (Pass.FORWARD, Pass.BACKWARD)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import launch
+from tests.support.launching import launch
 
 Results = Callable[[str, str], list[dict[str, Any]]]
 

@@ -14,7 +14,7 @@ import memplug
 from memplug.errors import ConfigError, MemplugError
 from memplug.hooks.regions import session_of
 from memplug.stages.table import Stage
-from tests.hosts import block, tiny_llama, train
+from tests.support.hosts import block, tiny_llama, train
 
 WITHOUT_DEEPSPEED = SimpleNamespace(deepspeed_plugin=None)
 WITH_DEEPSPEED = SimpleNamespace(deepspeed_plugin=object())

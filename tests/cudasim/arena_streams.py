@@ -12,7 +12,7 @@ from torch import nn
 import memplug
 from tests.cudasim import device
 from tests.cudasim.device import Schedule, scheduled
-from tests.serving import owned, reserved_bytes
+from tests.support.serving import owned, reserved_bytes
 
 BLOCK = {"enabled": True, "plan_dir": False, "tokenwise": {"enabled": False}}
 STEPS = 12

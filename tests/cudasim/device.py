@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memplug.device.device import CudaDevice, Wait
-from tests.simulated import LeavesOut
+from tests.support.simulated import LeavesOut
 
 _library = ctypes.CDLL(None)  # it is in front of all others
 _library.cudasim_violations.restype = ctypes.c_longlong

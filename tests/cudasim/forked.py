@@ -1,4 +1,4 @@
-"""`tests.forking` for ranks whose device is simulated CUDA: what they import is imported once.
+"""`tests.support.forking` for ranks whose device is simulated CUDA: what they import is imported once.
 
 `python -m tests.cudasim.forked LIBRARIES` is the process that forks.
 """
@@ -14,15 +14,15 @@ from unittest import mock
 
 import torch
 
-from tests import forking
-from tests.launching import environment
+from tests.support import forking
+from tests.support.launching import environment
 
 MOST_PROCESSES = 2
 
 
 @contextlib.contextmanager
 def ranks_on_cuda(libraries: forking.Libraries) -> Iterator[Callable[..., str]]:
-    """Within, `tests.forking.launch_forked`, which it yields, has ranks of up to `MOST_PROCESSES` on CUDA."""
+    """Within, `tests.support.forking.launch_forked`, which it yields, has ranks of up to `MOST_PROCESSES` on CUDA."""
     forker = forking._Forker(libraries)
     forker.command = [sys.executable, "-m", "tests.cudasim.forked", libraries]
     on_cuda = functools.partial(environment, {"DS_ACCELERATOR": "cuda", "LOCAL_WORLD_SIZE": str(MOST_PROCESSES)})

@@ -1,4 +1,4 @@
-"""`tests.megatron_worker` on simulated CUDA: the same trainings, with Megatron-Core's CUDA code as it is.
+"""`tests.support.megatron_worker` on simulated CUDA: the same trainings, with Megatron-Core's CUDA code as it is.
 
 Started as that is, but a case is a block and a schedule: its policy and its seed. `FOLDER/RANK.json` gets name ->
 {"losses", "digests", "violations", "report"}.
@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests import megatron_worker
 from tests.cudasim import device
+from tests.support import megatron_worker
 
 
 def _on_device(micro_batches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import launch
+from tests.support.launching import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cudasim.forked import ranks_on_cuda
-from tests.hosts import block
+from tests.support.hosts import block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
@@ -64,7 +64,7 @@ def test_losses_and_optimizers_are_those_without_memplug_and_nothing_is_unordere
     every = {
         f"{stage} {name}": case(stage, memplug, processes) for stage in range(4) for name, memplug in BLOCKS.items()
     }
-    arguments = ["tests.training_worker", tmp_path, json.dumps(every)]
+    arguments = ["tests.support.training_worker", tmp_path, json.dumps(every)]
     launch(arguments, processes=processes, module=True, time_limit_s=300)
     for rank in range(processes):
         results = json.loads((tmp_path / f"{rank}.json").read_text())

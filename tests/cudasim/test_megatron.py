@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import launch
+from tests.support.launching import launch
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed, pytest.mark.long]

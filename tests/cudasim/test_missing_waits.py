@@ -1,5 +1,5 @@
 """Each wait of the arena's streams, left out of a copy of the core, is noticed. Those of the executor are left out in
-tests/test_races.py. The recorder has none: it notes what the host does.
+tests/tokenwise/test_races.py. The recorder has none: it notes what the host does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT
+from tests.support.launching import ROOT
 
 pytestmark = pytest.mark.gpu
 

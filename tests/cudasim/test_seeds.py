@@ -37,7 +37,7 @@ def test_zero_3_is_that_without_memplug_under_a_random_schedule_in_each_step(pro
     schedules = [("random", seed) for seed in range(100, 100 + SEEDS)]
     every = {name: case(3, memplug, processes, schedules) for name, memplug in BLOCKS.items()}
     with ranks_on_cuda("deepspeed") as launch:
-        arguments = ["tests.training_worker", tmp_path, json.dumps(every)]
+        arguments = ["tests.support.training_worker", tmp_path, json.dumps(every)]
         launch(arguments, processes=processes, module=True, time_limit_s=900)
     for rank in range(processes):
         results = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -12,8 +12,8 @@ import torch
 
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
-from tests.launching import ROOT
-from tests.serving import llama
+from tests.support.launching import ROOT
+from tests.support.serving import llama
 
 pytestmark = pytest.mark.gpu
 

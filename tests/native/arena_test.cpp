@@ -1,5 +1,5 @@
 // Which bytes the arena hands out: matching, dynamic requests, streams.
-// Built and run by tests/test_arena_core.py, under the compiler's sanitizers.
+// Built and run by tests/arena/test_arena_core.py, under the compiler's sanitizers.
 #include "simulated.h"
 
 namespace {

@@ -1,0 +1,1 @@
+"""What the planned arena serves, and when."""

@@ -1,0 +1,342 @@
+"""Training is served from the planned arena, and its numbers are those of a run without memplug."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from memplug.arena.technique import State
+from memplug.device.device import Device
+from memplug.profile.recorder import Detail, Recorder
+from memplug.profile.trace import Fingerprint
+from memplug.stages.followers import Followers
+from tests.support.serving import (
+    ALONE,
+    CHECKED,
+    Run,
+    llama,
+    mixtral,
+    nothing_leaks,
+    owned,
+    reserved_bytes,
+    serving_of,
+    train,
+)
+from tests.support.simulated import ScriptedDevice
+
+pytestmark = pytest.mark.device
+
+OFF = {"enabled": False}
+SMALL = {"min_offload_bytes": 1}
+BLOCKS = {
+    "arena alone": ALONE,
+    "arena alone, checked": CHECKED,
+    "recomputed": {"enabled": True, "plan_dir": False, "tokenwise": {"alpha": 0, **SMALL}},
+    "swapped": {"enabled": True, "plan_dir": False, "tokenwise": {"alpha": 1, **SMALL}},
+    "planned": {"enabled": True, "plan_dir": False, "tokenwise": SMALL, "profiler": {"policy_steps": 0}},
+    "planned, checked": {
+        "enabled": True,
+        "plan_dir": False,
+        "tokenwise": SMALL,
+        "profiler": {"policy_steps": 0},
+        "arena": {"checks": True},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def without() -> Run:
+    """The dense model without memplug."""
+    return train(OFF, steps=40, validate=10)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_dense_model_is_served_and_its_losses_are_those_of_a_run_without(name: str, without: Run) -> None:
+    with nothing_leaks():
+        run = train(BLOCKS[name], steps=40, validate=10)
+    assert run.losses == without.losses
+    assert run.states[-1] is State.SERVING and run.report["arena_plans"] >= 1
+    assert run.served >= 0.999
+    assert run.report["arena_step_served"] == 1.0
+    assert run.report["arena_predicted_fragmentation"] <= 0.005
+    assert run.report["arena_peak_fragmentation"] <= 0.02  # of some 300 KiB: two of 512 bytes take turns at times
+
+
+def test_a_mixture_of_experts_is_partly_served_from_idle_space() -> None:
+    run = train(ALONE, mixtral, steps=20)
+    assert run.losses == train(OFF, mixtral, steps=20).losses
+    report = run.report
+    assert report["arena_dynamic"] > 0 and report["arena_dynamic_bytes"] > 0
+    assert report["arena_dynamic"] + report["arena_dynamic_missed"] > 100
+    assert report["arena_served"] > 0 and max(run.mismatched[-10:]) == 0
+
+
+def test_a_mixture_swapped_and_recomputed_is_served_too() -> None:
+    block = {"enabled": True, "plan_dir": False, "tokenwise": {"alpha": 1, **SMALL}}
+    run = train(block, mixtral, steps=14)
+    assert run.losses == train({**block, "arena": {"enabled": False}}, mixtral, steps=14).losses
+    assert run.report["arena_dynamic"] > 0
+
+
+@pytest.mark.cpu("it looks at that device")
+def test_fetched_outputs_land_at_planned_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[bool] = []
+
+    class Noting(ScriptedDevice):
+        def empty(self, *args: Any) -> torch.Tensor:
+            tensor = super().empty(*args)
+            fetched.append(owned(tensor))
+            return tensor
+
+    monkeypatch.setattr(Device, "streams", lambda self, core: core.python_streams(Noting()))
+    run = train(BLOCKS["swapped"], steps=12)
+    first = run.states.index(State.SERVING) + 1
+    in_a_step = len(fetched) // 12
+    assert in_a_step > 5 and not any(fetched[: in_a_step * (first - 1)])
+    assert all(fetched[in_a_step * first :])
+
+
+# -- what outlives a step ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_from_step_to_step_is_never_overwritten() -> None:
+    """The outputs of every step, and copies that were taken of them at once."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    torch.manual_seed(0)
+    model = llama()
+    with memplug.attach(model, CHECKED) as session:
+        for _ in range(16):
+            batch = torch.randint(0, 64, (2, 16))
+            out = model(batch, labels=batch)
+            out.loss.backward()
+            kept.append((out.logits.detach(), out.logits.detach().clone()))
+            session.step()
+        assert serving_of(session).state is State.SERVING
+    assert sum(owned(tensor) for tensor, _ in kept) > 0
+    for tensor, copied in kept:
+        assert torch.equal(tensor, copied)
+
+
+def test_memory_stays_valid_after_detaching_and_goes_with_its_last_tensor() -> None:
+    model = llama()
+    batch = torch.randint(0, 64, (2, 16))
+    with nothing_leaks():
+        with memplug.attach(model, ALONE) as session:
+            for _ in range(8):
+                out = model(batch, labels=batch)
+                out.loss.backward()
+                session.step()
+        logits, expected = out.logits.detach(), out.logits.detach().clone()
+        del out
+        model.zero_grad()
+        assert owned(logits) and reserved_bytes() > 0
+        assert torch.equal(logits, expected)
+        del logits
+        gc.collect()
+    assert not any(owned(p) for p in model.parameters())
+
+
+@pytest.mark.cpu("of its allocator")
+def test_a_recording_knows_nothing_of_what_a_former_arena_left() -> None:
+    model = llama()
+    batch = torch.randint(0, 64, (2, 16))
+    with memplug.attach(model, ALONE) as session:
+        for _ in range(8):
+            out = model(batch, labels=batch)
+            out.loss.backward()
+            session.step()
+    assert owned(out.logits)
+    recorder = Recorder("cpu")
+    try:
+        recorder.begin(Detail.REQUESTS)
+        del out
+        model.zero_grad()
+        torch.ones(4)
+        trace = recorder.end(Fingerprint(), [])
+    finally:
+        recorder.stop()
+    assert trace.base_bytes == 0 and trace.requests["nbytes"].tolist() == [16]
+    assert (trace.events["request"] >= 0).all()
+
+
+def test_optimizer_state_that_is_made_late_is_kept_out_of_what_is_used_again() -> None:
+    """Momentum begins in step 9, when there has been a plan for a while."""
+
+    def run(block: dict[str, Any]) -> list[float]:
+        torch.manual_seed(0)
+        model, losses = llama(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with memplug.attach(model, block) as session:
+            for step in range(16):
+                optimizer.param_groups[0]["momentum"] = 0.9 if step >= 9 else 0
+                batch = torch.randint(0, 64, (2, 16))
+                loss = model(batch, labels=batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                session.step()
+        return losses
+
+    assert run(CHECKED) == run(OFF)
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_program_has_a_plan_of_its_own() -> None:
+    """Two lengths that take turns for ten steps each, and each has its plan when it comes back. The longer one is the
+    first: how much may be fetched ahead follows the largest region that was seen.
+    """
+    block = {"enabled": True, "plan_dir": False, "tokenwise": SMALL, "profiler": {"policy_steps": 0}}
+
+    def length(step: int) -> int:
+        return (40, 16)[step // 12 % 2]
+
+    run = train(block, steps=48, length=length)
+    assert run.losses == train(OFF, steps=48, length=length).losses
+    assert run.states[35] is run.states[47] is State.SERVING
+    assert run.mismatched[34] == run.mismatched[46] == 0
+    assert run.states[28:35] == [State.SERVING] * 7, "the first one's plan is there still"
+
+
+def test_a_program_that_changes_unseen_gets_a_new_plan() -> None:
+    """With a number for alpha nobody compares programs: the requests that the plan does not know tell."""
+
+    def length(step: int) -> int:
+        return 16 if step < 10 else 40
+
+    run = train(ALONE, steps=24, length=length)
+    assert run.losses == train(OFF, steps=24, length=length).losses
+    assert run.report["arena_plans"] >= 2
+    assert run.mismatched[11] > 100 and max(run.mismatched[-4:]) == 0
+
+
+def test_requests_that_never_repeat_are_not_planned_for_again_and_again() -> None:
+    def length(step: int) -> int:
+        return 8 + 4 * (step * 7 % 11)
+
+    run = train(ALONE, steps=60, length=length)
+    assert run.losses == train(OFF, steps=60, length=length).losses
+    assert run.report["arena_plans"] <= 6
+
+
+# -- what it tells -----------------------------------------------------------------------------------------------------
+
+
+def test_a_block_without_the_arena_says_so_and_has_none() -> None:
+    run = train({**ALONE, "tokenwise": {"alpha": 0}, "arena": {"enabled": False}}, steps=6)
+    assert run.report["arena"] == "off" and run.report["arena_off_because"] == "the block switches it off"
+    assert run.report["arena_bytes"] == run.report["arena_served"] == run.report["arena_plans"] == 0
+
+
+def test_the_profiler_sees_blocks_of_the_arena() -> None:
+    model = llama()
+    batch = torch.randint(0, 64, (2, 16))
+
+    def step() -> None:
+        model(batch, labels=batch).loss.backward()
+
+    with memplug.attach(model, ALONE) as session:
+        for _ in range(8):
+            step()
+            session.step()
+        assert serving_of(session).state is State.SERVING
+        before = serving_of(session).counters.planned
+        with torch.profiler.profile(profile_memory=True) as profile:
+            step()
+        assert serving_of(session).counters.planned > before + 100
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert sum(event.nbytes() > 0 for event in events) > 100
+    assert sum(event.nbytes() < 0 for event in events) > 100
+
+
+def test_a_step_that_is_recorded_while_it_is_served_has_all_its_requests(tmp_path: Path) -> None:
+    model = llama()
+    batch = torch.randint(0, 64, (2, 16))
+    with memplug.attach(model, ALONE) as session:
+        for step in range(10):
+            if step == 2:
+                session.record()
+            if step == 7:
+                native = session.trace
+                session.record()
+            model(batch, labels=batch).loss.backward()
+            model.zero_grad()
+            session.step()
+        served = session.trace
+        assert serving_of(session).state is State.SERVING
+    assert native is not served
+    assert native.requests["nbytes"].tolist() == served.requests["nbytes"].tolist()
+    assert served.replays_exactly() and (served.live_bytes >= 0).all()
+
+
+# -- one model after another -------------------------------------------------------------------------------------------
+
+
+def test_a_second_session_after_the_first_has_an_arena_too() -> None:
+    first = train(ALONE, steps=8)
+    second = train(CHECKED, steps=8)
+    assert first.losses == second.losses
+    assert first.report["arena_served"] > 0 and second.report["arena_served"] > 0
+
+
+def test_a_session_that_nobody_detached_leaves_nothing_behind() -> None:
+    model = llama()
+    batch = torch.randint(0, 64, (2, 16))
+    with nothing_leaks():
+        session = memplug.attach(model, ALONE)
+        for _ in range(8):
+            model(batch, labels=batch).loss.backward()
+            model.zero_grad()
+            session.step()
+        assert serving_of(session).state is State.SERVING
+        arena = serving_of(session)._arena
+        session._boundary.claim.followers = Followers()
+        del arena
+        gc.collect()
+        assert not owned(torch.ones(64))
+
+
+def test_an_old_session_that_goes_takes_no_arena_from_a_new_one() -> None:
+    batch = torch.randint(0, 64, (2, 16))
+    sessions = []
+    for _ in range(2):
+        model = llama()
+        with memplug.attach(model, ALONE) as session:
+            for step in range(10):
+                model(batch, labels=batch).loss.backward()
+                model.zero_grad()
+                session.step()
+                if step == 7:
+                    sessions.clear()
+                    gc.collect()
+            assert serving_of(session).state is State.SERVING
+            assert serving_of(session).step.planned > 100
+        sessions.append(session)
+
+
+def test_copies_of_a_model_that_has_the_arena_alone_are_plain() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    before = type(model)
+    with memplug.attach(model, ALONE):
+        copied, pickled = copy.deepcopy(model), pickle.dumps(model)
+        assert type(copied) is before and b"memplug" not in pickled and isinstance(model, nn.Sequential)
+        assert not any("memplug" in key for key in copied.__dict__)
+    assert type(model) is before and not any("memplug" in key for key in model.__dict__)
+
+
+def test_attaching_again_gives_the_session_that_there_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with memplug.attach(model, ALONE) as session:
+        assert memplug.attach(model, ALONE) is session
+    with memplug.attach(model, ALONE) as another:
+        assert another is not session

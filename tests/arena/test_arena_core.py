@@ -1,0 +1,41 @@
+"""The native core of the arena by itself, on simulated streams, under the sanitizers: tests/native."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.recording import ROOT
+
+RANDOM_SEEDS = "300"  # of the random requests
+PROGRAMS = ("arena_test", "arena_plans_test")
+SOURCES = ("memplug/native/arena.cpp", "memplug/native/arena_plan.cpp")
+COMPILER = shutil.which("c++") or shutil.which("g++")
+
+
+def compiler(arguments: Sequence[str], *flags: str, source: str = "") -> subprocess.CompletedProcess[str]:
+    """What it says of these arguments, and of a program that it reads from standard input."""
+    command = [COMPILER, "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags, *arguments]
+    return subprocess.run(command, cwd=ROOT, input=source, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_all_that_must_hold_of_the_core_holds_and_no_sanitizer_finds_anything(sanitizers: str, tmp_path: Path) -> None:
+    flags = ("-O1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
+    if compiler(["-x", "c++", "-", "-o", f"{tmp_path}/any"], *flags, source="int main() {}").returncode != 0:
+        pytest.skip(f"the compiler has no libraries for -fsanitize={sanitizers}")
+    objects = {source: f"{tmp_path}/{Path(source).stem}.o" for source in SOURCES}
+    for source, compiled in objects.items():
+        done = compiler(["-c", source, "-o", compiled], *flags)
+        assert done.returncode == 0, done.stderr
+    for program in PROGRAMS:
+        binary = f"{tmp_path}/{program}"
+        done = compiler([f"tests/native/{program}.cpp", *objects.values(), "-o", binary], *flags)
+        assert done.returncode == 0, done.stderr
+        done = subprocess.run([binary, RANDOM_SEEDS], capture_output=True, text=True, timeout=300)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "all hold\n", ""), program

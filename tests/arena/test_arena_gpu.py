@@ -1,0 +1,120 @@
+"""The planned arena on a CUDA device: the numbers of training, and everything of torch's allocator that others use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from memplug.arena.technique import State
+from tests.support.serving import ALONE, CHECKED, llama, nothing_leaks, owned, serving_of
+
+pytestmark = pytest.mark.gpu
+
+SWAPPED = {"enabled": True, "plan_dir": False, "tokenwise": {"alpha": 1, "min_offload_bytes": 1}}
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(0, 64, (2, 16), device="cuda")
+
+
+def step(model: nn.Module) -> float:
+    tokens = batch()
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    return loss.item()
+
+
+@pytest.fixture
+def session() -> Iterator[memplug.Session]:
+    """One that serves; its model is `session.model`."""
+    torch.manual_seed(0)
+    model = llama().cuda()
+    with nothing_leaks(), memplug.attach(model, ALONE) as session:
+        for _ in range(8):
+            step(model)
+            model.zero_grad()
+            session.step()
+        assert serving_of(session).state is State.SERVING
+        session.model = model
+        yield session
+        model.zero_grad()  # gradients would keep the arena
+        del session.model
+
+
+@pytest.mark.parametrize("block", [ALONE, CHECKED, SWAPPED], ids=["alone", "checked", "swapped"])
+def test_losses_are_those_of_a_run_without_and_all_is_served(block: dict) -> None:
+    runs = []
+    for used in ({"enabled": False}, block):
+        torch.manual_seed(0)
+        model = llama().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        with memplug.attach(model, used) as session:
+            for _ in range(20):
+                losses.append(step(model))
+                optimizer.step()
+                optimizer.zero_grad()
+                session.step()
+            report = session.report()
+        runs.append(losses)
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+    assert report["arena_served"] > 1000 and report["arena_served"] > 1000 * report["arena_fallback"]
+
+
+def test_statistics_count_the_arenas_blocks_and_not_what_it_reserved(session: memplug.Session) -> None:
+    step(session.model)
+    session.model.zero_grad()
+    torch.cuda.synchronize()
+    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    block = torch.empty(3 * 2**20, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() - before == 3 * 2**20
+    assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated()
+    del block
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_reserved() >= reserved >= session.report()["arena_bytes"]
+    torch.cuda.memory_summary()
+    torch.cuda.memory_snapshot()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] > 0
+    step(session.model)
+
+
+def test_a_block_that_another_stream_reads_is_used_again_only_after_it(session: memplug.Session) -> None:
+    side = torch.cuda.Stream()
+    with torch.no_grad():
+        for round in range(20):
+            block = torch.full((2**20,), float(round), device="cuda")
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(2_000_000)
+                read = block.clone()
+            block.record_stream(side)
+            del block
+            torch.full((2**20,), -1.0, device="cuda")
+            torch.cuda.synchronize()
+            assert (read == round).all()
+
+
+def test_a_captured_graph_has_memory_of_its_own(session: memplug.Session) -> None:
+    static = torch.zeros(1000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = static * 2 + 1
+    assert not owned(out)
+    static.fill_(3)
+    graph.replay()
+    step(session.model)
+    torch.cuda.synchronize()
+    assert (out == 7).all()
+
+
+def test_a_pool_of_the_users_has_memory_of_its_own(session: memplug.Session) -> None:
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        inside = torch.ones(1000, device="cuda")
+    assert not owned(inside) and (inside == 1).all()

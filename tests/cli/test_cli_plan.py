@@ -1,0 +1,151 @@
+"""`memplug plan` and `memplug diff`, run as a user runs them: exit codes, text, JSON, files."""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from memplug.cli import app
+from memplug.plan.plan_file import load
+from memplug.plan.replay import judge_plan
+from memplug.profile.trace_file import save
+from tests.support.schedules import Schedule, record
+from tests.support.show_traces import training_trace
+from tests.support.traces import DATA
+
+ROOT = Path(__file__).parents[2]
+TRACE = DATA / "llama7b_long_ckpt.npz"
+INSTANCE = DATA / "dsa" / "minimalloc_C.1048576.csv"
+KEYS = ["requests", "lower_bound_bytes", "height_bytes", "fragmentation", "seconds", "planner", "optimal", "fits"]
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def answer(*arguments: object) -> dict:
+    result = run("plan", *arguments, "--json")
+    assert result.exit_code in (0, 1), result.stderr
+    return json.loads(result.stdout)
+
+
+def test_a_trace_is_planned_and_the_plan_is_one_that_the_judge_accepts(tmp_path):
+    result = run("plan", TRACE, "-o", tmp_path / "plan.json")
+    assert result.exit_code == 0 and "1,284" in result.stdout and "fragmentation" in result.stdout
+    plan = load(tmp_path / "plan.json")
+    assert judge_plan(plan) == () and len(plan.problem) == 1284
+    assert plan.predictions.fragmentation <= 0.005
+
+
+def test_json_has_the_keys_and_what_they_say_is_what_was_planned(tmp_path):
+    facts = answer(TRACE, "-o", tmp_path / "plan.json")
+    assert list(facts)[: len(KEYS)] == KEYS
+    plan = load(tmp_path / "plan.json")
+    assert facts["requests"] == len(plan.problem) and facts["height_bytes"] == plan.solution.height
+    assert facts["lower_bound_bytes"] == plan.problem.lower_bound and facts["fits"] is None
+    assert facts["fragmentation"] == pytest.approx(1 - facts["lower_bound_bytes"] / facts["height_bytes"])
+    assert facts["optimal"] is (facts["height_bytes"] == facts["lower_bound_bytes"])
+
+
+@pytest.mark.parametrize("planner", ["exact", "bilevel", "spatiotemporal", "search", "auto"])
+def test_every_planner_can_be_asked_for(planner):
+    facts = answer(TRACE, "--planner", planner, "--time-limit", 2)
+    assert facts["height_bytes"] >= facts["lower_bound_bytes"] and facts["seconds"] < 60
+    assert facts["planner"] == planner or planner == "auto"
+
+
+def test_an_unknown_planner_is_a_usage_error_that_names_the_known_ones():
+    result = run("plan", TRACE, "--planner", "magic")
+    assert result.exit_code == 2 and "spatiotemporal" in result.stderr
+
+
+def test_a_csv_gets_its_offsets_and_fits_its_capacity(tmp_path):
+    output = tmp_path / "out.csv"
+    facts = answer(INSTANCE, "--capacity", 1048576, "-o", output)
+    assert facts["fits"] is True and facts["height_bytes"] <= 1048576
+    rows, before = (list(csv.DictReader(path.open())) for path in (output, INSTANCE))
+    assert [{**row, "offset": None} for row in rows] == [{**row, "offset": None} for row in before]
+    spans = [(int(r["lower"]), int(r["upper"]), int(r["offset"]), int(r["offset"]) + int(r["size"])) for r in rows]
+    for at, (lower, upper, begin, end) in enumerate(spans):
+        assert 0 <= begin and end <= 1048576
+        for other_lower, other_upper, other_begin, other_end in spans[:at]:
+            assert lower >= other_upper or other_lower >= upper or begin >= other_end or other_begin >= end
+
+
+def test_a_capacity_below_the_lower_bound_says_what_is_in_use_at_the_peak():
+    result = run("plan", INSTANCE, "--capacity", 1000000, "--time-limit", 1)
+    assert result.exit_code == 1 and "fits" in result.stdout
+    assert "No plan fits" in result.stderr and "are in use at once" in result.stderr
+    assert result.stderr.count("request ") == 10 and "more, of" in result.stderr
+    assert answer(INSTANCE, "--capacity", 1000000, "--time-limit", 1)["fits"] is False
+
+
+def test_a_time_limit_that_runs_out_gives_the_best_so_far_and_says_so(tmp_path):
+    result = run("plan", DATA / "dsa" / "minimalloc_D.1048576.csv", "--time-limit", 0, "-o", tmp_path / "out.csv")
+    assert result.exit_code == 0 and "the best when the time ran out" in result.stdout
+    assert (tmp_path / "out.csv").exists()
+
+
+def test_a_malformed_line_is_named_by_its_number(tmp_path):
+    lines = INSTANCE.read_text().splitlines()
+    lines[7] = "6,1,2,-5"
+    (tmp_path / "bad.csv").write_text("\n".join(lines))
+    result = run("plan", tmp_path / "bad.csv")
+    assert result.exit_code == 1 and "line 8" in result.stderr and result.stdout == ""
+
+
+@pytest.mark.parametrize("name", ["absent.npz", "absent.csv"])
+def test_a_file_that_is_not_there_fails_with_advice(tmp_path, name):
+    result = run("plan", tmp_path / name)
+    assert result.exit_code == 1 and name in result.stderr and "What to do" in result.stderr
+
+
+def test_a_step_may_be_chosen_and_must_be_there(tmp_path):
+    save(training_trace(steps=3), tmp_path / "trace.npz")
+    assert answer(tmp_path / "trace.npz", "--step", 1)["requests"] > 0
+    result = run("plan", tmp_path / "trace.npz", "--step", 3)
+    assert result.exit_code == 1 and "3" in result.stderr
+
+
+def test_dynamic_requests_are_no_part_of_the_plan_and_what_the_arena_has_for_them_is_said(tmp_path):
+    step = record(Schedule(source="mixtral_ckpt", layers=2, micro_batches=4, dynamic=True, recompute=True))
+    save(step, tmp_path / "trace.npz")
+    facts = answer(tmp_path / "trace.npz")
+    dynamic = int((step.requests["dynamic"]).sum())
+    assert facts["dynamic_requests"] == dynamic == len(step.requests) - facts["requests"]
+    assert 0 < facts["dynamic_served_requests"] < dynamic and facts["dynamic_served_bytes"] > 0
+    assert "would have found room" in run("plan", tmp_path / "trace.npz").stdout
+
+
+def test_an_output_that_cannot_be_written_fails(tmp_path):
+    result = run("plan", TRACE, "-o", tmp_path / "no" / "plan.json")
+    assert result.exit_code == 1 and "What to do" in result.stderr
+
+
+def test_diff_of_a_plan_with_itself_finds_nothing_and_of_two_steps_says_what_moved(tmp_path):
+    for name, planner in (("a", "search"), ("b", "spatiotemporal")):
+        assert run("plan", TRACE, "--planner", planner, "-o", tmp_path / f"{name}.json").exit_code == 0
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    same = json.loads(run("diff", a, a, "--json").stdout)
+    assert same["moved_requests"] == 0 and same["same_requests"] == 1284 and same["height_change_bytes"] == 0
+    other = json.loads(run("diff", a, b, "--json").stdout)
+    assert other["same_requests"] == 1284 and other["moved_requests"] > 0
+    assert run("diff", a, b).exit_code == 0
+    result = run("diff", a, TRACE)
+    assert result.exit_code == 1 and str(TRACE) in result.stderr
+
+
+def test_planning_loads_no_torch(tmp_path):
+    shutil.copy(INSTANCE, tmp_path / "in.csv")
+    code = (
+        "import sys; from memplug.cli import app; app(sys.argv[1:], standalone_mode=False); "
+        "sys.exit(str([name for name in ('torch', 'deepspeed') if name in sys.modules]))"
+    )
+    command = [sys.executable, "-c", code, "plan", str(tmp_path / "in.csv"), "--time-limit", "1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.stderr.splitlines()[-1] == "[]"

@@ -1,0 +1,1 @@
+"""The block, and what stands at the top of the package."""

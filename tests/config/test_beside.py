@@ -1,0 +1,164 @@
+"""What plans beside training: a process of its own, which no step waits for, and which leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import memplug
+import tests
+from memplug.arena import planning
+from memplug.arena.technique import State
+from memplug.beside import Beside
+from memplug.errors import LayoutError
+from memplug.stages.table import Stage
+from memplug.tokenwise import candidates
+from tests.support import tasks
+from tests.support.serving import llama
+
+
+@pytest.fixture(autouse=True)
+def as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Beside, "__init__", tests.made_as_users_do)
+
+
+def done(beside: Beside) -> Beside:
+    deadline = time.monotonic() + 60
+    while not beside.is_done:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return beside
+
+
+def children() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if "memplug.plan.worker" in " ".join(each.cmdline())]
+
+
+# -- one task ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_runs_in_another_process_and_gives_what_it_returned() -> None:
+    beside = Beside(waits=False)
+    assert not beside.is_busy
+    beside.begin(os.getpid)
+    assert beside.is_busy and done(beside).take() != os.getpid()
+    assert not beside.is_busy and not children()
+
+
+def test_where_training_is_to_wait_the_task_runs_in_this_process() -> None:
+    beside = Beside(waits=True)
+    beside.begin(os.getpid)
+    assert beside.is_done and beside.take() == os.getpid()
+
+
+def test_what_a_task_raises_is_raised_with_its_advice() -> None:
+    beside = Beside(waits=False)
+    beside.begin(tasks.fails, "no addresses")
+    with pytest.raises(LayoutError, match="no addresses") as raised:
+        done(beside).take()
+    assert raised.value.advice == "Do something else." and not beside.is_busy
+
+
+def test_taking_waits_for_the_task() -> None:
+    beside = Beside(waits=False)
+    beside.begin(time.sleep, 0.5)
+    assert not beside.is_done and beside.take() is None
+
+
+def test_a_task_that_is_stopped_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    beside = Beside(waits=False)
+    beside.begin(time.sleep, 60)
+    assert len(children()) == 1 and len(list(tmp_path.iterdir())) == 1
+    beside.begin(time.sleep, 61)
+    assert len(children()) == 1, "the new one alone"
+    beside.stop()
+    assert not beside.is_busy and not children() and not list(tmp_path.iterdir())
+
+
+def test_a_task_that_nobody_waits_for_any_more_ends_with_its_object() -> None:
+    beside = Beside(waits=False)
+    beside.begin(time.sleep, 60)
+    del beside
+    assert not children()
+
+
+def test_a_process_that_dies_is_said_and_the_task_runs_here(caplog: pytest.LogCaptureFixture) -> None:
+    beside = Beside(waits=False)
+    beside.begin(tasks.ends_its_process)
+    assert done(beside).take() == 7
+    assert "which waits for the plan instead" in caplog.text
+
+
+def test_a_process_that_cannot_start_is_said_and_the_task_runs_here(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    beside = Beside(waits=False)
+    beside.begin(os.getpid)
+    assert beside.is_done and beside.take() == os.getpid()
+    assert "which waits for the plan instead" in caplog.text
+
+
+@pytest.mark.parametrize("module", [planning, candidates])
+def test_what_plans_needs_no_torch(module: Any) -> None:
+    beside = Beside(waits=False)
+    beside.begin(tasks.imported_with, module.__name__)
+    assert "torch" not in done(beside).take()
+
+
+# -- training meanwhile ------------------------------------------------------------------------------------------------
+
+
+def train(until: Any, **block: Any) -> tuple[list[float], list[tuple[Stage, State]], memplug.Session]:
+    """Trains for as long as `until` says, and gives the losses, and where each step left the session and its arena."""
+    torch.manual_seed(0)
+    network = llama()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    tokens = torch.Generator().manual_seed(1)
+    losses: list[float] = []
+    stages: list[tuple[Stage, State]] = []
+    settings = {"tokenwise": {"min_offload_bytes": 1}, "profiler": {"warmup_steps": 1, "policy_steps": 0}}
+    with memplug.attach(network, {"enabled": True, "plan_dir": False, **settings, **block}) as session:
+        deadline = time.monotonic() + 120
+        while not until(stages):
+            assert time.monotonic() < deadline, stages[-1]
+            ids = torch.randint(0, 64, (2, 16), generator=tokens)
+            loss = network(ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+            stages.append((session.stage, session._boundary.serving.state))
+    return losses, stages, session
+
+
+def serves(stages: list[tuple[Stage, State]]) -> bool:
+    return len(stages) > 3 and all(state is State.SERVING for _, state in stages[-3:])
+
+
+def test_training_goes_on_while_plans_are_made_and_takes_them_when_they_are_there() -> None:
+    losses, stages, session = train(serves)
+    seen = list(dict.fromkeys(stages))
+    assert [stage for stage, _ in seen][:3] == [Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE]
+    states = [state for _, state in stages]
+    assert states.count(State.PLANNING) > 1, "no step waited for addresses"
+    assert [stage for stage, _ in stages].count(Stage.GEN_POLICY) > 2, "nor for decisions"
+    report = session.report()
+    assert report["replans"] == 1 and report["recorded_steps"] < 8, "steps while something is planned are not recorded"
+    enough = len(losses)
+    assert losses == train(lambda stages: len(stages) == enough, profiler={"wait_for_plans": True})[0]
+    assert not children()
+
+
+def test_a_session_that_is_detached_while_it_plans_leaves_no_process() -> None:
+    _, stages, _ = train(lambda stages: stages and stages[-1][1] is State.PLANNING)
+    assert stages[-1][1] is State.PLANNING and not children()

@@ -1,0 +1,116 @@
+"""`memplug.run`: an unchanged script, with memplug installed around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import memplug
+from memplug import run
+from memplug.errors import ConfigError
+from tests.support.hosts import block, ds_config, process_group
+
+PROBE = """
+import json, sys
+json.dump([__name__, sys.argv, sys.path[0]], open("probe.json", "w"))
+"""
+
+SCRIPT = """
+import json, sys
+import deepspeed
+from tests.support.hosts import tiny_llama, train_engine
+model = tiny_llama()
+engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
+losses = train_engine(engine, 3)
+layers = sorted(key for layer in engine.module.model.layers for key in layer.__dict__ if "memplug" in key)
+weights = [parameter.double().sum().item() for parameter in engine.module.parameters()]
+json.dump([losses, weights, layers], open(sys.argv[2], "w"))
+"""
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    yield
+    memplug.uninstall()
+
+
+def test_the_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "train.py").write_text(PROBE)
+    own = ["--steps", "5", "data", "--memplug", "x", "--", "--memplug-config", "y"]
+    run.main(["--local_rank=1", "scripts/train.py", *own])
+    name, argv, path = json.loads(Path("probe.json").read_text())
+    assert name == "__main__"
+    assert argv == ["scripts/train.py", "--local_rank=1", *own]
+    assert path == str(folder.resolve())
+
+
+def test_arguments_come_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("train.py").write_text(PROBE)
+    monkeypatch.setattr(sys, "argv", ["run.py", "train.py", "x"])
+    run.main()
+    assert json.loads(Path("probe.json").read_text())[1] == ["train.py", "x"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"), [([], "no script"), (["--local_rank=0"], "no script"), (["a.py"], "a.py")]
+)
+def test_a_missing_script_is_an_error_with_advice(arguments: list[str], problem: str) -> None:
+    import deepspeed
+
+    original = deepspeed.initialize
+    with pytest.raises(ConfigError, match=problem) as error:
+        run.main(arguments)
+    assert "script" in error.value.advice or "memplug.run" in error.value.advice
+    assert deepspeed.initialize is original
+
+
+def test_the_error_of_a_script_reaches_the_launcher() -> None:
+    Path("train.py").write_text("raise SystemExit(7)")
+    with pytest.raises(SystemExit) as exit_:
+        run.main(["train.py"])
+    assert exit_.value.code == 7
+
+
+def trained(tmp_path: Path, name: str, config: dict, by_memplug: bool) -> list:
+    """What SCRIPT writes, run in this process by memplug or by itself."""
+    script, ds_json, output = tmp_path / "train.py", tmp_path / f"{name}.json", tmp_path / f"{name}.out"
+    script.write_text(SCRIPT)
+    ds_json.write_text(json.dumps(config))
+    if by_memplug:
+        run.main([str(script), str(ds_json), str(output)])
+    else:
+        sys.argv = ["train.py", str(ds_json), str(output)]
+        exec(compile(SCRIPT, "train.py", "exec"), {"__name__": "__main__"})
+    return json.loads(output.read_text())
+
+
+@pytest.mark.parametrize("off", [None, {"enabled": False}], ids=["absent", "disabled"])
+def test_off_is_bit_identical_and_leaves_deepspeed_as_it_was(tmp_path: Path, off: dict | None) -> None:
+    with process_group(tmp_path):
+        import deepspeed
+
+        original = deepspeed.initialize
+        expected = trained(tmp_path, "plain", ds_config(1), by_memplug=False)
+        assert trained(tmp_path, "off", ds_config(1, off), by_memplug=True) == expected
+        if off is None:  # an engine to come may have the block
+            assert deepspeed.initialize is not original
+            memplug.uninstall()
+        assert deepspeed.initialize is original
+        assert os.environ["LOCAL_RANK"] == "0"
+
+
+def test_on_trains_to_the_same_weights_with_every_layer_attached(tmp_path: Path) -> None:
+    with process_group(tmp_path):
+        losses, weights, _ = trained(tmp_path, "plain", ds_config(1), by_memplug=False)
+        measured = trained(tmp_path, "on", ds_config(1, block(alpha=1)), by_memplug=True)
+        assert measured == [losses, weights, ["_memplug_region"] * 3]

@@ -1,0 +1,130 @@
+"""`memplug.run` around a script of Megatron-LM's: its model is attached to, its steps are marked.
+
+Megatron-LM's `megatron.training` is not on PyPI: the tests' own has the two functions, of the same signatures.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from memplug import run
+from memplug.errors import ConfigError, PatchError
+from memplug.hooks import megatron_training
+
+TRAINING = """
+import torch
+from torch import nn
+
+
+def setup_model_and_optimizer(model_type, model_provider_func=None, checkpointing_context=None, **kwargs):
+    torch.manual_seed(0)
+    model = model_provider_func()
+    return [model], torch.optim.SGD(model.parameters(), lr=0.1), None
+
+
+def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs):
+    optimizer.zero_grad()
+    loss = forward_step_func(data_iterator, model[0])
+    loss.backward()
+    optimizer.step()
+    return {"lm loss": loss.item()}, 0
+
+
+def pretrain(model_provider, forward_step_func, steps):
+    model, optimizer, scheduler = setup_model_and_optimizer(None, model_provider)
+    return [train_step(forward_step_func, None, model, optimizer, scheduler, None)[0]["lm loss"] for _ in range(steps)]
+"""
+
+SCRIPT = """
+import json, sys
+from megatron.training import training
+from tests.support.hosts import tiny_llama, tokens
+
+def forward_step(data_iterator, model):
+    return model(input_ids=tokens(), labels=tokens()).loss
+
+losses = training.pretrain(tiny_llama, forward_step, 4)
+json.dump([losses, sys.argv[1:]], open("result.json", "w"))
+"""
+
+
+@pytest.fixture
+def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder that looks like Megatron-LM's repository, with a script, and the current folder."""
+    package = tmp_path / "megatron" / "training"
+    package.mkdir(parents=True)
+    (tmp_path / "megatron" / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "training.py").write_text(TRAINING)
+    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    block = {"enabled": True, "arena": {"enabled": False}, "tokenwise": {"alpha": 1.0, "min_offload_bytes": 1}}
+    (tmp_path / "ds.json").write_text(json.dumps({"memplug": block}))
+    (tmp_path / "off.json").write_text(json.dumps({"memplug": {"enabled": False}}))
+    saved = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"}
+    for name in saved:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    megatron_training.uninstall()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]
+    sys.modules.update(saved)
+
+
+def result() -> tuple[list[float], list[str]]:
+    return tuple(json.loads(Path("result.json").read_text()))
+
+
+@pytest.mark.parametrize("option", [["--memplug-config", "ds.json"], ["--memplug-config=ds.json"]])
+def test_the_option_is_taken_out_and_the_model_trains_as_it_would(repository, option, caplog):
+    run.main(["pretrain_gpt.py", "--lr", "1", "--memplug-config=off.json"])
+    losses, arguments = result()
+    assert arguments == ["--lr", "1"] and not hasattr(sys.modules[megatron_training.MODULE].train_step, "__wrapped__")
+    with caplog.at_level("INFO", logger="memplug"):
+        run.main(["pretrain_gpt.py", "--lr", *option, "1"])
+    assert result() == (losses, ["--lr", "1"])
+    assert "3 regions, alpha 1.0" in caplog.text
+    assert hasattr(sys.modules[megatron_training.MODULE].train_step, "__memplug_original__")
+
+
+def test_every_step_is_marked(repository, monkeypatch):
+    import memplug
+
+    sessions = []
+
+    def attach(target, config):
+        sessions.append(original(target, config))
+        return sessions[-1]
+
+    original = memplug.attach
+    monkeypatch.setattr("memplug.hooks.attach.attach", attach)
+    run.main(["pretrain_gpt.py", "--memplug-config", "ds.json"])
+    assert [session.steps for session in sessions] == [4]
+    assert sessions[0].report()["offloaded_bytes"] > 0
+
+
+def test_an_option_without_a_file_is_an_error(repository):
+    for arguments in (["pretrain_gpt.py", "--memplug-config"], ["pretrain_gpt.py", "--memplug-config="]):
+        with pytest.raises(ConfigError, match="names no file"):
+            run.main(arguments)
+
+
+def test_without_megatron_lm_the_error_says_where_it_is_expected(repository):
+    (repository / "megatron" / "training" / "training.py").unlink()
+    with pytest.raises(PatchError, match=r"megatron\.training\.training") as caught:
+        run.main(["pretrain_gpt.py", "--memplug-config", "ds.json"])
+    assert "PYTHONPATH" in caught.value.advice
+
+
+def test_a_training_loop_without_the_function_is_named(repository):
+    file = repository / "megatron" / "training" / "training.py"
+    file.write_text(file.read_text().replace("def train_step", "def another_step"))
+    with pytest.raises(PatchError, match="train_step"):
+        run.main(["pretrain_gpt.py", "--memplug-config", "ds.json"])

@@ -1,0 +1,1 @@
+"""The device that trains, and its pinned host memory."""

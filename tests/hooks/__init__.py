@@ -1,0 +1,1 @@
+"""What attaching changes in frameworks and models."""

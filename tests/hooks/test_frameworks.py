@@ -1,0 +1,138 @@
+"""A framework is one class in one file and one entry in a list; and a session that is off can be used like another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from memplug.errors import ConflictError, RegionError
+from memplug.hooks import frameworks
+from memplug.hooks.framework import Framework, Layers, Target
+from memplug.session import Session
+from memplug.stages.table import Stage
+from tests.support.blocks import Block, assert_same, gradients
+from tests.support.hosts import DISABLED, block, fingerprint, tiny_llama
+
+
+class Network(nn.Module):
+    """Of layers that no framework of memplug's own knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, **told: Any) -> torch.Tensor:
+        for layer in self.blocks:
+            x = layer(x, **told)
+        return x
+
+
+class Trainer:
+    """The toy's engine."""
+
+    def __init__(self, network: nn.Module, shards: bool = False):
+        self.network, self.shards, self.after_step = network, shards, []
+
+    def advance(self, seed: int) -> None:
+        x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed))
+        self.network(x).square().mean().backward()
+        for call in list(self.after_step):
+            call()
+
+
+class Toy(Framework):
+    """What a newcomer writes."""
+
+    def claim(self, given: Any) -> Target | None:
+        return Target(given.network, (given.network,), given) if isinstance(given, Trainer) else None
+
+    def is_in(self, target: Target) -> bool:
+        return isinstance(target.engine, Trainer)
+
+    def layers(self, model: nn.Module) -> Layers:
+        return [(name, module) for name, module in model.named_modules() if isinstance(module, Block)]
+
+    def check(self, target: Target, modules: Layers) -> None:
+        if getattr(target.engine, "recomputes", False):
+            raise ConflictError("the trainer recomputes", "Switch that off.")
+
+    def regathers(self, target: Target) -> bool:
+        return target.engine.shards
+
+    def prepare(self, target: Target, name: str) -> Callable[..., Any]:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self.prepared.append(name)
+            return args, kwargs
+
+        return note
+
+    def hook(self, target: Target, modules: Layers, session: Session) -> None:
+        session.steps_are_marked = True
+        target.engine.after_step.append(session.step)
+        session.at_detach(target.engine.after_step.clear)
+
+    def __init__(self) -> None:
+        self.prepared: list[str] = []
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
+    one = Toy()
+    monkeypatch.setattr(frameworks, "FRAMEWORKS", (one, *frameworks.FRAMEWORKS))
+    return one
+
+
+def network() -> Network:
+    torch.manual_seed(0)
+    return Network()
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_framework_of_another_file_is_attached_to_with_one_entry(toy: Toy, shards: bool) -> None:
+    trainer, plain = Trainer(network(), shards), Trainer(network())
+    before = fingerprint(trainer.network)
+    with memplug.attach(trainer, block(alpha=1.0)) as session:
+        assert [region.name for region in session.regions] == ["blocks.0", "blocks.1", "blocks.2"]
+        assert session.executor.regathers is shards and session.steps_are_marked
+        for seed in range(3):
+            trainer.advance(seed)
+            plain.advance(seed)
+            assert_same(gradients(trainer.network), gradients(plain.network), exact=True)
+        assert session.steps == 3 and session.executor.transfer.offloads > 0
+        assert toy.prepared == ["blocks.0", "blocks.1", "blocks.2"] * 3
+        assert memplug.attach(trainer, block(alpha=1.0)) is session
+    assert not trainer.after_step and fingerprint(trainer.network) == before
+
+
+def test_a_framework_refuses_what_would_recompute_too(toy: Toy) -> None:
+    trainer = Trainer(network())
+    trainer.recomputes = True
+    before = fingerprint(trainer.network)
+    with pytest.raises(ConflictError, match="the trainer recomputes"):
+        memplug.attach(trainer, block(alpha=1.0))
+    assert fingerprint(trainer.network) == before and not trainer.after_step
+
+
+def test_without_the_entry_the_toy_is_nothing_that_memplug_attaches_to() -> None:
+    with pytest.raises(RegionError, match="not to Trainer"):
+        memplug.attach(Trainer(network()))
+    with pytest.raises(RegionError, match="no decoder layers were recognised in Network"):
+        memplug.attach(network(), block())
+
+
+@pytest.mark.parametrize("off", DISABLED, ids=["absent", "disabled", "both techniques disabled"])
+def test_a_session_that_is_off_can_be_used_like_another(off: dict[str, Any]) -> None:
+    called: list[str] = []
+    with memplug.attach(tiny_llama(), off) as session:
+        session.on_step.append(lambda one: called.append(f"step {one.steps}"))
+        session.at_detach(lambda: called.append("detached"))
+        session.step()
+        session.step()
+        assert session.executor is None and session.regions == [] and session.solution is None
+    session.detach()
+    assert called == ["step 1", "step 2", "detached"] and session.stage is Stage.OFF

@@ -1,0 +1,201 @@
+"""What memplug changes in a DeepSpeed engine and in DeepSpeed itself: nothing when off, nothing for good when on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memplug
+from memplug.errors import ConfigError, ConflictError, PatchError
+from memplug.hooks import deepspeed as deepspeed_hooks
+from memplug.hooks.patching import ORIGINAL
+from memplug.session import Session
+from tests.support.hosts import DISABLED, block, ds_config, make_engine, tiny_llama, train_engine
+
+PATCHED = {
+    "step",
+    "backward",
+    *(f"{at}_sub_module_{pass_}_function" for at in ("pre", "post") for pass_ in ("forward", "backward")),
+}
+
+
+@pytest.mark.parametrize("off", [None, *DISABLED], ids=["no block", "absent", "disabled", "both techniques disabled"])
+@pytest.mark.parametrize("way", ["install", "attach"])
+def test_an_engine_whose_block_is_off_trains_untouched(
+    cpu_engine: None, nothing_is_made: None, off: dict[str, Any] | None, way: str
+) -> None:
+    import deepspeed
+
+    original = deepspeed.initialize
+    plain = make_engine(ds_config(memplug=off))
+    expected = train_engine(plain, 2)
+    names = {name for name, _ in plain.module.named_modules()}
+    if way == "install":
+        memplug.install()
+        assert deepspeed.initialize is not original
+    engine = make_engine(ds_config(memplug=off))
+    if off is None and way == "install":  # an engine to come may have the block
+        assert deepspeed.initialize is not original
+        memplug.uninstall()
+    assert deepspeed.initialize is original
+    if way == "attach":
+        memplug.attach(engine)
+    assert type(engine) is type(plain)
+    assert not any(hasattr(value, ORIGINAL) for value in engine.__dict__.values())
+    for name in names:
+        one, other = engine.module.get_submodule(name), plain.module.get_submodule(name)
+        assert type(one) is type(other)
+    assert train_engine(engine, 2) == expected
+    for name in names:
+        assert engine.module.get_submodule(name).__dict__.keys() == plain.module.get_submodule(name).__dict__.keys()
+    assert engine.__dict__.keys() == plain.__dict__.keys()
+    for parameter, other in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_detach_puts_an_engine_back_and_it_trains_on_as_it_would_have(cpu_engine: None, stage: int) -> None:
+    expected = train_engine(make_engine(ds_config(stage)), 4)
+    engine = make_engine(ds_config(stage, block(alpha=1)))
+    offload = getattr(engine.optimizer, "parameter_offload", None)
+    patchable = [one for one in (engine, offload) if one is not None]
+    types = [type(module) for module in engine.modules()]
+    attributes = [set(one.__dict__) for one in patchable]
+    session = memplug.attach(engine)
+    assert deepspeed_hooks.is_hooked(engine)
+    losses = train_engine(engine, 2)
+    assert session.report()["steps"] == 2 and session.report()["offloaded_bytes"] > 0
+    session.detach()
+    assert [type(module) for module in engine.modules()] == types
+    for one, names in zip(patchable, attributes, strict=True):
+        assert not any(hasattr(value, ORIGINAL) for value in one.__dict__.values())
+        assert not any("memplug" in name or name in PATCHED for name in set(one.__dict__) - names)
+    assert losses + train_engine(engine, 2, first=2) == expected
+    assert session.report()["steps"] == 2
+
+
+def test_an_engine_whose_model_is_attached_by_itself_is_refused(cpu_engine: None) -> None:
+    model = tiny_llama()
+    with memplug.attach(model, block()):
+        engine = make_engine(ds_config(memplug=block()), model)
+        with pytest.raises(ConflictError, match="by itself") as error:
+            memplug.attach(engine)
+    assert "attach to the engine" in error.value.advice
+    assert isinstance(memplug.attach(engine), Session)
+
+
+def test_configured_deepspeed_checkpointing_is_refused(cpu_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    checkpointing = sys.modules["deepspeed.runtime.activation_checkpointing.checkpointing"]
+    monkeypatch.setattr(checkpointing, "deepspeed_checkpointing_enabled", False)
+    engine = make_engine(ds_config(memplug=block()))
+    deepspeed.checkpointing.configure(None, partition_activations=False, num_checkpoints=1)
+    with pytest.raises(ConflictError, match="activation checkpointing is configured") as error:
+        memplug.attach(engine)
+    assert "checkpointing.configure" in error.value.advice
+    assert not deepspeed_hooks.is_hooked(engine)
+
+
+@pytest.mark.parametrize("alpha", [0.4, 1, "auto"])
+def test_zero_3_partitions_every_parameter_again_after_training(cpu_engine: None, alpha: Any) -> None:
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    expected = train_engine(make_engine(ds_config(3)), 4)
+    memplug.install()
+    engine = make_engine(ds_config(3, block(alpha=alpha)))
+    losses = train_engine(engine, 4)
+    if alpha in (0, 1):
+        assert losses == expected
+    else:
+        assert losses == pytest.approx(expected, rel=1e-5)
+    for name, parameter in engine.module.named_parameters():
+        assert parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE and parameter.numel() == 0, name
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    assert coordinator._PartitionedParameterCoordinator__n_available_params == 0
+    assert memplug.attach(engine).report()["forwards"] == 4 * 3
+
+
+# -- install -----------------------------------------------------------------------------------------------------------
+
+
+def test_install_is_idempotent_marked_and_undone(cpu_engine: None) -> None:
+    import deepspeed
+
+    original = deepspeed.initialize
+    memplug.install()
+    patched = deepspeed.initialize
+    assert patched is not original
+    assert getattr(patched, ORIGINAL) is original
+    memplug.install()
+    assert deepspeed.initialize is patched
+    memplug.uninstall()
+    assert deepspeed.initialize is original
+    memplug.uninstall()
+    assert deepspeed.initialize is original
+
+
+def test_install_without_a_symbol_to_patch_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    monkeypatch.delattr(deepspeed, "initialize")
+    with pytest.raises(PatchError, match="deepspeed.initialize"):
+        memplug.install()
+
+
+@pytest.mark.parametrize("form", ["dict", "path", "args"])
+def test_install_reads_the_block_however_the_configuration_is_given(
+    cpu_engine: None, tmp_path: Path, form: str
+) -> None:
+    import argparse
+
+    import deepspeed
+
+    config = ds_config(memplug=block(alpha=0))
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    model = tiny_llama()
+    given: dict[str, Any] = {"dict": {"config": config}, "path": {"config": str(path)}}.get(form, {})
+    if form == "args":
+        given = {"args": argparse.Namespace(deepspeed_config=str(path), local_rank=0)}
+    memplug.install()
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), **given)[0]
+    assert memplug.attach(engine).config.tokenwise.alpha == 0
+    assert train_engine(engine, 1) == train_engine(make_engine(ds_config()), 1)
+    assert memplug.attach(engine).report()["forwards"] == 3
+
+
+def test_a_block_with_errors_stops_the_engine(cpu_engine: None) -> None:
+    memplug.install()
+    with pytest.raises(ConfigError, match="alpha"):
+        make_engine(ds_config(memplug=block(aplha=1)))
+
+
+def test_a_missing_symbol_of_the_engine_leaves_nothing_patched(
+    cpu_engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(ds_config(memplug=block()))
+    monkeypatch.setattr(type(engine), "backward", None)
+    with pytest.raises(PatchError, match="backward") as error:
+        memplug.attach(engine)
+    assert "deepspeed" in str(error.value)
+    assert not deepspeed_hooks.is_hooked(engine)
+    assert {type(layer) for layer in engine.module.model.layers} == {type(tiny_llama().model.layers[0])}
+
+
+def test_detach_leaves_the_patch_of_someone_else_on_the_instance(cpu_engine: None) -> None:
+    engine = make_engine(ds_config(memplug=block()))
+    calls = []
+    original = engine.step
+    engine.step = lambda *args, **kwargs: (calls.append("before"), original(*args, **kwargs))
+    session = memplug.attach(engine)
+    inner = engine.backward
+    engine.backward = lambda *args, **kwargs: (calls.append("after"), inner(*args, **kwargs))
+    session.detach()
+    train_engine(engine, 1)
+    assert calls == ["after", "before"]

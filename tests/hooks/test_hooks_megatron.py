@@ -1,0 +1,370 @@
+"""What attaching to Megatron-Core's layers refuses, patches and puts back; one process, layers of the tests' own."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
+from memplug.hooks import megatron as hooks
+from memplug.hooks.framework import Target
+from tests.support.blocks import assert_same, gradients, twin
+from tests.support.hosts import ds_config, make_engine, process_group
+
+pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import router
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+BLOCK = {"enabled": True, "tokenwise": {"alpha": 1.0, "min_offload_bytes": 1}, "arena": {"enabled": False}}
+
+
+def config(**fields: Any) -> types.SimpleNamespace:
+    """What the hook asks of a TransformerConfig."""
+    common = {"num_layers": 2, "hidden_size": 16, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
+    return types.SimpleNamespace(**{**common, **fields})
+
+
+class Decoder(TransformerLayer):
+    """Called and returning as Megatron-Core's own, built of torch's modules."""
+
+    def __init__(self, settings: types.SimpleNamespace):
+        nn.Module.__init__(self)
+        self.config = settings
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module.__call__(self, *args, **kwargs)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: Any = None, context: Any = None, **others: Any
+    ) -> Any:
+        if attention_mask is not None:
+            hidden_states = hidden_states * attention_mask
+        return hidden_states + self.down(self.up(self.norm(hidden_states)).tanh()), context
+
+
+class Model(nn.Module):
+    """Calls its layers with keywords only, as TransformerBlock does."""
+
+    def __init__(self, settings: types.SimpleNamespace | None = None, layer: type[nn.Module] = Decoder):
+        super().__init__()
+        self.layers = nn.ModuleList([layer(settings or config()) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        context = None
+        x = x * 1.0
+        for layer in self.layers:
+            x, context = layer(hidden_states=x, attention_mask=mask, context=context, inference_context=None)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_keyword_calls_and_tuples_of_outputs_train_as_without(chunks):
+    torch.manual_seed(0)
+    models = [Model() for _ in range(chunks)]
+    references = [twin(model) for model in models]
+    with memplug.attach(models, BLOCK) as session:
+        assert len(session.regions) == 2 * chunks
+        for _ in range(3):
+            for model, reference in zip(models, references, strict=True):
+                x, mask = torch.randn(3, 2, 16), torch.rand(3, 2, 1)
+                model(x, mask).backward()
+                reference(x, mask).backward()
+                assert_same(gradients(model), gradients(reference))
+            session.step()
+        assert session.report()["offloaded_bytes"] > 0
+        assert memplug.attach(models, BLOCK) is session
+
+
+@pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        ({"recompute_granularity": "full"}, "--recompute-granularity"),
+        ({"recompute_granularity": "selective"}, "--recompute-granularity"),
+        ({"cpu_offloading": True}, "--cpu-offloading-num-layers"),
+        ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl"),
+        ({"enable_cuda_graph": True}, "--enable-cuda-graph"),
+        ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
+        ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
+    ],
+)
+def test_what_handles_the_same_layers_is_refused_with_its_name(fields, advice):
+    model = Model(config(**fields))
+    with pytest.raises(ConflictError, match=next(iter(fields))) as caught:
+        memplug.attach(model, BLOCK)
+    assert advice in str(caught.value)
+    assert all(type(layer) is Decoder for layer in model.layers)
+
+
+def test_all_conflicts_are_named_at_once():
+    with pytest.raises(ConflictError, match=r"recompute_granularity='full'.*cpu_offloading=True"):
+        memplug.attach(Model(config(recompute_granularity="full", cpu_offloading=True)), BLOCK)
+
+
+def test_with_the_arena_alone_megatron_may_recompute():
+    model = Model(config(recompute_granularity="full"))
+    block = {"enabled": True, "tokenwise": {"enabled": False}, "arena": {"enabled": True}}
+    with memplug.attach(model, block) as session:
+        assert session.regions == []
+
+
+def test_context_parallelism_inside_of_transformer_engine_is_refused():
+    class TEDotProductAttention(nn.Module):
+        __module__ = "transformer_engine.pytorch.attention"
+
+    class Hidden(Decoder):
+        def __init__(self, settings: types.SimpleNamespace):
+            super().__init__(settings)
+            self.core_attention = TEDotProductAttention()
+
+    with pytest.raises(ConflictError, match="TEDotProductAttention"):
+        memplug.attach(Model(config(context_parallel_size=2), Hidden), BLOCK)
+    alone = Model(config(context_parallel_size=1), Hidden)
+    hooks.Megatron().check(Target(alone, (alone,)), hooks.decoder_layers(alone))
+    memplug.attach(Model(config(context_parallel_size=2)), BLOCK).detach()
+
+
+def test_a_forward_that_is_no_method_is_refused():
+    class Other:
+        def __call__(self, hidden_states: torch.Tensor) -> Any:
+            return hidden_states, None
+
+    class Replaced(Decoder):
+        forward = Other()
+
+    class Captured(Decoder):
+        def __init__(self, settings: types.SimpleNamespace):
+            super().__init__(settings)
+            self.cudagraph_manager = object()
+
+    for layer in (Replaced, Captured):
+        with pytest.raises(RegionError, match=layer.__name__):
+            memplug.attach(Model(layer=layer), BLOCK)
+
+
+def test_lists_that_are_not_the_chunks_of_one_model_are_refused():
+    one, other = Model(), Model(config(num_layers=4))
+    with pytest.raises(RegionError, match="twice"):
+        memplug.attach([one, one], BLOCK)
+    with pytest.raises(RegionError, match="several models"):
+        memplug.attach([one, other], BLOCK)
+    with pytest.raises(RegionError, match="no Megatron-Core transformer layers"):
+        memplug.attach([one, nn.Linear(2, 2)], BLOCK)
+    with pytest.raises(RegionError, match="list of Megatron-Core model chunks"):
+        memplug.attach([], BLOCK)
+
+
+def test_ranks_with_other_blocks_are_refused_by_all_of_them():
+    def gather(ranks: Any, own: dict[str, Any]) -> list[dict[str, Any]]:
+        return [own, {**own, "tokenwise": {**own["tokenwise"], "alpha": 0.5}}]
+
+    with (
+        mock.patch("memplug.stages.ranks.Ranks.gather", gather),
+        pytest.raises(ConfigError, match="tokenwise") as caught,
+    ):
+        memplug.attach(Model(), BLOCK)
+    assert "rank 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.9.0"])
+def test_a_version_that_is_too_old_is_refused_with_those_that_are_supported(version):
+    with (
+        mock.patch.object(sys.modules["megatron.core"], "__version__", version),
+        pytest.raises(UnsupportedVersionError, match=r"0\.16 to 0\.20"),
+    ):
+        memplug.attach(Model(), BLOCK)
+
+
+def test_a_version_that_is_newer_than_known_is_warned_of(caplog):
+    with mock.patch.object(sys.modules["megatron.core"], "__version__", "0.31.0"):
+        memplug.attach(Model(), BLOCK).detach()
+    assert "0.31.0 is newer" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["forward_step", "backward_step"])
+def test_a_missing_symbol_is_named_and_nothing_stays_patched(name):
+    model = Model()
+    with mock.patch.object(schedules, name, None), pytest.raises(PatchError, match=name) as caught:
+        memplug.attach(model, BLOCK)
+    assert caught.value.expected == hooks.VERSIONS
+    assert all(type(layer) is Decoder for layer in model.layers)
+    assert not hasattr(schedules.forward_step, "__memplug_original__")
+
+
+def test_gradients_and_an_inference_context_are_refused_together():
+    model = Model()
+    with memplug.attach(model, BLOCK), pytest.raises(ConflictError, match="inference context"):
+        model.layers[0](hidden_states=torch.randn(3, 2, 16), inference_context=object())
+
+
+def test_under_deepspeed_both_hooks_work_and_the_engine_marks_the_steps(tmp_path):
+    with process_group(tmp_path):
+        engines = [make_engine(ds_config(memplug=BLOCK), Model()) for _ in range(2)]
+        engines[1].module.load_state_dict(engines[0].module.state_dict())
+        session = memplug.attach(engines[0])
+        assert schedules.forward_step.__memplug_original__ and len(session.regions) == 2
+        for step in range(3):
+            x = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(step))
+            losses = []
+            for engine in engines:
+                loss = engine(x)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            assert losses[0] == losses[1]
+        assert session.steps == 3 and session.report()["offloaded_bytes"] > 0
+        session.detach()
+
+
+def test_detach_puts_everything_back():
+    before = {
+        (module, name): getattr(module, name)
+        for module, name in [
+            (schedules, "forward_step"),
+            (schedules, "backward_step"),
+            (router, "save_to_aux_losses_tracker"),
+        ]
+    }
+    session = memplug.attach(Model(), BLOCK)
+    assert all(getattr(module, name) is not original for (module, name), original in before.items())
+    session.detach()
+    assert all(getattr(module, name) is original for (module, name), original in before.items())
+    hooks = session.executor.hooks
+    assert hooks.surroundings == hooks.around == hooks.gathered == hooks.scratch == []
+
+
+def test_an_auxiliary_loss_is_recorded_once():
+    recorded = []
+
+    class Routes(Decoder):
+        def forward(self, hidden_states: torch.Tensor, **others: Any) -> Any:
+            router.save_to_aux_losses_tracker("loss", hidden_states.detach().mean(), 0, 2)
+            return super().forward(hidden_states, **others)
+
+    def save(name: str, loss: torch.Tensor, *others: Any) -> None:
+        recorded.append((name, torch.zeros(3).add_(loss)))  # makes memory in the first step alone, as Megatron-Core's
+
+    with mock.patch.object(router, "save_to_aux_losses_tracker", save):
+        model = Model(layer=Routes)
+        with memplug.attach(model, {**BLOCK, "tokenwise": {"alpha": 0.0, "min_offload_bytes": 1}}) as session:
+            for _ in range(2):
+                model(torch.randn(3, 2, 16)).backward()
+                session.step()
+            assert len(recorded) == 4 and session.report()["recomputed_in_full"] == 0
+
+
+def test_the_random_states_of_a_forward_are_there_when_recomputed():
+    class Drops(Decoder):
+        def forward(self, hidden_states: torch.Tensor, **others: Any) -> Any:
+            with random.get_cuda_rng_tracker().fork():
+                hidden_states = nn.functional.dropout(hidden_states, 0.5)
+            return super().forward(hidden_states, **others)
+
+    states = {
+        "_get_cuda_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "_set_cuda_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+    }
+    with mock.patch.multiple(random, **states):
+        random.initialize_rng_tracker(force_reset=True)
+        tracker = random.get_cuda_rng_tracker()
+        model = Model(layer=Drops)
+        reference = twin(model)
+        found = []
+        for network in (model, reference):
+            torch.manual_seed(1)
+            tracker.reset()
+            tracker.states_ = {"model-parallel-rng": torch.get_rng_state()}
+            session = memplug.attach(network, BLOCK) if network is model else None
+            for step in range(3):
+                torch.manual_seed(step)
+                network(torch.ones(3, 2, 16)).backward()
+            found.append((gradients(network), tracker.states_["model-parallel-rng"]))
+            if session is not None:
+                session.detach()
+        random.initialize_rng_tracker(force_reset=True)
+    assert_same(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1]), "as many random numbers were drawn"
+
+
+class _Kernel(torch.autograd.Function):
+    """Memory from the allocator, filled past the dispatcher, as Transformer Engine's kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape)
+        out.numpy()[...] = x.detach().numpy() * weight.detach().numpy()
+        ctx.save_for_backward(x, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum((0, 1))
+
+
+def test_layers_of_transformer_engine_are_recomputed_as_they_are_and_told_of_each_pass(monkeypatch):
+    phases, steps = [], []
+
+    class Told:
+        def __init__(self, activation_recompute: bool, recompute_phase: bool):
+            self.phase = recompute_phase
+            assert activation_recompute
+
+        def __enter__(self) -> None:
+            phases.append(self.phase)
+
+        def __exit__(self, *exception: Any) -> None:
+            """Not in any pass."""
+
+    class TELinear(nn.Module):
+        __module__ = "transformer_engine.pytorch.module.linear"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(16))
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 1:
+                torch.empty(64)  # a workspace, made once
+            steps.append(torch._C._current_graph_task_id() != -1)
+            return _Kernel.apply(x, self.weight)
+
+    class Hidden(Decoder):
+        def __init__(self, settings: types.SimpleNamespace):
+            super().__init__(settings)
+            self.linear = TELinear()
+
+        def forward(self, hidden_states: torch.Tensor, **others: Any) -> Any:
+            return super().forward(self.linear(hidden_states.sin()).sigmoid(), **others)
+
+    package = types.ModuleType("transformer_engine.pytorch.distributed")
+    package.activation_recompute_forward = Told
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    torch.manual_seed(0)
+    model = Model(layer=Hidden)
+    reference = twin(model)
+    with memplug.attach(model, BLOCK) as session:
+        for _ in range(3):
+            x = torch.randn(3, 2, 16)
+            steps.clear()
+            phases.clear()
+            model(x).backward()
+            assert phases == steps == [False, False, True, True]
+            reference(x).backward()
+            assert_same(gradients(model), gradients(reference))
+            session.step()
+        assert session.report()["offloaded_bytes"] > 0 == session.report()["recomputed_in_full"]

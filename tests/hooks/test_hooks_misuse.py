@@ -1,0 +1,92 @@
+"""What users try by mistake, or out of order, is told to them in words and never ignored."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import memplug
+from memplug.errors import ConflictError, RegionError
+from memplug.session import session as session_module
+from tests.support.blocks import Stack, assert_same, gradients, twin
+from tests.support.hosts import block, ds_config, make_engine
+
+
+def regions(*patterns: str) -> dict:
+    return block(alpha=1.0, regions=list(patterns))
+
+
+def test_a_pattern_that_names_a_list_of_modules_says_what_to_name_instead() -> None:
+    with pytest.raises(RegionError) as error:
+        memplug.attach(Stack(), regions("layers"))
+    assert "layers.*" in error.value.advice
+
+
+def test_a_compiled_region_is_refused_with_advice() -> None:
+    model = Stack()
+    model.layers[0].compile(backend="eager")
+    with pytest.raises(ConflictError) as error:
+        memplug.attach(model, regions("layers.*"))
+    assert "compiled" in error.value.problem and "Attach" in error.value.advice
+
+
+def test_a_model_that_is_compiled_after_attaching_keeps_its_gradients() -> None:
+    torch.manual_seed(0)
+    model = Stack(2)
+    reference = twin(model)
+    x = torch.randn(2, 6, 16)
+    reference(x).backward()
+    with memplug.attach(model, regions("layers.*")) as session:
+        torch.compile(model, backend="eager")(x).backward()
+        assert session.executor.flow.forwards == 2
+    torch._dynamo.reset()
+    assert_same(gradients(model), gradients(reference))
+
+
+def test_backward_after_detach_says_that_the_rows_are_gone() -> None:
+    model = Stack(4)
+    with memplug.attach(
+        model, {**regions("layers.*"), "tokenwise": {"min_offload_bytes": 1, **regions("layers.*")["tokenwise"]}}
+    ):
+        loss = model(torch.randn(2, 6, 16))
+    with pytest.raises(ConflictError, match="detached"):
+        loss.backward()
+
+
+def test_a_forgotten_step_is_mentioned_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "UNMARKED_FORWARDS", 3)
+    model = Stack(2)
+    with caplog.at_level(logging.WARNING, "memplug"), memplug.attach(model, block(alpha="auto", regions=["layers.*"])):
+        for _ in range(6):
+            model(torch.randn(2, 6, 16)).backward()
+    assert caplog.text.count("session.step()") == 1
+
+
+def test_regions_that_never_run_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = Stack(2)
+    with caplog.at_level(logging.WARNING, "memplug"):
+        with memplug.attach(model, block(alpha="auto", regions=["layers.*"])) as session:
+            for _ in range(4):
+                session.step()
+    assert caplog.text.count("no region ran") == 1 and "layers.0" in caplog.text
+
+
+def test_an_engine_with_the_block_is_attached_though_an_earlier_one_had_none(cpu_engine: None) -> None:
+    memplug.install()
+    try:
+        make_engine(ds_config())
+        engine = make_engine(ds_config(memplug=block(alpha=1.0)))
+        with memplug.attach(engine) as session:
+            assert session.report()["regions"] == 3
+    finally:
+        memplug.uninstall()
+
+
+def test_attaching_to_an_engine_without_the_block_is_not_silent(
+    cpu_engine: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "memplug"):
+        assert memplug.attach(make_engine(ds_config())).report() == {"stage": "off"}
+    assert 'no "memplug" block' in caplog.text

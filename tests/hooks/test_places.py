@@ -1,0 +1,266 @@
+"""Each operator of a recording is in the pass, micro-batch and layer that the program was in, backward with no hook."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as optimizers
+
+from memplug.hooks.places import Places
+from memplug.profile.recorder import Detail, Recorder
+from memplug.profile.trace import Fingerprint, Pass
+from tests.support.recording import nothing_left, operator_names, record, recorder
+from tests.support.truth import Told, where
+
+__all__ = ["nothing_left", "recorder"]
+
+CHECKPOINTS = {  # True: reentrant
+    "none": {},
+    "around each layer": {"around": False},
+    "around each layer, reentrant": {"around": True},
+    "inside of each layer": {"inside": False},
+    "inside of each layer, reentrant": {"inside": True},
+}
+checkpoints = pytest.mark.parametrize("network", CHECKPOINTS.values(), ids=CHECKPOINTS)
+SCHEDULES = {  # of two forwards and their backwards
+    "one after the other": "f0 b0 f1 b1",
+    "in order": "f0 f1 b0 b1",
+    "the last first": "f0 f1 b1 b0",
+    "one forward, one backward": "f0 f1 b0 f2 b1 f3 b2 b3",
+}
+
+
+@checkpoints
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_operators_are_of_the_micro_batch_and_layer_whose_forward_they_belong_to(
+    schedule: str, network: dict[str, bool], recorder: Recorder
+) -> None:
+    told = Told(recorder, **network)
+    for _ in range(2):
+        losses = {}
+        told.begin()
+        for word in schedule.split():
+            micro_batch = int(word[1])
+            if word[0] == "f":
+                losses[micro_batch] = told.forward(micro_batch)
+            else:
+                told.backward(micro_batch, losses.pop(micro_batch))
+        trace = told.end()
+        found = told.truth.check(trace)
+        passes = itertools.product((Pass.FORWARD, Pass.BACKWARD), range(schedule.count("f")), range(-1, 3))
+        assert set(found) == {*passes, (Pass.OTHER, -1, -1)}
+        assert trace.replays_exactly() is True
+
+
+def test_requests_are_where_their_operators_are(recorder: Recorder) -> None:
+    told = Told(recorder)
+    told.begin()
+    told.backward(0, told.forward(0))
+    trace = told.end()
+    told.truth.check(trace)
+    for row in trace.requests:
+        assert (row["malloc_phase"], row["malloc_layer"]) == tuple(
+            trace.operators[["phase", "layer"]][row["malloc_operator"]]
+        ), trace.names[trace.operators["name"][row["malloc_operator"]]]
+
+
+def test_a_backward_that_runs_twice_is_where_it_was(recorder: Recorder) -> None:
+    told = Told(recorder)
+    told.begin()
+    first, second = told.forward(0), told.forward(1)
+    told.backward(0, first, retain_graph=True)
+    told.backward(1, second)
+    told.backward(0, first)
+    assert told.truth.check(told.end())[Pass.BACKWARD, 0, 2] > 0
+
+
+def test_a_backward_through_a_backward_is_where_its_forward_was(recorder: Recorder) -> None:
+    told = Told(recorder)
+    told.begin()
+    first = told.forward(0)
+    gradients = torch.autograd.grad(first, list(told.model.parameters()), create_graph=True)
+    penalty = sum(gradient.square().sum() for gradient in gradients)
+    second = told.forward(1)
+    begin = told.truth.operators()
+    penalty.backward()
+    middle = told.truth.operators()
+    second.backward()
+    trace = told.end()
+    places = [where(trace, index) for index in range(len(trace.operators))]
+    for micro_batch, ran in enumerate((places[begin:middle], places[middle:])):
+        of_backward = {place for place in ran if place[0] is Pass.BACKWARD}
+        assert of_backward == {(Pass.BACKWARD, micro_batch, layer) for layer in range(-1, 3)}
+
+
+@checkpoints
+def test_a_loss_that_is_made_after_another_backward_is_of_the_latest_forward(
+    network: dict[str, bool], recorder: Recorder
+) -> None:
+    told = Told(recorder, **network)
+    told.begin()
+    first = told.forward(0)
+    told.truth.running = (Pass.FORWARD, 1)
+    second = told.model(torch.ones(2, 4))
+    told.backward(0, first)
+    told.truth.at(-1)
+    loss = second.exp().sum()
+    told.truth.watch_nodes(loss, [second], -1)
+    told.truth.at(None)
+    told.backward(1, loss)
+    assert told.truth.check(told.end())[Pass.BACKWARD, 1, -1] > 0
+
+
+def test_a_forward_without_gradients_is_no_micro_batch_and_has_its_layers(recorder: Recorder) -> None:
+    told = Told(recorder)
+    told.begin()
+    with torch.no_grad():
+        told.truth.running = (Pass.NO_GRAD, -1)
+        told.model(torch.ones(2, 4))
+    told.backward(0, told.forward(0))
+    found = told.truth.check(told.end())
+    assert found[Pass.NO_GRAD, -1, 1] > 0 and found[Pass.BACKWARD, 0, 1] > 0
+    assert told.places.inputs == ["float32[2, 4]"]
+
+
+def test_a_checkpoint_around_the_whole_model_recomputes_in_backward(recorder: Recorder) -> None:
+    told = Told(recorder)
+    told.begin()
+    for micro_batch in range(2):
+        told.truth.running = (Pass.FORWARD, micro_batch)
+        y = torch.utils.checkpoint.checkpoint(told.model, torch.ones(2, 4), use_reentrant=False)
+        told.truth.at(None)
+        told.backward(micro_batch, y.sum())
+    told.truth.check(told.end())
+    assert len(told.places.inputs) == 2
+
+
+def test_the_optimizer_is_a_place_and_what_follows_it_is_not(recorder: Recorder) -> None:
+    told = Told(recorder)
+    optimizer = torch.optim.AdamW(told.model.parameters())
+    told.begin()
+    told.backward(0, told.forward(0))
+    told.truth._to((Pass.OPTIMIZER, -1, -1))
+    optimizer.step()
+    told.truth._to((Pass.OTHER, -1, -1))
+    torch.ones(2).exp()
+    trace = told.end()
+    assert told.truth.check(trace)[Pass.OPTIMIZER, -1, -1] > 10
+    assert any(trace.phases[phase].kind is Pass.OPTIMIZER for phase in trace.requests["malloc_phase"])
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("network", [{}, {"around": False}, {"around": True}], ids=["none", "checkpoint", "reentrant"])
+def test_an_error_that_leaves_a_forward_leaves_its_places(network: dict[str, bool], recorder: Recorder) -> None:
+    told = Told(recorder, **network)
+    told.begin()
+    told.model.layers[1].fails = True
+    with pytest.raises(ValueError):
+        told.forward(0)
+    told.truth._to((Pass.OTHER, -1, -1))
+    torch.ones(2).exp()
+    told.truth.at(None)
+    told.model.layers[1].fails = False
+    told.backward(1, told.forward(1))
+    assert told.truth.check(told.end())[Pass.OTHER, -1, -1] > 0
+
+
+@pytest.mark.parametrize("where_it_fails", ["forward", "a pre-hook before memplug's", "a pre-hook after memplug's"])
+def test_an_error_that_the_model_catches_leaves_the_layer_alone(where_it_fails: str, recorder: Recorder) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError
+
+    told = Told(recorder)
+    told.model.catches = True
+    failing = told.model.layers[1]
+    if "before" in where_it_fails:
+        failing.register_forward_pre_hook(fail)
+    told.begin()
+    if "after" in where_it_fails:
+        failing.register_forward_pre_hook(fail)
+    failing.fails = where_it_fails == "forward"
+    told.backward(0, told.forward(0))
+    found = told.truth.check(told.end())
+    assert found[Pass.BACKWARD, 0, 2] > 0 and (Pass.BACKWARD, 0, 1) not in found
+
+
+def test_an_interrupt_in_a_step_is_over_with_the_next_recording(recorder: Recorder) -> None:
+    told = Told(recorder)
+    hook = told.model.layers[1].linear.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    told.begin()
+    with pytest.raises(KeyboardInterrupt):
+        told.forward(0)
+    assert told.end().replays_exactly() is True
+    hook.remove()
+    told.model.catches = True
+    told.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError))
+    told.begin()
+    told.truth._to((Pass.OTHER, -1, -1))
+    torch.ones(2).exp()
+    told.backward(0, told.forward(0))
+    told.truth.check(told.end())
+
+
+# -- what is left ------------------------------------------------------------------------------------------------------
+
+
+def hooks(model: nn.Module) -> list[object]:
+    """All hooks of all modules, and the global ones of optimizers."""
+    found = []
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "hook" in name and isinstance(value, dict):
+                found += value.values()
+    return found + [*optimizers._global_optimizer_pre_hooks.values(), *optimizers._global_optimizer_post_hooks.values()]
+
+
+def test_hooks_are_there_from_install_to_remove(recorder: Recorder) -> None:
+    told = Told(recorder)
+    assert hooks(told.model) == []
+    for _ in range(2):
+        told.places.install()
+        assert len(hooks(told.model)) > 2 * 3
+        told.places.remove()
+        told.places.remove()
+        assert hooks(told.model) == []
+    assert {where(trace, 0)[0] for trace in [record(recorder, lambda: told.model(torch.ones(2, 4)))]} == {Pass.OTHER}
+
+
+def test_a_recording_without_places_is_in_none(recorder: Recorder) -> None:
+    told = Told(recorder)
+    told.begin()
+    told.forward(0)
+    told.end()
+    trace = record(recorder, lambda: told.forward(0).backward())
+    assert {where(trace, index)[1:] for index in range(len(trace.operators))} == {(-1, -1)}
+    assert {phase.kind for phase in trace.phases} == {Pass.OTHER, Pass.BACKWARD}
+    assert "aten::relu" in operator_names(trace)
+
+
+def test_the_fingerprint_is_of_the_layers_names_and_classes(recorder: Recorder) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    one, same = (Places(model, [("0", model[0])], recorder).fingerprint() for _ in range(2))
+    assert one == same and (one.model, one.parameters, one.world_size) == ("Sequential", 6, 1)
+    assert Places(model, [("0", model[1])], recorder).fingerprint() != one
+    assert Places(model, [("1", model[0])], recorder).fingerprint() != one
+
+
+def test_the_inputs_are_those_of_each_forward(recorder: Recorder) -> None:
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None, power: int = 1) -> torch.Tensor:
+            return x
+
+    model = Two()
+    places = Places(model, [], recorder)
+    for _ in range(2):
+        places.install()
+        recorder.begin(Detail.REQUESTS)
+        model(torch.ones(2, 3, dtype=torch.int64))
+        model(torch.ones(1), power=2, scale=torch.ones((), dtype=torch.bfloat16))
+        recorder.end(Fingerprint(), ())
+        places.remove()
+        assert places.fingerprint().inputs == ("int64[2, 3]", "float32[1], bfloat16[]")

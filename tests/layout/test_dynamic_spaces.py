@@ -1,0 +1,116 @@
+"""What dynamic requests may reuse is exactly what no planned buffer uses while they live."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from memplug.plan.layout import auto
+from memplug.plan.layout.dynamic import dynamic_peak_bytes, dynamic_spaces, served
+from memplug.plan.layout.from_trace import last_step, problem_of
+from memplug.plan.replay import judge_plan
+from memplug.plan.schema import memory_plan
+from memplug.profile.trace import Pass, Trace
+from tests.support.schedules import Schedule, record
+from tests.support.traces import Recording, recordings
+
+
+def planned(step: Trace):
+    problem = problem_of(step)
+    solution = auto.plan(problem, time_limit_s=0.1)
+    return problem, solution, dynamic_spaces(step, problem, solution)
+
+
+def two_layers(*, frees: bool = True) -> Trace:
+    """Experts ask for 700 bytes in a forward and free them in the backward; static requests come and go meanwhile."""
+    recording = Recording()
+    recording.step()
+    recording.phase(Pass.FORWARD, 0)
+    recording.layer("static")
+    first = recording.malloc(512 * 8)
+    recording.layer("experts", dynamic=True)
+    dynamic = [recording.malloc(700), recording.malloc(300)]
+    recording.layer("static")
+    second = recording.malloc(512 * 4)
+    recording.free(first)
+    recording.phase(Pass.BACKWARD, 0)
+    recording.layer("experts", dynamic=True)
+    for request in dynamic if frees else ():
+        recording.free(request)
+    recording.layer("static")
+    third = recording.malloc(512 * 16)
+    recording.free(third)
+    recording.free(second)
+    return recording.trace()
+
+
+def test_a_group_may_reuse_what_is_idle_from_the_one_layer_to_the_other():
+    step = two_layers()
+    problem, solution, (group,) = planned(step)
+    assert (group.lower, group.upper) == (1, 7), "from its first malloc to its last free"
+    assert group.requests == 2 and group.peak_bytes == 1024 + 512 == dynamic_peak_bytes(step)
+    assert solution.height == 512 * 20 and sum(end - first for first, end in group.spaces) == 512 * 8
+    assert judge_plan(memory_plan(problem, solution, (group,), dynamic_peak_bytes(step))) == ()
+
+
+def test_what_is_not_freed_keeps_its_bytes_to_the_end():
+    step = two_layers(frees=False)
+    _, _, (group,) = planned(step)
+    assert (group.free_phase, group.free_layer, group.upper) == (-1, -1, len(step.events))
+
+
+def test_both_find_room_and_with_less_room_only_the_smaller():
+    step = two_layers()
+    _, solution, (group,) = planned(step)
+    assert served(step, (group,)) == (2, 1024 + 512)
+    tight = type(group)(**{**{name: getattr(group, name) for name in group.__slots__}, "spaces": ((512, 1200),)})
+    assert served(step, (tight,)) == (1, 512)
+    nothing = type(group)(**{**{name: getattr(group, name) for name in group.__slots__}, "spaces": ()})
+    assert served(step, (nothing,)) == (0, 0)
+    assert solution.height > 0
+
+
+def test_nothing_dynamic_no_spaces():
+    recording = Recording()
+    recording.step()
+    recording.free(recording.malloc(100))
+    step = recording.trace()
+    assert planned(step)[2] == () and dynamic_peak_bytes(step) == 0 and served(step, ()) == (0, 0)
+
+
+@given(recordings())
+def test_spaces_are_the_complement_of_what_lives_in_the_window(recording):
+    trace = recording.trace()
+    step = last_step(trace)
+    problem, solution, spaces = planned(step)
+    requests = step.requests[step.requests["dynamic"] & (step.requests["nbytes"] > 0)]
+    requests = requests[requests["malloc_thread"] == 0]
+    assert sum(group.requests for group in spaces) == len(requests)
+    for group in spaces:
+        lives = (problem.buffers["lower"] < group.upper) & (group.lower < problem.buffers["upper"])
+        edges = sorted({0, solution.height, *solution.offsets, *(solution.offsets + problem.buffers["size"])})
+        for first, end in zip(edges, edges[1:], strict=False):
+            used = lives & (solution.offsets <= first) & (end <= solution.offsets + problem.buffers["size"])
+            inside = any(low <= first and end <= high for low, high in group.spaces)
+            assert inside is not bool(used.any())
+        place = requests[requests["malloc_layer"] == group.malloc_layer]
+        place = place[place["malloc_phase"] == group.malloc_phase]
+        members = place[list(group.members)]
+        for column in ("free_layer", "free_phase", "stream"):
+            assert (members[column] == getattr(group, column)).all()
+        assert (members["malloc_event"] >= group.lower).all() and (members["free_event"] < group.upper).all()
+    assert judge_plan(memory_plan(problem, solution, spaces, dynamic_peak_bytes(step))) == ()
+    count, nbytes = served(step, spaces)
+    assert 0 <= count <= len(requests) and nbytes <= (-(-requests["nbytes"] // 512) * 512).sum()
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_some_of_a_mixture_of_experts_is_served_from_the_arena(recompute):
+    step = record(Schedule(source="mixtral_ckpt", layers=2, micro_batches=4, dynamic=True, recompute=recompute))
+    problem, solution, spaces = planned(step)
+    assert judge_plan(memory_plan(problem, solution, spaces, dynamic_peak_bytes(step))) == ()
+    count, nbytes = served(step, spaces)
+    dynamic = step.requests["dynamic"]
+    assert 0 < count < dynamic.sum() and 0 < nbytes < step.requests["nbytes"][dynamic].sum()
+    assert len(spaces) == len(
+        np.unique([(g.malloc_phase, g.malloc_layer, g.free_phase, g.free_layer) for g in spaces], axis=0)
+    )

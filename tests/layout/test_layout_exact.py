@@ -1,0 +1,83 @@
+"""Small problems are solved, and what is said of the solution is proven."""
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given, settings
+
+from memplug.plan.layout import exact
+from memplug.plan.layout.from_trace import last_step
+from memplug.plan.layout.from_trace import problem_of as problem_of_trace
+from memplug.plan.layout.patterns import stretches
+from memplug.plan.layout.problem_file import read_csv
+from memplug.plan.replay import judge
+from memplug.profile.trace_file import load
+from tests.support.layouts import first_fit, is_valid, problem_of, problems
+from tests.support.traces import DATA
+
+BACKENDS = ("native", "milp", "cp-sat")
+
+
+def solve(problem, backend=None, seconds=20.0, **more):
+    if backend == "cp-sat":
+        pytest.importorskip("ortools", reason="OR-Tools is not installed")
+    return exact.solve(problem, deadline_s=time.monotonic() + seconds, backend=backend, **more)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(problem=problems(most=6, latest=8, largest=6))
+@settings(max_examples=30)
+def test_the_optimum_is_that_of_all_orders_and_said_to_be_it(backend, problem):
+    lowest = min(
+        (first_fit(problem, list(order)).height for order in itertools.permutations(range(len(problem)))), default=0
+    )
+    solution = solve(problem, backend)
+    assert (solution.height, solution.optimal, solution.timed_out) == (lowest, True, False)
+    assert is_valid(problem, solution)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_agree_on_problems_whose_optimum_is_above_the_lower_bound(backend):
+    # Found by chance: nobody places these without a hole.
+    problem = problem_of((0, 5, 3), (4, 9, 4), (8, 12, 3), (2, 7, 4), (6, 10, 3), (0, 3, 4), (9, 12, 4), (5, 6, 1))
+    assert solve(problem, backend).height == solve(problem, "native").height
+    assert solve(problem, backend).optimal
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0])
+def test_without_time_it_gives_a_greedy_placement_and_claims_nothing(seconds):
+    problem = read_csv(DATA / "dsa" / "minimalloc_E.1048576.csv")
+    solution = solve(problem, seconds=seconds)
+    assert judge(problem, solution) == () and solution.timed_out and not solution.optimal
+
+
+@pytest.mark.parametrize("name", ["A", "C", "D"])
+def test_an_instance_of_minimalloc_fits_its_capacity(name):
+    problem = read_csv(DATA / "dsa" / f"minimalloc_{name}.1048576.csv")
+    solution = solve(problem, seconds=60, enough_bytes=1048576)
+    assert solution.height <= 1048576 and judge(problem, solution) == () and not solution.timed_out
+    assert solution.optimal is (solution.height == problem.lower_bound), "that it fits proves nothing else"
+
+
+def test_resnet50_reaches_its_lower_bound():
+    problem = read_csv(DATA / "dsa" / "somas_resnet50.csv")
+    solution = solve(problem, seconds=60)
+    assert solution.height == problem.lower_bound and solution.optimal and judge(problem, solution) == ()
+
+
+@pytest.mark.parametrize("case", ["llama7b_ckpt", "llama7b_nockpt", "mixtral_ckpt"])
+def test_one_layer_of_a_recorded_step_is_solved_to_its_optimum(case):
+    problem = problem_of_trace(last_step(load(DATA / f"{case}.npz")))
+    patterns = {stretch.pattern: stretch for stretch in stretches(problem.buffers)}
+    assert max(len(stretch.rows) for stretch in patterns.values()) > 60
+    for stretch in patterns.values():
+        layer = problem.part(stretch.rows)
+        solution = solve(layer, seconds=5)
+        assert solution.optimal and judge(layer, solution) == ()
+
+
+def test_too_many_buffers_are_placed_greedily():
+    problem = problem_of(*((at, at + 50, 1 + at % 7) for at in range(exact.LARGEST + 1)))
+    solution = solve(problem, seconds=0.2)
+    assert judge(problem, solution) == () and solution.planner == "exact"

@@ -1,0 +1,172 @@
+"""The compiled placement and search: the same answers as slow ones in Python, and clear words without a compiler."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplug.errors import NativeError
+from memplug.native import packing
+from memplug.plan.layout.exact import Small
+from memplug.plan.layout.first_fit import Placer
+from memplug.plan.layout.problem import Problem, buffers
+from tests.support.layouts import first_fit, is_valid, problem_of, problems
+
+ROOT = Path(__file__).parents[2]
+
+
+def random_table(count: int, seed: int, *, longest: int = 40) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    lower = random.integers(0, count, count)
+    table = buffers(
+        np.stack([lower, lower + random.integers(1, longest, count), random.integers(1, 99, count)], axis=1)
+    )
+    table["alignment"] = random.choice([1, 1, 8], count)
+    return table
+
+
+@given(problems(most=14, fewest=1), st.data())
+def test_placement_in_an_order_is_what_python_does_and_first_fit_is_first_fit(problem, data):
+    order = data.draw(st.permutations(range(len(problem))))
+    placer = Placer.of(problem.buffers)
+    for tightest in (False, True):
+        offsets = placer.place(np.array(order), tightest=tightest)
+        assert offsets.tolist() == placer._place_in_python(np.array(order), tightest, packing.UNLIMITED_BYTES).tolist()
+    assert placer.place(np.array(order)).tolist() == first_fit(problem, order).offsets.tolist()
+
+
+@pytest.mark.parametrize("tightest", [False, True])
+@pytest.mark.parametrize("longest", [20, 3000])
+def test_thousands_of_buffers_are_placed_as_python_places_them(tightest, longest):
+    # More than a block of the shelf holds, and more than one stretch of time.
+    placer = Placer.of(random_table(3000, seed=longest, longest=longest))
+    order = np.random.default_rng(1).permutation(3000)
+    offsets = placer.place(order, tightest=tightest)
+    assert offsets.tolist() == placer._place_in_python(order, tightest, packing.UNLIMITED_BYTES).tolist()
+
+
+@given(problems(most=10, fewest=1))
+def test_a_placement_that_reaches_the_limit_is_given_up(problem):
+    placer, order = Placer.of(problem.buffers), np.arange(len(problem))
+    height = int((placer.place(order) + problem.buffers["size"]).max())
+    for place in (placer.place, lambda order, limit_bytes: placer._place_in_python(order, False, limit_bytes)):
+        assert place(order, limit_bytes=height) is None
+        assert place(order, limit_bytes=height + 1) is not None
+
+
+@given(problems(most=6, fewest=1, latest=8, largest=6))
+@settings(max_examples=60)
+def test_the_search_says_yes_from_the_lowest_height_on_and_no_below(problem):
+    # Some first fit order gives an optimum: that of its rising offsets.
+    orders = itertools.permutations(range(len(problem)))
+    lowest = min(first_fit(problem, list(order)).height for order in orders)
+    small = Small.of(problem)
+    for threads in (1, 2):
+        for height in range(max(1, lowest // small.unit - 2), lowest // small.unit + 2):
+            fits, offsets = packing.decide(
+                (small.lower, small.upper), small.size, small.alignment, height, seconds=20, threads=threads
+            )
+            assert fits is (height * small.unit >= lowest)
+            if fits:
+                found = first_fit(problem, np.argsort(offsets, kind="stable").tolist())
+                assert found.height <= height * small.unit and is_valid(problem, found)
+                assert (offsets * small.unit + problem.buffers["size"]).max() <= height * small.unit
+
+
+def test_one_thread_gives_the_same_offsets_every_time():
+    small = Small.of(Problem(buffers=random_table(60, seed=3)))
+    height = int(Problem(buffers=random_table(60, seed=3)).lower_bound / small.unit * 1.1)
+    answers = [
+        packing.decide((small.lower, small.upper), small.size, small.alignment, height, seconds=20, threads=1)
+        for _ in range(2)
+    ]
+    assert answers[0][0] is True and answers[0][1].tolist() == answers[1][1].tolist()
+
+
+def test_what_cannot_be_decided_in_time_is_unknown():
+    small = Small.of(Problem(buffers=random_table(400, seed=5, longest=300)))
+    height = Problem(buffers=random_table(400, seed=5, longest=300)).lower_bound // small.unit
+    fits, _ = packing.decide((small.lower, small.upper), small.size, small.alignment, height, seconds=0.0, threads=2)
+    assert fits is None
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+PLANS = """
+import logging, sys
+logging.basicConfig(level=logging.WARNING)
+from memplug.plan.layout import auto
+from memplug.plan.layout.problem import Problem
+from tests.support.layouts import problem_of
+problem = problem_of((0, 4, 3), (1, 3, 2), (2, 6, 5), (4, 8, 4))
+for name in ("search", "spatiotemporal", "exact", "auto"):
+    solution = auto.plan(problem, name, time_limit_s=1)
+    print(name, solution.height, solution.optimal)
+print("torch" in sys.modules)
+"""
+
+
+def test_without_a_compiler_planning_goes_on_in_python_and_says_so_once(tmp_path):
+    result = python(PLANS, CXX="/nonexistent/c++", TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("cannot be compiled") == 1 and "/nonexistent/c++" in result.stderr
+    assert "auto 10 True" in result.stdout, result.stdout
+
+
+def test_planning_imports_no_torch(tmp_path):
+    code = PLANS.replace(
+        "from tests.support.layouts import problem_of",
+        "import tests.support.layouts as layouts; problem_of = layouts.problem_of",
+    )
+    result = python(code)
+    assert result.stdout.splitlines()[-1] == "False", result.stderr
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'no such luck' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    packing.load.cache_clear()
+    try:
+        with pytest.raises(NativeError, match="no such luck"):
+            packing.load()
+        assert not list(tmp_path.glob("*/*")), "nothing half done is left"
+    finally:
+        packing.load.cache_clear()
+
+
+@pytest.mark.long
+def test_processes_that_start_at_once_all_get_a_library(tmp_path):
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    code = "from memplug.native import packing; packing.load(); print('loaded')"
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=300)[0] for process in started] == ["loaded\n"] * 2
+    assert [path.name for path in tmp_path.glob("*/*")] == ["memplug_packing.so"]
+
+
+def test_a_single_buffer_fits_its_own_size_and_nothing_less():
+    small = Small.of(problem_of((0, 1, 7)))
+    assert small.unit == 7
+    for height, expected in ((1, True), (0, False)):
+        fits, _ = packing.decide((small.lower, small.upper), small.size, small.alignment, height, seconds=1, threads=1)
+        assert fits is expected

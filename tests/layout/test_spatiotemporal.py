@@ -1,0 +1,104 @@
+"""STWeaver's groups: by phase, fused where that is denser, then by size in as few layers as there can be."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplug.plan.layout import spatiotemporal
+from memplug.plan.layout.problem import Problem, time_memory_product
+from memplug.plan.layout.spatiotemporal import fuse, memory_layers
+from tests.support.layouts import PHASES, is_valid, problem_of, problems
+
+lifetimes = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=40).map(
+    lambda drawn: sorted((lower, lower + length) for lower, length in drawn)
+)
+
+
+@given(lifetimes)
+def test_algorithm_1_needs_as_many_layers_as_are_in_use_at_once(drawn):
+    layers = memory_layers(drawn)
+    assert sorted(index for layer in layers for index in layer) == list(range(len(drawn)))
+    for layer in layers:
+        members = [drawn[index] for index in layer]
+        assert all(a[1] <= b[0] for a, b in zip(members, members[1:], strict=False))
+    most = max((sum(lower <= at < upper for lower, upper in drawn) for at in range(50)), default=0)
+    assert len(layers) == most
+
+
+def test_a_request_goes_to_the_layer_that_was_idle_the_shortest():
+    # Both layers are free at 6: one since 2, the other since 5.
+    layers = memory_layers([(0, 2), (1, 5), (6, 8)])
+    assert layers == [[0], [1, 2]]
+
+
+def _group(problem: Problem, first: int, last: int):
+    rows = np.flatnonzero((problem.buffers["lower_phase"] == first) & (problem.buffers["upper_phase"] == last))
+    return spatiotemporal._local_plan(problem.buffers, first, last, rows, np.arange(len(rows)))
+
+
+def _phased(*rows: tuple[int, int, int, int, int]) -> Problem:
+    problem = problem_of(*(row[:3] for row in rows), phases=PHASES)
+    table = problem.buffers.copy()
+    table["lower_phase"], table["upper_phase"] = [row[3] for row in rows], [row[4] for row in rows]
+    return Problem(buffers=table, phases=PHASES)
+
+
+def test_neighbours_are_fused_where_one_fills_the_bubbles_of_the_other():
+    # The first frees its upper half early; the second needs as much from then on.
+    problem = _phased((0, 10, 4, 0, 1), (0, 5, 4, 0, 1), (5, 10, 4, 1, 1))
+    groups = [_group(problem, 0, 1), _group(problem, 1, 1)]
+    fused = fuse(problem.buffers, groups)
+    assert len(fused) == 1 and fused[0].product == 1.0 and len(fused[0].rows) == 3
+
+
+def test_neighbours_stay_apart_where_fusion_would_leave_more_bubbles():
+    problem = _phased((0, 10, 4, 0, 1), (10, 20, 9, 1, 1))
+    groups = [_group(problem, 0, 1), _group(problem, 1, 1)]
+    assert all(group.product == 1.0 for group in groups)
+    assert fuse(problem.buffers, groups) == groups
+
+
+@given(problems(most=12, fewest=2))
+def test_fusion_never_lowers_the_product_and_keeps_every_request(problem):
+    table = problem.buffers
+    keys = sorted({(int(row["lower_phase"]), int(row["upper_phase"])) for row in table})
+    groups = [_group(problem, *key) for key in keys]
+    fused = fuse(table, groups)
+    assert sorted(np.concatenate([group.rows for group in fused]).tolist()) == list(range(len(problem)))
+    for group in fused:
+        assert group.product == time_memory_product(table[group.rows], group.offsets)
+        inside = [other for other in groups if np.isin(other.rows, group.rows).all()]
+        weight = sum(other.weight for other in inside)
+        assert group.product >= sum(other.product * other.weight for other in inside) / weight - 1e-12
+
+
+def test_what_lives_throughout_lies_at_the_bottom(monkeypatch):
+    monkeypatch.setattr(spatiotemporal, "is_native", lambda: False)
+    problem = problem_of((2, 5, 30), (0, 9, 4), (1, 3, 8), (0, 9, 2))
+    offsets = spatiotemporal.solve(problem).offsets
+    assert sorted(offsets[[1, 3]].tolist()) == [0, 4] and offsets[[0, 2]].min() == 6
+
+
+def test_a_smaller_request_goes_into_a_free_interval_of_a_larger_one_and_another_on_top_of_it(monkeypatch):
+    monkeypatch.setattr(spatiotemporal, "is_native", lambda: False)
+    problem = problem_of((0, 2, 10), (4, 6, 10), (2, 4, 6), (2, 4, 4), (0, 6, 1))
+    solution = spatiotemporal.solve(problem)
+    assert solution.height == problem.lower_bound == 11 and is_valid(problem, solution)
+
+
+def test_what_is_left_above_a_request_ends_where_it_begins(monkeypatch):
+    monkeypatch.setattr(spatiotemporal, "is_native", lambda: False)
+    problem = problem_of((0, 1, 10), (9, 10, 10), (4, 6, 6), (2, 3, 5), (2, 3, 4), (2, 3, 4))
+    assert is_valid(problem, spatiotemporal.solve(problem))
+
+
+@given(problems(most=40, fewest=15, latest=30, largest=9))
+def test_without_a_last_pass_it_is_valid_too_and_the_pass_makes_it_no_higher(problem):
+    native = spatiotemporal.solve(problem)
+    before = spatiotemporal.is_native
+    spatiotemporal.is_native = lambda: False
+    try:
+        alone = spatiotemporal.solve(problem)
+    finally:
+        spatiotemporal.is_native = before
+    assert is_valid(problem, alone) and native.height <= alone.height

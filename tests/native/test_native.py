@@ -1,0 +1,147 @@
+"""The native core is built once, by whoever comes first, and says what to do where it cannot be."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memplug import native
+from memplug.errors import NativeError
+from tests.support.recording import run_python, start_python
+
+FAILS = """
+from memplug.errors import NativeError
+try:
+    native.load()
+except NativeError as error:
+    print(error)
+    print("built:", native.is_built())
+else:
+    sys.exit("it was built")
+"""
+BUILDS = """
+import logging
+logging.basicConfig(level=logging.INFO)
+print("built before:", native.is_built())
+recorder = Recorder("cpu")
+names = sequence(recorder, torch.ones(2).exp)
+assert native.is_built() and names[-1] == "aten::exp", names
+print("works")
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where extensions are built, for this process and those that it starts; nothing is there yet."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    return tmp_path / "extensions"
+
+
+@pytest.fixture
+def refusal(root: Path) -> Callable[[], str]:
+    """The error of loading the core anew in this process."""
+
+    def refused() -> str:
+        with pytest.raises(NativeError) as error:
+            native.load.__wrapped__()
+        assert not native.is_built() or "cannot be loaded" in str(error.value)
+        return str(error.value)
+
+    return refused
+
+
+def test_a_compiler_that_is_not_there_is_said_with_advice(
+    refusal: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    said = refusal()
+    assert "What to do: Install a C++ compiler" in said and "/nonexistent" in said
+
+
+@pytest.mark.long  # two workers of the tests that start at once build it once too
+def test_processes_that_start_at_once_build_once_after_builds_that_failed_and_were_killed(root: Path) -> None:
+    folder = native.build_folder()
+    assert folder.parent == root and not native.is_built()
+    failed = run_python(FAILS, env={"CXX": "/nonexistent/c++"})
+    assert "built: False" in failed and "What to do: Install a C++ compiler" in failed and "/nonexistent" in failed
+    (folder / "lock").touch()  # as torch leaves it where a build is killed; it would wait for it for ever
+    (folder / f"{native.NAME}.so").write_bytes(b"cut off")
+    assert not native.is_built()
+    processes = [start_python(BUILDS) for _ in range(3)]
+    try:
+        outputs = [process.communicate(timeout=900)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert all("works" in output for output in outputs)
+    assert sum("building the native core" in output for output in outputs) == 1, outputs
+    assert native.is_built() and len(list(folder.glob("*.so"))) == 1
+    (folder / "lock").touch()
+    library = (folder / f"{native.NAME}.so").stat().st_mtime_ns
+    again = run_python(BUILDS)
+    assert "built before: True" in again and "building" not in again
+    assert (folder / f"{native.NAME}.so").stat().st_mtime_ns == library
+
+
+def test_a_folder_that_cannot_be_made_is_said_with_advice(root: Path, refusal: Callable[[], str]) -> None:
+    root.write_text("a file")
+    output = refusal()
+    assert "What to do:" in output and str(root) in output and "Not a directory" in output
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_with_advice(root: Path, refusal: Callable[[], str]) -> None:
+    folder = native.build_folder()
+    (folder / "build.lock").mkdir(parents=True)  # where not even root can write a file
+    output = refusal()
+    assert "What to do:" in output and str(folder) in output and "Is a directory" in output
+
+
+def test_a_library_that_is_broken_is_said_with_advice(root: Path, refusal: Callable[[], str]) -> None:
+    folder = native.build_folder()
+    folder.mkdir(parents=True)
+    (folder / f"{native.NAME}.so").write_bytes(b"cut off")
+    (folder / "built").touch()
+    output = refusal()
+    assert "cannot be loaded" in output and str(folder) in output and "What to do: Delete that folder" in output
+    (folder / f"{native.NAME}.so").unlink()
+    assert not native.is_built()
+
+
+def test_every_source_is_compiled_once() -> None:
+    assert sorted(name for names in native.TOGETHER for name in names) == sorted(
+        source.stem for source in native.FOLDER.glob("*.cpp")
+    )
+
+
+def test_each_source_each_flag_and_each_version_has_a_folder_of_its_own(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "sources"
+    shutil.copytree(native.FOLDER, sources, ignore=shutil.ignore_patterns("__pycache__"))
+    folders = [native.build_folder()]
+    monkeypatch.setattr(native, "FOLDER", sources)
+    assert native.build_folder() == folders[0], "the same sources elsewhere"
+    for source in sorted((*sources.glob("*.cpp"), *sources.glob("*.h"))):
+        source.write_text(source.read_text() + "\n")
+        folders.append(native.build_folder())
+    sources.joinpath("module.cpp").rename(sources / "renamed.cpp")
+    folders.append(native.build_folder())
+    monkeypatch.setattr(native, "_flags", lambda: ["-O3"])
+    folders.append(native.build_folder())
+    monkeypatch.setattr("torch.__version__", "0.0.1")
+    folders.append(native.build_folder())
+    monkeypatch.setattr("torch.version.cuda", "0.1")
+    folders.append(native.build_folder())
+    assert len(set(folders)) == len(folders) > 12
+    assert {folder.parent for folder in folders} == {root}
+
+
+def test_the_folder_is_torchs_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    assert native.build_folder().parent == Path(get_default_build_root())

@@ -1,0 +1,270 @@
+"""The native tape is the one that a Python dispatch mode notes of the same forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplug.tokenwise.regions import core as native
+from memplug.tokenwise.regions.tape import records_of
+from tests.support import forwards
+from tests.support.blocks import Layer
+from tests.support.compared_tapes import both, compare
+from tests.support.native_forward import Run
+
+KINDS = [
+    kind
+    for kind in vars(forwards).values()
+    if isinstance(kind, type) and issubclass(kind, nn.Module) and kind is not Layer
+]
+# the others: a frame keeps the former values of memory from outside that is written to; an opaque one
+REPLAYED = [kind for kind in KINDS if kind.__name__ not in ("WritesInput", "Statistics", "RunsInvisibleKernel")]
+
+
+@pytest.fixture(scope="module")
+def core() -> Any:
+    return native.core()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_the_tape_of_every_forward_is_that_of_the_dispatch_mode(core: Any, kind: type[Layer]) -> None:
+    torch.manual_seed(0)
+    layer = kind()
+    x = torch.randn(6, 4, 16, requires_grad=True)
+    run, reference = both(core, lambda: layer(x * 1))
+    assert reference.records
+    compare(run.tape, reference)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_second_forward_is_verified_against_the_first(core: Any, kind: type[Layer]) -> None:
+    torch.manual_seed(0)
+    layer = kind()
+    x = torch.randn(6, 4, 16)
+    first, second = (Run(core, lambda: layer(x.requires_grad_() * 1)) for _ in range(2))
+    third = Run(core, lambda: layer(x.requires_grad_() * 1), (first.tape,))
+    alike = records_of(first.tape) == records_of(second.tape) and kind.__name__ != "AsksNumpy"
+    assert third.follows == alike or kind.__name__ in ("AsksNumpy", "Statistics", "RunsInvisibleKernel")
+    assert third.follows == (third.tape is first.tape)
+    assert records_of(third.tape) == records_of(second.tape)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "a number": lambda x, turn: x * (1.5 + turn),
+    "a keyword": lambda x, turn: x.sum(-1, keepdim=bool(turn)),
+    "a size": lambda x, turn: x[: 3 + turn].exp(),
+    "an operator": lambda x, turn: x.sin() if turn else x.cos(),
+    "which tensor": lambda x, turn: (x.exp() + x, x.exp())[0] if turn else x + x,
+    "a layout": lambda x, turn: (x.mT if turn else x).sigmoid(),
+    "a dtype": lambda x, turn: x.to(torch.bfloat16 if turn else torch.float16),
+    "one operator more": lambda x, turn: x.exp().exp() if turn else x.exp(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_forward_that_differs_departs_where_it_does(core: Any, change: str) -> None:
+    x = torch.randn(4, 4)
+    first = Run(core, lambda: CHANGES[change](x.tanh(), 0))
+    second = Run(core, lambda: CHANGES[change](x.tanh(), 1), (first.tape,))
+    assert not second.follows
+    alone = Run(core, lambda: CHANGES[change](x.tanh(), 1))
+    assert records_of(second.tape) == records_of(alone.tape)
+    both_known = (first.tape, alone.tape)
+    assert Run(core, lambda: CHANGES[change](x.tanh(), 1), both_known).tape is alone.tape
+    assert Run(core, lambda: CHANGES[change](x.tanh(), 0), both_known).tape is first.tape
+
+
+def test_a_forward_that_saves_other_tensors_departs(core: Any) -> None:
+    x = torch.randn(4, 4)
+    first = Run(core, lambda: x.clone().requires_grad_() @ x)
+    second = Run(core, lambda: x.clone() @ x, (first.tape,))
+    assert not second.follows and len(second.saved) < len(first.saved)
+
+
+def test_one_operator_less_departs(core: Any) -> None:
+    x = torch.randn(4, 4)
+    first = Run(core, lambda: x.exp().sin())
+    second = Run(core, lambda: x.exp(), (first.tape,))
+    assert not second.follows and [str(r.func) for r in records_of(second.tape)] == ["aten.exp.default"]
+
+
+@pytest.mark.parametrize("kind", REPLAYED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("captured", ["nothing", "matmuls", "rows"])
+def test_a_replay_restores_what_backward_asks_for(core: Any, kind: type[Layer], captured: str) -> None:
+    torch.manual_seed(0)
+    layer = kind()
+    x = torch.randn(6, 4, 16, requires_grad=True) * 1
+    outputs = Outputs()
+    with outputs:
+        run = Run(core, lambda: layer(x))
+    assert not run.forward.opaque
+    after = torch.get_rng_state()
+    copies = outputs.of(run.tape) if captured != "nothing" else {}
+    rows = {index: -1 if captured == "matmuls" else tensor.shape[0] // 2 for index, tensor in copies.items()}
+
+    def substitute(index: int) -> tuple[list[torch.Tensor], int]:
+        if rows[index] >= 0:
+            copies[index][rows[index] :] = float("nan")
+        return [copies[index]], rows[index]
+
+    restored = run.restored({index: count < 0 for index, count in rows.items()}, substitute)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert restored
+    for index, ours in restored.items():
+        theirs = run.saved[index].detach()
+        assert ours.shape == theirs.shape and ours.stride() == theirs.stride() and ours.dtype == theirs.dtype
+        if captured == "rows":  # a matmul of fewer rows, which kernels may round otherwise
+            torch.testing.assert_close(ours, theirs)
+        else:
+            assert torch.equal(ours, theirs)
+    for index in set(range(len(run.saved))) - set(restored):
+        assert torch.equal(core.unpack(run.objects[index]), run.saved[index])
+
+
+class Outputs(TorchDispatchMode):
+    """A copy of what every matmul of a forward gave, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmuls: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name in MATMULS:
+            self.matmuls.append(out.clone())
+        return out
+
+    def of(self, tape: Any) -> dict[int, torch.Tensor]:
+        """By index on the tape."""
+        indices = [i for i, record in enumerate(records_of(tape)) if record.func._schema.name in MATMULS]
+        return dict(zip(indices, self.matmuls, strict=True))
+
+
+MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+
+
+class Drops(nn.Module):
+    """Dropout of every kind: an operator that draws, memory that is drawn into, and by a generator of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = torch.Generator().manual_seed(3)
+        mask = torch.empty_like(x).bernoulli_(0.5, generator=own)
+        y = F.dropout(x.sin(), 0.3) * torch.rand_like(x)
+        return (y * mask).exp() * torch.randperm(x.shape[-1])
+
+
+def test_random_operators_draw_again_what_they_drew(core: Any) -> None:
+    x = torch.randn(8, 8, requires_grad=True) * 1
+    run = Run(core, lambda: Drops()(x))
+    torch.rand(7)
+    state = torch.get_rng_state()
+    for _ in range(2):
+        restored = run.restored({}, pytest.fail)
+        assert restored
+        for index, ours in restored.items():
+            assert torch.equal(ours, run.saved[index].detach())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_only_what_is_asked_for_runs(core: Any) -> None:
+    x = torch.randn(4, 4)
+
+    def call() -> torch.Tensor:
+        y = x.sin()
+        y.cos()
+        z = (y @ y).tanh().requires_grad_()
+        torch.rand(3)
+        return z.sigmoid()
+
+    run = Run(core, call)
+    names = [record.func._schema.name for record in records_of(run.tape)]
+    assert names == [f"aten::{name}" for name in ("sin", "cos", "mm", "tanh", "rand", "sigmoid")]
+    for captured, expected in (({}, ["sin", "mm", "tanh", "sigmoid"]), ({2: True}, ["tanh", "sigmoid"])):
+        with Ran() as ran:
+            run.restored(captured, lambda index: ([x.sin() @ x.sin()], -1) if ran.pause() else None)
+        assert ran.names == expected
+
+
+class Ran(TorchDispatchMode):
+    """The operators that ran, but for those after a pause until the next mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.skip = 0
+
+    def pause(self) -> bool:
+        """The next three are the test's own."""
+        self.skip = 3
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.skip:
+            self.skip -= 1
+        else:
+            self.names.append(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def test_casts_of_autocast_are_operators_of_their_own(core: Any) -> None:
+    weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        run, reference = both(core, lambda: (x @ weight).exp())
+    compare(run.tape, reference)
+    assert [record.func._schema.name for record in records_of(run.tape)].count("aten::_to_copy") == 2
+
+
+def test_memory_that_was_taken_away_is_an_error_and_no_crash(core: Any) -> None:
+    weight = torch.randn(1000, 1000)
+    run = Run(core, lambda: (torch.ones(1000, 1000).requires_grad_() @ weight).exp())
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="was taken away"):
+        run.restored({}, pytest.fail)
+
+
+def test_a_tensor_from_outside_that_changed_since_is_an_error(core: Any) -> None:
+    scale = torch.tensor([2.0])
+    run = Run(core, lambda: (torch.ones(3).requires_grad_() * 1 + scale).exp())
+    scale.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run.restored({}, pytest.fail)
+
+
+def test_a_collective_that_runs_again_is_waited_for(core: Any, group: Any) -> None:
+    weight, x = torch.ones(4, requires_grad=True), torch.randn(4)
+    collectives = torch.ops._c10d_functional
+
+    def call() -> torch.Tensor:
+        return weight * collectives.wait_tensor(collectives.all_reduce(x, "sum", group.group_name))
+
+    run = Run(core, call)
+    with Ran() as ran:
+        restored = run.restored({}, pytest.fail)
+    assert ran.names == ["all_reduce", "wait_tensor"]
+    assert [torch.equal(ours, x) for ours in restored.values()] == [True]
+
+
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "maximum": dist.ReduceOp.MAX}
+
+
+@pytest.mark.parametrize(("first", "second"), [("sum", "sum"), ("sum", "maximum")])
+def test_an_exchange_is_the_same_where_its_group_and_its_reduction_are(
+    core: Any, group: Any, first: str, second: str
+) -> None:
+    def call(reduction: str) -> torch.Tensor:
+        y = torch.ones(4)
+        dist.all_reduce(y, REDUCTIONS[reduction], group)
+        dist.reduce_scatter_tensor(torch.empty(4), y, REDUCTIONS[reduction], group)
+        return y
+
+    tape = Run(core, lambda: call(first)).tape
+    assert not tape.opaque and [r.form.value for r in records_of(tape)].count("exchange") == 2
+    assert len(records_of(tape)) == 4, "what the back end does to hand out a result is no operator"
+    assert Run(core, lambda: call(second), (tape,)).follows == (first == second)

@@ -1,0 +1,151 @@
+"""A tape knows the process groups of its collectives, and keeps none of them alive."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # its defaults hold the group that there is when it is imported, so before any
+
+from memplug.errors import RecomputeError
+from memplug.tokenwise.regions import core as native
+from tests.support.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, twin
+from tests.support.forking import launch_forked
+from tests.support.native_forward import Keeps, Run
+from tests.tokenwise.test_collectives import filling
+
+functional = torch.ops._c10d_functional
+Collective = Callable[[torch.Tensor, Any], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def core() -> Any:
+    return native.core()
+
+
+@pytest.fixture
+def init(tmp_path: Path) -> Iterator[Callable[[], Any]]:
+    """Makes the process group, and later another one; the last is destroyed."""
+    stores = iter(range(100))
+
+    def new() -> Any:
+        store = dist.FileStore(str(tmp_path / f"store{next(stores)}"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        return dist.group.WORLD
+
+    yield new
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def in_place(y: torch.Tensor, group: Any) -> torch.Tensor:
+    dist.all_reduce(y, group=group)
+    return y
+
+
+COLLECTIVES: dict[str, Collective] = {
+    "of c10d": in_place,
+    "functional, by the group's name": lambda y, group: functional.wait_tensor(
+        functional.all_reduce(y, "sum", group.group_name)
+    ),
+    "functional, by the group": lambda y, group: functional.wait_tensor(functional.all_reduce(y, "sum", group)),
+}
+
+
+def saving(collective: Collective, group: Any) -> torch.Tensor:
+    """Backward needs the collective's result, not its input."""
+    y = collective(torch.full((4,), 3.0), group)
+    return Keeps.apply(torch.ones(4, requires_grad=True), y * 2)
+
+
+def destroy() -> None:
+    dist.destroy_process_group()
+    gc.collect()
+
+
+@pytest.mark.distributed
+def test_a_tape_keeps_no_process_group_alive(tmp_path: Path) -> None:
+    """A frame, and its tape with it, may be freed on a thread of the group, which would then wait for itself."""
+    launch_forked(["tests.support.group_worker", tmp_path], module=True)
+    for rank in (0, 1):
+        before, meanwhile, after, *errors = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert before == after < meanwhile
+        assert errors == ["c10d::allreduce_", "_c10d_functional::all_reduce"], "what a recompute pass cannot launch"
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_forward_on_another_group_has_another_tape(core: Any, init: Callable[[], Any], name: str) -> None:
+    first = init()
+    second = dist.new_group([0])
+    tapes = [Run(core, lambda group=group: saving(COLLECTIVES[name], group)).tape for group in (first, second)]
+    for group, tape in zip((first, second), tapes, strict=True):
+        run = Run(core, lambda group=group: saving(COLLECTIVES[name], group), tuple(tapes))
+        assert run.follows and run.tape is tape
+    assert not Run(core, lambda: saving(COLLECTIVES[name], second), (tapes[0],)).follows
+
+
+@pytest.mark.parametrize("name", ["of c10d", "functional, by the group"])
+def test_a_later_group_is_not_taken_for_one_that_is_gone(core: Any, init: Callable[[], Any], name: str) -> None:
+    """Its memory may be where the former one's was, but for what the tape holds."""
+    tapes: tuple[Any, ...] = ()
+    for _ in range(8):
+        init()
+        run = Run(core, lambda: saving(COLLECTIVES[name], dist.group.WORLD), tapes)
+        assert not run.follows
+        tapes = (*tapes, run.tape)
+        assert Run(core, lambda: saving(COLLECTIVES[name], dist.group.WORLD), tapes).tape is run.tape
+        del run
+        destroy()
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_recompute_pass_launches_a_collective_on_its_group_again(
+    core: Any, init: Callable[[], Any], name: str
+) -> None:
+    group = init()
+    run = Run(core, lambda: saving(COLLECTIVES[name], group))
+    (restored,) = run.restored({}, pytest.fail).values()
+    assert torch.equal(restored, torch.full((4,), 6.0))
+
+
+@pytest.mark.parametrize("name", ["of c10d", "functional, by the group"])
+def test_a_recompute_pass_without_its_group_says_so(core: Any, init: Callable[[], Any], name: str) -> None:
+    init()
+    run = Run(core, lambda: saving(COLLECTIVES[name], dist.group.WORLD))
+    destroy()
+    state = torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(core.GroupGone, match="c10d::allreduce_|_c10d_functional::all_reduce"):
+            run.restored({}, pytest.fail)
+    init()
+    with pytest.raises(core.GroupGone):
+        run.restored({}, pytest.fail)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_backward_after_the_group_was_destroyed_is_an_error_and_a_new_group_trains(init: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = Stack(2, filling(dist.all_gather_into_tensor, torch.zeros(2, 6, 16)))
+    reference = twin(model)
+    executor = tokenwise(model, 1.0)
+    x = torch.randn(2, 6, 16)
+    init()
+    model(x).backward()
+    loss = model(x)
+    destroy()
+    with pytest.raises(RecomputeError, match="_allgather_base_ was destroyed before backward") as raised:
+        loss.backward()
+    assert "after the last backward" in raised.value.advice
+    del loss, raised
+    model.zero_grad()
+    init()
+    model(x).backward()
+    reference(x).backward()
+    assert_same(gradients(model), gradients(reference))
+    assert_clean(executor)

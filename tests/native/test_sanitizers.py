@@ -1,0 +1,88 @@
+"""The native core with torch and Python around it: the executor's tests run on a core that is built with sanitizers.
+
+Python and torch are not instrumented. Of what they do, AddressSanitizer sees allocations; ThreadSanitizer sees those,
+locks, and calls of the C library, but neither plain accesses nor atomic counts of references: `is_the_cores` says which
+of its reports count. `tests/arena/test_arena_core.py` has the arena by itself, where all the code is instrumented.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from memplug import native
+from tests.support.launching import ROOT, launch
+
+COMPILER = shutil.which("c++")
+FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
+TESTS = [
+    *("in_flight", "races", "native_tape", "host_pool", "plain", "recorder_threads"),
+    *(f"tokenwise_{name}" for name in ("graphs", "in_place", "lingering", "opaque", "random")),
+]
+UNRELATED = "rows- and test_a_replay_restores"  # equal to the bit on some CPUs: a product of fewer rows may round apart
+ADDRESS = {
+    # Python and torch keep memory until the process ends, and libraries free what others have allocated
+    "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
+
+
+def libraries(*names: str) -> str:
+    """The compiler's libraries of sanitizers, for `LD_PRELOAD`; the test is skipped where it has none."""
+    found = []
+    for name in names:
+        command = [COMPILER or pytest.skip("there is no compiler"), f"-print-file-name=lib{name}.so"]
+        found.append(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+        if not Path(found[-1]).is_absolute():
+            pytest.skip(f"{COMPILER} has no lib{name}.so")
+    return " ".join(found)
+
+
+def run(tmp_path: Path, preload: str, flags: str, options: dict[str, str]) -> None:
+    """Builds the core and runs the tests on it. A report that ends the process is in the error's text."""
+    env = {"LD_PRELOAD": preload, "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), "CXX": str(COMPILER)}
+    files = [next(ROOT.glob(f"tests/*/test_{name}.py")) for name in TESTS]
+    arguments = ["-q", "-p", "no:cacheprovider", "--capture=sys", f"--basetemp={tmp_path}/tests"]
+    arguments += ["-k", f"not ({UNRELATED})", *files]
+    command = ["tests.support.sanitized_worker", f"{FLAGS} {flags}", *arguments]
+    done = launch(command, launcher="python", module=True, time_limit_s=1800, env=env | options, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def is_the_cores(report: str) -> bool:
+    """Whether the core's own code made both accesses of a data race, or has a part in anything else.
+
+    torch frees tensors, graphs and works of collectives once it has counted their references down. The counts are not
+    seen, so what other threads did to that memory before seems not to be ordered with it.
+    """
+    if "WARNING: ThreadSanitizer: data race" not in report:
+        return native.NAME in report
+    stacks = re.findall(
+        r"^  (?:Previous )?(?:atomic )?(?:read|write) of size .*\n((?:    #.*\n)*)", report, re.M | re.I
+    )
+    assert len(stacks) >= 2, report
+    return all(native.NAME in frame for frame in map(innermost, stacks))
+
+
+def innermost(stack: str) -> str:
+    """The frame that made an access, by itself or through the C library; a lost stack may be the core's."""
+    return next((frame for frame in stack.splitlines() if "(libtsan.so" not in frame), native.NAME)
+
+
+@pytest.mark.long
+def test_the_core_accesses_no_memory_that_is_not_there_and_does_nothing_undefined(tmp_path: Path) -> None:
+    flags = "-fsanitize=address,undefined -fno-sanitize=vptr"  # torch's libraries do not export all of their types
+    run(tmp_path, libraries("asan", "ubsan"), flags, ADDRESS)
+
+
+@pytest.mark.long
+def test_threads_of_the_core_do_not_race(tmp_path: Path) -> None:
+    options = {"TSAN_OPTIONS": f"exitcode=0:history_size=7:log_path={tmp_path}/report"}  # not all reports count
+    run(tmp_path, libraries("tsan"), "-fsanitize=thread", options)
+    reports = "".join(file.read_text() for file in tmp_path.glob("report.*"))
+    found = [report for report in reports.split("=" * 18 + "\n") if "WARNING" in report and is_the_cores(report)]
+    assert not found, "\n".join(found)

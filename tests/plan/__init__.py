@@ -1,0 +1,1 @@
+"""Decisions, the cost model, plans as files, the judge."""

@@ -1,0 +1,156 @@
+"""The cost model: the linear program and `measure` price every choice alike, and so do the tries of `without_idle`."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from hypothesis import Phase, find, given, settings
+from hypothesis import strategies as st
+
+from memplug.plan import tokenwise
+from memplug.plan.cost import chosen, measure
+from memplug.plan.idle import without_idle
+from memplug.plan.tokenwise import _Program, _Search
+from memplug.plan.tokenwise_model import group_of
+from tests.plan.test_plan_properties import MIB, budgets, problems
+from tests.support import plans
+
+
+@st.composite
+def choices(draw):
+    """Regions, one or two groups for each, a budget that the choice fits, and whether inputs are swapped."""
+    regions = [replace(one, overhead_forward_s=0.5, overhead_backward_s=0.25) for one in draw(problems)]
+    padding_bytes = draw(st.sampled_from((0, 0, MIB)))
+    # a share of a tensor takes all of its padding, which no linear program says
+    parts = (0.0, 1.0) if padding_bytes else (0.0, 0.25, 0.5, 1.0)
+    groups = []
+    for region in regions:
+        first = draw(st.integers(1, region.instances))
+        sizes = [size for size in (first, region.instances - first) if size]
+        groups.append([])
+        for size in sizes:
+            fractions, keep = {}, []
+            for index, operator in enumerate(region.operators):
+                if operator.capturable:
+                    share = draw(st.sampled_from((*(parts if operator.capture == "rows" else (0.0, 1.0)), "keep")))
+                    if share == "keep":
+                        keep.append(index)
+                    else:
+                        fractions[index] = share
+            groups[-1].append(group_of(region, size, fractions, keep))
+    kept_bytes = sum(group.instances * group.kept_bytes for of_region in groups for group in of_region)
+    limits = draw(budgets)
+    room = dict(host_bytes=plans.AMPLE, padding_bytes=padding_bytes, device_bytes=limits.device_bytes // 4 + kept_bytes)
+    return regions, groups, replace(limits, **room), draw(st.booleans())
+
+
+@mock.patch.multiple(tokenwise, TIE_HOST=1.0, TIE_DEVICE=0.5)
+def objectives(regions, groups, limits, inputs_swapped):
+    """Of one choice, with bytes that weigh as much as time: the program's, its columns of the choice fixed, and that of
+    what `measure` says.
+    """
+    search = _Search(regions, limits, inputs_swapped)
+    program, columns = search._program([tuple(group.instances for group in parts) for parts in groups])
+    for own, parts in zip(columns, groups, strict=True):
+        for column_of, group in zip(own, parts, strict=True):
+            fixed = {column: group.fractions.get(index, 0.0) for index, column in column_of.swap.items()}
+            fixed |= {column: float(index in group.keep) for index, column in column_of.keep.items()}
+            for index, column in column_of.run.items():
+                fixed[column] = 1.0 - group.fractions.get(index, 0.0) if index in group.runs else 0.0
+            for column, value in fixed.items():
+                program.lower[column] = program.upper[column] = value
+    solved = program.run(60.0, relaxed=True)
+    plan = measure(regions, groups, limits, inputs_swapped=inputs_swapped)
+    inputs_bytes = inputs_swapped and sum(r.instances * (r.input_bytes + limits.padding_bytes) for r in regions)
+    return solved.fun, search._objective_of(plan) - search._objective(0.0, inputs_bytes, 0)
+
+
+def agree(case):
+    by_program, by_measure = objectives(*case)
+    return by_program == pytest.approx(by_measure, rel=1e-7, abs=1e-9)
+
+
+@given(choices())
+@settings(max_examples=150, deadline=None)
+def test_the_program_prices_every_choice_as_measure_does(case):
+    by_program, by_measure = objectives(*case)
+    assert by_program == pytest.approx(by_measure, rel=1e-7, abs=1e-9)
+
+
+def notices():
+    """Whether some choice is priced differently."""
+    generated = settings(max_examples=600, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    return not agree(find(choices(), lambda case: not agree(case), settings=generated))
+
+
+@pytest.mark.parametrize("piece", range(10))
+def test_a_program_that_lacks_a_piece_of_a_time_is_noticed(piece):
+    class Lacking(_Program):
+        def largest(self, *pieces):
+            before = getattr(self, "pieces", 0)
+            self.pieces = before + len(pieces)
+            return super().largest(*(one for at, one in enumerate(pieces, before) if at != piece))
+
+    with mock.patch.object(tokenwise, "_Program", Lacking):
+        assert notices()
+
+
+@pytest.mark.parametrize("amount", ["recompute_s", "swapped_bytes", "swapped_tensors", "kept_bytes"])
+def test_a_program_that_lacks_an_amount_is_noticed(amount):
+    with mock.patch.object(tokenwise, "chosen", lambda limits, **terms: chosen(limits, **terms | {amount: 0})):
+        assert notices()
+
+
+@given(choices())
+@settings(max_examples=150, deadline=None)
+def test_what_gains_nothing_is_left_out_as_if_each_try_were_measured_anew(case):
+    regions, groups, limits, inputs_swapped = case
+    plan = measure(regions, groups, limits, inputs_swapped=inputs_swapped)
+    tried, step_s = [list(parts) for parts in groups], plan.step_s
+    for region, parts in zip(regions, tried, strict=True):
+        for at, group in enumerate(parts):
+            for index in (*group.fractions, *sorted(group.keep)):
+                before = parts[at]
+                fractions = {i: share for i, share in before.fractions.items() if i != index}
+                parts[at] = group_of(region, group.instances, fractions, before.keep - {index})
+                tried_s = measure(regions, tried, limits, inputs_swapped=inputs_swapped).step_s
+                if tried_s <= step_s:
+                    step_s = tried_s
+                else:
+                    parts[at] = before
+    assert without_idle(regions, plan, limits) == measure(regions, tried, limits, inputs_swapped=inputs_swapped)
+
+
+def test_what_the_first_layers_keep_leaves_their_copies_less_room_to_lag():
+    """50 device bytes, 40 of them kept: 90 of 100 bytes have the first layer's 10 s, which at 5 bytes/s become 18."""
+    swapped = plans.operator("attention", (0,), (1,), size=100, capture="whole")
+    kept = plans.operator("norm", (0,), (2,), size=40, capture="whole")
+    layers = plans.region(swapped, kept, saved={1, 2}, instances=2)
+    limits = plans.budget(d2h=5.0, device=50)
+    for keep, forward_s in (((), 20.0), ((1,), 28.0)):
+        groups = [group_of(layers, 1, {0: 1.0}, keep), group_of(layers, 1, {}, ())]
+        assert measure([layers], [groups], limits, inputs_swapped=False).forward_s == pytest.approx(forward_s)
+
+
+def test_an_operator_that_runs_for_one_output_is_there_for_the_next():
+    """The input's 250 bytes take 25 s back, 5 s more than backward: the maker of both outputs runs once in them."""
+    maker = plans.operator("norm", (0,), (1,), time_s=4.0, capture="never")
+    outputs = [plans.operator("mm", (1,), (storage,), size=100) for storage in (2, 3)]
+    layer = plans.region(maker, *outputs, saved={2, 3}, input_bytes=250)
+    limits = plans.budget(h2d=10.0, device=200)
+    plan = measure([layer], [[group_of(layer, 1, {}, (1, 2))]], limits, inputs_swapped=True)
+    (group,) = without_idle([layer], plan, limits).regions["layer"].groups
+    assert not group.keep and group.runs == {0, 1, 2}
+
+
+def test_a_kept_output_gives_way_to_copies_that_are_dearer():
+    """Kept in the first layer, it costs its copies 8 s of lag; running it again costs 5 s."""
+    swapped = plans.operator("attention", (0,), (1,), time_s=100.0, size=100, capture="whole")
+    kept = plans.operator("norm", (0,), (2,), time_s=5.0, size=40, capture="whole")
+    layers = plans.region(swapped, kept, saved={1, 2}, instances=2)
+    limits = plans.budget(d2h=5.0, device=50)
+    groups = [group_of(layers, 1, {0: 1.0}, (1,)), group_of(layers, 1, {}, ())]
+    plan = measure([layers], [groups], limits, inputs_swapped=False)
+    thinner = without_idle([layers], plan, limits)
+    assert thinner.step_s == pytest.approx(plan.step_s - 3.0)
+    assert not thinner.regions["layer"].groups[0].keep

@@ -1,0 +1,307 @@
+"""A plan's file gives back that plan, or one error that says what to do; whatever happened to its bytes."""
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from memplug.errors import LayoutError
+from memplug.plan.layout.problem import BUFFER, ORDERING, Buffer, Problem, buffers
+from memplug.plan.plan_file import is_plan, load, save
+from memplug.plan.schema import FORMAT, DynamicSpace, MemoryPlan, memory_plan
+from memplug.profile import trace_file
+from memplug.profile.records import Fingerprint
+from tests.support.layouts import LAYERS, PHASES, memory_plans, stacked
+from tests.support.traces import training
+
+in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "plan.json"
+
+
+def small_plan(**solution):
+    rows = [Buffer(lower=i, upper=i + 2, size=512, alignment=512, lower_phase=0, lower_layer=i % 3) for i in range(4)]
+    problem = Problem(
+        buffers=buffers(rows),
+        ids=np.array([0, 1, 3, 4]),
+        orderings=np.array([(1, 0, 1), (1, 1, 0)], ORDERING),
+        phases=PHASES,
+        layers=LAYERS,
+        fingerprint=Fingerprint(model="Llama", inputs=("int64[1, 8]",), versions=(("torch", "2.11.0"), ("µ", "1"))),
+    )
+    group = DynamicSpace(
+        malloc_phase=0,
+        malloc_layer=2,
+        free_phase=1,
+        free_layer=2,
+        stream=0,
+        lower=0,
+        upper=1,
+        spaces=((512, 1536), (1537, 2048)),
+        members=tuple(range(7)),
+        peak_bytes=99,
+    )
+    return memory_plan(problem, replace(stacked(problem), seconds=1.25, **solution), (group,), 99)
+
+
+def assert_same(one: MemoryPlan, other: MemoryPlan) -> None:
+    """Every field, and the dtype and every row of every array, are equal; but texts may be of another width."""
+    for mine, its in ((one.problem, other.problem), (one.solution, other.solution)):
+        for name in type(mine).__dataclass_fields__:
+            a, b = getattr(mine, name), getattr(its, name)
+            if isinstance(a, np.ndarray):
+                kinds = (a.dtype.kind, b.dtype.kind) if name == "ids" and len(a) else (a.dtype, b.dtype)
+                assert a.tolist() == b.tolist(), name
+                assert kinds[0] == kinds[1] or (name == "ids" and not len(a)), name
+            else:
+                assert a == b and type(a) is type(b), name
+    assert one.dynamic == other.dynamic and one.predictions == other.predictions
+    assert one.training == other.training
+
+
+@given(memory_plans(streams=3), st.booleans(), st.booleans(), st.floats(0, 1e9), st.text(max_size=5))
+@in_one_folder
+def test_what_is_saved_is_what_is_loaded(tmp_path, plan, optimal, timed_out, seconds, planner):
+    solution = replace(plan.solution, optimal=optimal, timed_out=timed_out, seconds=seconds, planner=planner)
+    plan = replace(plan, solution=solution)
+    save(plan, tmp_path / "plan.json")
+    loaded = load(str(tmp_path / "plan.json"))
+    assert_same(loaded, plan)
+    assert is_plan(tmp_path / "plan.json")
+    save(loaded, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
+
+
+def test_equal_plans_are_equal_files(path):
+    save(small_plan(), path)
+    first = path.read_bytes()
+    save(small_plan(), path)
+    assert path.read_bytes() == first
+
+
+def test_a_plan_of_numpy_numbers_is_the_same_file(path):
+    plan = small_plan()
+    save(plan, path)
+    first = path.read_bytes()
+    numbers = {"lower": np.int64(0), "spaces": ((np.int64(512), np.int64(1536)), (1537, 2048))}
+    solution = replace(plan.solution, height=np.int64(plan.solution.height), optimal=np.False_)
+    save(replace(plan, solution=solution, dynamic=(replace(plan.dynamic[0], **numbers),)), path)
+    assert path.read_bytes() == first
+
+
+def test_any_JSON_reader_reads_it_and_a_person_reads_its_head(path):
+    plan = small_plan()
+    save(plan, path)
+    document = json.loads(path.read_text())
+    assert document["memplug_plan"] == FORMAT
+    assert document["phases"][1] == {"kind": "backward", "micro_batch": 0}
+    assert document["layers"][2] == {"name": "layers.1.mlp", "dynamic": True}
+    assert document["dynamic"][0]["spaces"] == [[512, 1536], [1537, 2048]]
+    assert document["buffers"]["offset"] == plan.solution.offsets.tolist()
+    assert list(document["buffers"]) == ["id", "offset", *BUFFER.names]
+    lines = path.read_text().splitlines()
+    assert lines.index('"planner": "stacked",') < lines.index('"buffers": {')
+    assert [line.count(",") for line in lines if line.startswith('"upper"')] == [4]
+
+
+def test_every_flipped_bit_is_an_error(path, tmp_path):
+    save(small_plan(), path)
+    content = path.read_bytes()
+    flipped = tmp_path / "flipped.json"
+    flipped.write_bytes(content)
+    accepted = []
+    with flipped.open("r+b", buffering=0) as file:
+        for bit in range(8 * len(content)):
+            os.pwrite(file.fileno(), bytes([content[bit // 8] ^ 1 << bit % 8]), bit // 8)
+            with suppress(LayoutError):
+                load(flipped)
+                accepted.append(bit)
+            os.pwrite(file.fileno(), content[bit // 8 : bit // 8 + 1], bit // 8)
+    assert not accepted
+    assert_same(load(flipped), small_plan())
+
+
+def test_every_truncated_file_is_an_error(path, tmp_path):
+    save(small_plan(), path)
+    content = path.read_bytes()
+    for length in range(len(content)):
+        (tmp_path / "short.json").write_bytes(content[:length])
+        with pytest.raises(LayoutError, match="What to do"):
+            load(tmp_path / "short.json")
+
+
+@given(data=st.data())
+@in_one_folder
+def test_a_piece_overwritten_or_added_leaves_the_same_plan_or_an_error(tmp_path, data):
+    plan = small_plan()
+    path = tmp_path / "overwritten.json"
+    save(plan, path)
+    content = bytearray(path.read_bytes())
+    start = data.draw(st.integers(0, len(content)))
+    piece = data.draw(st.binary(min_size=1, max_size=64))
+    content[start : start + data.draw(st.integers(0, len(piece)))] = piece
+    path.write_bytes(content)
+    with suppress(LayoutError):
+        assert_same(load(path), plan)
+
+
+def test_an_edited_plan_says_that_it_was_changed_and_what_to_do(path):
+    save(small_plan(), path)
+    path.write_text(path.read_text().replace('"height_bytes": 2048', '"height_bytes": 4096'))
+    with pytest.raises(LayoutError, match="not what was saved") as refused:
+        load(path)
+    assert refused.value.problem.startswith(f"{path}: ")
+    assert "memplug plan" in refused.value.advice
+
+
+def test_a_plan_that_an_editor_has_formatted_is_still_seen_to_be_one_and_refused(path):
+    save(small_plan(), path)
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=4))
+    assert is_plan(path)
+    with pytest.raises(LayoutError, match="not what was saved"):
+        load(path)
+
+
+@pytest.mark.parametrize("version", [0, 1, 17])
+def test_another_format_is_refused_with_both_versions(path, version):
+    save(small_plan(), path)
+    path.write_bytes(path.read_bytes().replace(b'"memplug_plan": %d' % FORMAT, b'"memplug_plan": %d' % version))
+    with pytest.raises(LayoutError, match=f"format {version}, and this memplug reads format {FORMAT}") as refused:
+        load(path)
+    assert "newer" in refused.value.advice
+
+
+def forge(path, change):
+    """Changes the JSON object, and makes the digest right again."""
+    document = json.loads(path.read_bytes())
+    del document["memplug_plan"], document["sha256"]
+    change(document)
+    content = json.dumps(document).encode().removeprefix(b"{") + b"\n"
+    path.write_bytes(
+        b'{"memplug_plan": %d, "sha256": "%s",\n' % (FORMAT, hashlib.sha256(content).hexdigest().encode()) + content
+    )
+
+
+def test_a_forged_file_that_changes_nothing_is_the_same_plan(path):
+    save(small_plan(), path)
+    forge(path, lambda document: None)
+    assert_same(load(path), small_plan())
+
+
+def put(value, *keys):
+    def change(document):
+        for key in keys[:-1]:
+            document = document[key]
+        document[keys[-1]] = value
+
+    return change
+
+
+FORGED = {
+    "no table": lambda document: document.pop("buffers"),
+    "no column": lambda document: document["buffers"].pop("stream"),
+    "no head": lambda document: document.pop("planner"),
+    "a table of something else": put([1, 2], "buffers"),
+    "a column too short": put([0, 1, 2], "buffers", "lower"),
+    "a column too long": put([0] * 5, "buffers", "offset"),
+    "a column of text": put("0000", "buffers", "offset"),
+    "a text among numbers": put([0, 512, "1024", 1536], "buffers", "offset"),
+    "a fraction": put([0, 512, 1024.5, 1536], "buffers", "offset"),
+    "a truth among numbers": put([0, 512, True, 1536], "buffers", "offset"),
+    "a list in a list": put([0, 512, [1024], 1536], "buffers", "offset"),
+    "no number of 64 bits": put([0, 512, 2**63, 1536], "buffers", "offset"),
+    "no number of 32 bits": put([0, 0, 2**31, 0], "buffers", "stream"),
+    "no truth": put([0, 0, 2, 0], "buffers", "outlives"),
+    "ids of two kinds": put([0, 1, "x", 3], "buffers", "id"),
+    "too few ids": put([0, 1], "buffers", "id"),
+    "fewer requests": put(3, "requests"),
+    "no size": put([512, 0, 512, 512], "buffers", "size"),
+    "no time": put([1, 2, 3, 5], "buffers", "lower"),
+    "no such phase": put([0, 3, 0, 0], "buffers", "lower_phase"),
+    "no such layer": put([0, -2, 0, 0], "buffers", "upper_layer"),
+    "orderings of two lengths": put([0], "orderings", "after"),
+    "falling orderings": put([1, 0], "orderings", "time"),
+    "a negative height": put(-1, "height_bytes"),
+    "a height that is no number": put("2048", "height_bytes"),
+    "a height beyond all": put(2**70, "height_bytes"),
+    "seconds that are none": put(float("nan"), "seconds"),
+    "a truth that is a number": put(1, "optimal"),
+    "another pass": put("sideways", "phases", 0, "kind"),
+    "a layer that is a number": put(3, "layers", 0, "name"),
+    "a space of three": put([[0, 1, 2]], "dynamic", 0, "spaces"),
+    "no predictions": put(None, "predictions"),
+    "something more": put(1, "comment"),
+    "nothing": lambda document: document.clear(),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_file_with_a_right_digest_is_not_trusted_either(path, name):
+    save(small_plan(), path)
+    forge(path, FORGED[name])
+    with pytest.raises(LayoutError) as refused:
+        load(path)
+    assert refused.value.problem.startswith(f"{path}: ")
+    assert "memplug plan" in refused.value.advice
+
+
+def signed(content):
+    return b'{"memplug_plan": %d, "sha256": "%s",\n' % (FORMAT, hashlib.sha256(content).hexdigest().encode()) + content
+
+
+FOREIGN = {
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("a plan\n"),
+    "binary": lambda path: path.write_bytes(bytes(1000)),
+    "other JSON": lambda path: path.write_text('{"plan": 1}'),
+    "a trace": lambda path: trace_file.save(training().trace(), path),
+    "directory": lambda path: path.mkdir(),
+    "pipe": lambda path: os.mkfifo(path),
+    "missing": lambda path: None,
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_is_no_plan_is_seen_and_is_one_error_that_names_the_file(path, kind):
+    FOREIGN[kind](path)
+    assert not is_plan(path)
+    with pytest.raises(LayoutError) as refused:
+        load(path)
+    assert refused.value.problem.startswith(f"{path}: ")
+    assert "path of a" in refused.value.advice
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"[" * 10**6, b"\xff}", b"}"], ids=["", "[", "[[[", "bytes", "}"])
+def test_signed_nonsense_is_an_error(path, content):
+    path.write_bytes(signed(content))
+    assert is_plan(path)
+    with pytest.raises(LayoutError, match="not a plan that memplug has written"):
+        load(path)
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(path, monkeypatch):
+    save(small_plan(), path)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(LayoutError, match="the plan cannot be written.*No space left on device"):
+        save(small_plan(planner="other"), path)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert_same(load(path), small_plan())
+
+
+def test_saving_where_there_is_no_folder_says_so(path):
+    with pytest.raises(LayoutError, match="No such file or directory") as refused:
+        save(small_plan(), path.parent / "missing" / "plan.json")
+    assert "folder that exists" in refused.value.advice

@@ -1,0 +1,151 @@
+"""What must hold for the plan of any problem."""
+
+from dataclasses import replace
+from itertools import chain, combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplug.plan.tokenwise import solve
+from tests.support.plans import GAP, budget, operator, region
+
+MIB = 2**20  # as large as what is swapped: a plan counts whole bytes
+
+
+@st.composite
+def layers(draw, key="layer", most=6):
+    """A random region; storage 0 is its input, storage 1 + i the output of operator i."""
+    operators = []
+    for index in range(draw(st.integers(1, most))):
+        reads = tuple(draw(st.sets(st.integers(0, index), min_size=1, max_size=3)))
+        capture = draw(st.sampled_from(("rows", "rows", "whole", "never")))
+        operators.append(
+            operator(
+                f"op{index}",
+                reads,
+                (index + 1,),
+                time_s=float(draw(st.integers(0, 10))),
+                size=MIB * draw(st.integers(1, 100)),
+                capture=capture,
+                always_runs=capture == "never" and draw(st.booleans()),
+                always_swapped=capture == "whole" and draw(st.booleans()),
+            )
+        )
+    forward_s = sum(o.time_s for o in operators) + 1.0
+    return region(
+        *operators,
+        saved=draw(st.sets(st.integers(0, len(operators)))),
+        instances=draw(st.integers(1, 4)),
+        forward_s=forward_s,
+        backward_s=2.0 * forward_s,
+        input_bytes=MIB * draw(st.integers(0, 50)),
+        key=key,
+    )
+
+
+problems = st.one_of(st.tuples(layers()), st.tuples(layers("first", 4), layers("second", 4)))
+budgets = st.builds(
+    budget,
+    d2h=st.integers(1, 60).map(lambda rate: float(MIB * rate)),
+    h2d=st.integers(1, 60).map(lambda rate: float(MIB * rate)),
+    host=st.integers(0, 1500).map(MIB.__mul__),
+    device=st.one_of(st.just(0), st.integers(0, 400).map(MIB.__mul__)),
+)
+alphas = st.one_of(st.just("auto"), st.floats(0.0, 1.0))
+
+
+def rebuilt(layer, group):
+    """Storages that are whole after the recompute pass of a group; fails where an operator runs on missing inputs."""
+    there = set(layer.given)
+    for index, op in enumerate(layer.operators):
+        if index in group.runs:
+            assert set(op.inputs) <= there, f"{op.name} runs without its inputs"
+            there.update(op.outputs)
+        elif index in group.keep or group.fractions.get(index) == 1.0:
+            there.update(op.outputs)
+    return there
+
+
+@given(problems, budgets, alphas)
+@settings(max_examples=120, deadline=None)
+def test_every_plan_can_be_carried_out_within_its_budgets(regions, limits, alpha):
+    plan = solve(regions, limits, alpha)
+    assert plan.host_bytes <= limits.host_bytes
+    assert plan.device_bytes <= limits.device_bytes
+    for layer in regions:
+        groups = plan.regions[layer.key].groups
+        assert sum(group.instances for group in groups) == layer.instances
+        for group in groups:
+            assert layer.saved <= rebuilt(layer, group)
+            assert not group.keep & group.fractions.keys()
+            for index in group.keep | group.fractions.keys():
+                op = layer.operators[index]
+                assert op.capture == "rows" or op.capture == "whole" and group.fractions.get(index, 1.0) == 1.0
+    assert sum(part.forward_s for part in plan.regions.values()) == pytest.approx(plan.forward_s)
+    assert sum(part.backward_s for part in plan.regions.values()) == pytest.approx(plan.backward_s)
+
+
+@given(problems, budgets, st.floats(0.0, 1.0))
+@settings(max_examples=80, deadline=None)
+def test_automatic_plan_is_never_worse_than_any_alpha_or_recomputing_everything(regions, limits, alpha):
+    best = solve(regions, limits)
+    for other in (0.0, alpha, 1.0):
+        assert best.step_s <= solve(regions, limits, other).step_s * GAP
+    inputs = sum(layer.instances * layer.input_bytes for layer in regions) if best.inputs_swapped else 0
+    forward_s = sum(layer.instances * layer.forward_s for layer in regions)
+    again_s = sum(layer.instances * sum(o.time_s for o in layer.operators) for layer in regions)
+    all_again_s = max(forward_s, inputs / limits.d2h_bytes_per_s) + max(
+        2.0 * forward_s + again_s, inputs / limits.h2d_bytes_per_s
+    )
+    assert best.step_s <= all_again_s * GAP
+
+
+@given(problems, budgets, st.floats(1.0, 4.0), st.integers(0, 500).map(MIB.__mul__))
+@settings(max_examples=80, deadline=None)
+def test_more_bandwidth_or_memory_never_makes_the_step_longer(regions, limits, faster, more_bytes):
+    """Host memory from where the inputs fit: below that they do not travel, above they have to."""
+    inputs = sum(layer.instances * layer.input_bytes for layer in regions)
+    limits = replace(limits, host_bytes=inputs + limits.host_bytes)
+    step_s = solve(regions, limits).step_s
+    for better in (
+        replace(limits, d2h_bytes_per_s=limits.d2h_bytes_per_s * faster),
+        replace(limits, h2d_bytes_per_s=limits.h2d_bytes_per_s * faster),
+        replace(limits, host_bytes=limits.host_bytes + more_bytes),
+        replace(limits, device_bytes=limits.device_bytes + more_bytes),
+    ):
+        assert solve(regions, better).step_s <= step_s * GAP
+
+
+@given(layers(), budgets)
+@settings(max_examples=80, deadline=None)
+def test_no_choice_of_whole_outputs_beats_the_plan(layer, limits):
+    """Every subset of outputs, swapped whole in all instances, costed by following each storage back to its maker."""
+    limits = replace(limits, host_bytes=limits.host_bytes + layer.instances * layer.input_bytes, device_bytes=0)
+    capturable = [i for i, op in enumerate(layer.operators) if op.capture != "never"]
+    best_s = float("inf")
+    for chosen in chain.from_iterable(combinations(capturable, k) for k in range(len(capturable) + 1)):
+        runs = set()
+
+        def make(storage, runs=runs, chosen=chosen):
+            maker = storage - 1
+            if storage and maker not in chosen and maker not in runs:
+                run(maker, runs, make)
+
+        def run(maker, runs, make):
+            runs.add(maker)
+            for storage in layer.operators[maker].inputs:
+                make(storage)
+
+        for index, op in enumerate(layer.operators):
+            if op.always_runs and index not in runs:
+                run(index, runs, make)
+        for storage in layer.saved:
+            make(storage)
+        size = layer.instances * (layer.input_bytes + sum(layer.operators[i].output_bytes for i in chosen))
+        if size <= limits.host_bytes:
+            again_s = sum(layer.operators[i].time_s for i in runs)
+            forward_s = max(layer.instances * layer.forward_s, size / limits.d2h_bytes_per_s)
+            backward_s = max(layer.instances * (layer.backward_s + again_s), size / limits.h2d_bytes_per_s)
+            best_s = min(best_s, forward_s + backward_s)
+    assert solve([layer], limits).step_s <= best_s * GAP

@@ -1,0 +1,262 @@
+"""The token-wise planner: hand-computed optima, and the shape of MEMO's Table 5."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from memplug.plan.memo import alpha_of_layer, fraction_of
+from memplug.plan.tokenwise import needed, solve
+from tests.support.plans import GAP, budget, operator, region
+
+MATMUL = operator("mm", (0,), (1,), time_s=4.0, size=100)
+ROTARY = operator("rotary", (1,), (2,), time_s=1.0, size=100, capture="whole")
+ATTENTION = operator("attention", (0,), (1,), time_s=5.0, size=100, capture="whole", always_swapped=True)
+
+
+def test_rows_fill_the_link_and_no_more():
+    """50 of 100 bytes pass in the forward's 10 s at 5 bytes/s. One more stalls 0.2 s and spares 4/100 s."""
+    plan = solve([region(MATMUL, saved={1})], budget(d2h=5.0, h2d=5.0))
+    (group,) = plan.regions["layer"].groups
+    assert group.fractions[0] == pytest.approx(0.5)
+    assert group.runs == {0}
+    assert (plan.forward_s, plan.backward_s) == (pytest.approx(10.0), pytest.approx(20.0 + 2.0))
+    assert plan.bound == "link forward"
+
+
+def test_backward_link_can_be_the_narrow_one():
+    """Forward would carry all 100 bytes. y bytes take y/4 s back against 20 + 4 (1 - y/100) s: equal at y = 82.76."""
+    plan = solve([region(MATMUL, saved={1})], budget(h2d=4.0))
+    assert plan.regions["layer"].groups[0].fractions[0] == pytest.approx(24 / 29)
+    assert plan.backward_s == pytest.approx(24 / 29 * 25)
+    assert plan.bound == "link backward"
+
+
+def test_a_stall_is_taken_where_recompute_costs_more():
+    """The input's 100 bytes fill 40 s at 2.5 bytes/s. 20 more stall for 8 s; running the operator again costs 40 s."""
+    dear = operator("attention", (0,), (1,), time_s=40.0, size=20, capture="whole")
+    layer = region(dear, saved={1}, input_bytes=100, forward_s=40.0, backward_s=80.0)
+    plan = solve([layer], budget(d2h=2.5))
+    assert plan.step_s == pytest.approx(48.0 + 80.0)
+    assert plan.bound == "link forward"
+    assert plan.regions["layer"].forward_s == pytest.approx(48.0)
+
+
+def test_captured_downstream_spares_the_elementwise_operator_at_equal_bytes():
+    """Backward asks for rotated q; 100 bytes fit the link. The matmul's output would leave 1 s of rotary to run."""
+    plan = solve([region(MATMUL, ROTARY, saved={2})], budget(d2h=10.0, h2d=10.0))
+    (group,) = plan.regions["layer"].groups
+    assert group.fractions == {1: 1.0}
+    assert group.runs == frozenset()
+    assert plan.step_s == pytest.approx(30.0)
+    assert plan.bound == "none"
+
+
+def test_spare_link_time_swaps_elementwise_outputs_too():
+    """Both outputs are saved: 200 bytes at 20 bytes/s fit; at 10 bytes/s only the dearer one, the matmul's."""
+    layer = region(MATMUL, ROTARY, saved={1, 2})
+    wide, narrow = solve([layer], budget(d2h=20.0)), solve([layer], budget(d2h=10.0))
+    assert wide.regions["layer"].groups[0].fractions == {0: 1.0, 1: 1.0}
+    assert wide.step_s == pytest.approx(30.0)
+    assert narrow.regions["layer"].groups[0].fractions == {0: 1.0}
+    assert narrow.step_s == pytest.approx(31.0)
+
+
+def test_host_bytes_go_where_they_spare_most():
+    """100 host bytes hold one of two outputs: 4 s against 1 s."""
+    plan = solve([region(MATMUL, ROTARY, saved={1, 2})], budget(host=100))
+    assert plan.regions["layer"].groups[0].fractions == {0: 1.0}
+    assert plan.host_bytes == 100
+    assert plan.bound == "host"
+
+
+def test_last_instances_keep_what_the_device_has_room_for():
+    """No host. 250 device bytes keep 2 of 4 outputs; the others cost 5 s each: 40 + 80 + 10 s."""
+    plan = solve([region(ATTENTION, saved={1}, instances=4)], budget(host=0, device=250))
+    groups = plan.regions["layer"].groups
+    assert sum(group.instances for group in groups if group.keep) == 2
+    assert sum(group.instances for group in groups if group.runs) == 2
+    assert plan.device_bytes == 200
+    assert plan.step_s == pytest.approx(130.0)
+
+
+def test_attention_swaps_in_as_many_layers_as_the_host_holds():
+    """2,000 host bytes hold 20 of 32 outputs; the other 12 layers run attention again, 5 s each."""
+    plan = solve([region(ATTENTION, saved={1}, instances=32)], budget(host=2050))
+    assert plan.host_bytes == 2000
+    assert plan.step_s == pytest.approx(32 * 30.0 + 60.0)
+    per_layer = [plan.regions["layer"].group(i).fractions for i in range(32)]
+    assert per_layer.count({0: 1.0}) == 20
+
+
+def test_copies_lag_only_as_far_as_there_is_device_memory():
+    """One output of two passes in the 20 s of both layers at 5.5 bytes/s, but not in the 10 s of its own: 18.2 s.
+
+    Stalling 8.2 s does not pay for 5 s of recompute, so without device memory both run again. 50 bytes of it are too
+    few to keep an output, but let the first layer's copy lag into the second's time.
+    """
+    layers = region(ATTENTION, saved={1}, instances=2)
+    assert solve([layers], budget(d2h=5.5)).step_s == pytest.approx(70.0)
+    lagging = solve([layers], budget(d2h=5.5, device=50))
+    assert lagging.step_s == pytest.approx(65.0)
+    assert lagging.regions["layer"].group(0).fractions == {0: 1.0}
+    assert lagging.regions["layer"].group(1).fractions == {}
+
+
+def test_between_equal_times_the_plan_with_fewer_host_bytes_is_taken():
+    """Either output spares everything; the second is a tenth of the first."""
+    small = operator("down", (1,), (2,), time_s=1.0, size=10, capture="whole")
+    assert solve([region(MATMUL, small, saved={2})], budget()).host_bytes == 10
+
+
+def test_dead_projection_is_neither_swapped_nor_run():
+    dead = operator("out", (1,), (3,), time_s=9.0, size=100)
+    layer = region(MATMUL, dead, saved={1})
+    assert needed(layer.operators, layer.saved, layer.given, ()) == {0}
+    assert needed(layer.operators, layer.saved, layer.given, {0}) == frozenset()
+    for alpha in ("auto", 0.0, 1.0):
+        group = solve([layer], budget(), alpha).regions["layer"].groups[0]
+        assert 1 not in group.runs | group.fractions.keys()
+
+
+def test_an_operator_that_always_runs_counts_with_what_it_reads():
+    """Random numbers run in every pass, 2 s, and read the matmul, which swaps; a mutation runs its storage's maker."""
+    dropout = operator("dropout", (1,), (2,), time_s=2.0, size=100, capture="never", always_runs=True)
+    plan = solve([region(MATMUL, dropout, saved=())], budget())
+    assert plan.regions["layer"].groups[0].fractions == {0: 1.0}
+    assert plan.step_s == pytest.approx(32.0)
+    mutated = (replace(MATMUL, capture="never"), operator("add_", (1,), (1,), time_s=1.0, capture="never"))
+    assert needed(mutated, {1}, {0}, ()) == {0, 1}
+
+
+def test_inputs_stay_on_the_device_when_the_host_cannot_hold_them():
+    plan = solve([region(MATMUL, saved={1}, input_bytes=1000)], budget(host=999))
+    assert not plan.inputs_swapped
+    assert plan.host_bytes == 100
+
+
+def test_fixed_alpha_is_lowered_to_what_the_host_holds():
+    """Attention 100 and half of the matmul's 100 bytes need 150, for each of 2 instances; 240 leave alpha 0.2."""
+    other = operator("o", (1,), (2,), time_s=4.0, size=100)
+    layer = region(ATTENTION, other, saved={1, 2}, instances=2)
+    full, cut, none = (solve([layer], budget(host=host), 0.5) for host in (300, 240, 199))
+    assert (full.alpha, full.alpha_cut_by_host, full.host_bytes) == (0.5, False, 300)
+    assert cut.alpha == pytest.approx(0.2)
+    assert cut.alpha_cut_by_host and cut.host_bytes <= 240
+    assert (none.alpha, none.alpha_cut_by_host, none.host_bytes) == (0.0, True, 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "limits", "alpha", "names"),
+    [
+        ([region(MATMUL, saved={1})], budget(), 1.5, "alpha"),
+        ([region(MATMUL, saved={1})], budget(d2h=0.0), "auto", "positive"),
+        ([region(MATMUL, saved={1})] * 2, budget(), "auto", "key"),
+        ([region(MATMUL, saved={7})], budget(), "auto", "7"),
+        ([region(ROTARY, saved={2})], budget(), "auto", "rotary"),
+    ],
+)
+def test_impossible_problems_are_refused_by_name(layers, limits, alpha, names):
+    with pytest.raises(ValueError, match=names):
+        solve(layers, limits, alpha)
+
+
+# MEMO, Table 5: a 7B model (32 layers, hidden 4096) on 8 GPUs with TP 4 and CP 2
+
+HIDDEN, LAYERS, FLOPS, LINK = 4096, 32, 170e12, 9e9
+OUTPUTS = {"norm1": 1, "qkv": 3, "attention": 1, "residual": 1, "norm2": 1, "fc1": 4, "gelu": 4}
+"""Skeletal activations without the input in units of one hidden state (MEMO, figure 4): 16 with it."""
+HOST = int(129.2e9 / 30 * 32)
+"""What 30 layers of 256K tokens need just fits; MEMO does not count the last two layers."""
+
+
+def memo_layer(tokens, tp=4, cp=2):
+    """A GPT layer on one of tp * cp GPUs. MEMO splits elementwise outputs by tokens too, hence capture rows."""
+    hidden_bytes = 2 * tokens * HIDDEN // (tp * cp)
+    matmul_s = 2 * tokens * HIDDEN**2 / (tp * cp) / FLOPS
+    times = {"qkv": 3 * matmul_s, "residual": matmul_s, "fc1": 4 * matmul_s, "fc2": 4 * matmul_s}
+    times["attention"] = 2 * tokens**2 * HIDDEN / (tp * cp) / FLOPS
+    reads = {"norm1": 0, "qkv": 1, "attention": 2, "residual": 3, "norm2": 4, "fc1": 5, "gelu": 6, "fc2": 7}
+    operators = [
+        operator(
+            name,
+            (source,),
+            (source + 1,),
+            time_s=times.get(name, 0.0),
+            size=OUTPUTS.get(name, 1) * hidden_bytes,
+            capture="whole" if name == "attention" else "rows",
+            always_swapped=name == "attention",
+        )
+        for name, source in reads.items()
+    ]
+    forward_s = sum(times.values())
+    return region(
+        *operators,
+        saved=range(1, 8),
+        instances=LAYERS,
+        forward_s=forward_s,
+        backward_s=2.0 * forward_s,
+        input_bytes=hidden_bytes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "published", "bound"),
+    [(192, 0.75, "link forward"), (256, 1.0, "none"), (320, 0.75, "host"), (384, 0.5, "host")],
+)
+def test_best_alpha_follows_table_5(tokens, published, bound):
+    """The best of the table's fractions is the published one, and the closed form lies between it and the next."""
+    layer, limits = memo_layer(tokens * 1024), budget(d2h=LINK, h2d=LINK, host=HOST)
+    plans = [solve([layer], limits, eighths / 8) for eighths in range(9)]
+    fitting = [plan for plan in plans if not plan.alpha_cut_by_host]
+    assert min(fitting, key=lambda plan: plan.step_s).alpha == published
+    assert min(plans, key=lambda plan: plan.step_s).bound == bound
+    hidden_bytes = layer.input_bytes
+    alpha = alpha_of_layer(hidden_bytes, hidden_bytes, 14 * hidden_bytes, LAYERS, LINK, layer.forward_s, HOST / 32 * 30)
+    assert published <= alpha < published + 0.125
+    fraction = fraction_of([layer], limits)
+    assert solve([layer], limits, fraction).alpha == pytest.approx(alpha), "the host's bound is the plan's"
+    assert solve([layer], limits).step_s <= solve([layer], limits, alpha).step_s * GAP
+
+
+def test_memos_alpha_is_zero_where_not_even_the_attention_output_fits():
+    assert alpha_of_layer(50, 60, 1, layers=3, d2h_bytes_per_s=1.0, layer_forward_s=100.0, host_bytes=1e9) == 0.0
+
+
+def test_automatic_plan_uses_backward_time_and_free_recompute_better_than_alpha():
+    """At 192K tokens norms and gelu cost nothing to run again: the link is left to what is dear."""
+    layer, limits = memo_layer(192 * 1024), budget(d2h=LINK, h2d=LINK, host=HOST)
+    assert solve([layer], limits).step_s < 0.99 * min(solve([layer], limits, n / 8).step_s for n in range(9))
+
+
+# Size
+
+
+def wide_layer(count):
+    """`count` operators: a third matmuls, each followed by two elementwise ones that backward asks for."""
+    operators = [
+        operator(
+            f"op{i}",
+            (max(0, i - i % 3 - (i % 2)), i) if i % 3 else (max(0, i - 2),),
+            (i + 1,),
+            time_s=1e-3 if i % 3 == 0 else 1e-4 + i * 1e-7,
+            size=(50 + i % 7) * 2**20,
+            capture="rows" if i % 3 == 0 else "whole",
+        )
+        for i in range(count)
+    ]
+    forward_s = sum(op.time_s for op in operators)
+    return region(*operators, saved=range(1, count), instances=32, forward_s=forward_s, backward_s=2 * forward_s)
+
+
+@pytest.mark.parametrize("device", [0, 20 * 2**30])
+def test_a_region_of_120_operators_is_planned_the_same_way_twice(device):
+    limits = budget(d2h=49e9, h2d=49e9, host=64 * 2**30, device=device)
+    plan = solve([wide_layer(120)], limits)
+    assert plan.step_s > 0 and plan == solve([wide_layer(120)], limits)
+
+
+def test_the_planner_imports_no_torch():
+    code = "import sys, memplug.plan.tokenwise; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

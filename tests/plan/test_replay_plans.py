@@ -1,0 +1,229 @@
+"""The judge accepts plans that hold, for the run that they are of, and no others; whichever field is corrupted."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from memplug.errors import LayoutError
+from memplug.plan.layout.problem import BUFFER, ORDERING, Problem, Solution
+from memplug.plan.replay import Fault, judge_plan
+from memplug.plan.schema import DynamicSpace, MemoryPlan, Predictions, memory_plan
+from memplug.profile.records import Fingerprint
+from tests.support.layouts import LAYERS, PHASES, at, is_valid_plan, memory_plans, problem_of
+
+TWO = problem_of((0, 2, 4), (1, 3, 8))
+
+
+def codes(findings):
+    return [finding.code for finding in findings]
+
+
+@given(memory_plans(streams=2))
+def test_a_plan_that_holds_is_accepted_for_the_run_that_it_is_of(plan):
+    assert is_valid_plan(plan)
+    assert judge_plan(plan) == judge_plan(plan, plan.problem) == ()
+
+
+def one_more(draw, value):
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + draw(st.sampled_from((-100, -2, -1, 1, 2, 100, 2**40)))
+    if isinstance(value, float):
+        return draw(st.sampled_from((value + 0.01, value - 0.01, -1.0, 1.0, float("nan"))))
+    if isinstance(value, str):
+        return value + "x"
+    assert isinstance(value, tuple)
+    if not value or draw(st.booleans()):
+        return (*value, *value) if value else ("x",)
+    return value[1:]
+
+
+def in_array(draw, array, column):
+    """The array with one value changed; columns of 32 bits stay in their range."""
+    assume(len(array))
+    row, changed = draw(st.integers(0, len(array) - 1)), array.copy()
+    values = changed[column] if column else changed
+    old = values[row].item()
+    new = one_more(draw, old)
+    limit = np.iinfo(values.dtype).max if values.dtype.kind == "i" else 0
+    if limit and not -limit <= new <= limit:
+        new = old + 1
+    if values.dtype.kind == "U":
+        changed = changed.astype("U9")
+        values = changed
+    values[row] = new
+    return changed
+
+
+def in_problem(name, column=None):
+    def corrupt(draw, plan):
+        problem = plan.problem
+        values = {each.name: getattr(problem, each.name) for each in fields(Problem)}
+        if name == "fingerprint":
+            old = getattr(problem.fingerprint, column)
+            values[name] = replace(problem.fingerprint, **{column: one_more(draw, old)})
+        elif isinstance(values[name], tuple):
+            assume(values[name])
+            values[name] = one_more(draw, values[name])
+        else:
+            values[name] = in_array(draw, values[name], column)
+        return replace(plan, problem=Problem(**values))
+
+    return corrupt
+
+
+def in_solution(name):
+    def corrupt(draw, plan):
+        old = getattr(plan.solution, name)
+        new = in_array(draw, old, None) if name == "offsets" else one_more(draw, old)
+        return replace(plan, solution=replace(plan.solution, **{name: new}))
+
+    return corrupt
+
+
+def in_predictions(name):
+    def corrupt(draw, plan):
+        new = one_more(draw, getattr(plan.predictions, name))
+        return replace(plan, predictions=replace(plan.predictions, **{name: new}))
+
+    return corrupt
+
+
+def in_dynamic(name):
+    def corrupt(draw, plan):
+        groups = list(plan.dynamic)
+        number = draw(st.integers(0, len(groups) - 1))
+        old = getattr(groups[number], name)
+        if name == "spaces" and old and draw(st.booleans()):
+            bounds = [list(space) for space in old]
+            space, side = draw(st.integers(0, len(bounds) - 1)), draw(st.integers(0, 1))
+            bounds[space][side] = one_more(draw, bounds[space][side])
+            new = tuple(map(tuple, bounds))
+        elif name == "spaces":
+            new = (*old, old[0]) if old else ((0, 1),)
+        elif name == "members":
+            at = draw(st.integers(0, len(old) - 1))
+            new = (*old[:at], one_more(draw, old[at]), *old[at + 1 :])
+        else:
+            new = one_more(draw, old)
+        groups[number] = replace(groups[number], **{name: new})
+        return replace(plan, dynamic=tuple(groups))
+
+    return corrupt
+
+
+OF_THE_PROBLEM = {
+    **{f"buffers.{name}": in_problem("buffers", name) for name in BUFFER.names},
+    **{f"orderings.{name}": in_problem("orderings", name) for name in ORDERING.names},
+    **{f"fingerprint.{each.name}": in_problem("fingerprint", each.name) for each in fields(Fingerprint)},
+    **{name: in_problem(name) for name in ("ids", "phases", "layers")},
+}
+OF_THE_REST = {
+    **{f"solution.{each.name}": in_solution(each.name) for each in fields(Solution)},
+    **{f"predictions.{each.name}": in_predictions(each.name) for each in fields(Predictions)},
+    **{f"dynamic.{each.name}": in_dynamic(each.name) for each in fields(DynamicSpace)},
+}
+
+
+def test_every_field_of_a_plan_is_corrupted_in_some_test():
+    corrupted = {name.split(".")[0] for name in (OF_THE_PROBLEM | OF_THE_REST)}
+    of_problem = {each.name for each in fields(Problem)}
+    assert corrupted == of_problem | {each.name for each in fields(MemoryPlan)} - {"problem", "training", "parts"}
+    # decisions are corrupted in tests/plan/test_plan_decisions.py; techniques judge their parts:
+    # tests/stages/test_followers.py
+
+
+@pytest.mark.parametrize("field", OF_THE_PROBLEM | OF_THE_REST)
+@given(plan=memory_plans(most=5, streams=2, fewest=1, fewest_groups=1), data=st.data())
+@settings(max_examples=25)
+def test_a_corrupted_field_is_rejected_unless_the_plan_still_holds(field, plan, data):
+    try:
+        corrupted = (OF_THE_PROBLEM | OF_THE_REST)[field](data.draw, plan)
+    except LayoutError:
+        return  # no problem at all
+    assert (judge_plan(corrupted) == ()) == is_valid_plan(corrupted)
+
+
+@pytest.mark.parametrize("field", OF_THE_PROBLEM)
+@given(plan=memory_plans(most=5, streams=2, fewest=1), data=st.data())
+@settings(max_examples=15)
+def test_a_plan_of_another_run_is_rejected_whatever_differs(field, plan, data):
+    try:
+        corrupted = OF_THE_PROBLEM[field](data.draw, plan)
+    except LayoutError:
+        return
+    expected = {Fault.OTHER_RUN} if field in ("phases", "layers") or "fingerprint" in field else {Fault.OTHER_BUFFERS}
+    assert set(codes(judge_plan(plan, corrupted.problem))) == expected
+    assert expected <= set(codes(judge_plan(corrupted, plan.problem)))
+
+
+def plan_of(problem, *offsets, spaces=(), **group):
+    """With one dynamic group, if there are spaces or fields of it."""
+    values = {"malloc_phase": -1, "malloc_layer": -1, "free_phase": -1, "free_layer": -1, "stream": 0, "lower": 0}
+    values |= {"upper": 9, "spaces": tuple(spaces), "members": (0,), "peak_bytes": 5, **group}
+    return memory_plan(problem, at(problem, *offsets), (DynamicSpace(**values),), values["peak_bytes"])
+
+
+FOUR = problem_of((0, 4, 4), (2, 6, 4), (6, 9, 4), (1, 4, 4), phases=PHASES, layers=LAYERS)
+DYNAMIC = {
+    "above what is used": ({"lower": 6, "upper": 9, "spaces": [(0, 4), (8, 12)]}, None),
+    "until the malloc": ({"lower": 4, "upper": 6, "spaces": [(0, 4), (8, 12)]}, None),
+    "touching": ({"lower": 4, "upper": 6, "spaces": [(0, 2), (2, 4)]}, None),
+    "none": ({"spaces": []}, None),
+    "a byte of the highest": ({"lower": 6, "upper": 9, "spaces": [(3, 5)]}, Fault.SPACE_IN_USE),
+    "the whole of one": ({"lower": 0, "upper": 9, "spaces": [(0, 12)]}, Fault.SPACE_IN_USE),
+    "inside of one": ({"lower": 6, "upper": 9, "spaces": [(5, 6)]}, Fault.SPACE_IN_USE),
+    "an instant too long": ({"lower": 4, "upper": 7, "spaces": [(0, 8)]}, Fault.SPACE_IN_USE),
+    "beyond the arena": ({"lower": 6, "upper": 9, "spaces": [(8, 13)]}, Fault.SPACE_BEYOND_ARENA),
+    "empty": ({"lower": 6, "upper": 9, "spaces": [(8, 8)]}, Fault.SPACES),
+    "falling": ({"lower": 6, "upper": 9, "spaces": [(8, 12), (0, 4)]}, Fault.SPACES),
+    "one in the other": ({"lower": 6, "upper": 9, "spaces": [(0, 4), (2, 4)]}, Fault.SPACES),
+    "below 0": ({"lower": 6, "upper": 9, "spaces": [(-1, 4)]}, Fault.SPACES),
+    "at no time": ({"lower": 6, "upper": 6, "spaces": [(0, 4)]}, Fault.WINDOW),
+    "before the beginning": ({"lower": -1, "upper": 2, "spaces": []}, Fault.WINDOW),
+    "no requests": ({"members": ()}, Fault.GROUP),
+    "a request below 0": ({"members": (-1, 0)}, Fault.GROUP),
+    "requests that do not rise": ({"members": (0, 2, 2)}, Fault.GROUP),
+    "a stream below 0": ({"stream": -1}, Fault.GROUP),
+    "fewer than no bytes": ({"peak_bytes": -1}, Fault.GROUP),
+    "no such phase": ({"malloc_phase": 3}, Fault.PLACE),
+    "no such layer": ({"free_layer": -2}, Fault.PLACE),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_dynamic_spaces_are_free_all_of_their_time(name):
+    group, code = DYNAMIC[name]
+    found = judge_plan(plan_of(FOUR, 0, 4, 4, 8, **group))
+    assert codes(found) == ([] if code is None else [code])
+
+
+def test_findings_about_another_run_say_what_differs():
+    rows = [(0, 4, 4), (2, 6, 4), (6, 9, 4)]
+    print_of_plan = Fingerprint(model="Llama", rank=0, world_size=8, versions=(("torch", "2"),))
+    planned = problem_of(*rows, fingerprint=print_of_plan)
+    rows[1] = (2, 6, 5)
+    run = problem_of(*rows, fingerprint=replace(print_of_plan, model="Mixtral", rank=3))
+    found = judge_plan(memory_plan(planned, at(planned, 0, 4, 4)), run)
+    assert [finding.message for finding in found] == [
+        "the plan is of model 'Llama', and this run has 'Mixtral'",
+        "the plan is of rank 0, and this run has 3",
+        "buffer 1 has size 4 in the plan and 5 in this run",
+    ]
+    fewer = judge_plan(memory_plan(planned, at(planned, 0, 4, 4)), planned.part(np.array([0, 1])))
+    assert [finding.message for finding in fewer] == ["the plan is of 3 buffers, and this run has 2"]
+
+
+def test_a_prediction_that_the_plan_does_not_give_says_both_numbers():
+    plan = memory_plan(TWO, at(TWO, 0, 4))
+    wrong = replace(plan, predictions=replace(plan.predictions, static_peak_bytes=11))
+    (found,) = judge_plan(wrong)
+    assert (found.code, found.message) == (
+        Fault.PREDICTION,
+        "static_peak_bytes is predicted to be 11, where the plan gives 12",
+    )

@@ -1,0 +1,1 @@
+"""The record of a step, and what the machine can do."""

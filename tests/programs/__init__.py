@@ -1,0 +1,1 @@
+"""Whole programs: models, recipes, frameworks on several processes."""

@@ -1,0 +1,222 @@
+"""Two real processes: the recipe's losses with memplug and without, ranks that differ, and a run that is killed.
+
+`python -m tests.bench.convergence` runs all launchers, stages, ways in and alphas over 50 steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forking import launch_forked
+from tests.support.hosts import QUICK, block
+from tests.support.launching import ROOT, kill_tree, launch, started, wait_until
+
+pytestmark = pytest.mark.distributed
+
+TRAIN = ROOT / "examples/llama2/train.py"
+STEPS = 5
+Losses = dict[int, float]
+
+
+def read_losses(log: Path) -> Losses:
+    """Returns the loss of each step; the last line may have been cut off by a kill."""
+    text = log.read_text() if log.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return {line["step"]: line["loss"] for line in lines if "step" in line}
+
+
+def read_report(log: Path) -> dict[str, Any]:
+    """Returns memplug's part of the recipe's report."""
+    return json.loads(log.read_text().splitlines()[-1])["report"]["memplug"]
+
+
+@pytest.fixture(scope="session")
+def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Losses]:
+    """The losses of a ZeRO stage without memplug; each stage runs once."""
+    known: dict[int, Losses] = {}
+
+    def get(stage: int) -> Losses:
+        if stage not in known:
+            log = tmp_path_factory.mktemp("plain") / "log.jsonl"
+            launch_forked([*recipe(stage, log), "--memplug", "none"])
+            known[stage] = read_losses(log)
+        return known[stage]
+
+    return get
+
+
+def recipe(stage: int, log: Path) -> list[Any]:
+    """The recipe with a plan after two steps."""
+    config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
+    config["memplug"]["profiler"] = QUICK
+    quick = log.with_name("ds_quick.json")
+    quick.write_text(json.dumps(config))
+    where = ["--deepspeed_config", quick, "--zero-stage", stage, "--loss-log", log]
+    return [TRAIN, "--steps", STEPS, "--seq-len", "64", *where]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("stage", "alpha", "start"),
+    [
+        (1, "1", launch_forked),
+        (1, "auto", launch_forked),
+        (3, "1", launch_forked),
+        (3, "auto", launch),
+    ],
+)
+def test_losses_are_those_without_memplug(
+    stage: int, alpha: str, start: Callable[..., Any], tmp_path: Path, plain_losses: Callable[[int], Losses]
+) -> None:
+    """Under torchrun too; without the long tests, the run that is killed and resumed stands for it."""
+    log = tmp_path / "log.jsonl"
+    start([*recipe(stage, log), "--memplug", "install", "--alpha", alpha])
+    losses, expected = read_losses(log), plain_losses(stage)
+    assert len(losses) == STEPS
+    assert losses == (expected if alpha == "1" else pytest.approx(expected, rel=1e-4))
+    report = read_report(log)
+    assert report["stage"] == "stable" and report["steps"] == STEPS
+    assert report["offloaded_bytes"] > 0 and report["recomputed_in_full"] == 0
+    if (stage, alpha) == (1, "auto"):
+        assert report["offloaded_step_bytes"] == pytest.approx(report["expected_step_bytes"], rel=0.02)
+
+
+@pytest.mark.long
+def test_an_unchanged_script_under_the_deepspeed_launcher_has_the_losses_without_memplug(
+    tmp_path: Path, plain_losses: Callable[[int], Losses]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    arguments = ["memplug.run", *recipe(1, log), "--memplug", "none", "--alpha", "1"]
+    done = launch(arguments, launcher="deepspeed", module=True)
+    assert read_losses(log) == plain_losses(1)
+    assert done.stdout.count("memplug: stable: 4 regions, alpha 1") == 1, "rank 0 says once that memplug is at work"
+
+
+def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition_again(tmp_path: Path) -> None:
+    """Rank 1 has no room at all. Under ZeRO 3 a rank that left out a recompute pass would leave the other waiting."""
+    unequal = {"host_budget_gib": [1.0, 1e-6]}
+    cases = {
+        "plain": {"stage": 3, "memplug": None},
+        "0": {"stage": 3, "memplug": block(alpha=0), **unequal},
+        "1": {"stage": 3, "memplug": block(alpha=1), **unequal},
+        "auto": {"stage": 3, "memplug": block(), **unequal},
+    }
+    launch_forked(["tests.support.training_worker", tmp_path, json.dumps(cases)], module=True)
+    for rank in (0, 1):
+        results = json.loads((tmp_path / f"{rank}.json").read_text())
+        for name in cases:
+            assert results[name]["losses"] == results["plain"]["losses"], name
+            assert results[name]["gathered"] == [], name
+        refused = [results[name]["report"]["host_refusals"] > 0 for name in ("0", "1")]
+        assert refused == [rank == 1] * 2
+        reports = [json.loads((tmp_path / f"{each}.json").read_text())["1"]["report"] for each in (0, 1)]
+        assert reports[0]["alpha_by_link"] == reports[1]["alpha_by_link"] is not None
+        assert reports[0]["alpha_by_host"] == reports[1]["alpha_by_host"] == 0.0
+        assert results["auto"]["report"]["stage"] == "stable"
+        assert results["auto"]["report"]["predicted_host_bytes"] <= 1e-6 * 2**30, "the smallest budget counts for all"
+
+
+def test_a_device_budget_that_is_impossible_on_one_rank_is_refused_on_both_in_the_same_words(tmp_path: Path) -> None:
+    """Under ZeRO 3 a rank that raised alone would leave the other waiting."""
+    cases = {
+        "impossible": {"stage": 3, "memplug": block(), "device_budget_gib": ["auto", 1e-6]},
+        "ample": {"stage": 3, "memplug": block(), "device_budget_gib": [1.0, 1.0]},
+    }
+    launch_forked(["tests.support.training_worker", tmp_path, json.dumps(cases)], module=True)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert ranks[0]["impossible"] == ranks[1]["impossible"]
+    assert '"device_budget_gib" is 1e-06, and on rank 1 a step takes' in ranks[0]["impossible"]["refused"]
+    for results in ranks:
+        assert results["ample"]["stages"][-1] == "stable", "once the first session is detached"
+
+
+STAGES = pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.long)])
+ADAPTING = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
+
+
+def adapt(folder: Path, stage: int, **cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs cases on two ranks under a stage of ZeRO, with memplug and without; all losses agree, and so do the
+    ranks' stages and programs. Returns what the first rank knows of the cases with memplug.
+    """
+    lengths = {name: json.dumps(case["lengths"]) for name, case in cases.items()}
+    # without memplug, all that matters of a case is its lengths
+    every = {off: {"stage": stage, "memplug": None, "lengths": json.loads(off)} for off in lengths.values()}
+    every |= {name: {"stage": stage, "memplug": ADAPTING, **case} for name, case in cases.items()}
+    launch_forked(["tests.support.training_worker", folder, json.dumps(every)], module=True)
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for name, case in cases.items():
+        for results in ranks:
+            assert results[name]["losses"] == pytest.approx(results[lengths[name]]["losses"], rel=1e-4), name
+        assert ranks[0][name]["stages"] == ranks[1][name]["stages"], name
+        assert ranks[0][name]["history"] == ranks[1][name]["history"], name
+        tries = 2 if "by alpha" in case.get("ways", []) else 0
+        assert ranks[0][name]["stages"][: 3 + tries].count("gen-policy") == 1 + tries, name
+    return [ranks[0][name] for name in cases]
+
+
+@STAGES
+def test_a_change_that_one_rank_alone_sees_moves_all_ranks_at_the_same_step(stage: int, tmp_path: Path) -> None:
+    """Rank 1 gets longer sequences for a while, or runs something else beside them; rank 0 goes on as before."""
+    steady, short, long = [12] * 20, [12] * 8, [20] * 7
+    found = adapt(
+        tmp_path,
+        stage,
+        lengths={"lengths": [steady, short + long + [12] * 5], "operators": [[1] * 20] * 2, "ways": ["by alpha"]},
+        operators={"lengths": [steady, steady], "operators": [[1] * 20, [1] * 8 + [2] * 7 + [1] * 5]},
+    )
+    for result in found:
+        changed = [(step, stage, program) for step, stage, program in result["history"] if step > 8]
+        assert changed[:2] == [(10, "warm-up", 1), (11, "gen-policy", 1)]
+        assert changed[-1] == (17, "stable", 0), "seen in step 16, read a step later"
+        assert result["stages"][8] == "stable" and result["stages"][-4:] == ["stable"] * 4
+        assert result["report"]["replans"] == 2 and result["report"]["programs"] == 2
+
+
+def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
+    """The first steps of ZeRO 3 differ, since it learns what to fetch; then the program repeats."""
+    profiler = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
+    cases = {
+        f"{stage} {way}": {"stage": stage, "lengths": [[12] * 12] * 2, "memplug": profiler if way == "on" else None}
+        for stage in (1, 3)
+        for way in ("on", "off")
+    }
+    launch_forked(["tests.support.training_worker", tmp_path, json.dumps(cases)], module=True)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for stage in (1, 3):
+        for results in ranks:
+            assert results[f"{stage} on"]["losses"] == results[f"{stage} off"]["losses"]
+            assert results[f"{stage} on"]["stages"][-4:] == ["stable"] * 4
+        assert ranks[0][f"{stage} on"]["stages"] == ranks[1][f"{stage} on"]["stages"]
+    assert ranks[0]["3 on"]["report"]["programs"] > ranks[0]["1 on"]["report"]["programs"] == 1
+
+
+@STAGES
+def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(stage: int, tmp_path: Path) -> None:
+    """A validation by rank 1."""
+    operators = [1] * 8 + [2] + [1] * 4 + [2] + [1] * 4
+    case = {"lengths": [[12] * 18] * 2, "operators": [[1] * 18, operators]}
+    for result in adapt(tmp_path, stage, default=case, own={**case, "ways": ["own group", "by alpha"]}):
+        assert set(result["stages"][8:]) == {"stable"}
+        assert result["report"]["replans"] == 1 and result["report"]["program"] == 0
+
+
+@pytest.mark.long
+def test_a_run_with_memplug_that_is_killed_resumes_with_the_losses_it_would_have_had(tmp_path: Path) -> None:
+    """The killed run is its own reference: it trains past its checkpoint, and dies in the middle of a step."""
+    killed_log, resumed_log = tmp_path / "killed.jsonl", tmp_path / "resumed.jsonl"
+    common = [TRAIN, "--memplug", "install", "--alpha", "1", "--seq-len", "64"]
+    common += ["--save-dir", tmp_path / "saves", "--save-every", "6"]
+    with started([*common, "--steps", "1000", "--loss-log", killed_log]) as (process, read_output):
+        assert wait_until(lambda: max(read_losses(killed_log), default=0) >= 8, process), read_output()
+        kill_tree(process)
+    expected = read_losses(killed_log)
+    assert [path.name for path in (tmp_path / "saves").glob("step-*")] == ["step-00000006"]
+
+    launch_forked([*common, "--steps", "8", "--loss-log", resumed_log, "--resume"])
+    assert read_losses(resumed_log) == {step: expected[step] for step in (7, 8)}
+    assert read_report(resumed_log)["offloaded_bytes"] > 0

@@ -1,0 +1,154 @@
+"""Decoder layers of real models give the gradients that they give without memplug, from the first step on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from tests.support.blocks import assert_clean, assert_same, gradients, tokenwise, twin
+from tests.support.hosts import QUICK
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.device
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 2}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", SHAPE),
+    "llama with grouped queries": ("LlamaConfig", GROUPED),
+    "mistral with a window": ("MistralConfig", {**GROUPED, "sliding_window": 4}),
+    "qwen2": ("Qwen2Config", GROUPED),
+    "qwen3": ("Qwen3Config", {**GROUPED, "head_dim": 8}),
+    "gemma2": ("Gemma2Config", {**GROUPED, "head_dim": 8, "sliding_window": 4}),
+    "phi3": ("Phi3Config", GROUPED),
+    "mixtral": (
+        "MixtralConfig",
+        {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False},
+    ),
+}
+EXACT = (0.0, 1.0)
+# each batch and each dtype once; the long tests run the rest
+SOME = [
+    pytest.param(1, torch.float32, id="1-float32"),
+    pytest.param(3, torch.bfloat16, id="3-bfloat16"),
+    pytest.param(1, torch.bfloat16, id="1-bfloat16", marks=pytest.mark.long),
+    pytest.param(3, torch.float32, id="3-float32", marks=pytest.mark.long),
+]
+OTHERS = [
+    pytest.param(1, torch.bfloat16, id="1-bfloat16"),
+    pytest.param(3, torch.float32, id="3-float32"),
+    pytest.param(1, torch.float32, id="1-float32", marks=pytest.mark.long),
+    pytest.param(3, torch.bfloat16, id="3-bfloat16", marks=pytest.mark.long),
+]
+
+
+class Causal(nn.Module):
+    """A causal language model whose decoder layers are found where `tokenwise` looks for them."""
+
+    def __init__(self, kind: str, dtype: torch.dtype = torch.float32, attention: str = "sdpa", **changes: Any):
+        super().__init__()
+        name, settings = MODELS[kind]
+        config = getattr(transformers, name)(**{**settings, **changes})
+        torch.manual_seed(0)
+        self.model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention
+        ).train()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.model.layers
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def train_alike(model: Causal, alpha: float, batch: int = 1, steps: int = 2, **settings: Any) -> None:
+    """Gradients and losses equal those of the untouched twin: to the bit, but for matmuls that are split."""
+    reference = twin(model)
+    executor = tokenwise(model, alpha, **settings)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        tokens = torch.randint(3, 64, (batch, 10 - step), generator=generator)
+        losses = []
+        for network in (model, reference):
+            torch.manual_seed(step)
+            loss = network(tokens)
+            loss.backward()
+            losses.append(loss.item())
+            del loss
+        assert losses[0] == losses[1]
+        assert_same(gradients(model), gradients(reference), exact=alpha in EXACT)
+        assert_clean(executor)
+    assert executor.flow.forwards == steps * len(model.layers)
+    assert executor.divergences == 0
+    assert executor.transfer.offloaded_total_bytes > 0
+
+
+@pytest.mark.parametrize(("batch", "dtype"), SOME)
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_are_those_without_memplug(kind: str, alpha: float, batch: int, dtype: torch.dtype) -> None:
+    train_alike(Causal(kind, dtype, attention="eager" if kind == "gemma2" else "sdpa"), alpha, batch)
+
+
+@pytest.mark.parametrize(("batch", "dtype"), OTHERS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_are_those_without_memplug_before_and_after_a_plan_is_made(
+    kind: str, batch: int, dtype: torch.dtype
+) -> None:
+    model = Causal(kind, dtype, attention="eager" if kind == "gemma2" else "sdpa")
+    reference = twin(model)
+    block = {"enabled": True, "profiler": QUICK, "tokenwise": {"alpha": "auto", "min_offload_bytes": 64}}
+    with memplug.attach(model, block) as session:
+        for step in range(4):
+            tokens = torch.randint(3, 64, (batch, 10), generator=torch.Generator().manual_seed(step))
+            losses = [network(tokens) for network in (model, reference)]
+            assert losses[0].item() == losses[1].item()
+            for loss in losses:
+                loss.backward()
+            assert_same(gradients(model), gradients(reference), exact=False)
+            session.step()
+        assert session.report()["stage"] == "stable"
+        assert session.executor.divergences == 0
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("kind", ["llama with grouped queries", "qwen3"])
+def test_gradients_are_those_without_memplug_under_eager_attention(kind: str, alpha: float) -> None:
+    train_alike(Causal(kind, attention="eager"), alpha, batch=2)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_dropped_attention_weights_are_those_of_forward(attention: str, alpha: float) -> None:
+    train_alike(Causal("llama", attention=attention, attention_dropout=0.3), alpha, batch=2)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_gradients_are_those_without_memplug_where_layers_share_a_host_that_is_full(alpha: float) -> None:
+    train_alike(Causal("llama"), alpha, host_budget_bytes=8192)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_tied_embeddings_and_frozen_layers_keep_their_gradients(alpha: float) -> None:
+    model = Causal("llama", tie_word_embeddings=True)
+    model.layers[1].requires_grad_(False)
+    model.layers[2].mlp.requires_grad_(False)
+    train_alike(model, alpha)

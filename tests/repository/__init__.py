@@ -1,0 +1,1 @@
+"""The repository keeps its own rules; its benchmarks run."""

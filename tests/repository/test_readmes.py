@@ -1,0 +1,111 @@
+"""Every command in every README would start: its arguments, configurations, text, layout and memory are checked."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.readmes import broken_links, check, commands_of, readmes
+from tests.support.recipes import ROOT
+
+
+@pytest.fixture(autouse=True)
+def as_a_user_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the repository's folder, under a launcher."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.mark.parametrize("readme", readmes(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_of_a_readme_would_start_on_the_gpus_that_it_names(readme: Path) -> None:
+    for command in commands_of(readme.read_text()):
+        if described := check(command):
+            logging.getLogger(__name__).info("%s\n%s", command, described)
+
+
+def test_the_readmes_of_the_recipes_are_among_them() -> None:
+    found = {str(path.relative_to(ROOT)) for path in readmes()}
+    assert {"README.md", *(f"examples/{name}/README.md" for name in ("llama2", "mixtral", "megatron_llama2"))} <= found
+
+
+@pytest.mark.parametrize("readme", readmes(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_of_a_readme_leads_to_a_file_or_a_heading(readme: Path) -> None:
+    assert broken_links(readme.read_text(), readme.parent) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("[a](README.md), [b](README.md#try-it), [c](https://x.org/y), [d](examples/llama2)", []),
+        ("[a](RAEDME.md)", ["RAEDME.md"]),
+        ("[a](README.md#try-them)", ["README.md#try-them"]),
+        ("## The host's time\n[a](#the-hosts-time) [b](#the-host)", ["#the-host"]),
+    ],
+)
+def test_a_link_that_leads_nowhere_is_found(text: str, broken: list[str]) -> None:
+    assert broken_links(text, ROOT) == broken
+
+
+def test_the_map_of_the_package_has_every_room() -> None:
+    text = (ROOT / "memplug/README.md").read_text()
+    linked = set(re.findall(r"\]\(([\w/.]+?)(?:/README\.md)?\)", text[: text.index("Imports point downwards")]))
+    rooms = {
+        path.name for path in (ROOT / "memplug").iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    assert rooms - {"__init__.py"} <= linked
+
+
+def bash(line: str) -> str:
+    return f"```bash\n{line}\n```\n"
+
+
+SEVEN = "--model configs/models/7b.yaml --deepspeed_config configs/ds_zero3.json"
+BIG = "--model configs/models/mixtral_8x7b.yaml"
+OFFLOADING = "--deepspeed_config configs/ds_zero3_offload.json"
+EXPERTS = f"{BIG} --expert 8 --tensor 2 --sequence --distributed-optimizer --micro-batch 1"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (bash("make all"), "unknown kind"),
+        (bash("python -m http.server"), "unknown kind"),
+        (bash("torchrun --module something.else train.py"), "unknown kind"),
+        (bash("memplug forget"), "memplug has no forget"),
+        (bash("pip install -e '.[exmaples]'"), "no such extra"),
+        ("```\nlaunch/llama2_torchrun.sh\n```\n", "not called bash"),
+        ("No command.", "no command"),
+        (bash(f"launch/llama2_torchrun.sh {SEVEN}"), "which GPUs"),
+        (bash(f"launch/llama2_torchrun.sh {SEVEN}  # 1 GPU of 80 GB"), "too few"),
+        (bash(f"# 8 GPUs of 80 GB\nlaunch/llama2_torchrun.sh {SEVEN} --seq-len 2000000"), "tokens"),
+        (bash(f"launch/llama2_torchrun.sh {BIG} {OFFLOADING}  # 8 GPUs of 80 GB"), "how much host memory"),
+        (bash(f"launch/llama2_torchrun.sh {BIG} {OFFLOADING}  # 8 GPUs of 80 GB, 512 GB of host memory"), "too few"),
+        (bash(f"# 8 GPUs of 80 GB\nlaunch/mixtral_megatron.sh {EXPERTS}"), "too few"),
+        (bash("NPROC=2 launch/megatron_torchrun.sh --tensor 3"), "divide"),
+        ("Run `launch/llama2_torchrun.sh --deepspeed_config configs/ds_none.json` now.", "ds_none"),
+    ],
+)
+def test_a_command_that_would_not_start_is_found(text: str, complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        for command in commands_of(text):
+            check(command)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "launch/llama2_torchrun.sh --stpes 3",
+        "launch/mixtral_megatron.sh --deepspeed_config configs/ds_tiny.json",
+        "torchrun --nproc-per-gpu 2 examples/llama2/train.py",
+        "python -m tests.bench.step_time --hots megatron",
+        "memplug show trace.npz --jpg step.jpg",
+    ],
+)
+def test_an_option_that_does_not_exist_is_found(line: str) -> None:
+    with pytest.raises((SystemExit, Exception), match="(?i)2|no such option"):
+        for command in commands_of(bash(line)):
+            check(command)

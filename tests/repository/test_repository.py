@@ -1,0 +1,51 @@
+"""The repository keeps its own rules: lint, imports that point one way, and a README whose commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.readmes import readmes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_lint_is_clean() -> None:
+    result = run("-m", "ruff", "check", "--config", ".ci/ruff.toml", "--no-cache", ".")
+    assert result.returncode == 0, result.stdout
+
+
+def test_imports_point_one_way() -> None:
+    result = run("-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "8 kept, 0 broken" in result.stdout
+
+
+def test_importing_memplug_imports_nothing_heavy() -> None:
+    result = run(
+        "-c",
+        "import sys, memplug; print([m for m in ('torch', 'deepspeed', 'transformers', 'scipy') if m in sys.modules])",
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_scripts_and_configurations_that_the_readmes_name_exist() -> None:
+    for readme in readmes():
+        for name in re.findall(
+            r"(?<![\w/])((?:launch|configs|examples|memplug|tests)/[\w/.-]+\.(?:sh|json|yaml|py))\b", readme.read_text()
+        ):
+            assert (ROOT / name).exists(), f"{readme} names {name}"
+
+
+def test_the_two_commands_of_the_readme_install_the_same_way() -> None:
+    """The one that trains and the one that tests differ in the extra that they install and in what they run."""
+    text = (ROOT / "README.md").read_text()
+    blocks = [re.search(rf"<!-- {name} -->\s*```bash\n(.*?)```", text, re.S).group(1) for name in ("train", "tests")]
+    installs = [re.sub(r"\[\w+\]", "[]", block.rsplit("&&", 1)[0]) for block in blocks]
+    assert installs[0] == installs[1]

@@ -1,0 +1,162 @@
+"""The recorder and the arena, of which a process has one each: they go to what trains, and to whoever trains first."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import memplug
+from memplug.errors import RecorderError
+from memplug.session.claim import TAKEN
+from memplug.stages.table import Stage
+from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
+from tests.support.hosts import block, ds_config, make_engine, tiny_llama, tokens, train_engine
+from tests.support.serving import reserved_bytes
+
+QUICK = {"profiler": {"warmup_steps": 0, "policy_steps": 0}}
+BLOCK = {**block(regions=LAYERS), **QUICK}
+
+
+def train(model: torch.nn.Module, session: memplug.Session, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randn(2, 6, 16)).backward()
+        session.step()
+
+
+def test_a_model_that_never_trains_leaves_recorder_and_arena_to_the_one_that_does() -> None:
+    reference, model = Stack(2), Stack(2)
+    with memplug.attach(reference, BLOCK) as other, memplug.attach(model, BLOCK) as session:
+        for _ in range(8):
+            with torch.no_grad():
+                reference(torch.randn(2, 6, 16))
+            train(model, session, 1)
+        report = session.report()
+        assert report["profiler"] == "operators" and report["arena"] == "serving" and report["arena_served"] > 0
+        assert report["profiler_off_because"] is report["arena_off_because"] is None
+        assert other.report()["arena"] == "waiting"
+
+
+def test_of_two_models_that_train_the_first_has_the_arena_and_the_other_says_why_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    generator, critic = Stack(2), Stack(3)
+    twins = twin(generator), twin(critic)
+    with (
+        caplog.at_level(logging.WARNING, "memplug"),
+        memplug.attach(critic, {**BLOCK, "tokenwise": {**BLOCK["tokenwise"], "alpha": "auto"}}) as late,
+        memplug.attach(generator, BLOCK) as early,
+    ):
+        for seed in range(10):
+            x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed))
+            for model, session, plain in ((generator, early, twins[0]), (critic, late, twins[1])):
+                model(x).backward()
+                plain(x).backward()
+                assert_same(gradients(model), gradients(plain), exact=False)
+                session.step()
+        first, second = early.report(), late.report()
+        assert caplog.text.count("goes on without the profiler and the arena") == 1 and "Traceback" not in caplog.text
+        assert first["arena"] == "serving" and first["profiler"] == "operators"
+        assert second["arena"] == "off" and second["profiler"] == "sizes"
+        assert second["arena_off_because"] == second["profiler_off_because"] == TAKEN
+        assert early.stage is late.stage is Stage.STABLE and second["replans"] == 1, "sizes are enough for a plan"
+        with pytest.raises(RecorderError, match="recorder"):
+            late.record()
+
+
+def test_the_other_model_gets_both_once_the_first_is_detached() -> None:
+    first, second = Stack(2), Stack(2)
+    with memplug.attach(second, BLOCK) as late:
+        with memplug.attach(first, BLOCK) as early:
+            train(first, early, 1)
+            train(second, late, 8)
+            assert late.report()["arena"] == "off"
+        train(second, late, 12)
+        report = late.report()
+        assert report["profiler"] == "operators" and report["arena_served"] > 0
+        assert report["profiler_off_because"] is report["arena_off_because"] is None
+
+
+def test_a_session_that_is_dropped_without_detaching_leaves_both_to_the_next() -> None:
+    before = reserved_bytes()  # an earlier test's engine may have left something that DeepSpeed keeps
+    model = Stack(2)
+    session = memplug.attach(model, BLOCK)
+    train(model, session, 8)
+    assert session.report()["arena"] == "serving"
+    dropped = weakref.ref(session)
+    model.zero_grad()
+    del model, session
+    gc.collect()
+    assert dropped() is None and reserved_bytes() == before
+    model = Stack(2)
+    with memplug.attach(model, BLOCK) as session:
+        train(model, session, 8)
+        assert session.report()["arena"] == "serving"
+
+
+@pytest.mark.parametrize("section", ["arena", "profiler"])
+def test_what_the_block_switches_off_is_named_as_the_reason(section: str) -> None:
+    model = Stack(2)
+    with memplug.attach(model, {**BLOCK, section: {"enabled": False}}) as session:
+        train(model, session, 3)
+        assert "block" in session.report()[f"{section}_off_because"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_without_an_optimizer_is_left_alone_beside_one_that_trains(
+    cpu_engine: None, stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reference or a teacher, as TRL's DPO has one."""
+    import deepspeed
+
+    config = ds_config(stage, block())
+    plain = ds_config(stage)
+    without_optimizer = {key: value for key, value in config.items() if key != "optimizer"}
+
+    def losses(config: dict[str, Any], of_reference: dict[str, Any]) -> tuple[list[float], Any]:
+        reference = deepspeed.initialize(model=tiny_llama(), config=of_reference)[0]
+        engine = make_engine(config)
+        found = []
+        for seed in range(8):
+            x = tokens(seed)
+            with torch.no_grad():
+                teacher = reference(input_ids=x, labels=x).loss
+            loss = engine(input_ids=x, labels=x).loss + 0 * teacher
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        return found, engine
+
+    expected, _ = losses(plain, {key: value for key, value in plain.items() if key != "optimizer"})
+    memplug.install()
+    with caplog.at_level(logging.INFO, "memplug"):
+        measured, engine = losses(config, without_optimizer)
+    assert measured == pytest.approx(expected, rel=1e-5)
+    assert caplog.text.count("has no optimizer") == 1
+    with memplug.attach(engine) as session:
+        report = session.report()
+        assert report["stage"] == "stable" and report["arena"] == "serving" and report["profiler"] == "operators"
+
+
+def test_an_engine_without_an_optimizer_can_be_attached_to_by_hand(cpu_engine: None) -> None:
+    """Somebody may train it with an optimizer of his own."""
+    import deepspeed
+
+    config = {key: value for key, value in ds_config(3).items() if key != "optimizer"}
+    engine = deepspeed.initialize(model=tiny_llama(), config=config)[0]
+    with memplug.attach(engine, block(alpha=0)) as session, torch.no_grad():
+        assert torch.isfinite(engine(input_ids=tokens(0), labels=tokens(0)).loss)
+        assert session.report()["forwards"] == 0
+
+
+def test_engines_that_train_one_after_the_other_in_one_process_have_the_arena_in_turn(cpu_engine: None) -> None:
+    memplug.install()
+    for _ in range(2):
+        engine = make_engine(ds_config(1, block()))
+        train_engine(engine, 8)
+        with memplug.attach(engine) as session:
+            assert session.report()["arena_served"] > 0

@@ -1,0 +1,133 @@
+"""The last line of a session: what it did, or why it did nothing; when it is detached, or else as the process ends."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import memplug
+from memplug.plan import tokenwise as plan
+from memplug.session import closing
+from tests.support.blocks import LAYERS, Stack
+from tests.support.hosts import block
+from tests.support.launching import ROOT
+
+QUICK = {"profiler": {"warmup_steps": 0, "policy_steps": 0}}
+
+
+def last_line(caplog: pytest.LogCaptureFixture, steps: int, forwards: int = 1, **fields: Any) -> str:
+    """What a session of so many steps, with so many forwards each, says when it is detached."""
+    model = Stack(3)
+    with caplog.at_level(logging.INFO, "memplug"):
+        with memplug.attach(model, {**block(regions=LAYERS), **QUICK, **fields}) as session:
+            for _ in range(max(steps, 1)):
+                for _ in range(forwards):
+                    model(torch.randn(2, 6, 16)).backward()
+                if steps:
+                    session.step()
+            report = session.report()
+    line = caplog.messages[-1]
+    assert line.startswith(f"memplug: detached: after {steps} steps")
+    assert caplog.text.count("steps;") == 1
+    if report["planned_steps"]:
+        assert f"{report['planned_steps']} of them planned" in line
+    return line
+
+
+def test_a_planned_run_says_what_was_planned_swapped_served_and_saved(caplog: pytest.LogCaptureFixture) -> None:
+    line = last_line(caplog, 10)
+    assert "8 of them planned" in line, "the program was seen, then observed"
+    assert "KiB swapped" in line and "% of requests served by the arena" in line
+    assert "by its own estimate the plan saves" in line and "recomputed in full" in line
+
+
+@pytest.mark.parametrize(
+    ("steps", "forwards", "fields", "reason"),
+    [
+        (0, 1, {}, "nothing was planned: `session.step()` was never called"),
+        (5, 0, {}, "nothing was planned: no region ran forward with gradients"),
+        (3, 1, {"profiler": {"warmup_steps": 9}}, "nothing was planned: that takes 11 steps of one program at least"),
+    ],
+)
+def test_a_run_without_a_plan_says_why(
+    caplog: pytest.LogCaptureFixture, steps: int, forwards: int, fields: dict[str, Any], reason: str
+) -> None:
+    line = last_line(caplog, steps, forwards, **fields)
+    assert reason in line and "saves" not in line
+
+
+def test_a_number_for_alpha_is_no_missing_plan_and_an_arena_that_is_off_has_its_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    line = last_line(caplog, 4, arena={"enabled": False}, tokenwise={"alpha": 0.5, "regions": LAYERS})
+    assert "planned" not in line and "no arena: the block switches it off" in line
+
+
+def test_the_estimate_of_full_recomputation_runs_every_operator_again_and_swaps_nothing() -> None:
+    operators = tuple(
+        plan.Operator(name=str(i), time_s=1.0, inputs=(i,), outputs=(i + 1,), output_bytes=100, capture="rows")
+        for i in range(3)
+    )
+    region = plan.Region(
+        key="r",
+        instances=2,
+        operators=operators,
+        saved=frozenset({1, 2, 3}),
+        given=frozenset({0}),
+        input_bytes=10**9,
+        forward_s=3.0,
+        backward_s=6.0,
+    )
+    budget = plan.Budget(d2h_bytes_per_s=1e3, h2d_bytes_per_s=1e3, host_bytes=10**12, device_bytes=0)
+    found = plan.full_recomputation([region], budget)
+    assert found.step_s == 2 * (3.0 + 6.0 + 3.0) and found.host_bytes == found.device_bytes == 0
+
+
+SCRIPT = """
+import logging, sys, torch, memplug
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+sys.path.insert(0, {root!r})
+from tests.support.blocks import LAYERS, Stack
+model = Stack(2)
+session = memplug.attach(model, {block!r})
+for _ in range(3):
+    model(torch.randn(2, 6, 16)).backward()
+    session.step()
+{end}
+"""
+
+
+GONE = "del session, model; import gc; gc.collect()"
+
+
+@pytest.mark.parametrize(
+    ("end", "rank"),
+    [
+        ("", "0"),
+        pytest.param(GONE, "0", marks=pytest.mark.long),
+        *(pytest.param(end, "1", marks=pytest.mark.long) for end in ("", "session.detach()", GONE)),
+    ],
+)
+def test_a_session_that_is_still_attached_says_its_line_when_the_process_ends(end: str, rank: str) -> None:
+    config = {**block(regions=LAYERS), "arena": {"enabled": False}, "profiler": {"enabled": False}, "plan_dir": False}
+    script = SCRIPT.format(root=str(ROOT), block=config, end=end)
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**__import__("os").environ, "RANK": rank},
+    )
+    assert result.returncode == 0, result.stderr
+    expected = 0 if rank == "1" or "gc" in end else 1
+    assert result.stdout.count("after 3 steps") == expected and "Traceback" not in result.stderr
+
+
+def test_the_line_has_a_place_for_nothing_at_all() -> None:
+    with memplug.attach(Stack(1), {"enabled": True, "tokenwise": {"enabled": False}}) as session:
+        assert closing.line(session) == "after 0 steps"

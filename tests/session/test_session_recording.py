@@ -1,0 +1,267 @@
+"""Recording steps of a session: what users ask for, what the block asks for, and what is left behind."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import optimizer as optimizers
+
+import memplug
+from memplug.errors import NativeError, RecorderError
+from memplug.profile.recorder import Recorder
+from memplug.profile.trace import Pass, Trace
+from memplug.profile.trace_file import load
+from memplug.session.boundary import WATCHED_STEPS
+from memplug.stages.table import Stage
+from memplug.tokenwise.regions import executor as executing
+from memplug.tokenwise.regions import region as settings
+from memplug.tokenwise.regions.core import core
+from tests.support.blocks import LAYERS, Stack, train_stacks, twin
+from tests.support.hosts import block, ds_config, make_engine, tokens
+
+QUICK = {"profiler": {"warmup_steps": 0, "policy_steps": 2}}
+
+
+def train(model: torch.nn.Module, session: memplug.Session, steps: int = 1, length: int = 6) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        for _ in range(2):
+            model(torch.randn(2, length, 16)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.step()
+
+
+def assert_nothing_left(model: torch.nn.Module) -> None:
+    """No hook on the model or the optimizers, and the recorder of this process is free."""
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not optimizers._global_optimizer_pre_hooks and not optimizers._global_optimizer_post_hooks
+    recorder = Recorder("cpu")
+    recorder.take()
+    torch.ones(3) + 1
+    assert len(recorder.take()) > 0
+    recorder.stop()
+
+
+@pytest.mark.parametrize("alpha", [0, 0.5, "auto"])
+def test_a_recorded_step_accounts_for_every_byte_by_phase_and_layer(alpha: Any, tmp_path: Path) -> None:
+    model = Stack(3)
+    with memplug.attach(model, {**block(alpha=alpha, regions=LAYERS), **QUICK}) as session:
+        train(model, session, 8)
+        assert session.stage is Stage.STABLE
+        session.record(tmp_path / "trace.npz")
+        train(model, session, 2)
+    trace = load(tmp_path / "trace.npz")
+    assert trace.replays_exactly() is True and len(trace.steps) == 1
+    assert {(p.kind, p.micro_batch) for p in trace.phases} >= {
+        (Pass.FORWARD, 0),
+        (Pass.BACKWARD, 0),
+        (Pass.FORWARD, 1),
+        (Pass.BACKWARD, 1),
+        (Pass.OPTIMIZER, -1),
+    }
+    assert [layer.name for layer in trace.layers] == [f"layers.{i}" for i in range(3)]
+    backward = [i for i, phase in enumerate(trace.phases) if phase.kind is Pass.BACKWARD]
+    requested = trace.requests[np.isin(trace.requests["malloc_phase"], backward)]
+    assert set(requested["malloc_layer"]) == {-1, 0, 1, 2}, "and outside of layers"
+    assert trace.fingerprint.model == "Stack" and trace.fingerprint.inputs == ("float32[2, 6, 16]",) * 2
+    assert_nothing_left(model)
+
+
+def test_planning_leaves_the_trace_of_the_observed_step() -> None:
+    model = Stack(2)
+    with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
+        assert session.trace is None
+        train(model, session, 2)
+        trace = session.trace
+        assert isinstance(trace, Trace) and len(trace.uses) > 0
+        train(model, session, 6)
+        assert session.stage is Stage.STABLE and session.trace is trace
+        assert session.report()["predicted_peak_bytes"] > 0
+
+
+def test_a_plan_is_made_for_the_same_program_whether_or_not_steps_are_recorded(tmp_path: Path) -> None:
+    """Hooks and callbacks of a recording are no part of the program."""
+    model = Stack(2)
+    with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
+        for _ in range(3 * WATCHED_STEPS):
+            session.record()
+            train(model, session)
+        assert session.report()["programs"] == 1 and session.stage is Stage.STABLE
+
+
+def test_operators_are_watched_at_every_step_until_stable_and_at_one_in_eight_then() -> None:
+    model = Stack(2)
+    with memplug.attach(model, {**block(regions=LAYERS), **QUICK, "arena": {"enabled": False}}) as session:
+        session.begin_forward()
+        watched = []
+        recorder = session._boundary.recording.recorder
+        take = recorder.take
+        recorder.take = lambda: watched.append(take()) or watched[-1]
+        train(model, session, 5 * WATCHED_STEPS)
+        of_steps = watched[::2]  # every other call drops what ran before the step's first forward
+        stable = next(i for i, _ in enumerate(session.history) if session.history[i][1] is Stage.STABLE)
+        first = session.history[stable][0]
+        seen = [step for step, operators in enumerate(of_steps, 1) if operators is not None]
+        assert seen[:first] == list(range(1, first + 1))
+        assert seen[first:] == [s for s in range(first + 1, 5 * WATCHED_STEPS + 1) if (s - 1) % WATCHED_STEPS == 0]
+
+
+def test_fewer_gradients_are_another_program_at_the_next_step_though_nobody_watched_it() -> None:
+    """Frozen layers run the same forward; autograd's nodes tell."""
+    model = Stack(3)
+    with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
+        train(model, session, 10)
+        assert session.stage is Stage.STABLE
+        for parameter in model.layers[0].parameters():
+            parameter.requires_grad_(False)
+        train(model, session, 2)
+        assert session.stage is not Stage.STABLE
+
+
+def test_the_block_asks_for_a_timeline_after_each_plan(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    model = Stack(2)
+    with memplug.attach(model, {**block(regions=LAYERS), **QUICK, "report": {"timeline": str(folder)}}) as session:
+        train(model, session, 8)
+        train(model, session, 10, length=12)
+        assert session.report()["replans"] == 2
+        found = [load(file) for file in sorted(folder.iterdir())]
+    assert [trace.fingerprint.inputs[0] for trace in found] == ["float32[2, 6, 16]", "float32[2, 12, 16]"]
+
+
+def test_a_timeline_without_planning_is_of_the_third_step(tmp_path: Path) -> None:
+    model, folder = Stack(2), tmp_path / "traces"
+    with memplug.attach(model, {**block(alpha=0.5, regions=LAYERS), "report": {"timeline": str(folder)}}) as session:
+        train(model, session, 5)
+    assert [file.name for file in folder.iterdir()] == ["step000003.npz"]
+
+
+def test_the_timeline_of_a_second_run_overwrites_none_of_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "traces"
+    config = {**block(alpha=0.5, regions=LAYERS), "report": {"timeline": str(folder)}}
+    for length in (6, 8, 10):
+        model = Stack(2)
+        with memplug.attach(model, config) as session:
+            train(model, session, 5, length)
+    found = {file.name: load(file).fingerprint.inputs[0] for file in folder.iterdir()}
+    named = {f"step000003{run}.npz": f"float32[2, {length}, 16]" for run, length in (("", 6), ("-2", 8), ("-3", 10))}
+    assert found == named
+
+
+def test_a_trace_that_a_user_names_again_is_said_to_replace_the_earlier_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Stack(2)
+    with caplog.at_level(logging.INFO, "memplug"):
+        with memplug.attach(model, block(alpha=0.5, regions=LAYERS)) as session:
+            for _ in range(2):
+                session.record(tmp_path / "trace.npz")
+                train(model, session, 2)
+    told = [line for line in caplog.messages if "a trace of this step" in line]
+    assert ["in place of an earlier one" in line for line in told] == [False, True]
+
+
+def test_an_engine_says_where_its_optimizer_runs(cpu_engine: None, tmp_path: Path) -> None:
+    engine = make_engine(ds_config(1, block(alpha=0.5)))
+    with memplug.attach(engine) as session:
+        for step in range(3):
+            session.record(tmp_path / "trace.npz")
+            x = tokens(step)
+            engine.backward(engine(input_ids=x, labels=x).loss)
+            engine.step()
+    trace = load(tmp_path / "trace.npz")
+    kinds = [trace.phases[phase].kind for phase in trace.operators["phase"]]
+    assert kinds.count(Pass.OPTIMIZER) > 20 and trace.replays_exactly() is True
+    assert trace.fingerprint.parameters == sum(p.numel() for p in engine.module.parameters())
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_regions_are_checkpoints_nothing_is_planned_and_warnings_say_how_to_mend_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise NativeError("memplug's native core cannot be built in /nowhere: no such compiler")
+
+    monkeypatch.setattr("memplug.native.load", refuse)
+    for module in (executing, settings):
+        monkeypatch.setattr(module, "core", core.__wrapped__)  # not the one that was found before
+    torch.manual_seed(0)
+    model = Stack(2)
+    reference = twin(model)
+    with (
+        caplog.at_level(logging.WARNING, "memplug"),
+        memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session,
+    ):
+        for seed in range(8):
+            train_stacks(model, reference, seed)
+            session.step()
+        with pytest.raises(NativeError, match="no such compiler"):
+            session.record()
+        report = session.report()
+    assert caplog.text.count("without the profiler") == 1 and "memplug doctor" in caplog.text
+    assert "no region ran" not in caplog.text and "region chain" not in caplog.text
+    assert report["planned_steps"] == report["replans"] == 0 and session.trace is None
+    assert (report["opaque_because"], report["opaque_regions"]) == (["the native core is missing"], 2)
+    assert report["offloaded_bytes"] == report["prefetched_bytes"] > 0 == report["host_used_bytes"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_in_a_recorded_step_leaves_nothing_behind(error: type[BaseException], tmp_path: Path) -> None:
+    model = Stack(3)
+    with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
+        train(model, session, 6)
+        session.record(tmp_path / "broken.npz")
+        train(model, session)
+
+        def fail(*_: Any) -> None:
+            raise error("in the middle")
+
+        handle = model.layers[1].register_forward_hook(fail)
+        with pytest.raises(error):
+            train(model, session)
+        handle.remove()
+        session.record(tmp_path / "whole.npz")
+        train(model, session, 2)  # the first ends the recording of the step that failed
+        whole = load(tmp_path / "whole.npz")
+        assert whole.replays_exactly() is True
+        assert {p.micro_batch for p in whole.phases if p.kind is Pass.FORWARD} == {0, 1}
+    assert_nothing_left(model)
+
+
+def test_detaching_while_a_step_is_recorded_leaves_nothing_behind() -> None:
+    model = Stack(2)
+    session = memplug.attach(model, block(alpha=0.5, regions=LAYERS))
+    session.record()
+    train(model, session)
+    model(torch.randn(2, 6, 16)).backward()
+    session.detach()
+    assert_nothing_left(model)
+    with pytest.raises(RecorderError, match="detached"):
+        session.record()
+
+
+def test_a_trace_that_cannot_be_saved_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    model = Stack(2)
+    with memplug.attach(model, block(alpha=0.5, regions=LAYERS)) as session:
+        session.record(tmp_path / "file" / "trace.npz")
+        with caplog.at_level(logging.WARNING, "memplug"):
+            train(model, session, 2)
+        assert "was not saved" in caplog.text and session.trace is not None
+
+
+def test_a_session_that_is_off_records_nothing() -> None:
+    session = memplug.attach(Stack(1), {"enabled": False})
+    with pytest.raises(RecorderError, match="off"):
+        session.record()
+    assert session.trace is None and session.history == []

@@ -1,0 +1,154 @@
+"""What runs without gradients, in whichever step and wherever in it, changes neither stage nor plan."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import memplug
+from memplug.profile.trace import Pass
+from memplug.stages.table import Stage
+from memplug.tokenwise.search import Trial
+from tests.support.blocks import LAYERS, Stack
+from tests.support.hosts import block, ds_config, make_engine, tokens
+from tests.support.serving import train as train_llama
+from tests.support.stepping import plans_by_alpha
+
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("keeps_nothing")]
+
+__all__ = ["plans_by_alpha"]
+
+PROFILER = {"warmup_steps": 2, "policy_steps": 3}
+NEEDED = 2 + 1 + 1 + 3  # the program is seen, repeats twice, is observed, and three plans are tried
+
+
+def run(where: str, every: int, alpha: Any = "auto", micro_batches: int = 2, steps: int = 14) -> memplug.Session:
+    """Train a stack with validations; returns the session, still attached."""
+    model = Stack(3)
+    session = memplug.attach(model, {**block(regions=LAYERS, alpha=alpha), "profiler": PROFILER})
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def validate() -> None:
+        model.eval()
+        with torch.inference_mode() if where == "inference mode" else torch.no_grad():
+            for _ in range(3):
+                model(torch.randn(3, 9, 16)).item()
+        model.train()
+
+    if where == "before the first step":
+        validate()
+    for step in range(1, steps + 1):
+        for micro_batch in range(micro_batches):
+            model(torch.randn(2, 6, 16)).backward()
+            if where == "among micro-batches" and step % every == 0 and micro_batch == 0:
+                validate()
+        optimizer.step()
+        optimizer.zero_grad()
+        if where == "before the step ends" and step % every == 0:
+            validate()
+        session.step()
+        if where in ("between steps", "inference mode") and step % every == 0:
+            validate()
+    return session
+
+
+PLACES = ["between steps", "inference mode", "among micro-batches", "before the step ends", "before the first step"]
+
+
+@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.long), 5])
+@pytest.mark.parametrize("where", PLACES)
+def test_a_validation_every_few_steps_keeps_no_session_from_its_plan(
+    where: str, every: int, plans_by_alpha: None
+) -> None:
+    with run(where, every) as session:
+        changes = [(step, stage) for step, stage, _, _ in session.history]
+        assert changes == [(3, Stage.GEN_POLICY), (NEEDED, Stage.STABLE)]
+        report = session.report()
+        assert report["programs"] == 1 and report["replans"] == 1 and report["stage"] == "stable"
+
+
+@pytest.mark.cpu("its engine is on the CPU")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_engine_with_a_validation_every_five_steps_is_planned(cpu_engine: None, stage: int) -> None:
+    engine = make_engine(ds_config(stage, {**block(), "profiler": PROFILER}))
+    session = memplug.attach(engine)
+    for step in range(1, 16):
+        x = tokens(step)
+        engine.backward(engine(input_ids=x, labels=x).loss)
+        engine.step()
+        if step % 5 == 0:
+            engine.eval()
+            with torch.no_grad():
+                for _ in range(4):
+                    engine(input_ids=x, labels=x)
+            engine.train()
+    report = session.report()
+    session.detach()
+    assert report["stage"] == "stable" and report["replans"] == 1 and report["arena_served"] > 0
+
+
+class Clock:
+    """Seconds pass when a validation runs."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def trials(validate: bool, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
+    """Of the plans that a stack's session tries, one with a large validation before its step."""
+    clock, model = Clock(), Stack(3)
+    monkeypatch.setattr("memplug.tokenwise.search.time", clock)
+    config = {**block(regions=LAYERS), "profiler": PROFILER, "arena": {"enabled": False}}
+    with memplug.attach(model, config) as session:
+        for step in range(1, NEEDED + 1):
+            if validate and step % 2:
+                with torch.no_grad():
+                    model(torch.randn(512, 64, 16))
+                clock.now += 1.0
+            model(torch.randn(2, 6, 16)).backward()
+            search = session._boundary.tokenwise._search
+            session.step()
+        return search._trials
+
+
+@pytest.mark.cpu("its clock is made up")
+def test_a_validation_counts_neither_for_the_time_nor_for_the_memory_of_a_plan_that_is_tried(
+    plans_by_alpha: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = trials(True, monkeypatch)
+    assert len(found) == 3 and [trial.seconds for trial in found] == [0.0] * 3
+    assert [trial.fits for trial in found] == [trial.fits for trial in trials(False, monkeypatch)]
+    assert any(trial.fits for trial in found)
+
+
+def test_generations_of_ever_other_lengths_in_every_step_take_no_part_in_the_arenas_plan() -> None:
+    model, config = Stack(3), {**block(regions=LAYERS), "profiler": {"warmup_steps": 0, "policy_steps": 0}}
+    with memplug.attach(model, config) as session:
+        for step in range(40):
+            with torch.no_grad():
+                for length in range(1, 4 + step % 7):
+                    model(torch.randn(7, 40 * length + step, 16))
+            model(torch.randn(2, 6, 16)).backward()
+            session.step()
+        report, plan = session.report(), session._boundary.serving.plan
+    assert report["arena_plans"] == 1 and report["arena"] == "serving" and report["arena_served"] > 0
+    kinds = [plan.problem.phases[phase].kind for phase in plan.problem.buffers["lower_phase"] if phase >= 0]
+    assert Pass.NO_GRAD not in kinds and Pass.FORWARD in kinds
+
+
+def test_losses_with_validations_between_are_those_without_memplug() -> None:
+    expected = train_llama({"enabled": False}, steps=20, validate=5)
+    measured = train_llama(block(alpha=1), steps=20, validate=5)
+    assert measured.losses == expected.losses and measured.report["arena_served"] > 0
+
+
+def test_the_first_forward_with_gradients_is_not_told_as_a_change(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing that reads like a fault is logged for a validation."""
+    with caplog.at_level(logging.INFO, "memplug"):
+        run("between steps", 3).detach()
+    assert "plan of its own" not in caplog.text and "cosine" not in caplog.text

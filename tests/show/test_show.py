@@ -1,0 +1,252 @@
+"""What `memplug show` says and draws is what the trace holds: sums, maxima, places and words."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplug.profile.trace import Event, Layer, Pass, Phase, cut
+from memplug.profile.trace_file import load
+from memplug.show.groups import BEFORE, OUTSIDE, by_layer, by_phase, is_dark, phase_letters, phase_words
+from memplug.show.summary import rows, summary
+from memplug.show.timeline import runs, timeline
+from memplug.show.words import Moment, axis_unit, moment, size
+from tests.support.rows import requests
+from tests.support.show_traces import MIB, odd_trace, training_trace
+from tests.support.traces import LEGACY, Recording, recordings, training
+
+
+def test_summary_of_a_training_run():
+    trace = training_trace(layers=4, micro_batches=2, steps=3, unit_bytes=8 * MIB, base_bytes=96 * MIB)
+    facts = summary(trace)
+    # Two units of gradients a layer, and while the second backward begins, six units of activations and one on its way.
+    peak_bytes = 96 * MIB + 8 * MIB * (2 * 4 + 6 * 4 + 1)
+    assert facts["peak_bytes"] == facts["allocator_peak_bytes"] == peak_bytes
+    assert facts["replays_exactly"] is True
+    assert facts["peak_bytes_by_phase"] == {
+        "forward of micro-batch 1": 6 * 4 * 8 * MIB,
+        BEFORE: 96 * MIB,
+        "backward of micro-batch 0": 2 * 4 * 8 * MIB,
+        "backward of micro-batch 1": 8 * MIB,
+    }
+    by_layer = {f"model.layers.{i}": 8 * 8 * MIB for i in range(3)}
+    assert facts["peak_bytes_by_layer"] == {BEFORE: 96 * MIB, "model.layers.3": 9 * 8 * MIB, **by_layer}
+    operators_a_step = 1 + 2 * 2 * 4 * 5 + 2 * 4
+    assert facts["peak_at"] == {
+        "step": 0,
+        "event": facts["peak_at"]["event"],
+        "operator": 1 + 3 * 4 * 5,
+        "operator_name": "aten::mm",
+        "phase": "backward of micro-batch 1",
+        "layer": "model.layers.3",
+    }
+    assert trace.live_bytes[facts["peak_at"]["event"]] == peak_bytes
+    assert (facts["steps"], facts["step_s"]) == (3, [0.5] * 3)
+    assert (facts["operators"], facts["operators_by_step"]) == (3 * operators_a_step, [operators_a_step] * 3)
+    assert facts["top_operators"][0] == {"name": "aten::mm", "count": 3 * (2 * 4 + 2 * 4 * 5)}
+    assert facts["live_at_end_requests"] == facts["live_at_end_bytes"] == 0
+    dynamic = [request for request in requests(trace) if request.malloc_layer == trace.layers[3]]
+    assert facts["dynamic_requests"] == len(dynamic)
+    assert facts["dynamic_share"] == sum(request.nbytes for request in dynamic) / facts["requested_bytes"]
+    assert facts["fingerprint"]["digest"] == trace.fingerprint.digest()
+
+
+@given(recordings(), st.sampled_from((0, 7, 2**30)))
+def test_what_holds_the_peak_adds_up_to_it(recording, base_bytes):
+    trace = recording.trace(base_bytes=base_bytes)
+    facts = summary(trace)
+    assert facts["peak_bytes"] == max([base_bytes, *trace.live_bytes.tolist()])
+    assert sum(facts["peak_bytes_by_phase"].values()) == facts["peak_bytes"]
+    assert sum(facts["peak_bytes_by_layer"].values()) == facts["peak_bytes"]
+    assert json.loads(json.dumps(facts)) == {**facts, "fingerprint": json.loads(json.dumps(facts["fingerprint"]))}
+    assert all(isinstance(name, str) and isinstance(value, str) for name, value in rows(facts))
+
+
+def test_summary_says_by_how_much_the_replay_misses_the_allocators_counter():
+    recording = training()
+    highest = recording.trace().replayed_peak()[1]
+    words = {
+        counted: dict(rows(summary(recording.trace(peak_bytes=counted))))["  allocator's counter"]
+        for counted in (0, highest, highest + 5, highest - 1)
+    }
+    assert words[0] == "unknown, not recorded"
+    assert words[highest] == "the same, to the byte"
+    assert words[highest + 5] == f"{highest + 5:,} bytes, 5 more than the requests give"
+    assert words[highest - 1] == f"{highest - 1:,} bytes, 1 fewer than the requests give"
+
+
+def test_summary_counts_what_other_threads_free_what_stays_and_what_was_there():
+    recording = Recording()
+    freed, _ = recording.malloc(10, thread=0), recording.malloc(20, thread=1, stream=1)
+    recording.free(freed, thread=2)
+    recording.free(-1, 7)
+    facts = summary(recording.trace(base_bytes=100))
+    assert (facts["freed_by_another_thread_requests"], facts["freed_by_another_thread_bytes"]) == (1, 10)
+    assert (facts["live_at_end_requests"], facts["live_at_end_bytes"]) == (1, 20)
+    assert (facts["earlier_requests_freed"], facts["streams"], facts["base_bytes"]) == (1, 2, 100)
+
+
+def test_text_stays_short_where_there_are_many_layers():
+    text = rows(summary(training_trace(layers=40)))
+    by_layer = [name for name, _ in text].index("  by layer")
+    assert text[by_layer + 7][1].endswith(f"{41 - 7} others, at most 64.00 MiB each")
+    assert text[by_layer + 8][0] == "live at the end"
+
+
+@given(recordings(), st.sampled_from((0, 7, 2**30)), st.integers(1, 12))
+def test_both_views_of_a_timeline_add_up_to_the_replay_and_keep_its_peak(recording, base_bytes, bins):
+    trace = recording.trace(base_bytes=base_bytes)
+    line = timeline(trace, bins)
+    replayed = np.append(trace.live_bytes, base_bytes)[line.event]  # -1: before the first event
+    assert line.bytes_by_phase.sum(axis=0).tolist() == line.bytes_by_layer.sum(axis=0).tolist() == replayed.tolist()
+    event, peak_bytes = trace.replayed_peak()
+    assert (line.event[line.peak], line.in_use_bytes[line.peak]) == (event, peak_bytes)
+    assert (line.at[0], line.at[-1]) == (0, line.length)
+    assert line.length == 0 or (np.diff(line.at) > 0).all()
+    assert len(line.at) <= 4 * bins + 2
+
+
+def test_each_stretch_of_the_clock_keeps_its_highest_and_lowest_memory():
+    trace, bins = load(LEGACY[1]), 50
+    line = timeline(trace, bins)
+    assert len(line.at) < len(trace.events) / 50
+    edges = np.linspace(0, line.length, bins + 1)
+    places = np.arange(len(trace.events)) + 0.5
+    for begin, end in zip(edges, edges[1:], strict=False):
+        drawn = line.in_use_bytes[(line.at >= begin) & (line.at < end) & (line.event >= 0)]
+        replayed = trace.live_bytes[(places >= begin) & (places < end)]
+        assert (drawn.max(), drawn.min()) == (replayed.max(), replayed.min())
+
+
+def test_a_group_holds_what_its_own_phase_asked_for_until_it_is_freed():
+    trace = training_trace(layers=2, micro_batches=2)
+    line = timeline(trace)
+    requests = trace.requests
+    for group, each in enumerate(line.phases.groups[1:], start=1):
+        for sample in range(0, len(line.at), 5):
+            event = line.event[sample]
+            live = (requests["malloc_event"] <= event) & (
+                (requests["free_event"] < 0) | (requests["free_event"] > event)
+            )
+            mine = [phase_words(trace.phases[phase]) == each.label for phase in requests["malloc_phase"]]
+            assert line.bytes_by_phase[group, sample] == requests["nbytes"][live & mine].sum()
+
+
+def test_what_is_freed_from_before_is_taken_from_what_was_there_before():
+    line = timeline(odd_trace())
+    before = [group.label for group in line.phases.groups].index(BEFORE)
+    assert line.bytes_by_phase[before].tolist() == line.bytes_by_layer[before].tolist()
+    assert (line.bytes_by_phase[before, 0], line.bytes_by_phase[before, -1]) == (5 * MIB, 3 * MIB)
+
+
+def test_operators_are_the_clock_and_their_events_lie_between_them_in_order():
+    recording = Recording()
+    request = recording.malloc(1)  # before the first operator: drawn with it
+    recording.op("aten::a")
+    recording.op("aten::b")
+    recording.free(request)
+    recording.malloc(2)
+    line = timeline(recording.trace())
+    assert (line.clock, line.length) == ("operator", 2)
+    assert line.at.tolist() == [0, 0.5, 1 + 1 / 3, 1 + 2 / 3, 2]
+
+
+def test_without_operators_the_requests_are_the_clock():
+    trace = load(LEGACY[0])
+    line = timeline(trace)
+    assert (line.clock, line.length) == ("request event", len(trace.events))
+    assert line.step_starts == tuple(event for _, event, _ in trace.steps)
+
+
+@given(st.lists(st.integers(-1, 2), max_size=40), st.integers(1, 9))
+def test_runs_cover_the_clock_and_are_exact_where_they_are_few(values, at_most):
+    found = runs(np.array(values, np.int64), len(values), at_most)
+    assert len(found.start) <= max(at_most, 1)
+    edges = [0, *found.end.tolist()] if values else []
+    assert edges == ([*found.start.tolist(), len(values)] if values else [])
+    if len(found.start) < at_most:
+        spelt_out = np.repeat(found.value, found.end - found.start).tolist()
+        changes = sum(a != b for a, b in zip(values, values[1:], strict=False))
+        assert changes + 1 > at_most or spelt_out == values
+
+
+def test_many_layers_share_few_groups_in_order():
+    groups = by_layer([Layer(f"model.layers.{i}") for i in range(80)])
+    labels = [group.label for group in groups.groups]
+    assert labels[:3] == [BEFORE, OUTSIDE, "layers 0-9"] and labels[-1] == "layers 70-79"
+    assert groups.of.tolist() == [2 + i // 10 for i in range(80)] + [1], "the last entry is what -1 refers to"
+    assert len({group.colour for group in groups.groups}) == len(labels)
+
+
+@pytest.mark.parametrize(
+    "names, labels",
+    [
+        (["model.layers.7"], ["layer 7"]),
+        (["encoder"], ["encoder"]),
+        (["model.layers.1", "model.layers.10"], ["layer 1", "layer 10"]),
+        (["model.layers.0", "lm_head"], ["model.layers.0", "lm_head"]),
+        (["h.0.attn", "h.0.mlp"], ["attn", "mlp"]),
+        ([""], ["(root)"]),
+        ([f"b{i}" for i in range(10)], ["b0 to b1", "b2 to b3", "b4 to b5", "b6 to b7", "b8 to b9"]),
+    ],
+)
+def test_layers_are_named_by_what_tells_them_apart(names, labels):
+    assert [group.label for group in by_layer([Layer(name) for name in names]).groups[2:]] == labels
+
+
+def test_phases_are_stacked_by_kind_and_micro_batch_and_many_share_groups():
+    phases = [Phase(kind, i) for i in range(16) for kind in (Pass.FORWARD, Pass.BACKWARD)] + [Phase(Pass.OPTIMIZER)]
+    groups = by_phase(phases)
+    assert [group.label for group in groups.groups[:4]] == [
+        BEFORE,
+        "optimizer",
+        "forward of micro-batches 0-1",
+        "forward of micro-batches 2-3",
+    ]
+    assert len(groups.groups) == 2 + 8 + 8
+    assert groups.of[phases.index(Phase(Pass.BACKWARD, 15))] == 17
+    assert [group.label for group in by_phase([Phase(Pass.EITHER, i) for i in range(9)]).groups[1:3]] == [
+        "forward or backward 0-1",
+        "forward or backward 2-3",
+    ]
+
+
+@pytest.mark.parametrize(
+    "phase, words, letters",
+    [
+        (Phase(Pass.FORWARD, 0), "forward of micro-batch 0", "F0"),
+        (Phase(Pass.BACKWARD, 12), "backward of micro-batch 12", "B12"),
+        (Phase(Pass.BACKWARD), "backward", "B"),
+        (Phase(Pass.OPTIMIZER), "optimizer", "opt"),
+        (Phase(Pass.OTHER), "between passes", ""),
+        (Phase(Pass.EITHER, 3), "forward or backward 3", "P3"),
+    ],
+)
+def test_phases_in_words_and_in_letters(phase, words, letters):
+    assert (phase_words(phase), phase_letters(phase)) == (words, letters)
+
+
+def test_white_is_written_on_dark_colours_only():
+    assert is_dark("#000000") and is_dark("#440154") and not is_dark("#ffffff") and not is_dark("#e8d92b")
+
+
+@pytest.mark.parametrize(
+    "nbytes, words",
+    [(0, "0 bytes"), (1023, "1,023 bytes"), (1024, "1.00 KiB"), (3 * 2**19, "1.50 MiB"), (27.25 * 2**30, "27.25 GiB")],
+)
+def test_sizes_in_words(nbytes, words):
+    assert size(int(nbytes)) == words
+    assert axis_unit(int(nbytes))[0] in ("KiB", *words.split())
+
+
+def test_a_moment_names_what_ran_and_its_step_where_there_are_several():
+    trace = training(steps=2).trace()
+    event = int(np.flatnonzero(trace.events["kind"] == Event.FREE)[-1])
+    assert str(moment(trace, event)) == "step 1, backward of micro-batch 1, layers.0, aten::mul (operator 33)"
+    assert moment(cut(trace, 1), 0).step is None
+    assert moment(trace, -1) == Moment() and str(Moment()) == BEFORE
+    assert str(moment(load(LEGACY[0]), 3)) == "step 0, forward or backward 0, request event 3"

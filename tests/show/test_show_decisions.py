@@ -1,0 +1,315 @@
+"""Decisions are shown as the plan has them: in words, as JSON, as bars beside the map, and beside another plan's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from memplug.cli import app
+from memplug.plan.decisions import Decision, Learnt, Setting
+from memplug.plan.plan_file import save
+from memplug.plan.schema import MemoryPlan, memory_plan
+from memplug.show import decision_bars, layout_page
+from memplug.show.decisions import decisions, rows
+from memplug.show.layout_map import layout_map
+from memplug.show.layout_page import write_layout_page
+from memplug.show.layout_picture import write_layout_picture
+from memplug.show.layout_summary import rows as plan_rows
+from memplug.show.layout_summary import summary
+from memplug.show.plan_diff import diff
+from memplug.show.plan_diff import rows as diff_rows
+from tests.plan.test_plan_decisions import decided_plan
+from tests.support.layouts import problem_of, stacked
+
+SWAP, HALF, KEEP = Decision("aten::mm", 1.0), Decision("aten::mm", 0.5), Decision("aten::mm", 1.0, keep=True)
+MIB = 2**20
+LATE = Learnt(communicates=False, offloads_late=True, unneeded={})
+
+
+def swapping(mib: int = 3, **fields) -> Setting:
+    plan = {1: SWAP, 2: HALF, 3: KEEP, 5: KEEP}
+    amounts = {"forward_bytes": mib * MIB, "kept_bytes": 2 * MIB, "recomputed_bytes": 5 * MIB}
+    return Setting("key", **{"plan": plan, **amounts, **fields})
+
+
+def plain(mib: int = 7) -> Setting:
+    return Setting("key", plain_bytes=1, kept_bytes=mib * MIB)
+
+
+def planned(settings: dict[str, Setting], plan: MemoryPlan | None = None, **solution) -> MemoryPlan:
+    """That plan, by default one with addresses, with these settings of its regions."""
+    plan = plan or decided_plan()
+    training = decided_plan().training
+    policy = replace(training.decisions, settings=settings, solution=replace(training.decisions.solution, **solution))
+    return replace(plan, training=replace(training, decisions=policy))
+
+
+def without_addresses(plan: MemoryPlan) -> MemoryPlan:
+    problem = replace(problem_of(), fingerprint=plan.problem.fingerprint)
+    return replace(memory_plan(problem, stacked(problem)), training=plan.training)
+
+
+def layers(count: int, plains: int = 0) -> dict[str, Setting]:
+    """The last ones plain."""
+    return {f"model.layers.{at}": plain() if at >= count - plains else swapping(3 + at % 2) for at in range(count)}
+
+
+# -- numbers and words -------------------------------------------------------------------------------------------------
+
+
+def test_numbers_are_those_of_the_plan():
+    plan = decided_plan()
+    facts, policy = decisions(plan), plan.training.decisions
+    first, second = facts["regions"]
+    assert first["name"] == "layers.0" and not first["plain"] and second["name"] == "layers.1" and second["plain"]
+    assert (first["swapped_by_rows_operators"], first["kept_operators"], first["swapped_whole_operators"]) == (1, 1, 0)
+    assert (facts["step_s"], facts["host_bytes"], facts["device_bytes"], facts["bound"]) == (3.0, 4, 5, "none")
+    assert facts["peak_bytes"] == policy.peak_bytes and facts["full_recomputation_s"] == policy.full_recomputation_s
+    assert (facts["run"], facts["program_operators"], facts["inputs"]) == ("20261123T1-a", 3, ["int64[1, 8]"])
+    assert (facts["d2h_bytes_per_s"], facts["h2d_bytes_per_s"]) == (5e10, 0.0)
+
+
+def test_totals_are_the_sums_over_regions_and_bytes_those_of_one_forward():
+    facts = decisions(planned({"layers.0": swapping(), "layers.1": swapping(4, learnt=LATE), "layers.2": plain()}))
+    names = ("swapped_bytes", "kept_bytes", "recomputed_bytes", "offloads_late_bytes")
+    assert [facts[name] // MIB for name in names] == [7, 11, 10, 4]
+    operators = ("swapped_whole_operators", "swapped_by_rows_operators", "kept_operators", "plain_regions")
+    assert [facts[name] for name in operators] == [2, 2, 4, 1]
+    assert [region["kept_bytes"] // MIB for region in facts["regions"]] == [2, 2, 7]
+
+
+def test_regions_are_in_the_order_of_their_numbers_whatever_they_run():
+    names = ["model.layers.10", "model.layers.0", "model.layers.2", "head", "model.layers.1"]
+    facts = decisions(planned(dict.fromkeys(names, swapping())))
+    shown = [region["name"] for region in facts["regions"]]
+    assert shown == ["model.layers.0", "model.layers.1", "model.layers.2", "model.layers.10", "head"]
+
+
+@pytest.mark.parametrize("changes", [None, {"decisions": None, "program": None}])
+def test_a_plan_without_decisions_has_none_to_show(changes, tmp_path):
+    plan = decided_plan()
+    plan = replace(plan, training=None if changes is None else replace(plan.training, **changes))
+    facts = summary(plan)
+    assert facts["decisions"] is None and decision_bars.bars(plan) is None
+    assert not {"made by", "decisions"} & dict(plan_rows(facts)).keys()
+    assert diff(plan, plan)["decisions"] is None and "decisions" not in dict(diff_rows(diff(plan, plan)))
+
+
+def test_words_say_what_is_swapped_kept_and_recomputed_and_what_it_promises():
+    plan = planned(layers(6, plains=2), step_s=0.0125, host_bytes=3 * MIB, bound="host")
+    words = dict(rows(decisions(plan)))
+    assert words["decisions"] == "14.00 MiB swapped, 22.00 MiB kept, 20.00 MiB recomputed in one forward of 6 regions"
+    assert words["captured operators"] == "4 swapped whole, 4 by rows, 8 kept"
+    assert words["predicted step"].startswith("12.50 ms") and words["  full recomputation"] == "4.500 s"
+    assert (words["host memory"], words["bound by"], words["predicted peak"]) == (
+        "3.00 MiB",
+        "host",
+        "7 bytes on the device",
+    )
+    assert words["link"] == "50.0 GB/s to the host, 0.0 GB/s to the device"
+    lines = [value for _, value in rows(decisions(plan))]
+    assert "layer 0: 3.00 MiB swapped, 2.00 MiB kept, 5.00 MiB recomputed" in lines
+    assert "layers 4-5: 7.00 MiB kept each, as without memplug" in lines
+    late = dict(rows(decisions(planned({"layers.0": swapping(learnt=LATE)}))))
+    assert late["  only if needed"] == "3.00 MiB of what is swapped" and "  only if needed" not in words
+    assert late["  by region"].endswith("offloaded only if needed")
+
+
+def test_many_unlike_regions_take_few_lines_that_add_up():
+    found = rows(decisions(planned(layers(80))))
+    assert len(found) < 25
+    assert found[-1][1] == "73 others: 256.00 MiB swapped, 146.00 MiB kept, 365.00 MiB recomputed in all"
+
+
+def test_without_addresses_nothing_is_said_of_them():
+    plan = without_addresses(planned(layers(3)))
+    words = dict(plan_rows(summary(plan)))
+    assert not {"arena", "requests", "fragmentation", "lower bound", "planner", "streams"} & words.keys()
+    assert words["addresses"].startswith("none") and "decisions" in words
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object):
+    shown = CliRunner().invoke(app, [*map(str, arguments)])
+    assert shown.exit_code == 0, shown.output
+    return shown.stdout
+
+
+@pytest.mark.parametrize("addresses", [True, False])
+def test_show_prints_and_draws_decisions(addresses, tmp_path):
+    plan = planned(layers(3, plains=1))
+    plan = plan if addresses else without_addresses(plan)
+    file, png, page = (tmp_path / name for name in ("plan.json", "a.png", "a.html"))
+    save(plan, file)
+    facts = json.loads(run("show", file, "--json"))["decisions"]
+    assert facts == json.loads(json.dumps(decisions(plan)))
+    text = run("show", file, "--png", png, "--html", page)
+    assert "run 20261123T1-a" in text and "layer 2: 7.00 MiB kept, as without memplug" in text
+    assert ("arena" in text.replace("no arena", "")) == addresses
+    assert png.read_bytes()[:4] == b"\x89PNG" and "model.layers.2: 7.00 MiB kept" in page.read_text()
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def test_bars_have_every_byte_of_every_region():
+    drawn = decision_bars.bars(planned(layers(5, plains=2)))
+    assert [group.label for group in drawn.groups] == ["swapped", "kept", "kept, as without memplug", "recomputed"]
+    assert drawn.unit == "MiB" and drawn.names == ("0", "1", "2", "3", "4")
+    expected = [[3, 4, 3, 0, 0], [2, 2, 2, 0, 0], [0, 0, 0, 7, 7], [5, 5, 5, 0, 0]]
+    assert drawn.amounts.tolist() == expected
+    assert drawn.words[3] == "model.layers.3: 7.00 MiB kept, as without memplug"
+
+
+@pytest.mark.parametrize("count", [1, 2, 40, 80, 200])
+def test_labels_of_many_regions_do_not_touch(count):
+    drawn = decision_bars.bars(planned(layers(count)))
+    assert len(drawn.names) == count and min(count, 20) <= len(drawn.labelled) <= 40 and drawn.labelled[0] == 0
+
+
+def pixels(plan: MemoryPlan, path) -> np.ndarray:
+    import matplotlib.image
+
+    write_layout_picture(plan, path)
+    return np.round(255 * matplotlib.image.imread(path)[..., :3]).astype(int)
+
+
+def area(image: np.ndarray, colour: str) -> tuple[int, float]:
+    """Pixels of a colour, and where their first one is: a share of the width."""
+    rgb = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    found = (image == rgb).all(axis=2)
+    return int(found.sum()), float(found.any(axis=0).argmax() / image.shape[1])
+
+
+@pytest.mark.parametrize("addresses", [True, False])
+@pytest.mark.parametrize("count", [2, 80])
+def test_a_picture_has_bars_as_long_as_their_bytes(count, addresses, tmp_path):
+    plan = planned({f"layers.{at}": swapping(4) for at in range(count)})
+    plan = plan if addresses else without_addresses(plan)
+    image = pixels(plan, tmp_path / "a.png")
+    assert image.shape[:2] == (1045, 1650)
+    colours = {group.label: group.colour for group in decision_bars.bars(plan).groups}
+    areas = {label: area(image, colour)[0] for label, colour in colours.items()}
+    assert areas["swapped"] / areas["kept"] == pytest.approx(2, rel=0.1)
+    assert areas["recomputed"] / areas["kept"] == pytest.approx(2.5, rel=0.1)
+    begin = area(image[: -image.shape[0] // 8], colours["swapped"])[1]
+    assert (begin > 0.6) == addresses, "right of the map, or all there is"
+    bare = pixels(replace(plan, training=None), tmp_path / "b.png")
+    assert area(bare, colours["swapped"])[0] == area(bare, colours["kept"])[0] == 0
+
+
+def figure_of(plan: MemoryPlan) -> dict:
+    made = layout_page._of_addresses(plan, layout_map(plan), decision_bars.bars(plan))
+    return json.loads(made.to_json())
+
+
+def test_a_page_has_the_bars_on_axes_of_their_own_beside_the_map():
+    with_bars, bare = figure_of(planned(layers(3, plains=1))), figure_of(replace(decided_plan(), training=None))
+    bars = [trace for trace in with_bars["data"] if trace.get("yaxis") == "y5"]
+    assert [trace["name"] for trace in bars] == ["swapped", "kept", "kept, as without memplug", "recomputed"]
+    layout = with_bars["layout"]
+    assert layout["yaxis2"] == bare["layout"]["yaxis2"] and layout["yaxis2"]["title"]["text"].startswith("address")
+    axes = [layout[f"xaxis{at}"]["domain"] for at in ("", 2, 3, 4)]
+    assert max(domain[1] for domain in axes) < layout["legend"]["x"] < layout["xaxis5"]["domain"][0]
+    assert layout["yaxis5"]["range"][0] > layout["yaxis5"]["range"][1] and layout["yaxis5"]["ticktext"][0] == "0"
+    assert "xaxis5" not in bare["layout"] and bare["layout"]["xaxis2"]["domain"] == [0, 1]
+    for button in layout["updatemenus"][0]["buttons"]:
+        visible = button["args"][0]["visible"]
+        assert len(visible) == len(with_bars["data"]) and all(visible[-len(bars) :]), "the switch is the map's alone"
+
+
+def test_names_of_regions_are_text_in_a_page_and_in_a_picture(tmp_path):
+    plan = planned({"<b>$\\frac$</b>": swapping(), "<b>$b^$</b>": plain()})
+    for each in (plan, without_addresses(plan)):
+        write_layout_page(each, tmp_path / "a.html")
+        page = (tmp_path / "a.html").read_text()
+        assert "&lt;b&gt;" in page.replace("\\u0026", "&") and "<b>$" not in page.replace("\\u003c", "<")
+        pixels(each, tmp_path / "a.png")
+
+
+def test_a_page_without_addresses_has_no_map(tmp_path):
+    write_layout_page(without_addresses(planned(layers(2))), tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text()
+    assert "yaxis5" in page and '<script id="facts"' not in page and "without addresses" in page
+
+
+# -- two plans ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_decides_the_same_as_itself():
+    facts = diff(plan := planned(layers(4, plains=1)), plan)["decisions"]
+    assert facts["changed"] == [] and facts["a"] == facts["b"] and facts["regions"] == 4
+    assert dict(diff_rows(diff(plan, plan)))["decisions"] == "the same in both"
+
+
+@pytest.mark.parametrize(
+    ("change", "operators"),
+    [
+        ({"plan": {1: SWAP, 2: HALF, 3: KEEP, 5: HALF}}, 1),
+        ({"plan": {1: SWAP, 2: Decision("aten::mm", 0.25), 3: KEEP}}, 2),
+        ({"plan": None, "plain_bytes": 9}, 4),
+        ({"swaps_input": False}, 0),
+        ({"plan": {}}, 4),
+    ],
+)
+def test_a_region_that_is_decided_otherwise_is_named(change, operators):
+    settings = layers(4)
+    other = {**settings, "model.layers.2": replace(settings["model.layers.2"], **change)}
+    facts = diff(planned(settings), planned(other))["decisions"]
+    (changed,) = facts["changed"]
+    assert changed["name"] == "model.layers.2" and changed["changed_operators"] == operators
+    assert facts["changed_regions"] == 1
+    back = diff(planned(other), planned(settings))["decisions"]["changed"][0]
+    assert (back["a"], back["b"], back["changed_operators"]) == (changed["b"], changed["a"], operators)
+
+
+def test_other_bytes_alone_are_no_other_decision():
+    facts = diff(planned({"layers.0": swapping(3)}), planned({"layers.0": swapping(6)}))["decisions"]
+    assert facts["changed"] == [] and facts["b"]["swapped_bytes"] == 2 * facts["a"]["swapped_bytes"] == 6 * MIB
+
+
+def test_regions_of_one_plan_alone_are_changed():
+    facts = diff(planned(layers(2)), planned(layers(3)))
+    (changed,) = facts["decisions"]["changed"]
+    assert changed["name"] == "model.layers.2" and changed["a"] is None and changed["b"]["swapped_bytes"] == 3 * MIB
+    assert "only in B, 3.00 MiB swapped" in dict(diff_rows(facts))["  by region"]
+
+
+def test_costs_are_set_side_by_side_in_words():
+    a = planned(layers(4), step_s=2.0, host_bytes=4 * MIB, bound="none")
+    b = planned(layers(4, plains=2), step_s=1.5, host_bytes=2 * MIB, bound="host")
+    words = dict(diff_rows(diff(a, b)))
+    assert words["decisions"] == "changed in 2 of 4 regions"
+    assert words["  swapped"] == "14.00 MiB in A, 7.00 MiB in B: 7.00 MiB less, -50.00%"
+    assert words["  kept"] == "8.00 MiB in A, 18.00 MiB in B: 10.00 MiB more, +125.00%"
+    assert words["  recomputed"] == "20.00 MiB in A, 10.00 MiB in B: 10.00 MiB less, -50.00%"
+    assert words["predicted step"] == "2.000 s in A, 1.500 s in B: 500.00 ms less, -25.00%"
+    assert words["predicted peak"] == "7 bytes in both"
+    assert words["host memory"] == "4.00 MiB in A, 2.00 MiB in B: 2.00 MiB less, -50.00%"
+    assert words["bound by"] == "nothing in A, host in B"
+
+
+def test_a_plan_with_decisions_is_compared_with_one_without(tmp_path):
+    a, b = planned(layers(2)), replace(decided_plan(), training=None)
+    facts = diff(a, b)
+    assert facts["decisions"]["b"] is None and facts["decisions"]["a"]["swapped_bytes"] == 7 * MIB
+    words = dict(diff_rows(facts))
+    assert words["decisions"] == "only in A, of 2 regions" and words["  swapped"] == "7.00 MiB"
+    save(a, tmp_path / "a.json")
+    save(b, tmp_path / "b.json")
+    assert json.loads(run("diff", tmp_path / "a.json", tmp_path / "b.json", "--json"))["decisions"]["b"] is None
+    assert "only in A, of 2 regions" in run("diff", tmp_path / "a.json", tmp_path / "b.json")
+
+
+def test_addresses_of_one_plan_alone_are_not_compared_request_by_request():
+    a, b = planned(layers(2)), without_addresses(planned(layers(2)))
+    words = dict(diff_rows(diff(a, b)))
+    assert words["addresses"].startswith("only in A: 4 requests") and "height" not in words and "resized" not in words
+    assert dict(diff_rows(diff(b, b)))["addresses"] == "none in both"
+    assert "addresses" not in dict(diff_rows(diff(a, a)))

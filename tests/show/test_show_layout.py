@@ -1,0 +1,209 @@
+"""The map of a plan shows that plan: its rectangles, its curve, and what lies under the pointer."""
+
+import base64
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from typer.testing import CliRunner
+
+from memplug.cli import app
+from memplug.errors import MemplugError
+from memplug.plan.layout import search
+from memplug.plan.layout.from_trace import last_step
+from memplug.plan.layout.from_trace import problem_of as problem_of_trace
+from memplug.plan.layout.problem import Problem, Solution, buffers
+from memplug.plan.plan_file import save
+from memplug.plan.schema import MemoryPlan, memory_plan
+from memplug.profile.trace import Fingerprint, Layer, Pass, Phase
+from memplug.profile.trace_file import load
+from memplug.show.layout_map import largest, layout_map, raster
+from memplug.show.layout_page import write_layout_page
+from memplug.show.layout_picture import write_layout_picture
+from memplug.show.layout_summary import rows, summary
+from tests.support.layouts import memory_plans, problem_of, stacked
+from tests.support.traces import DATA
+
+
+@pytest.fixture(scope="module")
+def recorded() -> MemoryPlan:
+    problem = problem_of_trace(last_step(load(DATA / "llama7b_long_ckpt.npz")))
+    return memory_plan(problem, search.solve(problem, improve=False))
+
+
+def named(**fields) -> MemoryPlan:
+    """Two phases, two layers with names that are markup, and text ids."""
+    problem = problem_of((0, 6, 512), (1, 3, 1024), (3, 9, 1024))
+    table = problem.buffers.copy()
+    table["lower_phase"], table["upper_phase"] = [0, 0, 1], [1, 0, 1]
+    table["lower_layer"], table["upper_layer"] = [0, 1, 1], [0, 1, -1]
+    problem = Problem(
+        buffers=table,
+        ids=np.array(["</script>", "b", "c"]),
+        phases=(Phase(Pass.FORWARD, 0), Phase(Pass.BACKWARD, 0)),
+        layers=(Layer("layers.0"), Layer("<b>layers.1</b>")),
+        fingerprint=Fingerprint(model="<i>Llama</i>"),
+        **fields,
+    )
+    return memory_plan(problem, stacked(problem))
+
+
+@given(memory_plans())
+def test_the_raster_has_the_group_of_the_request_at_each_address_and_time(plan):
+    drawn = layout_map(plan)
+    if not plan.solution.height:
+        return
+    groups, of = next(iter(drawn.views.values()))
+    span, height = drawn.end - drawn.begin, plan.solution.height
+    pixels = raster(drawn, of + 1, height, (height, span))
+    expected = np.zeros((height, span), np.uint8)
+    for row, offset in enumerate(plan.solution.offsets.tolist()):
+        buffer = plan.problem.buffer(row)
+        expected[offset : offset + buffer.size, buffer.lower - drawn.begin : buffer.upper - drawn.begin] = of[row] + 1
+    assert np.array_equal(pixels, expected) and of.max() < len(groups)
+
+
+def test_what_is_smaller_than_a_pixel_has_one_and_does_not_cover_what_lives_long():
+    plan = memory_plan(problem := problem_of((0, 1000, 1000), (500, 501, 1), (700, 702, 5)), stacked(problem))
+    drawn = layout_map(plan)
+    pixels = raster(drawn, np.array([1, 2, 3]), plan.solution.height, (10, 10))
+    assert (pixels[:9] == 1).all() and set(np.unique(pixels[9])) <= {1, 2, 3} and 3 not in pixels[:9]
+    brief = memory_plan(problem := problem_of((0, 1000, 500), (400, 401, 500)), stacked(problem))
+    pixels = raster(layout_map(brief), np.array([1, 2]), 1000, (10, 10))
+    assert (pixels[:5] == 1).all() and (pixels[5:, 4] == 2).all() and (pixels[5:] > 0).sum() == 5
+    assert raster(drawn, np.array([1, 2, 3]), 2000, (2000, 1000))[1000, 500] == 2
+
+
+def test_the_curve_has_the_peak_and_the_largest_are_those_of_the_most_area(recorded):
+    drawn = layout_map(recorded)
+    assert drawn.live[drawn.peak] == recorded.problem.lower_bound == drawn.live.max()
+    area = (drawn.upper - drawn.lower) * (drawn.stop - drawn.start)
+    chosen = largest(drawn, 20)
+    assert len(chosen) == 20 and area[chosen].min() >= np.delete(area, chosen).max()
+    assert len(drawn.phase_runs.value) == len(recorded.problem.phases) and len(drawn.layer_runs.value) > 8
+
+
+def picture(plan: MemoryPlan, path) -> np.ndarray:
+    import matplotlib.image
+
+    write_layout_picture(plan, path)
+    return matplotlib.image.imread(path)
+
+
+@pytest.mark.parametrize("made", ["recorded", "named", "empty", "one", "csv"])
+def test_pictures_and_pages_are_made_of_any_plan(made, recorded, tmp_path):
+    problems = {"empty": problem_of(), "one": problem_of((5, 9, 100)), "csv": problem_of((0, 9, 7), (2, 5, 9000))}
+    plan = recorded if made == "recorded" else named() if made == "named" else None
+    if plan is None:
+        plan = memory_plan(problems[made], stacked(problems[made]))
+    image = picture(plan, tmp_path / "map.png")
+    assert image.shape[:2] == (1045, 1650)
+    # A coloured map, not only text: a good part is neither white nor grey.
+    coloured = (image[..., :3].max(axis=2) - image[..., :3].min(axis=2) > 0.15).mean()
+    assert coloured > 0.1 if made in ("recorded", "named", "one") else coloured >= 0
+    write_layout_page(plan, tmp_path / "map.html")
+    assert (tmp_path / "map.html").stat().st_size < 12e6
+
+
+def facts_of(page: str) -> dict:
+    return json.loads(re.search(r'<script id="facts" type="application/json">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def unpacked(packed: list[str]) -> list[int]:
+    kind, text = packed
+    return np.frombuffer(base64.b64decode(text), {"Int32Array": "<i4", "Float64Array": "<f8"}[kind]).tolist()
+
+
+def test_a_page_needs_no_network_and_knows_every_request(recorded, tmp_path):
+    write_layout_page(recorded, tmp_path / "map.html")
+    page = (tmp_path / "map.html").read_text()
+    assert not re.search(r'<(script|link|img)[^>]*(src|href)="http', page)
+    facts, table = facts_of(page), recorded.problem.buffers
+    assert unpacked(facts["lower"]) == table["lower"].tolist() and unpacked(facts["upper"]) == table["upper"].tolist()
+    assert unpacked(facts["start"]) == recorded.solution.offsets.tolist()
+    assert unpacked(facts["nbytes"]) == table["size"].tolist()
+    assert unpacked(facts["numbers"]) == recorded.problem.ids.tolist()
+    assert [facts["layers"][index] for index in (0, 7)] == ["layers.0", "layers.7"]
+
+
+def test_names_are_text_in_a_page_whatever_they_hold(tmp_path):
+    write_layout_page(named(), tmp_path / "map.html")
+    page = (tmp_path / "map.html").read_text()
+    assert facts_of(page)["names"][0] == "</script>" and facts_of(page)["layers"][1] == "<b>layers.1</b>"
+    head = page.split("<body>")[0]
+    assert "<i>Llama</i>" not in head and "&lt;i&gt;Llama" in head
+    assert "<b>layers.1</b>" not in page.replace("\\u003c", "<").split("application/json")[0]
+
+
+def test_three_hundred_thousand_requests_stay_small_enough_to_open(tmp_path):
+    count = 300_000
+    lower = np.arange(count) * 2
+    table = buffers(np.stack([lower, lower + 1 + np.arange(count) % 3000, np.full(count, 512)], axis=1))
+    offsets = np.arange(count) % 3001 * 512
+    problem = Problem(buffers=table, phases=(Phase(Pass.FORWARD, 0),), layers=(Layer("layers.0"),))
+    plan = memory_plan(problem, Solution(offsets=offsets, height=3001 * 512, planner="test"))
+    write_layout_page(plan, tmp_path / "map.html")
+    assert (tmp_path / "map.html").stat().st_size < 25e6
+
+
+@pytest.mark.parametrize(("write", "package"), [(write_layout_page, "plotly"), (write_layout_picture, "matplotlib")])
+def test_without_its_package_a_view_says_what_to_install(write, package, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MemplugError, match=f"needs {package}") as raised:
+        write(named(), tmp_path / "view")
+    assert "memplug[pictures]" in raised.value.advice
+
+
+def test_a_summary_adds_up(recorded):
+    facts = summary(recorded)
+    assert facts["requests"] == 1284 and facts["height_bytes"] == recorded.solution.height
+    for held in (facts["peak_bytes_by_phase"], facts["peak_bytes_by_layer"]):
+        assert sum(held.values()) == facts["lower_bound_bytes"]
+    assert facts["outliving_requests"] == 2 and facts["outliving_bytes"] == 2 * 524288
+    text = "\n".join(" ".join(row) for row in rows(facts))
+    assert "1,284" in text and "29.47 GiB" in text and "fragmentation 0.0000%" in text
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, ["show", *map(str, arguments)])
+
+
+def test_show_tells_a_plan_from_a_trace(recorded, tmp_path):
+    save(recorded, tmp_path / "plan.json")
+    shown = run(tmp_path / "plan.json", "--json")
+    assert shown.exit_code == 0 and json.loads(shown.stdout)["height_bytes"] == recorded.solution.height
+    assert "arena" in run(tmp_path / "plan.json").stdout
+    trace = run(DATA / "llama7b_long_ckpt.npz", "--json")
+    assert "operators" in json.loads(trace.stdout)
+
+
+def test_show_draws_a_plan(recorded, tmp_path):
+    save(recorded, tmp_path / "plan.json")
+    shown = run(tmp_path / "plan.json", "--png", tmp_path / "a.png", "--html", tmp_path / "a.html")
+    assert shown.exit_code == 0, shown.stderr
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG" and "facts" in (tmp_path / "a.html").read_text()
+
+
+@pytest.mark.parametrize("option", [("--snapshot", "x"), ("--chrome", "x"), ("--step", "0")])
+def test_what_is_for_traces_alone_is_refused_for_a_plan(recorded, tmp_path, option):
+    save(recorded, tmp_path / "plan.json")
+    shown = run(tmp_path / "plan.json", *option)
+    assert shown.exit_code == 2 and option[0] in shown.stderr and "traces" in shown.stderr
+
+
+def test_a_damaged_plan_is_refused(recorded, tmp_path):
+    save(recorded, tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(
+        text.replace('"planner":"search"', '"planner":"magic"').replace('"search"', '"magic"')
+    )
+    shown = run(tmp_path / "plan.json")
+    assert shown.exit_code == 1 and "What to do" in shown.stderr

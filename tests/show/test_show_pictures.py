@@ -1,0 +1,213 @@
+"""The page and the picture of `memplug show`, read back: plotly's data, and pixels."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import struct
+import sys
+from html import unescape
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from memplug.errors import MemplugError
+from memplug.profile.trace_file import load
+from memplug.show.page import write_page
+from memplug.show.picture import write_picture
+from memplug.show.timeline import timeline
+from tests.support.show_traces import MIB, odd_trace, training_trace
+from tests.support.traces import LEGACY, Recording
+
+
+class Page:
+    """What the script of a page gives to plotly."""
+
+    def __init__(self, path) -> None:
+        self.text = path.read_text(encoding="utf-8")
+        start = self.text.index("[", self.text.rindex("Plotly.newPlot("))
+        self.data, end = json.JSONDecoder().raw_decode(self.text, start)
+        self.layout, _ = json.JSONDecoder().raw_decode(self.text, self.text.index("{", end))
+
+    def named(self, **properties) -> list[dict]:
+        return [each for each in self.data if properties.items() <= each.items()]
+
+
+def numbers(values) -> np.ndarray:
+    if isinstance(values, dict):
+        return np.frombuffer(base64.b64decode(values["bdata"]), values["dtype"])
+    return np.array(values)
+
+
+@pytest.fixture
+def page(tmp_path):
+    def write(trace) -> Page:
+        write_page(trace, tmp_path / "page.html")
+        return Page(tmp_path / "page.html")
+
+    return write
+
+
+def test_page_needs_nothing_from_elsewhere_and_is_the_same_each_time(page):
+    text = page(training_trace()).text
+    assert page(training_trace()).text == text
+    outside_of_scripts = re.sub(r"<script.*?</script>", "", text, flags=re.S)
+    assert not re.search(r"\bsrc\s*=|\bhref\s*=|@import|url\(", outside_of_scripts)
+    assert not re.search(r"<script[^>]*\ssrc\s*=", text)
+    assert len(text) > 4_000_000, "plotly is inside"
+
+
+@pytest.mark.parametrize("trace", [training_trace(layers=12, steps=2), load(LEGACY[0]), odd_trace()])
+def test_page_holds_memory_in_use_in_both_views_and_the_exact_peak(page, trace):
+    written, line = page(trace), timeline(trace)
+    (total,) = written.named(name="in use")
+    unit_bytes = {"GiB": 2**30, "MiB": MIB, "KiB": 2**10}[written.layout["yaxis"]["title"]["text"].split()[-1]]
+    assert (numbers(total["x"]) == line.at).all()
+    # Division by a power of two is exact.
+    assert (numbers(total["y"]) * unit_bytes == line.in_use_bytes).all()
+    for stack, groups in (("phases", line.phases.groups), ("layers", line.layers.groups)):
+        bands = written.named(stackgroup=stack)
+        assert (sum(numbers(band["y"]) for band in bands) * unit_bytes == line.in_use_bytes).all()
+        assert {band["name"]: band["fillcolor"] for band in bands}.items() <= {
+            g.label: g.colour for g in groups
+        }.items()
+        assert all(band["line"]["shape"] == "hv" and (numbers(band["x"]) == line.at).all() for band in bands)
+    event, peak_bytes = trace.replayed_peak()
+    (mark,) = written.layout["annotations"]
+    assert mark["y"] * unit_bytes == peak_bytes and mark["x"] == line.at[line.event == event][0]
+    assert mark["text"].startswith("peak ")
+
+
+def test_page_switches_between_the_views_and_says_what_it_shows(page):
+    trace = training_trace()
+    written = page(trace)
+    by_phase, by_layer = written.layout["updatemenus"][0]["buttons"]
+    assert (by_phase["label"], by_layer["label"]) == ("by phase", "by layer")
+    for button, shown, hidden in ((by_phase, "phases", "layers"), (by_layer, "layers", "phases")):
+        visible = dict(zip(map(id, written.data), button["args"][0]["visible"], strict=True))
+        assert all(visible[id(band)] for band in written.named(stackgroup=shown))
+        assert not any(visible[id(band)] for band in written.named(stackgroup=hidden))
+        assert all(visible[id(each)] for each in written.data if "stackgroup" not in each)
+    assert [band["visible"] for band in written.named(stackgroup="layers")] == [False] * 6
+    assert "Stack, 1 recorded step, NVIDIA H200, rank 3 of 8" in written.layout["title"]["text"]
+    assert written.layout["xaxis3"]["title"]["text"] == "operator, running number"
+    assert written.layout["yaxis"]["title"]["text"] == "memory in use, MiB"
+
+
+def test_page_tells_on_hover_what_ran_and_how_much_was_in_use(page):
+    trace = training_trace()
+    (total,) = page(trace).named(name="in use")
+    line = timeline(trace)
+    peak = f"backward of micro-batch 1, model.layers.3, aten::mm (operator {1 + 3 * 4 * 5:,})"
+    assert total["customdata"][line.peak] == peak
+    assert total["hovertemplate"].startswith("<b>%{y:.3f} MiB</b>")
+
+
+def test_page_has_what_ran_along_the_axis(page):
+    trace = training_trace(layers=3, micro_batches=2)
+    phases, layers = page(trace).named(type="bar")
+    assert phases["text"] == ["", "F0", "B0", "F1", "B1", "opt"]
+    starts, lengths = numbers(phases["base"]), numbers(phases["x"])
+    assert (starts[1:] == (starts + lengths)[:-1]).all() and starts[0] == 0
+    assert (starts + lengths)[-1] == len(trace.operators)
+    assert layers["text"] == ["0", "1", "2", "2", "1", "0"] * 2
+    assert layers["customdata"][2] == "model.layers.2 (dynamic)"
+
+
+def test_page_of_300_000_events_stays_small_and_keeps_the_peak(page):
+    trace = training_trace(layers=80, micro_batches=8, steps=16)
+    assert len(trace.events) > 300_000
+    written = page(trace)
+    assert len(written.text.encode()) < 8_000_000
+    (total,) = written.named(name="in use")
+    assert numbers(total["y"]).max() * 2**30 == trace.peak_bytes
+    assert len(written.layout["shapes"]) == 15, "steps, not 16 × 17 phases"
+
+
+def test_names_cannot_break_out_of_the_page(page):
+    written = page(odd_trace())
+    assert "</script><b>" not in written.text
+    title = re.search("<title>(.*?)</title>", written.text).group(1)
+    assert "<" not in title and unescape(title) == "Memory in use: <Model>$"
+    shown = [*written.named(name="in use")[0]["customdata"], written.layout["annotations"][0]["text"]]
+    assert not any("<" in text for text in shown)
+
+
+@pytest.fixture
+def pixels(tmp_path):
+    """uint8[height, width, 3]."""
+
+    def write(trace) -> np.ndarray:
+        write_picture(trace, tmp_path / "picture.png")
+        content = (tmp_path / "picture.png").read_bytes()
+        assert content[:8] == b"\x89PNG\r\n\x1a\n"
+        assert struct.unpack(">II", content[16:24]) == (1650, 1045)
+        return (matplotlib.image.imread(io.BytesIO(content))[:, :, :3] * 255).round().astype(np.uint8)
+
+    return write
+
+
+def colour(text: str) -> list[int]:
+    return [int(text[i : i + 2], 16) for i in (1, 3, 5)]
+
+
+def test_picture_shows_every_group_in_its_colour_as_high_as_it_is(pixels):
+    trace = training_trace(layers=4, micro_batches=2, base_bytes=512 * MIB)
+    image, line = pixels(trace), timeline(trace)
+    # Without the legends beside, and the strips below.
+    above, below = image[:520, :1300], image[520:900, :1300]
+    for half, groups, levels in (
+        (above, line.phases.groups, line.bytes_by_phase),
+        (below, line.layers.groups, line.bytes_by_layer),
+    ):
+        heights = {
+            group.label: int((half == colour(group.colour)).all(axis=2).sum(axis=0).max())
+            for group, level in zip(groups, levels, strict=True)
+            if level.max() > 30 * MIB
+        }
+        scale = heights["before the recording"] / 512
+        assert len(heights) >= 4 and scale > 0.3
+        for group, level in zip(groups, levels, strict=True):
+            if group.label in heights:
+                assert heights[group.label] == pytest.approx(scale * level.max() / MIB, abs=4), group.label
+
+
+def test_picture_has_no_trace_of_a_group_where_it_holds_nothing(pixels):
+    recording = Recording()
+    for i in range(30):
+        recording.op("aten::mm")
+        recording.layer("late" if i > 20 else None)
+        recording.malloc(MIB if i == 29 else 0)
+    image = pixels(recording.trace(base_bytes=8 * MIB)).astype(int)
+    in_front = image[520:900, 60:500]
+    assert (in_front.max(axis=2) - in_front.min(axis=2) < 8).all(), "grey before the recording, and nothing else"
+
+
+@pytest.mark.parametrize("trace", [Recording().trace(), odd_trace(), load(LEGACY[1])])
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_picture_can_be_drawn_of_anything(pixels, trace):
+    image = pixels(trace)
+    colours = image.reshape(-1, 3).astype(int) @ [1, 1 << 8, 1 << 16]
+    assert len(set(colours.tolist())) > 2
+
+
+def test_picture_leaves_the_global_state_of_matplotlib_alone(pixels):
+    before = dict(matplotlib.rcParams)
+    pixels(training_trace())
+    assert dict(matplotlib.rcParams) == before
+    if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
+        assert pyplot.get_fignums() == []
+
+
+@pytest.mark.parametrize("package, write", [("plotly", write_page), ("matplotlib", write_picture)])
+def test_without_the_package_one_sentence_says_what_to_install(tmp_path, monkeypatch, package, write):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MemplugError) as caught:
+        write(training_trace(), tmp_path / "file")
+    assert package in caught.value.problem and "pip install 'memplug[pictures]'" in caught.value.advice
+    assert not (tmp_path / "file").exists()

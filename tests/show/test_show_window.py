@@ -1,0 +1,87 @@
+"""Both pages of `memplug show` fill the window without scrolling, and every number under the pointer has its unit."""
+
+import json
+import re
+
+import pytest
+
+from memplug.plan.schema import memory_plan
+from memplug.show.layout_page import write_layout_page
+from memplug.show.page import write_page
+from tests.support.layouts import problem_of, stacked
+from tests.support.show_traces import training_trace
+
+
+@pytest.fixture(scope="module", params=["trace", "plan", "csv"])
+def page(request, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    if request.param == "trace":
+        write_page(training_trace(), path)
+    else:
+        write_layout_page(phased_plan() if request.param == "plan" else csv_plan(), path)
+    return path.read_text(encoding="utf-8")
+
+
+def csv_plan():
+    problem = problem_of((0, 9, 7 << 20), (2, 5, 9 << 20))
+    return memory_plan(problem, stacked(problem))
+
+
+def phased_plan():
+    from memplug.plan.layout import search
+    from memplug.plan.layout.from_trace import last_step, problem_of
+
+    problem = problem_of(last_step(training_trace()))
+    return memory_plan(problem, search.solve(problem, improve=False))
+
+
+def figure_of(page: str) -> tuple[list[dict], dict, dict]:
+    """The data, layout and configuration that the page gives to plotly."""
+    decoder, at, found = json.JSONDecoder(), page.rindex("Plotly.newPlot("), []
+    for bracket in "[{{":
+        value, at = decoder.raw_decode(page, page.index(bracket, at))
+        found.append(value)
+    return tuple(found)
+
+
+def markup_of(page: str) -> str:
+    return re.sub(r"<script.*?</script>", "", page, flags=re.S)
+
+
+def test_a_page_is_exactly_as_high_as_the_window(page):
+    markup = markup_of(page)
+    assert re.search(r"<style>[^<]*\bbody \{margin: 0\}", markup), "a browser's own margins would make it scroll"
+    heights = re.findall(r'style="height: ?([^;]+);', markup)
+    assert heights == ["100vh", "100%"], "the element around the figure, and the figure's"
+
+
+def test_the_figure_has_no_size_of_its_own_and_follows_the_window(page):
+    _, layout, _ = figure_of(page)
+    assert "height" not in layout and "width" not in layout
+    div = re.search(r'id="(\w+)" class="plotly-graph-div"', page)[1]
+    assert f"addEventListener('resize', () => Plotly.relayout('{div}', {{autosize: true}}))" in page
+
+
+def test_a_browser_finds_the_encoding_where_it_looks_for_it(page):
+    assert b'charset="utf-8"' in page.encode()[:1024]
+
+
+def test_every_number_of_bytes_under_the_pointer_has_the_unit_of_its_axis(page):
+    data, layout, _ = figure_of(page)
+    unit = layout["yaxis"]["title"]["text"].split()[-1]
+    assert unit in ("KiB", "MiB", "GiB")
+    templates = [each["hovertemplate"] for each in data if "%{y" in each.get("hovertemplate", "")]
+    assert templates and all(re.search(rf"%{{y:\.3f}} {unit}\b", template) for template in templates)
+
+
+def test_every_place_on_the_clock_under_the_pointer_says_what_the_clock_counts(page):
+    data, layout, _ = figure_of(page)
+    clock = next(axis["title"]["text"] for name, axis in layout.items() if name.startswith("xaxis") and "title" in axis)
+    word = clock.split(",")[0].removesuffix(" of the step")
+    strips = [each["hovertemplate"] for each in data if each["type"] == "bar"]
+    assert all(f"from {word} %{{base:,}} up to %{{x:,}}" in template for template in strips)
+    facts = re.search(r'<script id="facts" type="application/json">(.*?)</script>', page, re.S)
+    assert strips or facts
+    if facts:
+        assert json.loads(facts[1])["clock"] == word
+        assert "in use from ${facts.clock} ${number(lower[row])} up to" in page

@@ -1,0 +1,1 @@
+"""When techniques plan, and what is remembered."""

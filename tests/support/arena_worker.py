@@ -1,0 +1,79 @@
+"""Trains a tiny model with DeepSpeed on this rank, without memplug and with its arena, and writes what came of both.
+
+Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.arena_worker FOLDER CASES`. `CASES` is a JSON
+object: name -> {"stage": of ZeRO, "model": "llama" or "mixtral", "memplug": the block, "steps", "validate": after so
+many}.
+
+`FOLDER/RANK.json` gets name -> {"without", "with": losses of all steps and validations, "report": of memplug}.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+BUCKET = 50_000  # elements: DeepSpeed's own are for models that are larger than this machine
+
+
+def run(case: dict[str, Any], block: dict[str, Any] | None, rank: int) -> tuple[list[float], dict[str, Any]]:
+    """Losses and the report."""
+    import torch
+
+    import memplug
+    from tests.support import serving
+    from tests.support.hosts import ds_config, make_engine
+
+    torch.manual_seed(0)
+    zero = {"stage": case["stage"], "stage3_param_persistence_threshold": 0}
+    zero |= {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+    config = ds_config(case["stage"], block, zero_optimization=zero, gradient_accumulation_steps=2)
+    engine = make_engine(config, getattr(serving, case["model"])())
+    session = memplug.attach(engine) if block else None
+    tokens, losses = torch.Generator().manual_seed(rank), []
+    for step in range(case["steps"]):
+        for _ in range(2):
+            batch = torch.randint(0, 64, (2, 16), generator=tokens)
+            loss = engine(input_ids=batch, labels=batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        if step % case["validate"] == case["validate"] - 1:
+            with torch.no_grad():
+                losses.append(engine(input_ids=batch, labels=batch).loss.item())
+    report = session.report() if session else {}
+    if session:
+        session.detach()
+    engine.destroy()
+    return losses, report
+
+
+def main() -> None:
+    """Joins the other ranks and runs all cases."""
+    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    import deepspeed
+    import torch.distributed as dist
+
+    # DeepSpeed would first compile a shared-memory all-reduce, which takes half a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    rank = int(os.environ["RANK"])
+    results = {}
+    for name, case in cases.items():
+        without, _ = run(case, None, rank)
+        served, report = run(case, case["memplug"], rank)
+        results[name] = {"without": without, "with": served, "report": report}
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    gc.collect()  # no thread of a backend is to let go of a tensor while Python ends
+    dist.barrier()
+    dist.destroy_process_group()
+    # DeepSpeed keeps the groups of all these engines, whose threads may trip over the end of Python; that a process
+    # with one engine ends well, the runs of the recipe show
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

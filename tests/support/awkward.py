@@ -1,0 +1,130 @@
+"""Steps that go wrong or are unusual in every way, one after another, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memplug.tokenwise.regions.core import core
+from tests.support.blocks import Block, Stack
+from tests.support.failing import Failing, MayFail
+
+LENGTHS = (6, 9, 6, 4)
+
+
+class Stop(BaseException):
+    """As `KeyboardInterrupt`: no `except Exception` catches it."""
+
+
+class Fails(Block):
+    """Raises in the middle, in a forward or in a recompute pass, when `Failing` is armed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return MayFail.apply(super().forward(x).sigmoid())
+
+
+def awkward_steps(model: Stack) -> Iterator[None]:
+    """One step after another, without end. Every kind comes by with every sequence length."""
+    for number in itertools.count():
+        step = STEPS[number % len(STEPS)]
+        length = LENGTHS[number // len(STEPS) % len(LENGTHS)]
+        step(model, torch.randn(2, length, 16))
+        model.zero_grad()
+        yield
+
+
+def plain(model: Stack, x: torch.Tensor) -> None:
+    model(x).backward()
+
+
+def two_in_flight(model: Stack, x: torch.Tensor) -> None:
+    first, second = model(x), model(x * 2)
+    first.backward()
+    second.backward()
+
+
+def retained(model: Stack, x: torch.Tensor) -> None:
+    loss = model(x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def kept_after_a_retained_backward(model: Stack, x: torch.Tensor) -> None:
+    model(x).backward(retain_graph=True)
+
+
+def dropped(model: Stack, x: torch.Tensor) -> None:
+    model(x)
+
+
+def without_gradients(model: Stack, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(x)
+    plain(model, x)
+
+
+def raised_in_forward(model: Stack, x: torch.Tensor) -> None:
+    Failing.arm(2, Stop)
+    with contextlib.suppress(Stop):
+        model(x).backward()
+    assert Failing.calls == 2
+    Failing.arm(0)
+
+
+def raised_in_backward(model: Stack, x: torch.Tensor) -> None:
+    loss = model(x)
+    handle = model.layers[1].qkv.weight.register_hook(_stop)
+    with contextlib.suppress(Stop):
+        loss.backward()
+    handle.remove()
+
+
+def raised_in_a_recompute_pass(model: Stack, x: torch.Tensor) -> None:
+    loss = model(x)
+    Failing.arm(1, Stop)
+    with contextlib.suppress(Stop):
+        loss.backward()
+    Failing.arm(0)
+
+
+STEPS = (
+    plain,
+    raised_in_forward,
+    two_in_flight,
+    dropped,
+    retained,
+    raised_in_a_recompute_pass,
+    without_gradients,
+    kept_after_a_retained_backward,
+    raised_in_backward,
+    plain,
+)
+
+
+def _stop(gradient: torch.Tensor) -> None:
+    raise Stop
+
+
+def left_behind(executor: Any) -> dict[str, int]:
+    """Counts that a step must not change, with no graph alive."""
+    gc.collect()
+    executor.transfer.drain()
+    flow, transfer = executor.flow, executor.transfer
+    return {
+        "tensors": sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()),
+        "forwards in flight": flow.live,
+        "forwards that wait": flow.waiting,
+        "host bytes": executor.pool.used_bytes,
+        "bytes of host memory": executor.pool.capacity_bytes,
+        "bytes fetched": transfer.prefetched_bytes,
+        "bytes recomputed": flow.recomputed_bytes,
+        "bytes of inputs": flow.input_bytes,
+        "bytes on the device": transfer.resident_bytes,
+        "tapes": flow.tapes,
+        "pauses": core().paused(),
+    }

@@ -1,0 +1,45 @@
+"""Ends a process group of whose collectives a tape tells, and counts its threads before, meanwhile and after."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from memplug.tokenwise.regions.core import core
+from tests.native.test_native_tape_groups import COLLECTIVES, saving
+from tests.support.native_forward import Run
+
+
+def threads() -> int:
+    """Of all process groups of this process."""
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop")
+
+
+def main() -> None:
+    """Writes this rank's counts, and what a recompute pass without the group says, into the folder that it is given."""
+    counts = [threads()]
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    runs = [Run(core(), lambda of=of: saving(of, dist.group.WORLD)) for of in COLLECTIVES.values()]
+    counts.append(threads())
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    counts.append(threads())
+    errors = []
+    for run in runs:
+        try:
+            run.restored({}, lambda index: None)
+        except core().GroupGone as gone:
+            errors.append(str(gone).partition(" ")[0])
+        except RuntimeError:
+            pass  # torch's own: no group has that name
+    (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps([*counts, *errors]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Trains a tiny Megatron-Core model on this rank, once for every case, and writes what came of it to a file per rank.
+
+Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.megatron_worker FOLDER LAYOUT CASES`. `LAYOUT` is a
+JSON object of `Parallel`'s fields (examples/megatron_llama2/model.py) and of
+
+* "experts": how many, 0: a dense model; "micro_batches" of a step; "distributed_optimizer"; "learning_rate"; "steps";
+  "same": every micro-batch is the same, and the optimizer makes no step;
+* "fields": of TransformerConfig's.
+
+`CASES`: name -> the "memplug" block, or null to train without; a block may hold "short_of_host_memory": [rank, step],
+where the pool of that rank has room for half of what it took in the step before, from that step on;
+or "alpha_of_rank": a number for each, and what is written is the "error" of attaching.
+
+`FOLDER/RANK.pt` gets name -> {"losses": of each micro-batch, on the last pipeline stage, "gradients": of the first
+step, "digests": of all gradients in each step, "report", "shares", "served": requests that the arena had bytes for}.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+RECIPE = Path(__file__).resolve().parents[2] / "examples" / "megatron_llama2"
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+}
+TOKENS, SEQUENCES = 32, 2  # of a micro-batch
+
+
+def _loss_function(losses: list[float], output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    loss = output.float().mean()
+    losses.append(loss.item())
+    return loss, {}
+
+
+def _micro_batches(step: int, same: bool) -> Any:
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(1000 * (not same) * step + parallel_state.get_data_parallel_rank())
+    tokens = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, TOKENS + 1), generator=generator)
+    while True:
+        yield tokens
+        if not same:
+            tokens = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, TOKENS + 1), generator=generator)
+
+
+def _gradients(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
+    return [parameter.main_grad.clone() for chunk in chunks for parameter in chunk.parameters()]
+
+
+def _digest(tensors: list[torch.Tensor]) -> str:
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+def _run_out_of_host_memory(session: Any) -> None:
+    rows = session.executor.pool.rows
+    rows.limit_bytes = rows.peak_bytes // 2
+
+
+def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
+    """Trains a new model under a block and returns what came of it."""
+    import model as recipe
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import memplug.errors
+
+    fields = {"tensor", "sequence", "pipeline", "chunks", "expert", "dispatcher"} & set(layout)
+    parallel = recipe.Parallel(**{field: layout[field] for field in fields})
+    recipe.initialize(parallel, seed=0)
+    experts = {"num_local_experts": layout["experts"], "num_experts_per_tok": 2} if layout.get("experts") else {}
+    config = recipe.transformer_config({**SHAPE, **experts}, parallel, torch.float32, **layout.get("fields", {}))
+    distributed = layout.get("distributed_optimizer", False)
+    chunks = recipe.build_chunks(config, {**SHAPE, **experts}, TOKENS, distributed)
+    optimizer = recipe.build_optimizer(chunks, torch.float32, layout.get("learning_rate", 1e-2), distributed)
+    block = dict(block) if block is not None else None
+    short = block.pop("short_of_host_memory", None) if block else None
+    alphas = block.pop("alpha_of_rank", None) if block else None
+    if alphas is not None:
+        block["tokenwise"] = {**block["tokenwise"], "alpha": alphas[dist.get_rank()]}
+    try:
+        session = memplug.attach(chunks, block) if block is not None else None
+    except memplug.errors.ConfigError as error:
+        return {"error": str(error)}
+    forward_backward = get_forward_backward_func()
+    same = layout.get("same", False)
+    losses: list[float] = []
+    found: dict[str, Any] = {"losses": losses, "digests": [], "shares": [], "served": []}
+
+    def forward_step(batches: Any, module: torch.nn.Module) -> Any:
+        tokens = next(batches)
+        positions = torch.arange(TOKENS)[None].expand(SEQUENCES, -1)
+        output = module(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        return output, functools.partial(_loss_function, losses)
+
+    for step in range(layout.get("steps", 20)):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        if short and short[1] == step + 1:
+            session.executor.pool.rows.peak_bytes = 0  # of that step alone
+        if short == [dist.get_rank(), step]:
+            _run_out_of_host_memory(session)
+        batches = [_micro_batches(step, same) for _ in chunks]
+        forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=batches if len(chunks) > 1 else batches[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=layout.get("micro_batches", 1),
+            seq_length=TOKENS,
+            micro_batch_size=SEQUENCES,
+            forward_only=False,
+        )
+        gradients = _gradients(chunks)
+        found.setdefault("gradients", gradients)
+        found["digests"].append(_digest(gradients))
+        if not same:
+            optimizer.step()
+        if session is not None:
+            session.step()
+            found["shares"].append(session.executor.share)
+            found["served"].append(
+                session._boundary.serving.step.served if session._boundary.serving is not None else 0
+            )
+    if session is not None:
+        found["report"] = session.report()
+        found["history"] = [(step, stage.value) for step, stage, _, _ in session.history]
+        session.detach()
+    return found
+
+
+@functools.cache
+def prepare() -> None:
+    """Pretends that the CPU is a CUDA device, and imports what trains; once a process."""
+    sys.path.insert(0, str(RECIPE))
+    import cpu
+
+    cpu.pretend()
+    importlib.import_module("model")
+
+
+def main() -> None:
+    """Runs all cases on this rank."""
+    prepare()
+    from megatron.core import parallel_state
+
+    folder, layout, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    dist.init_process_group("gloo")
+    results = {}
+    for name, block in cases.items():
+        results[name] = run(layout, block)
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+    torch.save(results, folder / f"{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The recipes' own modules, for tests: of both folders of examples, those that import no Megatron-Core."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = [ROOT / "examples" / name for name in ("megatron_llama2", "llama2")]
+# as a script of theirs would find them; last, so that they hide nothing
+sys.path += [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
+
+checkpoint, checks, data, layout, memory, settings, text, tiled_loss = (
+    importlib.import_module(name)
+    for name in ("checkpoint", "checks", "data", "layout", "memory", "settings", "text", "tiled_loss")
+)
+
+
+def load_train() -> ModuleType:
+    """examples/llama2/train.py, which has the name of another recipe's script."""
+    spec = importlib.util.spec_from_file_location("llama2_train", ROOT / "examples/llama2/train.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,222 @@
+"""What tests of the recorder share: recorded steps, what torch's profiler says of them, other processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._C._profiler import RecordScope, _EventType, _ExperimentalConfig
+from torch.profiler import ProfilerActivity
+
+from memplug import native
+from memplug.profile.recorder import Detail, Recorder, _release
+from memplug.profile.trace import Fingerprint, Layer, Trace
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = Path(torch.__file__).parent / "lib"
+
+
+def record(
+    recorder: Recorder, step: Callable[[], Any], detail: Detail = Detail.REQUESTS, layers: Sequence[Layer] = ()
+) -> Trace:
+    """The trace of one call."""
+    recorder.begin(detail)
+    step()
+    return recorder.end(Fingerprint(), layers)
+
+
+def sequence(recorder: Recorder, step: Callable[[], Any]) -> list[str]:
+    """Names of the operators of one call."""
+    recorder.take()
+    step()
+    names = recorder.names
+    return [names[number] for number in recorder.take()]
+
+
+def operator_names(trace: Trace) -> list[str]:
+    """In program order."""
+    return [trace.names[name] for name in trace.operators["name"]]
+
+
+def request_sizes(trace: Trace) -> list[int]:
+    """Bytes of every malloc, and negative ones of every free."""
+    return np.diff(trace.live_bytes, prepend=trace.base_bytes).tolist()
+
+
+def profiled(step: Callable[[], Any]) -> torch.profiler.profile:
+    """What torch's profiler says of one call."""
+    config = _ExperimentalConfig(capture_overload_names=True)
+    with torch.profiler.profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=config
+    ) as profile:
+        step()
+    return profile
+
+
+def profiled_operators(step: Callable[[], Any]) -> list[str]:
+    """As `sequence`, by torch's profiler; operators are in namespaces, labels such as the engine's are not."""
+    events = [event for event in _events(profiled(step)) if event.tag == _EventType.TorchOp and "::" in event.name]
+    events = [event for event in events if event.typed[1].scope == RecordScope.FUNCTION]
+    events = [event for event in events if not event.name.startswith("autograd::")]
+    return [event.name + (f".{event.overload_name}" if event.overload_name else "") for event in events]
+
+
+def profiled_requests(step: Callable[[], Any]) -> list[int]:
+    """As `request_sizes`, by torch's profiler."""
+    return [event.typed[1].alloc_size for event in _events(profiled(step)) if event.tag == _EventType.Allocation]
+
+
+def _events(profile: torch.profiler.profile) -> list[Any]:
+    """Of one thread, by their beginning."""
+    found, ahead = [], list(reversed(profile.profiler.kineto_results.experimental_event_tree()))
+    while ahead:
+        event = ahead.pop()
+        found.append(event)
+        ahead += reversed(event.children)
+    return found
+
+
+def trainer(layers: int = 2, rows: int = 4, optimizes: bool = True) -> Callable[[], None]:
+    """A training step of a small stack, with its optimizer, which has its state already, or without."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU()) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(rows, 8)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        if optimizes:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return step
+
+
+def in_thread(call: Callable[[], Any]) -> None:
+    """Runs it to its end on another thread of Python's; raises what it raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    for error in errors:
+        raise error
+
+
+class Nested(torch.autograd.Function):
+    """Its backward runs another one, and so on; the innermost calls something."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, depth: int, innermost: Callable[[], Any]) -> torch.Tensor:
+        ctx.depth, ctx.innermost = depth, innermost
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.depth:
+            nested(ctx.depth - 1, ctx.innermost).backward()
+        else:
+            ctx.innermost()
+        return gradient, None, None
+
+
+def nested(depth: int, innermost: Callable[[], Any]) -> torch.Tensor:
+    with torch.enable_grad():
+        return Nested.apply(torch.ones(1, requires_grad=True), depth, innermost)
+
+
+# -- what a process has of the recorder's ------------------------------------------------------------------------------
+
+
+def callbacks() -> bool:
+    """Whether torch has any callback around operators, for all threads; Python has no way to ask."""
+    ask = ctypes.CDLL(str(LIBRARIES / "libtorch_cpu.so"))._ZN2at18hasGlobalCallbacksEv
+    ask.restype = ctypes.c_bool
+    return ask()
+
+
+def cpu_allocator() -> int:
+    """Address of the allocator that the CPU has now."""
+    ask = ctypes.CDLL(str(LIBRARIES / "libc10.so"))._ZN3c1015GetCPUAllocatorEv
+    ask.restype = ctypes.c_void_p
+    return ask()
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """At the end torch has the callbacks and the allocator that it had at the beginning."""
+    before = callbacks(), cpu_allocator()
+    yield
+    after = callbacks(), cpu_allocator()
+    _release(native.load(), "cpu")  # where it failed: not the next test too
+    assert after == before
+
+
+@pytest.fixture
+def recorder(nothing_left: None) -> Iterator[Recorder]:
+    """The process's, for the CPU; stopped after the test."""
+    made = Recorder("cpu")
+    yield made
+    made.stop()
+
+
+# -- other processes ---------------------------------------------------------------------------------------------------
+
+PREAMBLE = """
+import gc, os, sys, threading
+import torch
+from memplug import native
+from memplug.profile.recorder import Detail, Recorder
+from memplug.profile.trace import Fingerprint
+from tests.support.recording import callbacks, cpu_allocator, record, sequence, trainer
+
+allocator = cpu_allocator()
+"""
+
+
+def run_python(script: str, *, code: int = 0, env: dict[str, str] | None = None, time_limit_s: float = 900) -> str:
+    """Runs a script in a process of its own, after `PREAMBLE`; what it wrote.
+
+    Raises:
+        AssertionError: it ended with another exit code than `code`, or wrote of a crash.
+    """
+    process = start_python(script, env)
+    try:
+        output, _ = process.communicate(timeout=time_limit_s)
+    finally:
+        process.kill()
+    assert process.returncode == code, f"exit code {process.returncode}:\n{output}"
+    for word in ("terminate called", "Segmentation", "Fatal Python error", "core dumped", "Exception ignored"):
+        assert word not in output, output
+    return output
+
+
+def start_python(script: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """As `run_python`, not waited for."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", "-c", PREAMBLE + textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )

@@ -1,0 +1,30 @@
+"""Runs tests on a native core that is compiled with more flags: `python -m tests.support.sanitized_worker FLAGS
+TESTS...`
+
+Started with the sanitizers' libraries in `LD_PRELOAD`: they have to be in the process before Python is. What it starts
+itself is to do without: a shell can crash with them, and the compiler needs none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from memplug import native
+
+
+def main() -> int:
+    import pytest
+
+    os.environ.pop("LD_PRELOAD", None)
+    ordinary, further = native._flags(), sys.argv[1].split()
+    native._flags = lambda: [*ordinary, *further]
+    library = native._library(native.build_folder())
+    native.load()
+    if b"__asan_init" not in library.read_bytes() and b"__tsan_init" not in library.read_bytes():
+        sys.exit(f"{library} has no sanitizer in it")
+    return pytest.main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""A session that is led from step to step: models, a recorder and plans that do what a test says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import memplug
+from memplug.plan import tokenwise as plan
+from memplug.plan.decisions import Setting
+from memplug.profile.recorder import Detail
+from memplug.profile.trace import Fingerprint, Layer
+from memplug.session import Session
+from memplug.stages.table import Stage
+from memplug.tokenwise import candidates
+from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
+from tests.support.hosts import block
+
+ALPHAS = dict(zip(candidates.LINK_FACTORS, (0.5, 0.25, 1.0, 0.125, 0.75, 0.0), strict=False))
+
+
+class Played:
+    """A recorder of operators that never ran."""
+
+    device = torch.device("cpu")
+    suspended = contextlib.nullcontext()
+    enter_forward = enter_no_grad = enter_layer = enter_optimizer = leave = staticmethod(lambda *place: None)
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.ran: list[int] = []
+        self.nodes = 0
+        self.peaks: list[int | None] = []
+        self.watches: list[bool] = []
+        self.stopped = False
+
+    def take(self) -> np.ndarray | None:
+        """What was put there since the last call, watched or not; None where nothing was."""
+        taken, self.ran = np.array(self.ran, dtype=np.int32), []
+        return taken if len(taken) else None
+
+    def take_nodes(self) -> int:
+        """What was put there since the last call."""
+        taken, self.nodes = self.nodes, 0
+        return taken
+
+    def begin_program(self) -> None:
+        """What was put there before counts for nothing."""
+        self.take()
+        self.take_nodes()
+
+    def watch(self, on: bool) -> None:
+        """Noted."""
+        self.watches.append(on)
+
+    def begin(self, detail: Detail) -> None:
+        """Operators that never ran ask for no memory."""
+        self.recording = True
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak of a recorded step that a test gave it."""
+        return self.peaks.pop(0) if self.peaks else None
+
+    def drop(self) -> None:
+        """Nothing is lost."""
+        self.recording = False
+
+    def end(self, fingerprint: Fingerprint, layers: Sequence[Layer]) -> None:
+        """There is no trace."""
+        self.recording = False
+
+    def stop(self) -> None:
+        """Nothing to stop."""
+        self.stopped = True
+
+
+class Led:
+    """Trains a stack and its twin without memplug on the same data; every step's gradients must agree.
+
+    Args:
+        recorder: of the session.
+    """
+
+    def __init__(self, session: Session, model: Stack, recorder: Played):
+        self.session, self.model, self.reference = session, model, twin(model)
+        self.recorder = recorder
+        self.stages: list[Stage] = []
+        self.plans: list[Any] = []  # that the regions ran by in each step
+
+    def step(self, length: int = 6, operators: Sequence[int] = (), times: int = 1, exact: bool = False) -> Stage:
+        """Train steps on sequences of this length that run these operators; returns the stage after the last."""
+        for _ in range(times):
+            self.plans.append(settings(self.session))
+            x = torch.randn(2, length, 16, generator=torch.Generator().manual_seed(len(self.stages)))
+            losses = [network(x) for network in (self.model, self.reference)]
+            assert losses[0].item() == losses[1].item()
+            for loss in losses:
+                loss.backward()
+            assert_same(gradients(self.model), gradients(self.reference), exact)
+            self.recorder.ran += operators
+            self.session.step()
+            self.stages.append(self.session.stage)
+        return self.session.stage
+
+    def reach_stable(self, length: int = 6, operators: Sequence[int] = ()) -> None:
+        """As many steps as it takes to plan for them."""
+        for _ in range(20):
+            if self.step(length, operators) is Stage.STABLE:
+                return
+        raise AssertionError(f"no plan after 20 steps: {self.session.history}")
+
+
+@contextlib.contextmanager
+def led(layers: int = 3, model: Stack | None = None, **profiler: Any) -> Iterator[Led]:
+    """A session on a stack of blocks; by default it plans as soon as it can, for the first plan that comes."""
+    torch.manual_seed(0)
+    model = Stack(layers) if model is None else model
+    config = {**block(regions=LAYERS), "profiler": {"warmup_steps": 0, "policy_steps": 0, **profiler}}
+    recorder = Played()
+    with played(recorder), memplug.attach(model, config) as session:
+        yield Led(session, model, recorder)
+
+
+@contextlib.contextmanager
+def played(recorder: Played) -> Iterator[None]:
+    """Sessions that attach inside have this recorder."""
+    with mock.patch("memplug.hooks.attach.Recorder", return_value=recorder):
+        yield
+
+
+def settings(session: Session) -> list[Setting]:
+    """What the regions run by."""
+    return [region.setting for region in session.regions]
+
+
+def is_safest(session: Session) -> bool:
+    """Whether every region swaps its input and attention alone."""
+    return settings(session) == [Setting(region.kind) for region in session.regions]
+
+
+@pytest.fixture
+def plans_by_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans to choose from are those of `solve_by_alpha`."""
+    monkeypatch.setattr(candidates, "_solve_around", solve_by_alpha)
+
+
+def solve_by_alpha(regions: list[plan.Region], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
+    """A plan for each link factor that is another for certain: it swaps a fraction of its own, see `ALPHAS`."""
+    return plan.solve(regions, budget, ALPHAS[factor])

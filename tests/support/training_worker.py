@@ -1,0 +1,157 @@
+"""Trains a tiny Llama with DeepSpeed on this rank, once for every case, and writes what came of it to a file per rank.
+
+Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.training_worker FOLDER CASES`. `CASES` is a JSON
+object: name -> {"stage": of ZeRO, "memplug": the block or null}, and where wanted a list with one entry a rank of:
+
+* "host_budget_gib": a number;
+* "lengths": the length of the sequence in each step; 12 in 5 steps where absent;
+* "operators": a number for each step: which operators a recorder is to have seen in it.
+
+Where wanted, "fields" are further ones of the DeepSpeed configuration, and "layers" how many the model has; on CUDA
+that is simulated, "schedules" are a policy and a seed for each micro-batch.
+
+"ways" may name "by alpha", where plans to try are to be different for certain, and "own group", where the ranks'
+default group is to look as if it could not reduce on the CPU.
+
+`FOLDER/RANK.json` gets name -> {"losses", "gathered": parameters that are whole after training, "digest": of what the
+optimizer holds, "violations": that the simulator told, "report", "history", "stages": after each micro-batch,
+"served": requests of it that the arena had bytes for}; the last four of memplug.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+STEPS = 5
+
+
+def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Runs a case in the ways that it names."""
+    from tests.support.stepping import solve_by_alpha
+
+    ways = {
+        "by alpha": mock.patch("memplug.tokenwise.candidates._solve_around", solve_by_alpha),
+        "keeps nothing": mock.patch("memplug.tokenwise.budgets.device_room_bytes", lambda *args: 0),
+        "own group": mock.patch("memplug.stages.ranks._uses_gloo", lambda group: False),
+    }
+    with contextlib.ExitStack() as stack:
+        for way in case.get("ways", []):
+            stack.enter_context(ways[way])
+        if "schedules" not in case:
+            return run_engine(case, rank)
+        from tests.cudasim import device
+
+        before = device.violations()
+        return {**run_engine(case, rank), "violations": device.violations() - before}
+
+
+def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Trains with the case's stage and block; attaches as `memplug.install` does."""
+    import memplug
+    from memplug.errors import BudgetError
+    from tests.support.hosts import ds_config, make_engine, tiny_llama
+    from tests.support.stepping import Played, played
+
+    block = case["memplug"]
+    for name in ("host_budget_gib", "device_budget_gib"):
+        if name in case:
+            block = {**block, name: case[name][rank]}
+    recorder = Played()
+    operators = case["operators"][rank] if "operators" in case else None
+    with contextlib.nullcontext() if operators is None else played(recorder):
+        memplug.install()
+        config = ds_config(case["stage"], block, **case.get("fields", {}))
+        engine = make_engine(config, tiny_llama(case.get("layers", 3)))
+        memplug.uninstall()
+        session = memplug.attach(engine)
+        lengths = case["lengths"][rank] if "lengths" in case else [12] * STEPS
+        try:
+            losses, stages, served = train(engine, session, lengths, operators, recorder, rank, case.get("schedules"))
+        except BudgetError as error:
+            session.detach()
+            return {"refused": str(error), "stage": session.stage.value}
+    result = {
+        "losses": losses,
+        "gathered": [name for name, parameter in engine.module.named_parameters() if parameter.numel()],
+        "digest": digest(engine.optimizer),
+        "report": session.report(),
+        "history": [(step, stage.value, index) for step, stage, index, _ in getattr(session, "history", [])],
+        "stages": stages,
+        "served": served,
+    }
+    session.detach()  # the next case's session has the recorder of this process
+    return result
+
+
+def train(
+    engine: Any,
+    session: Any,
+    lengths: list[int],
+    operators: list[int] | None,
+    recorder: Any,
+    rank: int,
+    schedules: list[tuple[str, int]] | None = None,
+) -> tuple[list[float], list[str], list[int]]:
+    """Returns the loss of each step, the stage after it, and how many of its requests the arena served."""
+    from tests.support.hosts import tokens
+
+    losses, stages, served, schedule = [], [], [], contextlib.ExitStack()
+    for step, length in enumerate(lengths):
+        if schedules and (step == 0 or schedules[step] != schedules[step - 1]):
+            from tests.cudasim import device
+
+            schedule.close()
+            schedule.enter_context(device.scheduled(device.Schedule(*schedules[step])))
+        x = tokens(rank * 1000 + step, length=length).to(engine.device)
+        loss = engine(input_ids=x, labels=x).loss
+        engine.backward(loss)
+        recorder.ran += [] if operators is None else [operators[step]] * 100
+        engine.step()
+        losses.append(loss.detach())
+        stages.append(session.stage.value)
+        serving = session._boundary.serving if hasattr(session, "_boundary") else None
+        served.append(serving.step.served if serving is not None else 0)
+    losses = [loss.item() for loss in losses]
+    schedule.close()
+    return losses, stages, served
+
+
+def digest(optimizer: Any) -> str:
+    """Of this rank's parameters and moments, to the bit."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    total = hashlib.sha256()
+    for parameter, moments in optimizer.state.items():
+        for value in (parameter, *moments.values()):
+            total.update(bytes(value.detach().cpu().float().numpy()))
+    return total.hexdigest()
+
+
+def main() -> None:
+    """Joins the other ranks and runs all cases."""
+    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    # DeepSpeed would first compile a shared-memory all-reduce, which takes half a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    on_cuda = os.environ.get("DS_ACCELERATOR") == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed("nccl" if on_cuda else "gloo")
+    rank = int(os.environ["RANK"])
+    results = {name: run_case(case, rank) for name, case in cases.items()}
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

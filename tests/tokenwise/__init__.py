@@ -1,0 +1,1 @@
+"""Regions: swap and recompute."""

@@ -1,0 +1,325 @@
+"""A number for alpha is checked against link and host: one warning says what fits, and the number stays in force."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import memplug
+from memplug.config import MemplugConfig
+from memplug.device.device import Device
+from memplug.device.host_pool import ALIGNMENT_BYTES
+from memplug.session import Session
+from memplug.tokenwise import checking
+from memplug.tokenwise.checking import AlphaCheck, fitting, unhindered_s
+from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.regions.tape import Form, Record
+from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
+from tests.support.hosts import block
+from tests.support.plans import budget, operator, region
+from tests.support.simulated import ScriptedDevice
+
+MATMUL = operator("mm", (0,), (1,), time_s=4.0, size=1000)
+ATTENTION = operator("attention", (0,), (2,), time_s=5.0, size=50, capture="whole", always_swapped=True)
+RATE = 1e6  # of the slow link, in bytes a second
+
+
+# -- which fractions fit -----------------------------------------------------------------------------------------------
+
+
+def layer(**fields: Any) -> Any:
+    return region(MATMUL, ATTENTION, saved={1, 2}, input_bytes=100, instances=4, **fields)
+
+
+@pytest.mark.parametrize(
+    ("d2h", "host", "fractions"),
+    [
+        (55.0, 3400, (0.4, 0.7)),
+        (1000.0, 10**6, (1.0, 1.0)),
+        (10.0, 3400, (0.0, 0.7)),
+        (55.0, 500, (0.4, 0.0)),
+        (55.0, 300, (0.4, 0.0)),
+    ],
+    ids=["some of both", "everything", "the input is too much for the link", "only inputs", "not even inputs"],
+)
+def test_the_largest_fractions_that_link_and_host_allow(d2h: float, host: int, fractions: tuple[float, float]) -> None:
+    """In 10 s of forward 550 bytes leave, 150 of them input and attention; four layers of 850 bytes take 3400."""
+    assert fitting([layer()], budget(d2h=d2h, host=host)) == pytest.approx(fractions)
+
+
+def test_the_region_with_the_shortest_forward_and_the_bytes_of_all_count() -> None:
+    layers = [layer(key="long"), layer(key="short", forward_s=5.0)]
+    assert fitting(layers, budget(d2h=55.0, host=3400)) == pytest.approx((0.125, 0.275))
+
+
+# -- how long a forward takes without waits ----------------------------------------------------------------------------
+
+MM, ADD, ADD_, GATHER = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.add_.Tensor,
+    torch.ops.c10d._allgather_base_.default,
+)
+
+
+def timed(*entries: tuple[Any, float, float], end: float) -> Any:
+    """A tape of (operator, begin, end); the forward begins at 0."""
+    forms = {MM: Form.PURE, ADD: Form.PURE, ADD_: Form.WRITE, GATHER: Form.EXCHANGE}
+    records = [
+        Record(func, forms[func], False, False, 0, (), (), (0,) if func is ADD_ else (), (), ()) for func, *_ in entries
+    ]
+    return SimpleNamespace(records=records, stamps=[stamp for _, *stamp in entries], span=(0.0, end))
+
+
+def seconds(begin: float, end: float) -> float:
+    return end - begin
+
+
+@pytest.mark.parametrize(
+    ("tape", "expected"),
+    [
+        (timed((ADD, 1, 2), (ADD, 3, 4), (ADD, 5, 6), end=7), 7),
+        (timed((ADD, 1, 2), (MM, 3, 4), (ADD, 55, 56), end=57), 7),
+        (timed((ADD, 1, 2), (ADD, 3, 4), (ADD_, 55, 56), end=57), 7),
+        (timed((ADD, 1, 2), (ADD, 3, 4), (ADD, 5, 6), end=57), 7),
+        (timed((ADD, 1, 2), (ADD, 53, 54), (ADD, 55, 56), end=57), 57),
+        (timed((GATHER, 1, 2), (ADD, 53, 54), (ADD, 55, 56), end=57), 57),
+        (timed((ADD, 3, 4), (MM, 7, 8), (ADD, 8, 9), end=10), 10),
+        (timed(end=7), 0),
+    ],
+    ids=[
+        "no wait",
+        "after a capture",
+        "before a write",
+        "at the end",
+        "an idle device",
+        "an exchange",
+        "a shorter gap stays",
+        "no operators: all of it may be a wait",
+    ],
+)
+def test_waits_for_copies_are_no_part_of_a_forward(tape: Any, expected: float) -> None:
+    assert unhindered_s(tape, seconds) == pytest.approx(expected)
+
+
+# -- a session ---------------------------------------------------------------------------------------------------------
+
+
+class SlowLink(ScriptedDevice):
+    """Its own clock: from each point in time that is asked for to the next a tick passes, and each copy takes as long
+    as its bytes do at `RATE`, during which nothing else runs.
+    """
+
+    def __init__(self) -> None:
+        self.tick_s, self.clock_s, self.stamps = 1.0, 0.0, 0
+
+    def stamp(self) -> float:
+        self.stamps += 1
+        self.clock_s += self.tick_s
+        return self.clock_s
+
+    def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
+        super().copy(stream, destination, source)
+        self.clock_s += source.nbytes / RATE
+
+
+TOKENS = 96
+ROW_BYTES = 4 * TOKENS * (48 + 16 + 32 + 32)  # of a block's matmuls, without the last one, which backward needs not
+WHOLE_BYTES = 4 * TOKENS * (16 + 16 + 2)  # its input, attention's output and the sums of its softmax
+HOST_TENSORS = 7
+
+
+class Run:
+    """Trains a stack beside its twin without memplug; gradients must agree. From the second step on, a forward takes
+    just as long as copies of the fraction `by_link` take.
+    """
+
+    def __init__(self, session: Session, model: Stack, reference: Stack, by_link: float):
+        self.session, self.model, self.reference, self.by_link = session, model, reference, by_link
+
+    def step(self, times: int = 1) -> dict[str, Any]:
+        for _ in range(times):
+            x = torch.randn(2, TOKENS // 2, 16, requires_grad=True)
+            self.model(x).backward()
+            self.reference(x.detach()).backward()
+            assert_same(gradients(self.model), gradients(self.reference), exact=False)
+            self.session.step()
+            tape = self.session.regions[0].native.last
+            forward_s = (WHOLE_BYTES + self.by_link * ROW_BYTES) / RATE
+            self.session.device.tick_s = forward_s / (2 * len(tape) + 1)
+        return self.session.report()
+
+
+@contextlib.contextmanager
+def training(
+    monkeypatch: pytest.MonkeyPatch, alpha: float | str, by_link: float, host_bytes: int | None = None
+) -> Iterator[Run]:
+    """Of four blocks."""
+    monkeypatch.setattr("memplug.hooks.attach.device_of", lambda device: SlowLink())
+    monkeypatch.setattr("memplug.tokenwise.budgets.link_rates", lambda device: (RATE, RATE))
+    torch.manual_seed(0)
+    model = Stack(4)
+    reference = twin(model)
+    host = {} if host_bytes is None else {"host_budget_gib": host_bytes / 2**30}
+    config = {**block(regions=LAYERS, alpha=alpha), "arena": {"enabled": False}, **host}
+    with memplug.attach(model, config) as session:
+        yield Run(session, model, reference, by_link)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "asks for more than fits" in record.getMessage()]
+
+
+def figures(report: dict[str, Any]) -> tuple[Any, Any]:
+    return report["alpha_by_link"], report["alpha_by_host"]
+
+
+def host_bytes_of(session: Session, alpha: float) -> int:
+    """What the layers that send anything need on the host."""
+    sending = sum(not each.native.offloads_late for each in session.regions)
+    return int(sending * (WHOLE_BYTES + alpha * ROW_BYTES + HOST_TENSORS * (ALIGNMENT_BYTES - 1)))
+
+
+def test_more_than_the_link_hides_is_told_once_with_the_figures_and_stays_in_force(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with training(monkeypatch, alpha=0.9, by_link=0.415) as run:
+        assert figures(run.step()) == (None, None) and not warnings(caplog)
+        assert figures(run.step()) == (pytest.approx(0.415, abs=1e-3), 1.0)
+        report = run.step(times=3)
+        assert figures(report) == (pytest.approx(0.415, abs=1e-3), 1.0) and report["swapped_share"] == 1.0
+        assert all(each.setting.rows == 0.9 and each.setting.plan is None for each in run.session.regions)
+    (line,) = warnings(caplog)
+    assert "alpha 0.9 asks" in line and "the link hides 0.41 of" in line and "the host budget holds 1.00." in line
+    assert "the forward waits for copies. " in line
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.42])
+def test_a_number_that_fits_is_told_nothing_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alpha: float
+) -> None:
+    with training(monkeypatch, alpha, by_link=0.415) as run:
+        assert figures(run.step(times=3)) == (pytest.approx(0.415, abs=1e-3), 1.0)
+    assert not warnings(caplog)
+
+
+def test_more_than_the_host_holds_is_told_with_what_it_holds(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with training(monkeypatch, alpha=1.0, by_link=2.0) as run:
+        run.step(times=2)
+        limit = host_bytes_of(run.session, 0.5)
+    with training(monkeypatch, alpha=1.0, by_link=2.0, host_bytes=limit) as run:
+        assert figures(run.step(times=3)) == (1.0, pytest.approx(0.5, abs=1 / TOKENS))
+        assert run.session.report()["host_refusals"] > 0
+    (line,) = warnings(caplog)
+    assert "the link hides 1.00 of" in line and "It stays as asked: rows without room on the host are rec" in line
+
+
+def test_what_the_host_is_said_to_hold_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with training(monkeypatch, alpha=0.5, by_link=2.0) as run:
+        run.step(times=2)
+        limit = host_bytes_of(run.session, 0.5)
+        run.session.executor.pool.rows.peak_bytes = 0
+        run.step()
+        assert 0.9 * limit < run.session.executor.pool.peak_bytes <= limit
+
+
+def test_both_are_told_in_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with training(monkeypatch, alpha=1.0, by_link=0.2, host_bytes=TOKENS * 4 * 16 * 8) as run:
+        run.step(times=3)
+    (line,) = warnings(caplog)
+    assert "the forward waits for copies and rows without room on the host are recomputed. " in line
+
+
+@pytest.mark.parametrize("alpha", [0, "auto", "memo"])
+def test_where_there_is_nothing_to_check_nothing_is_known(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alpha: float | str
+) -> None:
+    with training(monkeypatch, alpha, by_link=0.0) as run:
+        assert figures(run.step(times=5)) == (None, None)
+        assert not run.session.executor.timing
+    assert not warnings(caplog)
+
+
+def test_only_the_second_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with training(monkeypatch, alpha=0.5, by_link=1.0) as run:
+        stamps = []
+        for _ in range(5):
+            before = run.session.device.stamps
+            run.step()
+            stamps.append(run.session.device.stamps - before)
+        assert [count > 0 for count in stamps] == [False, True, False, False, False]
+        assert not run.session.executor.timing
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Of two, this one and another that tells something else in each call."""
+
+    def __init__(self, *others: Any, first: bool = True):
+        self.others, self.first, self.gathered = list(others), first, []
+
+    def gather(self, value: Any) -> list[Any]:
+        self.gathered.append(value)
+        return [value, self.others.pop(0)]
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, own: Any, steps: int, alpha: float = 0.5) -> AlphaCheck:
+    """After so many steps, in each of which this rank finds out `own`."""
+    executor = Executor(Device(), 1 << 20, min_offload_bytes=1)
+    config = MemplugConfig(enabled=True, tokenwise={"alpha": alpha})
+    monkeypatch.setattr(AlphaCheck, "_fitting", lambda self: own)
+    check = AlphaCheck(config, [], executor, ranks)
+    for _ in range(steps):
+        check.end_step()
+    return check
+
+
+def test_the_figures_are_the_smallest_of_all_ranks(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks((0.3, 0.9))
+    check = checked(monkeypatch, ranks, own=(0.8, 0.7), steps=4)
+    assert (check.by_link, check.by_host) == (0.3, 0.7)
+    assert ranks.gathered == [(0.8, 0.7)], "one collective"
+    (line,) = warnings(caplog)
+    assert "hides 0.30 of" in line and "holds 0.70." in line and "rows without room" not in line
+
+
+def test_other_ranks_than_the_first_say_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checked(monkeypatch, Ranks((0.3, 0.9), first=False), own=(0.8, 0.7), steps=4).by_link == 0.3
+    assert not warnings(caplog)
+
+
+def test_the_next_step_is_timed_where_a_rank_ran_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(None, (0.3, 0.9))
+    assert checked(monkeypatch, ranks, own=(0.8, 0.7), steps=2).by_link is None
+    ranks = Ranks(None, (0.3, 0.9))
+    assert checked(monkeypatch, ranks, own=(0.8, 0.7), steps=3).by_link == 0.3
+
+
+def test_the_check_ends_on_all_ranks_alike_where_one_never_runs_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    for own, other in ((None, (0.3, 0.9)), ((0.3, 0.9), None)):
+        ranks = Ranks(*[other] * 20)
+        check = checked(monkeypatch, ranks, own, steps=20)
+        assert (check.by_link, check.by_host) == (None, None)
+        assert len(ranks.gathered) == checking.LAST_STEP - 1
+        assert not check._executor.timing
+
+
+def test_a_step_without_forwards_postpones_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    with training(monkeypatch, alpha=0.5, by_link=1.0) as run:
+        run.session.step()
+        run.session.step()
+        assert figures(run.session.report()) == (None, None)
+        assert None not in figures(run.step())

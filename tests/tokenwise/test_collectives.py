@@ -1,0 +1,350 @@
+"""Collectives that fill a tensor, as Megatron-Core calls them: captured or run again, on all ranks alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplug.tokenwise.regions import operators
+from memplug.tokenwise.regions.operators import Kind, kind_of
+from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
+from tests.support.forking import launch_forked
+from tests.support.parallel import Launches
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path: Path) -> Iterator[None]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class _InPlace(torch.autograd.Function):
+    """A row-parallel layer's exit: the matmul's own output is reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class _Filled(torch.autograd.Function):
+    """Fills new memory, or memory that is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, collective: Any, memory: torch.Tensor | None) -> torch.Tensor:
+        out = torch.empty_like(x) if memory is None else memory
+        collective(out, x.contiguous())
+        return out.clone() if memory is not None else out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient, None, None
+
+
+FILLS = {
+    "_allgather_base_": dist.all_gather_into_tensor,
+    "_reduce_scatter_base_": dist.reduce_scatter_tensor,
+    "alltoall_base_": dist.all_to_all_single,
+}
+
+
+class Reduces(Layer):
+    """One result that backward needs, and one at the end that it does not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = _InPlace.apply(self.inner(self.norm(x))).sigmoid()
+        return x + _InPlace.apply(self.out(y))
+
+
+def filling(collective: Any, memory: torch.Tensor | None = None) -> type[Layer]:
+    """Layers whose tokens go through a collective."""
+
+    class Fills(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = _Filled.apply(self.norm(x), collective, memory)
+            return x + self.out(self.inner(y).tanh())
+
+    return Fills
+
+
+def launched_again(layer: type[Layer], alpha: float, **settings: Any) -> list[int]:
+    """Collectives that backward launched in each of four steps, whose gradients were compared."""
+    torch.manual_seed(0)
+    model = Stack(3, layer)
+    reference = twin(model)
+    executor = tokenwise(model, alpha, **settings)
+    counts = []
+    for x in torch.randn(4, 2, 6, 16):
+        loss = model(x)
+        with Launches(operators.is_exchange) as launches:
+            loss.backward()
+        counts.append(launches.calls.total())
+        reference(x).backward()
+        assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+        del loss
+    assert_clean(executor)
+    return counts
+
+
+@pytest.mark.parametrize("settings", [{}, {"min_offload_bytes": 1 << 30}, {"host_budget_bytes": 2000}])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_a_reduced_matmul_is_not_reduced_again(alpha, settings):
+    assert launched_again(Reduces, alpha, **settings) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", FILLS)
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_a_result_in_new_memory_is_not_received_again(name, alpha):
+    assert kind_of(getattr(torch.ops.c10d, name).default) is Kind.COLLECTIVE
+    assert launched_again(filling(FILLS[name]), alpha) == [0, 0, 0, 0]
+
+
+def test_a_result_in_memory_that_was_there_is_received_again_by_every_recompute_pass():
+    memory = torch.zeros(2, 6, 16)
+    assert launched_again(filling(dist.all_gather_into_tensor, memory), 1.0) == [3, 3, 3, 3]
+
+
+def test_scratch_memory_of_the_host_is_not_copied():
+    memory = torch.zeros(2, 6, 16)
+    torch.manual_seed(0)
+    model = Stack(3, filling(dist.all_gather_into_tensor, memory))
+    executor = tokenwise(model, 1.0)
+    executor.hooks.scratch.append(lambda tensor: tensor.untyped_storage().data_ptr() == memory.data_ptr())
+    model(torch.randn(2, 6, 16)).backward()
+    assert memory.any(), "a recompute pass leaves what it wrote"
+
+
+def test_memory_that_was_there_is_as_before_a_recompute_pass_again():
+    memory = torch.zeros(2, 6, 16)
+    model = Stack(1, filling(dist.all_gather_into_tensor, memory))
+    tokenwise(model, 1.0)
+    loss = model(torch.randn(2, 6, 16))
+    memory.fill_(7.0)
+    loss.backward()
+    assert (memory == 7.0).all()
+
+
+def test_a_value_that_was_read_before_the_reduction_is_there_when_recomputed():
+    class Reads(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(self.norm(x))
+            before = y.detach().exp()
+            return x + self.out(_InPlace.apply(y) * before)
+
+    for alpha in (0.0, 0.3, 1.0):
+        train_alike(Reads, alpha, steps=3)
+
+
+def test_experts_without_a_token_exchange_nothing_as_the_others_do():
+    class Sparse(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nothing = _Filled.apply(self.norm(x)[:0], dist.all_to_all_single, None)
+            return x + self.out(self.inner(x).tanh()) + self.inner(nothing).sum()
+
+    assert launched_again(Sparse, 0.0) == [0, 0, 0, 0], "captured, however few bytes it has"
+
+
+def test_a_collective_that_is_not_waited_for_runs_again():
+    class Overlaps(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(self.norm(x)).detach()
+            work = dist.all_reduce(y, async_op=True)
+            z = self.inner(x).tanh()
+            work.wait()
+            return x + self.out(z * y)
+
+    assert launched_again(Overlaps, 0.0) == [3, 3, 3, 3]
+
+
+class _Functional(torch.autograd.Function):
+    """A matmul's own output is reduced by a functional collective, or a part of it is, or both one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parts: tuple[slice, ...], factor: float) -> torch.Tensor:
+        for part in parts:
+            reduced_in_place(x[part])
+        y = x * factor
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return gradient * x.cos(), None, None
+
+
+def reduced_in_place(x: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks, in the memory of `x`."""
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce_(x, "sum", dist.group.WORLD.group_name))
+
+
+def broadcast_in_place(x: torch.Tensor) -> torch.Tensor:
+    """What the first rank has, in the memory of `x`."""
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.broadcast_(x, 0, dist.group.WORLD.group_name))
+
+
+def reducing(*parts: slice, reads_before: bool = False) -> type[Layer]:
+    """Layers that reduce the rows of a matmul's output in place, where its gradient needs the sums."""
+
+    class InPlace(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(self.norm(x))
+            before = y.detach().exp() if reads_before else 1.0
+            return x + self.out(_Functional.apply(y, parts, 2.0) * before).sigmoid()
+
+    return InPlace
+
+
+WHOLE = slice(None)
+
+
+@pytest.mark.parametrize("reads_before", [False, True])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_a_functional_reduction_in_place_is_not_launched_again(alpha: float, reads_before: bool) -> None:
+    assert functional_launches(reducing(WHOLE, reads_before=reads_before), alpha) == 0
+
+
+@pytest.mark.parametrize("parts", [(slice(1),), (slice(1), slice(1, None)), (WHOLE, slice(1))])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_a_reduction_of_a_part_is_launched_again(alpha: float, parts: tuple[slice, ...]) -> None:
+    assert functional_launches(reducing(*parts), alpha) == 3 * 4 * sum(part != WHOLE for part in parts)
+
+
+def test_a_reduction_whose_memory_is_read_before_the_wait_is_launched_again() -> None:
+    class ReadsEarly(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(self.norm(x)).detach()
+            functional = torch.ops._c10d_functional
+            launched = functional.all_reduce_(y, "sum", dist.group.WORLD.group_name)
+            early = y.exp()
+            functional.wait_tensor(launched)
+            return x + self.out(self.inner(x).sigmoid() * early * y)
+
+    assert functional_launches(ReadsEarly, 0.0) == 3 * 4
+
+
+@pytest.mark.distributed
+def test_layers_that_exchange_in_place_on_two_ranks_have_the_gradients_of_a_run_without_memplug(tmp_path: Path) -> None:
+    launch_forked(["tests.support.collectives_worker", tmp_path], module=True)
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[], []]
+
+
+class ReducesMemoryThatWasThere(Layer):
+    """A buffer gets the sum of what it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(self.norm(x))
+        reduced_in_place(self.scale)
+        return x + self.out(y.sigmoid() * self.scale)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_memory_that_was_there_is_reduced_again(alpha: float) -> None:
+    assert functional_launches(ReducesMemoryThatWasThere, alpha) == 3 * 4
+
+
+def functional_launches(layer: type[Layer], alpha: float) -> int:
+    """Reductions in place that the backward passes of four steps launched; gradients were compared."""
+
+    class Counts(TorchDispatchMode):
+        launches = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counts.launches += func is torch.ops._c10d_functional.all_reduce_.default
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    model = Stack(3, layer)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    for x in torch.randn(4, 2, 6, 16):
+        loss = model(x)
+        with Counts():
+            loss.backward()
+        reference(x).backward()
+        assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+        del loss
+    assert not executor.opaque
+    assert_clean(executor)
+    return Counts.launches
+
+
+def test_lists_of_tensors_are_exchanged_and_let_go():
+    class Lists(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x).detach()
+            parts = [torch.empty_like(y)]
+            dist.all_gather(parts, y)
+            return x + self.out(self.inner(x).tanh()) * parts[0]
+
+    for alpha in (0.0, 1.0):
+        train_alike(Lists, alpha, steps=3)
+
+
+def test_storages_that_come_and_go_unseen_are_not_taken_for_others():
+    """Memory made while the region is paused may get the address of a tensor of the region's that is gone."""
+    executors: list[Any] = []
+
+    class Pauses(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(20):  # gone at once, their addresses free
+                torch.empty_like(x)
+            with executors[0].paused() if executors else torch.enable_grad():
+                memory = torch.zeros_like(x)
+            y = _Filled.apply(self.norm(x), dist.all_gather_into_tensor, memory)
+            return x + self.out(self.inner(y).tanh())
+
+    model = Stack(3, Pauses)
+    reference = twin(model)
+    executors.append(tokenwise(model, 1.0))
+    launches = Launches(operators.is_exchange)
+    for x in torch.randn(3, 2, 6, 16):
+        loss = model(x)
+        with launches:
+            loss.backward()
+        assert_same(gradients(model), reference_gradients(reference, x, executors))
+    assert launches.calls == {"_allgather_base_": 9}, "memory that was there is filled again, on every rank"
+
+
+def reference_gradients(reference: Stack, x: torch.Tensor, executors: list[Any]) -> dict[str, torch.Tensor]:
+    """Without the executor."""
+    held = executors.pop()
+    try:
+        reference(x).backward()
+    finally:
+        executors.append(held)
+    return gradients(reference)
+
+
+def test_values_that_python_reads_are_those_of_the_forward_without_recomputing_everything():
+    class Splits(Layer):
+        """As a token dispatcher: split sizes come from a tensor's values."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            chosen = (x.detach().sum(-1) > 0).sum(-1).clamp(1, 5)
+            first, second = int(chosen.numpy()[0]), chosen.tolist()[1]
+            y = self.norm(x)
+            return x + self.out(self.inner(y).tanh()) * (first + second)
+
+    for alpha in (0.0, 1.0):
+        executor = train_alike(Splits, alpha, steps=4)
+        assert executor.opaque_regions == 0

@@ -1,0 +1,89 @@
+"""`device_budget_gib` is the most that a step takes of the device, and one that no plan keeps to is refused."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import memplug
+from memplug.errors import BudgetError
+from memplug.stages.table import Stage
+from tests.support.blocks import LAYERS, Block, Stack, assert_same, gradients, twin
+from tests.support.hosts import QUICK
+
+GIB = 1 << 30
+STEPS = 5
+
+pytestmark = pytest.mark.device
+
+
+def train(budget_gib: float | str, **block: Any) -> dict[str, Any]:
+    """Gradients are those without memplug; returns the report of the plan in force."""
+    gc.collect()  # memory of an earlier training counts
+    torch.manual_seed(0)
+    model = Stack(4)
+    reference = twin(model)
+    config = {"enabled": True, "plan_dir": False, "device_budget_gib": budget_gib, "profiler": QUICK, **block}
+    with memplug.attach(model, {**config, "tokenwise": {"regions": LAYERS, "min_offload_bytes": 1}}) as session:
+        for _ in range(STEPS):
+            x = torch.randn(16, 64, 16)
+            model(x).backward()
+            reference(x).backward()
+            assert_same(gradients(model), gradients(reference))
+            session.step()
+        assert session.stage is Stage.STABLE
+        return session.report()
+
+
+def least_gib(**block: Any) -> float:
+    with pytest.raises(BudgetError) as caught:
+        train(1e-6, **block)
+    assert f'Set "device_budget_gib" to {caught.value.least_gib:g} or more' in caught.value.advice
+    return caught.value.least_gib
+
+
+@pytest.mark.parametrize("arena", [True, False])
+def test_the_least_that_is_named_trains_and_keeps_next_to_nothing(arena: bool) -> None:
+    block = {"arena": {"enabled": arena}}
+    least = least_gib(**block)
+    report = train(least, **block)
+    assert report["predicted_peak_bytes"] <= least * GIB
+    assert report["predicted_kept_bytes"] <= 0.01 * least * GIB and report["plain_regions"] == 0
+
+
+@pytest.mark.parametrize("arena", [True, False])
+def test_every_budget_from_the_least_on_is_kept_to_and_more_of_it_keeps_more(arena: bool) -> None:
+    block = {"arena": {"enabled": arena}}
+    least, everything = least_gib(**block), train(1.0, **block)
+    assert everything["plain_regions"] == 4
+    most = everything["predicted_peak_bytes"] / GIB
+    kept = []
+    for share in (0.25, 0.5, 0.75):
+        budget_gib = least + share * (most - least)
+        report = train(budget_gib, **block)
+        assert report["predicted_peak_bytes"] <= budget_gib * GIB
+        kept.append(report["predicted_kept_bytes"])
+    assert kept == sorted(kept) and kept[-1] < everything["predicted_kept_bytes"]
+    if arena and torch.get_default_device().type == "cpu":  # rounding buffers, and what torch reserves, may take it all
+        assert kept[0] > 0
+
+
+def test_after_the_error_the_model_trains_as_without_memplug() -> None:
+    torch.manual_seed(0)
+    model = Stack(3)
+    block = {"enabled": True, "plan_dir": False, "device_budget_gib": 1e-6, "profiler": QUICK}
+    session = memplug.attach(model, {**block, "tokenwise": {"regions": LAYERS, "min_offload_bytes": 1}})
+
+    def step() -> None:
+        model(torch.randn(2, 6, 16)).backward()
+        session.step()
+
+    with pytest.raises(BudgetError):
+        for _ in range(STEPS):
+            step()
+    session.detach()
+    assert all(type(layer) is Block for layer in model.layers)
+    model(torch.randn(2, 6, 16)).backward()

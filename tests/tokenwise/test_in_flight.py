@@ -1,0 +1,222 @@
+"""Graphs die on any thread, and what they leave is counted all the same; and each process of a fork has its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.support.blocks import (
+    Layer,
+    Stack,
+    alphas,
+    assert_clean,
+    assert_same,
+    gradients,
+    no_garbage_collection,
+    tokenwise,
+    train_stacks,
+    twin,
+)
+
+pytestmark = pytest.mark.device
+
+
+@alphas
+def test_graphs_that_die_on_other_threads_are_counted(alpha: float) -> None:
+    model = Stack(2)
+    executor = tokenwise(model, alpha)
+    losses = [model(torch.randn(2, 6, 16)) for _ in range(16)]
+    assert executor.flow.live == 32 and model.regions[0].native.peak == 16
+
+    def drop() -> None:
+        while losses:
+            try:
+                losses.pop()
+            except IndexError:
+                return
+
+    threads = [threading.Thread(target=drop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_clean(executor)
+    assert executor.flow.forwards == 32 and executor.flow.waiting == 0
+
+
+@alphas
+def test_memory_from_outside_that_joins_the_graph_keeps_no_graph_alive(alpha: float) -> None:
+    """Written to in place, it has a graph from then on, and the graph has what the region held."""
+    memory = torch.zeros(2, 6, 16)
+
+    class Writes(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * memory
+            memory.copy_(y)
+            return x + self.out(self.inner(memory).sigmoid())
+
+    model = Stack(1, Writes)
+    executor = tokenwise(model, alpha)
+    with no_garbage_collection():
+        loss = model(torch.randn(2, 6, 16))
+        loss.backward()
+        del loss
+        memory = torch.zeros(2, 6, 16)
+        assert_clean(executor)
+
+
+@alphas
+def test_hooks_that_outlive_their_forward_keep_no_graph_alive(alpha: float) -> None:
+    """torch copies a thread's state, hooks and all, into whatever goes on elsewhere: the work of a collective."""
+    hooks = []
+
+    class Copies(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hooks.append(torch._C._autograd._top_saved_tensors_default_hooks(False))
+            return x + self.out(self.inner(x).sigmoid())
+
+    model = Stack(1, Copies)
+    executor = tokenwise(model, alpha)
+    with no_garbage_collection():
+        for _ in range(2):
+            model(torch.randn(2, 6, 16)).backward()
+        assert_clean(executor)
+    assert len(hooks) == 2 and all(hooks)
+
+
+@alphas
+def test_two_threads_that_run_forward_at_once_have_their_own_tapes(alpha: float) -> None:
+    torch.manual_seed(0)
+    model = Stack(3)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    inputs = torch.randn(2, 4, 2, 6, 16)
+    losses: list[list[torch.Tensor]] = [[], []]
+
+    def forward(index: int) -> None:
+        torch.set_grad_enabled(True)
+        losses[index] = [model(x) for x in inputs[index]]
+
+    threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sum(losses[0] + losses[1]).backward()
+    sum(reference(x) for part in inputs for x in part).backward()
+    assert_same(gradients(model), gradients(reference), exact=False)
+    losses.clear()
+    del threads
+    assert_clean(executor)
+
+
+@alphas
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_hold_where_threads_train_at_once(alpha: float, shared: bool) -> None:
+    """Each runs its own backwards, and recompute passes in them: a model of its own, or all the same one."""
+    torch.manual_seed(0)
+    models = [Stack(3) for _ in range(1 if shared else 3)]
+    references = [twin(model) for model in models]
+    executors = [tokenwise(model, alpha) for model in models]
+    inputs = torch.randn(3, 8, 2, 32, 16)
+    start = threading.Barrier(3)
+    errors: list[BaseException] = []
+
+    def train(index: int) -> None:
+        torch.set_grad_enabled(True)
+        start.wait()
+        try:
+            for x in inputs[index]:
+                models[index % len(models)](x).backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    for index, part in enumerate(inputs):
+        for x in part:
+            references[index % len(models)](x).backward()
+    for model, reference, executor in zip(models, references, executors, strict=True):
+        assert_same(gradients(model), gradients(reference), exact=False)
+        assert_clean(executor)
+
+
+@alphas
+def test_threads_whose_regions_overlap_leave_the_compiler_as_it_was(alpha: float) -> None:
+    """The first to begin is the first to end: what it puts back must not be what it set itself."""
+    compiled_calls: list[int] = []
+    first_is_inside, second_is_inside, first_is_over = (threading.Event() for _ in range(3))
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        compiled_calls.append(len(compiled_calls))
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def activation(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    class Overlaps(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mine, others = (first_is_inside, second_is_inside) if x.shape[0] == 1 else (second_is_inside, first_is_over)
+            mine.set()
+            assert others.wait(timeout=20)
+            return x + self.out(activation(self.inner(x)))
+
+    model = Stack(1, Overlaps)
+    tokenwise(model, alpha)
+
+    def first() -> None:
+        model(torch.randn(1, 6, 16))
+        first_is_over.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert first_is_inside.wait(timeout=20)
+    model(torch.randn(2, 6, 16))
+    thread.join()
+    assert not compiled_calls, "it runs as it is written inside of a region"
+    activation(torch.randn(3))
+    assert len(compiled_calls) == 1, "and compiled again after them"
+    torch.compiler.reset()
+
+
+@pytest.mark.cpu("no process uses CUDA after a fork")
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_a_child_of_a_fork_goes_on_with_the_graphs_in_flight_and_so_does_the_parent(alpha: float) -> None:
+    torch.manual_seed(0)
+    model = Stack(4)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    train_stacks(model, reference, 0, exact=alpha in (0, 1))
+    x = torch.randn(2, 6, 16)
+    loss, expected = model(x), reference(x)
+
+    def go_on(seed: int) -> None:
+        nonlocal loss
+        train_stacks(model, reference, seed, exact=alpha in (0, 1))
+        loss.backward()
+        expected.backward()
+        assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+        del loss
+        train_stacks(model, reference, seed + 1, exact=alpha in (0, 1))
+        assert_clean(executor)
+
+    child = os.fork()
+    if not child:
+        try:
+            go_on(1)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    go_on(3)

@@ -1,0 +1,272 @@
+"""Which operators are captured, and that the last rows of one equal those of a full run."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
+from torch import nn
+
+from memplug.tokenwise.regions import operators
+from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.regions.operators import Kind, kind_of
+from memplug.tokenwise.regions.tape import records_of
+from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
+from tests.support.native_forward import Keeps, Run
+from tests.support.parallel import Launches, Parallel, Reduce
+
+pytestmark = pytest.mark.device
+
+aten = torch.ops.aten
+
+# -- the last rows ---------------------------------------------------------------------------------------------------
+
+
+def cases() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Calls of every row-wise operator, with 12 rows (bmm: batch elements)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator)
+
+    a, b, batched, other = randn(12, 8), randn(8, 6), randn(12, 3, 8), randn(12, 8, 6)
+    groups, offs = randn(3, 8, 8), torch.tensor([5, 5, 12], dtype=torch.int32)
+    return {
+        "mm": (aten.mm.default, (a, b), {}),
+        "mm of a transposed matrix": (aten.mm.default, (randn(8, 12).t(), randn(6, 8).t()), {}),
+        "addmm, bias of columns": (aten.addmm.default, (randn(6), a, b), {}),
+        "addmm, scalar bias": (aten.addmm.default, (randn(1).squeeze(), a, b), {}),
+        "addmm, bias of one row": (aten.addmm.default, (randn(1, 6), a, b), {}),
+        "addmm, bias of rows": (aten.addmm.default, (randn(12, 1), a, b), {}),
+        "addmm, full bias, beta and alpha": (aten.addmm.default, (randn(12, 6), a, b), {"beta": 0.5, "alpha": 2.0}),
+        "addmm, bias ignored": (aten.addmm.default, (torch.full((12, 6), float("nan")), a, b), {"beta": 0}),
+        "bmm": (aten.bmm.default, (batched, other), {}),
+        "baddbmm, full bias": (aten.baddbmm.default, (randn(12, 3, 6), batched, other), {"beta": 0.5, "alpha": 2.0}),
+        "baddbmm, one bias for all": (aten.baddbmm.default, (randn(1, 3, 6), batched, other), {}),
+        "baddbmm, bias of columns": (aten.baddbmm.default, (randn(6), batched, other), {}),
+        "baddbmm, matrix bias": (aten.baddbmm.default, (randn(3, 6), batched, other), {}),
+        "grouped mm": (aten._grouped_mm.default, (a, groups, offs), {}),
+        "grouped mm, offsets by name": (aten._grouped_mm.default, (a, groups), {"offs": offs}),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("start", [0, 1, 5, 11, 12])
+@pytest.mark.parametrize("name", cases())
+def test_recomputed_rows_are_those_of_the_whole_operator_and_the_others_stay(
+    name: str, start: int, dtype: torch.dtype
+) -> None:
+    func, args, kwargs = cases()[name]
+    args = tuple(a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
+    assert operators.splits_by_rows(func, [a.dim() for a in args if isinstance(a, torch.Tensor)])
+    whole = func(*args, **kwargs)
+    out, one = torch.full_like(whole, -7), torch.ones((), requires_grad=True)
+
+    def call() -> torch.Tensor:
+        return Keeps.apply(one, func(*args, **kwargs))
+
+    run = Run(core(), call)
+    (restored,) = run.restored({0: False}, lambda index: ([out], start)).values()
+    assert (restored[:start] == -7).all()
+    torch.testing.assert_close(restored[start:], whole[start:])
+
+
+def test_a_grouped_product_over_the_token_dimension_has_no_rows_to_split() -> None:
+    assert not operators.splits_by_rows(aten._grouped_mm.default, (2, 2))
+
+
+# -- kinds -----------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    Kind.ROWS: ["mm", "addmm", "bmm", "baddbmm", "_grouped_mm"],
+    Kind.ATTENTION: [
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+        "_cudnn_attention_forward",
+    ],
+    Kind.CHOICE: ["topk", "sort", "argsort", "argmax", "argmin", "multinomial", "nonzero", "_unique2"],
+    None: [
+        "add.Tensor",
+        "mul.Tensor",
+        "silu",
+        "_softmax",
+        "native_layer_norm",
+        "max",
+        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_efficient_attention_backward",
+        "_flash_attention_backward",
+        "mm.out",
+        "addmm.out",
+        "topk.values",
+        "addmm_",
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for kind, names in KINDS.items() for name in names])
+def test_operators_are_of_the_kind_that_the_table_says(name: str, kind: Kind | None) -> None:
+    packet, _, overload = name.partition(".")
+    assert hasattr(aten, packet), f"this torch has no aten::{packet}"
+    assert kind_of(getattr(getattr(aten, packet), overload or "default")) is kind
+
+
+def test_a_maximum_along_a_dimension_is_a_choice_and_a_plain_maximum_is_not() -> None:
+    assert kind_of(aten.max.dim) is kind_of(aten.min.dim) is Kind.CHOICE
+    assert kind_of(aten.max.default) is kind_of(aten.max.other) is None
+
+
+def test_collectives_are_captured_where_they_are_waited_for() -> None:
+    assert kind_of(torch.ops._c10d_functional.wait_tensor.default) is Kind.COLLECTIVE
+    assert kind_of(torch.ops._c10d_functional.all_reduce.default) is None
+    assert operators.is_communication(torch.ops._c10d_functional.all_reduce.default)
+
+
+LIBRARY = torch.library.Library("memplug_test_operators", "DEF")
+LIBRARY.define("attend(Tensor q, float dropout_p=0.) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+LIBRARY.impl("attend", lambda q, dropout_p=0.0: q.clone(), "CompositeExplicitAutograd")
+
+
+def test_dropout_in_attention_draws_random_numbers_and_attention_without_does_not() -> None:
+    q, attend = torch.randn(1, 1, 2, 4), torch.ops.memplug_test_operators.attend
+    run = Run(core(), lambda: (attend(q, 0.1), attend(q, 0.0), attend(q), torch.rand(2)))
+    assert [record.draws for record in records_of(run.tape)] == [True, False, False, True]
+
+
+# -- attention and collectives that others register ------------------------------------------------------------------
+
+
+class FlashAttention(torch.autograd.Function):
+    """As flash-attn has it: a registered operator inside a function of its own that saves what backward needs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, lse, _, _ = torch.ops.flash_attn._flash_attn_forward(q, k, v, 0.0)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        p = torch.exp(q @ k.mT - lse[..., None])
+        ds = p * (gradient @ v.mT - (gradient * out).sum(-1, keepdim=True))
+        return ds @ k, ds.mT @ q, p.mT @ gradient
+
+
+@pytest.fixture
+def flash_calls() -> Iterator[collections.Counter[str]]:
+    calls: collections.Counter[str] = collections.Counter()
+    with torch.library._scoped_library("flash_attn", "FRAGMENT") as library:
+        library.define(
+            "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p) -> (Tensor, Tensor, Tensor, Tensor)"
+        )
+        library.define("_flash_attn_backward(Tensor dout, Tensor q) -> Tensor")
+
+        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float) -> tuple[torch.Tensor, ...]:
+            calls["forward"] += 1
+            scores = q @ k.mT
+            lse = scores.logsumexp(-1)
+            return (scores - lse[..., None]).exp() @ v, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)
+
+        library.impl("_flash_attn_forward", forward, "CPU")
+        library.impl("_flash_attn_forward", forward, "CUDA")
+        yield calls
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_registered_flash_attention_is_captured_and_never_run_again(
+    alpha: float, flash_calls: collections.Counter[str]
+) -> None:
+    class Attends(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.out(self.inner(FlashAttention.apply(*self.qkv(self.norm(x)).chunk(3, -1))).sigmoid())
+
+    kind_of.cache_clear()
+    assert kind_of(torch.ops.flash_attn._flash_attn_forward.default) is Kind.ATTENTION
+    assert kind_of(torch.ops.flash_attn._flash_attn_backward.default) is None
+    train_alike(Attends, alpha, steps=3)
+    assert flash_calls["forward"] == 2 * 3 * 3  # the model and its twin, layers, steps
+    kind_of.cache_clear()
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_no_collective_is_launched_again_in_any_step(alpha: float, small: bool, group: Any) -> None:
+    torch.manual_seed(0)
+    model = Stack(3, Parallel)
+    reference = twin(model)
+    executor = tokenwise(model, alpha, **({"min_offload_bytes": 1 << 30} if small else {}))
+    for x in torch.randn(4, 2, 6, 16):
+        loss = model(x)
+        with Launches(operators.is_communication) as launches:
+            loss.backward()
+        assert not launches.calls
+        reference(x).backward()
+        assert_same(gradients(model), gradients(reference), exact=alpha != 0.3)
+        del loss
+    assert_clean(executor)
+
+
+@pytest.mark.parametrize("budget_bytes", [0, 2000, 8000])
+def test_no_collective_is_launched_again_when_host_memory_runs_out(budget_bytes: int, group: Any) -> None:
+    model = Stack(3, Parallel)
+    executor = tokenwise(model, 0.5, host_budget_bytes=budget_bytes)
+    for x in torch.randn(3, 2, 6, 16):
+        loss = model(x)
+        with Launches(operators.is_communication) as launches:
+            loss.backward()
+        assert not launches.calls
+        del loss
+    assert executor.transfer.refused
+    assert_clean(executor)
+
+
+def test_a_collective_of_several_tensors_gives_right_gradients(group: Any) -> None:
+    class Coalesces(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(self.norm(x))
+            with torch.no_grad():
+                total, count = functional_collectives.all_reduce_coalesced([y.detach(), x.detach()], "sum", group)
+            return x + self.out((y * total.exp()).tanh()) + (x * count).sigmoid()
+
+    for alpha in (0.0, 0.3, 1.0):
+        train_alike(Coalesces, alpha, steps=3)
+
+
+def test_a_collective_that_turns_out_to_be_needed_runs_again_once_and_is_captured_from_then_on(group: Any) -> None:
+    class Changes(Layer):
+        saves = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = Reduce.apply(self.out(self.inner(x)), dist.group.WORLD)
+            return x + (y.sigmoid() if self.saves else y * 2)
+
+    torch.manual_seed(0)
+    model = Stack(2, Changes)
+    reference = twin(model)
+    tokenwise(model, 0.0)
+    launched = []
+    for step, x in enumerate(torch.randn(5, 2, 6, 16)):
+        for network in (model, reference):
+            for layer in network.layers:
+                layer.saves = step >= 2
+        loss = model(x)
+        with Launches(operators.is_communication) as launches:
+            loss.backward()
+        launched.append(launches.calls["all_reduce"])
+        reference(x).backward()
+        assert_same(gradients(model), gradients(reference))
+    assert launched == [0, 0, 2, 0, 0]

@@ -1,0 +1,293 @@
+"""Where the device has room for everything, regions run as they would without memplug; where it has no more, they do
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import memplug
+from memplug.plan import plain
+from memplug.plan import tokenwise as plan
+from memplug.stages.table import Stage
+from memplug.tokenwise import candidates
+from tests.support.blocks import LAYERS, Block, Layer, Stack, assert_same, gradients, twin
+
+pytestmark = pytest.mark.device
+
+OPERATOR = plan.Operator(name="mm", time_s=1.0, inputs=(0,), outputs=(1,), output_bytes=100, capture="whole")
+REGION = plan.Region(
+    key="layer",
+    instances=4,
+    operators=(OPERATOR,),
+    saved=frozenset({1}),
+    given=frozenset({0}),
+    input_bytes=10,
+    forward_s=1.0,
+    backward_s=2.0,
+    saved_bytes=100,
+)
+BUDGET = plan.Budget(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, host_bytes=1000, device_bytes=400)
+
+
+def test_a_plan_that_keeps_everything_takes_no_longer_than_the_program() -> None:
+    solution = plain.solve([REGION], BUDGET)
+    assert solution is not None and solution.step_s == 4 * 3.0
+    assert (solution.host_bytes, solution.device_bytes) == (0, 400)
+
+
+def test_there_is_none_where_a_byte_is_missing_or_a_region_is_unknown() -> None:
+    assert plain.solve([REGION], replace(BUDGET, device_bytes=399)) is None
+    assert plain.solve([REGION, replace(REGION, key="other", saved_bytes=0)], BUDGET) is None
+
+
+@pytest.mark.parametrize(("room", "plain_instances"), [(399, 3), (200, 2), (100, 1)])
+def test_as_many_of_the_last_instances_as_there_is_room_for_run_as_without_memplug(
+    room: int, plain_instances: int
+) -> None:
+    solution = plain.solve_partly([REGION], replace(BUDGET, device_bytes=room))
+    assert solution is not None and not plain.is_plain(solution)
+    *others, last = solution.regions["layer"].groups
+    assert last.plain and last.instances == plain_instances and not any(group.plain for group in others)
+    assert sum(group.instances for group in others) == 4 - plain_instances
+    assert 100 * plain_instances <= solution.device_bytes <= room
+    assert solution.host_bytes >= 10 * (4 - plain_instances), "inputs of the others alone leave the device"
+
+
+def test_every_region_has_the_same_share_of_instances_that_run_as_without_memplug() -> None:
+    other = replace(REGION, key="other", instances=8, saved_bytes=50)
+    solution = plain.solve_partly([REGION, other], replace(BUDGET, device_bytes=400))
+    assert solution is not None
+    assert [region.groups[-1].instances for region in solution.regions.values()] == [2, 4]
+
+
+def test_no_part_of_a_plan_is_plain_without_room_for_one_region_or_with_saved_bytes_unknown() -> None:
+    assert plain.solve_partly([REGION], replace(BUDGET, device_bytes=99)) is None
+    assert plain.solve_partly([REGION, replace(REGION, key="other", saved_bytes=0)], BUDGET) is None
+
+
+class Training:
+    """A model with a session, and its twin without."""
+
+    def __init__(self, layer: type[Layer] | Any = Block, **block: Any):
+        torch.manual_seed(0)
+        self.model = Stack(4, layer)
+        self.reference = twin(self.model)
+        config = {"tokenwise": {"regions": LAYERS, "min_offload_bytes": 1}, "profiler": {"policy_steps": 1}, **block}
+        config |= {"enabled": True, "plan_dir": False, "arena": {"enabled": False}}
+        self.session = memplug.attach(self.model, config)
+
+    def step(self, tokens: int = 6) -> int:
+        """One step, whose gradients are the twin's; how many region forwards memplug ran."""
+        before = self.session.executor.flow.forwards
+        x = torch.randn(2, tokens, 16)
+        self.model(x).backward()
+        self.reference(x).backward()
+        assert_same(gradients(self.model), gradients(self.reference))
+        self.session.step()
+        return self.session.executor.flow.forwards - before
+
+    def reach_stable(self) -> None:
+        for _ in range(20):
+            if self.session.stage is Stage.STABLE:
+                break
+            self.step()
+        assert self.session.stage is Stage.STABLE
+
+
+def test_with_room_on_the_device_memplug_is_out_of_the_way() -> None:
+    training = Training(device_budget_gib=1)
+    with training.session as session:
+        training.reach_stable()
+        moved = session.executor.transfer.offloaded_total_bytes
+        assert session.report()["plain_regions"] == 4
+        assert [training.step() for _ in range(3)] == [0, 0, 0]
+        assert session.stage is Stage.STABLE and session.executor.transfer.offloaded_total_bytes == moved
+        assert session.report()["predicted_host_bytes"] == 0 < session.report()["predicted_kept_bytes"]
+
+
+def test_pinned_memory_that_was_there_for_other_plans_is_given_back() -> None:
+    training = Training(device_budget_gib=1, profiler={"policy_steps": 3})
+    with training.session as session:
+        training.reach_stable()
+        assert session.report()["plain_regions"] == 4 and session.executor.pool.slabs == []
+
+
+def test_the_forward_of_a_plain_region_is_its_modules_own() -> None:
+    """But for the first of each kind, which sees the size of what a step is given."""
+    training = Training(device_budget_gib=1)
+    with training.session as session:
+        assert all(type(layer) is not Block for layer in training.model.layers)
+        training.reach_stable()
+        first, *others = training.model.layers
+        assert type(first) is not Block and all(type(layer) is Block for layer in others)
+        assert not any("_memplug_region" in layer.__dict__ or "forward" in layer.__dict__ for layer in others)
+        assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in others)
+        assert memplug.attach(training.model, session.config) is session
+        assert training.step(tokens=18) == 4
+        while session.stage is not Stage.STABLE:
+            training.step(tokens=18)
+        assert type(training.model.layers[3]) is Block
+    assert all(type(layer) is Block for layer in training.model.layers)
+
+
+def test_steps_of_a_plain_program_are_told_from_those_of_another() -> None:
+    """Without operators to compare, the sizes that the first region is given are all there is."""
+    training = Training(device_budget_gib=1, profiler={"policy_steps": 1, "enabled": False})
+    with training.session as session:
+        training.reach_stable()
+        for _ in range(3):
+            training.step()
+        assert session.stage is Stage.STABLE and session.report()["programs"] == 1
+        assert session.report()["expected_step_bytes"] == session.report()["offloaded_step_bytes"] == 0
+        for _ in range(2):
+            training.step(tokens=3)  # shorter: nothing has to be done at once
+        assert session.report()["programs"] == 2
+        while session.stage is not Stage.STABLE:
+            training.step(tokens=3)
+        assert [training.step(tokens) for tokens in (6, 6, 3, 6, 6)] == [4, 4, 0, 0, 0], "agreed on a step later"
+
+
+def test_a_region_whose_arguments_have_to_be_changed_keeps_its_class() -> None:
+    """Hugging Face's models make a key-value cache by default, which regions run without."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, vocab_size=32
+    )
+    model = transformers.LlamaForCausalLM(config)
+    own = type(model.model.layers[0])
+    block = {"enabled": True, "plan_dir": False, "device_budget_gib": 1, "arena": {"enabled": False}}
+    for use_cache in (True, False):
+        with memplug.attach(model, {**block, "tokenwise": {"min_offload_bytes": 1}}) as session:
+            for _ in range(20):
+                tokens = torch.arange(6)[None]
+                model(input_ids=tokens, labels=tokens, use_cache=use_cache).loss.backward()
+                session.step()
+            assert session.report()["plain_regions"] == 3
+            assert (type(model.model.layers[2]) is own) is not use_cache
+
+
+def test_a_module_that_was_changed_meanwhile_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(device_budget_gib=1)
+    with training.session:
+        training.reach_stable()
+        layer = training.model.layers[2]
+        layer.forward = layer.forward
+        assert training.step(tokens=18) == 3
+        assert "module layers.2 was changed" in caplog.text
+    assert type(layer) is Block
+
+
+def test_a_module_that_another_wraps_by_its_class_keeps_it() -> None:
+    """As FSDP2's `fully_shard` does after attaching."""
+    training = Training(device_budget_gib=1)
+    with training.session as session:
+        layer = training.model.layers[2]
+        wrapper = layer.__class__ = type("Wrapper", (type(layer),), {})
+        training.reach_stable()
+        assert session.report()["plain_regions"] == 4 and training.step() == 0
+        assert type(layer) is wrapper and type(training.model.layers[3]) is Block
+
+
+def test_some_regions_run_as_without_memplug_and_others_by_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has room for the saved tensors of half of them."""
+
+    def solve(task: candidates.Task) -> list[plan.TokenwisePlan | None]:
+        everything = sum(region.instances * region.saved_bytes for region in task.regions)
+        return [plain.solve_partly(task.regions, replace(task.budget, device_bytes=everything // 2))] * 2
+
+    monkeypatch.setattr(candidates, "solve", solve)
+    monkeypatch.setattr(candidates.plain, "solve", lambda *_: None)
+    training = Training(device_budget_gib=1)
+    with training.session as session:
+        training.reach_stable()
+        assert session.report()["plain_regions"] == 2
+        assert [type(layer) is Block for layer in training.model.layers] == [False, False, False, True]
+        moved = session.executor.transfer.offloaded_total_bytes
+        assert training.step() == 2
+        assert session.executor.transfer.offloaded_total_bytes > moved
+        training.step()
+        assert session.report()["expected_step_bytes"] == session.report()["offloaded_step_bytes"] > 0
+        assert training.step(tokens=18) == 4
+
+
+def test_where_there_is_room_for_some_regions_they_are_a_candidate() -> None:
+    own = [REGION], replace(BUDGET, device_bytes=200)
+    task = candidates.agree(own, lambda value: [value], most=3)
+    found = candidates.choose(task, candidates.solve(task), lambda value: [value])
+    assert any(one.regions["layer"].groups[-1].plain for one in found) and not any(map(plain.is_plain, found))
+
+
+def test_functions_compiled_inside_of_a_plain_region_run_compiled() -> None:
+    compiled_calls: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        def run(*args: Any) -> Any:
+            compiled_calls.append(1)
+            return graph(*args)
+
+        return run
+
+    @torch.compile(backend=backend)
+    def activation(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    class Compiles(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.out(activation(self.inner(x)))
+
+    training = Training(Compiles, device_budget_gib=1)
+    with training.session as session:
+        training.reach_stable()
+        assert session.report()["plain_regions"] == 4
+        before = len(compiled_calls)
+        training.step()
+        assert len(compiled_calls) - before == 8, "of the model, and of its twin"
+    torch.compiler.reset()
+
+
+def test_a_longer_sequence_finds_it_back_at_once() -> None:
+    training = Training(device_budget_gib=1)
+    with training.session as session:
+        training.reach_stable()
+        assert training.step(tokens=18) == 4, "in the very step that would keep more than was planned for"
+        assert training.step(tokens=18) == 4
+        assert session.stage is not Stage.STABLE and session.report()["plain_regions"] == 0
+        while session.stage is not Stage.STABLE:
+            training.step(tokens=18)
+        assert session.report()["plain_regions"] == 4 and training.step(tokens=18) == 0
+
+
+def test_ranks_that_are_given_more_launch_the_collectives_of_those_that_are_not() -> None:
+    training = Training(device_budget_gib=1)
+    with training.session as session:
+        training.reach_stable()
+        for region in session.regions:
+            region.native.communicates = True  # its recompute pass would: the others have none
+        assert training.step(tokens=18) == 0
+
+
+def test_without_room_regions_are_not_plain(keeps_nothing: None) -> None:
+    training = Training()
+    with training.session as session:
+        training.reach_stable()
+        assert session.report()["plain_regions"] == 0 and training.step() == 4
+
+
+def test_tensors_that_were_kept_by_an_earlier_plan_are_found_by_their_backward() -> None:
+    """A graph from before the regions were plain, and its backward after."""
+    training = Training(device_budget_gib=1)
+    with training.session as session:
+        x = torch.randn(2, 6, 16)
+        before, expected = training.model(x), training.reference(x)
+        training.model.zero_grad()
+        training.reach_stable()
+        assert session.report()["plain_regions"] == 4
+        before.backward()
+        expected.backward()
+        assert_same(gradients(training.model), gradients(training.reference))

@@ -1,0 +1,374 @@
+"""From observed steps to plans and back: what the planner is told, what regions get, and ranks that agree."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memplug.device.device import Device
+from memplug.plan import tokenwise as plan
+from memplug.plan.decisions import Decision, Decisions, Setting
+from memplug.tokenwise import candidates, planning
+from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.regions.region import Region
+from tests.support.blocks import Block, Stack
+
+GIB = 1 << 30
+
+
+# -- observing ---------------------------------------------------------------------------------------------------------
+
+
+class Observed:
+    """One timed step of a stack, every layer a region at the safest setting."""
+
+    def __init__(self, model: nn.Module, forwards: int = 1, width: int = 16, backward: bool = True):
+        self.executor = Executor(Device(), GIB, min_offload_bytes=1)
+        self.observer = planning.Observer()
+        self.executor.time_forwards(self.observer)
+        self.regions = [Region(f"layers.{i}", type(layer).__name__, 0.0) for i, layer in enumerate(model.layers)]
+        for layer, region in zip(model.layers, self.regions, strict=True):
+            layer.forward = self._through(region, layer.forward)
+        self.model = model
+        losses = [model(torch.randn(2, 6, width)) for _ in range(forwards)]
+        if backward:
+            sum(losses).backward()
+        self.groups = planning.group_regions(self.regions, self.observer)
+
+    def _through(self, region: Region, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: self.executor.run(region, call, args, {})
+
+    def put(self, solution: plan.TokenwisePlan) -> Decisions:
+        decisions = planning.decisions_of(solution, self.groups, self.observer)
+        planning.put(decisions, self.regions)
+        return decisions
+
+    def describe(self) -> list[plan.Region]:
+        return planning.describe(self.groups, self.observer, self.executor, Device().seconds_between)
+
+
+def budget(host: int = GIB, device: int = 0, d2h: float = 1e12, h2d: float = 1e12) -> plan.Budget:
+    return plan.Budget(d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d, host_bytes=host, device_bytes=device)
+
+
+def test_only_forwards_with_times_are_kept() -> None:
+    observed = Observed(Stack(2))
+    kept = dict(observed.observer.tapes)
+    observed.executor.time_forwards(None)
+    observed.model(torch.randn(2, 6, 16)).backward()
+    assert observed.observer.tapes == kept
+
+
+def test_equal_layers_are_one_region_with_as_many_instances_as_forwards_in_flight() -> None:
+    (one,) = Observed(Stack(4)).describe()
+    (two,) = Observed(Stack(4), forwards=2).describe()
+    assert (one.instances, two.instances) == (4, 8)
+
+
+def test_layers_that_run_other_operators_are_regions_of_their_own() -> None:
+    model = Stack(4)
+    model.layers[2] = Block(in_place=True)
+    model.layers[3] = Block(bias=False)
+    observed = Observed(model)
+    assert [len(members) for members in observed.groups.values()] == [2, 1, 1]
+    assert {region.key: region.instances for region in observed.describe()} == {
+        key: len(members) for key, members in observed.groups.items()
+    }
+
+
+def test_keys_are_the_same_in_another_process_with_other_shapes() -> None:
+    """Ranks with other sequence lengths share a plan: the key names operators, not shapes."""
+    keys = {
+        next(iter(Observed(Stack(2)).groups)),
+        next(iter(Observed(Stack(2, lambda: Block(width=32)), width=32).groups)),
+    }
+    assert len(keys) == 1
+    (key,) = keys
+    assert key.startswith("Block:") and len(key) == len("Block:") + 12
+
+
+def test_the_planner_is_told_bytes_times_and_what_may_be_swapped() -> None:
+    (region,) = Observed(Stack(3)).describe()
+    by_name: dict[str, list[plan.Operator]] = {}
+    for operator in region.operators:
+        by_name.setdefault(operator.name.split(".")[1], []).append(operator)
+    tokens, width = 2 * 6, 16
+    matmuls = [operator for operator in region.operators if operator.capture == "rows"]
+    assert sorted(o.output_bytes for o in matmuls) == sorted(4 * tokens * w for w in (48, 16, 32, 32, 16))
+    assert all("mm" in operator.name and operator.time_s > 0 for operator in matmuls)
+    attention = [operator for operator in region.operators if operator.always_swapped]
+    assert len(attention) == 1 and attention[0].capture == "whole"
+    views = [operator for name in ("view", "t", "transpose", "permute") for operator in by_name.get(name, [])]
+    assert views and all(operator.inputs == () and operator.capture == "never" for operator in views)
+    assert 3 * region.input_bytes == 2 * 4 * tokens * width, "the first one's is the batch, which stays; it is the mean"
+    assert 0 < sum(operator.time_s for operator in region.operators) <= region.forward_s
+    assert region.backward_s > 0
+    plan.solve([region], budget())  # accepts it
+
+
+def test_a_forward_without_backward_is_described_all_the_same() -> None:
+    (region,) = Observed(Stack(3), backward=False).describe()
+    assert region.backward_s == pytest.approx(2 * region.forward_s, rel=2.0)
+    plan.solve([region], budget())
+
+
+def test_small_tensors_are_never_offered_to_the_planner() -> None:
+    observed = Observed(Stack(2))
+    observed.executor.min_offload_bytes = 4 * 12 * 32
+    (region,) = observed.describe()
+    assert {o.output_bytes for o in region.operators if o.capture != "never"} == {4 * 12 * 32, 4 * 12 * 48}
+
+
+# -- applying ----------------------------------------------------------------------------------------------------------
+
+
+def solution_for(region: plan.Region, groups: list[plan.Group]) -> plan.TokenwisePlan:
+    planned = plan.RegionPlan(groups=tuple(groups), forward_s=1.0, backward_s=1.0)
+    return plan.TokenwisePlan(
+        regions={region.key: planned},
+        alpha=None,
+        alpha_cut_by_host=False,
+        inputs_swapped=True,
+        forward_s=1.0,
+        backward_s=1.0,
+        step_s=2.0,
+        host_bytes=0,
+        device_bytes=0,
+        bound="none",
+    )
+
+
+def group(instances: int, fractions: dict[int, float], keep: tuple[int, ...] = ()) -> plan.Group:
+    return plan.Group(
+        instances=instances,
+        fractions=fractions,
+        keep=frozenset(keep),
+        runs=frozenset(),
+        swapped_bytes=0,
+        kept_bytes=0,
+        recompute_s=0.0,
+    )
+
+
+def decided(region: Region, index: int, func: Any) -> tuple[float, bool]:
+    """The fraction of operator `index` to swap, and whether it stays on the device."""
+    return region.native.decide(index, func._schema.name, func._schema.overload_name)
+
+
+def test_regions_get_their_group_in_the_order_of_the_forward() -> None:
+    observed = Observed(Stack(4))
+    (region,) = observed.describe()
+    rows = [i for i, operator in enumerate(region.operators) if operator.capture == "rows"]
+    groups = [group(3, {rows[0]: 0.5}), group(1, {}, keep=(rows[1],))]
+    observed.put(solution_for(region, groups))
+    tape = observed.observer.tapes["layers.0"]
+    first, second = tape.records[rows[0]].func, tape.records[rows[1]].func
+    for member in observed.regions[:3]:
+        assert member.setting.plan == {
+            rows[0]: Decision(str(first).removesuffix(".default").replace(".", "::", 1), 0.5)
+        }
+        assert decided(member, rows[0], first) == (0.5, False)
+        assert decided(member, rows[1], second) == (0.0, False)
+    assert decided(observed.regions[3], rows[1], second) == (1.0, True)
+    assert decided(observed.regions[3], rows[0], first) == (0.0, False)
+
+
+def test_forwards_in_flight_share_the_groups_by_layer() -> None:
+    observed = Observed(Stack(4), forwards=2)
+    (region,) = observed.describe()
+    rows = [i for i, operator in enumerate(region.operators) if operator.capture == "rows"]
+    observed.put(solution_for(region, [group(4, {rows[0]: 1.0}), group(4, {})]))
+    assert [bool(member.setting.plan) for member in observed.regions] == [True, True, False, False]
+
+
+def test_another_program_than_the_planned_one_gets_the_plans_share_of_rows() -> None:
+    observed = Observed(Stack(2))
+    (region,) = observed.describe()
+    sizes = {i: o.output_bytes for i, o in enumerate(region.operators) if o.capture == "rows"}
+    chosen = max(sizes, key=sizes.__getitem__)
+    observed.put(solution_for(region, [group(2, {chosen: 0.5})]))
+    share = 0.5 * sizes[chosen] / sum(sizes.values())
+    member = observed.regions[0]
+    assert member.setting.rows == pytest.approx(share)
+    assert decided(member, 10_000, observed.observer.tapes["layers.0"].records[chosen].func) == (0.0, False)
+    addmm = torch.ops.aten.addmm.default
+    other = next(i for i, r in enumerate(observed.observer.tapes["layers.0"].records) if r.func is not addmm)
+    planned = {other: Decision(str(observed.observer.tapes["layers.0"].records[other].func), 1.0)}
+    member.set(replace(member.setting, plan=planned))
+    assert decided(member, other, addmm) == (member.setting.rows, False)
+
+
+def test_regions_of_another_key_stay_at_the_safest_setting() -> None:
+    observed = Observed(Stack(2))
+    (region,) = observed.describe()
+    observed.groups = {"other": observed.regions}
+    observed.put(solution_for(region, [group(2, {})]))
+    assert all(member.setting == Setting("Block") for member in observed.regions)
+
+
+def test_a_policy_can_be_taken_back_and_put_again() -> None:
+    observed = Observed(Stack(3))
+    (region,) = observed.describe()
+    rows = next(i for i, operator in enumerate(region.operators) if operator.capture == "rows")
+    decisions = observed.put(solution_for(region, [group(1, {rows: 0.5}), group(2, {}, keep=(rows,))]))
+    run_by = [member.setting for member in observed.regions]
+    for member in observed.regions:
+        member.native.leave_out(rows, "aten::mm")
+    assert all(member.native.unneeded == {rows: "aten::mm"} for member in observed.regions)
+    planning.put(None, observed.regions)
+    assert [(each.setting, each.native.unneeded) for each in observed.regions] == [(Setting("Block"), {})] * 3
+    planning.put(decisions, observed.regions)
+    assert [member.setting for member in observed.regions] == run_by
+
+
+def test_a_policy_predicts_the_peak_from_the_observed_one() -> None:
+    observed = Observed(Stack(2))
+    (region,) = observed.describe()
+    solution = replace(solution_for(region, [group(2, {})]), device_bytes=30)
+    assert planning.decisions_of(solution, observed.groups, observed.observer, 100).peak_bytes == 130
+    assert planning.decisions_of(solution, observed.groups, observed.observer, None).peak_bytes is None
+
+
+# -- agreeing ----------------------------------------------------------------------------------------------------------
+
+
+def chosen(
+    own: tuple[list[plan.Region], plan.Budget],
+    gather: Callable[[Any], list[Any]] = lambda value: [value],
+    most: int = 1,
+    alpha: Any = "auto",
+    rank: int = 0,
+) -> list[plan.TokenwisePlan]:
+    """What a rank chooses from; none where one has nothing to plan yet."""
+    task = candidates.agree(own, gather, most, alpha)
+    if task is None:
+        return []
+    return candidates.choose(task, candidates.solve(task) if task.solver == rank else None, gather)
+
+
+class Ranks:
+    """Runs `chosen` for several ranks at once, with a gather that waits for all, as a collective does."""
+
+    def __init__(self, owns: list[tuple[list[plan.Region], plan.Budget]], most: int = 1, alpha: Any = "auto"):
+        self.calls = [0] * len(owns)
+        self.most, self.alpha = most, alpha
+        self.plans: list[list[plan.TokenwisePlan] | BaseException] = [RuntimeError("never ended")] * len(owns)
+        self._barrier = threading.Barrier(len(owns), timeout=20)
+        self._slots: list[Any] = [None] * len(owns)
+        threads = [threading.Thread(target=self._run, args=(rank, own)) for rank, own in enumerate(owns)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _run(self, rank: int, own: tuple[list[plan.Region], plan.Budget]) -> None:
+        def gather(value: Any) -> list[Any]:
+            self.calls[rank] += 1
+            self._slots[rank] = value
+            self._barrier.wait()
+            values = list(self._slots)
+            self._barrier.wait()
+            return values
+
+        try:
+            self.plans[rank] = chosen(own, gather, self.most, self.alpha, rank)
+        except BaseException as error:
+            self.plans[rank] = error
+            self._barrier.abort()
+
+
+def layer(key: str = "Block:a", instances: int = 4, time_s: float = 4.0) -> plan.Region:
+    matmul = plan.Operator(name="mm", time_s=time_s, inputs=(0,), outputs=(1,), output_bytes=1000, capture="rows")
+    return plan.Region(
+        key=key,
+        instances=instances,
+        operators=(matmul,),
+        saved=frozenset({1}),
+        given=frozenset({0}),
+        input_bytes=100,
+        forward_s=10.0,
+        backward_s=20.0,
+    )
+
+
+def test_equal_ranks_with_other_budgets_take_the_plan_of_the_smallest_of_each() -> None:
+    budgets = [budget(host=3000), budget(host=9000, d2h=5.0), budget(host=9000, h2d=50.0), budget(host=2000, device=7)]
+    ranks = Ranks([([layer()], one) for one in budgets])
+    expected = plan.solve([layer()], budget(host=2000, device=0, d2h=5.0, h2d=50.0))
+    assert ranks.plans == [[expected]] * 4
+    assert expected != plan.solve([layer()], budgets[0])
+
+
+def test_memos_fraction_is_the_smallest_of_all_ranks_and_the_one_plan() -> None:
+    """Of 1000 bytes, beside the input's 100, 400 fit 10 s of forward at 50 bytes/s, and 200 at 30."""
+    ranks = Ranks([([layer()], budget(d2h=rate)) for rate in (50.0, 30.0)], alpha="memo")
+    assert ranks.plans[0] == ranks.plans[1] == [plan.solve([layer()], budget(d2h=30.0), 0.2)]
+    stages = [([layer("Block:a")], budget(d2h=50.0)), ([layer("Block:b")], budget(d2h=30.0))]
+    assert [plans[0].alpha for plans in Ranks(stages, alpha="memo").plans] == [0.2, 0.2]
+
+
+def test_the_times_of_the_lowest_rank_count_for_all() -> None:
+    ranks = Ranks([([layer(time_s=1.0)], budget(d2h=50.0)), ([layer(time_s=40.0)], budget(d2h=50.0))])
+    assert ranks.plans[0] == ranks.plans[1] == [plan.solve([layer(time_s=1.0)], budget(d2h=50.0))]
+    assert ranks.plans[1] != [plan.solve([layer(time_s=40.0)], budget(d2h=50.0))]
+
+
+def test_ranks_with_other_regions_plan_for_themselves_with_as_many_collectives() -> None:
+    """Pipeline stages: ranks 0 and 2 hold one set of layers, 1 and 3 another."""
+    first, second = [layer("Block:a")], [layer("Block:b", instances=2), layer("Block:c")]
+    budgets = [budget(host=2500), budget(host=700), budget(host=9000), budget(host=8000)]
+    ranks = Ranks(list(zip([first, second, first, second], budgets, strict=True)))
+    assert ranks.plans[0] == ranks.plans[2] == [plan.solve(first, budget(host=2500))]
+    assert ranks.plans[1] == ranks.plans[3] == [plan.solve(second, budget(host=700))]
+    assert len(set(ranks.calls)) == 1
+
+
+def test_where_one_rank_has_nothing_to_plan_yet_none_plans() -> None:
+    ranks = Ranks([([layer()], budget()), ([], budget()), ([layer()], budget())])
+    assert ranks.plans == [[]] * 3
+    assert len(set(ranks.calls)) == 1
+
+
+def test_one_process_alone_solves_with_its_own_budget() -> None:
+    plans = chosen(([layer()], budget(host=2500)))
+    assert plans == [plan.solve([layer()], budget(host=2500))]
+
+
+# -- plans to choose from ----------------------------------------------------------------------------------------------
+
+BY_LINK = budget(d2h=50.0, h2d=50.0)  # the link takes 8 s for all inputs, and 80 s for all that could be swapped
+NOT_BY_LINK = budget(host=2500)
+
+
+def swapped(one: plan.TokenwisePlan) -> int:
+    return sum(region.swapped_bytes for region in one.regions.values())
+
+
+def test_plans_around_the_optimum_swap_less_and_more_and_cost_what_the_measured_link_gives() -> None:
+    optimum, less, more, least, most = chosen(([layer()], BY_LINK), most=5)
+    assert optimum == plan.solve([layer()], BY_LINK)
+    assert swapped(least) < swapped(less) < swapped(optimum) < swapped(more) < swapped(most)
+    assert min(one.step_s for one in (less, more, least, most)) >= optimum.step_s
+
+
+def test_a_plan_that_does_the_same_as_an_earlier_one_is_left_out() -> None:
+    assert len(chosen(([layer()], NOT_BY_LINK), most=5)) == 1
+
+
+def test_no_more_plans_than_there_are_link_rates_to_try() -> None:
+    plans = chosen(([layer()], BY_LINK), most=1000)
+    assert 5 < len(plans) <= len(candidates.LINK_FACTORS)
+
+
+def test_ranks_with_other_regions_try_as_many_plans_though_some_of_them_are_the_same() -> None:
+    """The first rank's plan is one whatever the link gives; the second rank has several, and the first goes along."""
+    ranks = Ranks([([layer("Block:a")], NOT_BY_LINK), ([layer("Block:b")], BY_LINK)], most=3)
+    assert [len(plans) for plans in ranks.plans] == [3, 3]
+    assert len({swapped(one) for one in ranks.plans[0]}) == 1
+    assert len({swapped(one) for one in ranks.plans[1]}) == 3

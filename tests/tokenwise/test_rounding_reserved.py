@@ -1,0 +1,178 @@
+"""When a session reserves rounding buffers, how large they are, and what its plans know of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from memplug.config import MemplugConfig
+from memplug.plan.tokenwise import Budget, Region
+from memplug.profile.trace import Pass
+from memplug.session import Session
+from memplug.tokenwise import budgets
+from memplug.tokenwise.rounding import Rounding
+from tests.support.blocks import LAYERS, assert_same, gradients, train_stacks
+from tests.support.rounding import pair
+
+QUICK = {"warmup_steps": 1, "policy_steps": 0}
+
+
+def attached(model: nn.Module, alpha: float | str = 1.0, arena: bool = False, **tokenwise: Any) -> Session:
+    settings = {"alpha": alpha, "regions": LAYERS, "min_offload_bytes": 1, **tokenwise}
+    block = {"enabled": True, "arena": {"enabled": arena}, "tokenwise": settings, "profiler": QUICK, "plan_dir": False}
+    return memplug.attach(model, block)
+
+
+def step(model: nn.Module, reference: nn.Module, session: Session, seed: int = 0, exact: bool = True) -> None:
+    train_stacks(model, reference, seed, exact)
+    session.step()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0, "memo", "auto"])
+def test_no_copy_in_allocates_once_a_plan_is_there(alpha: float | str) -> None:
+    model, reference = pair()
+    with attached(model, alpha) as session:
+        before = 0
+        for seed in range(8):
+            allocations = session.report()["transfer_allocations"]
+            planned = session.executor.transfer.buffer_bytes > 0
+            step(model, reference, session, seed, exact=alpha in (0, 1))
+            before += planned
+            assert (session.report()["transfer_allocations"] == allocations) == planned
+            assert session.report()["stage"] == "stable" or not session.executor.transfer.buffer_bytes
+        assert before >= 5 and session.report()["buffer_misses"] == 0
+
+
+def test_buffers_are_there_before_the_first_step_under_a_plan_and_never_too_small() -> None:
+    model, reference = pair()
+    with attached(model, "auto") as session:
+        while session.solution is None:
+            assert session.report()["buffer_bytes"] == 0
+            step(model, reference, session, exact=False)
+        reserved = session.report()["buffer_bytes"]
+        assert session.report()["planned_steps"] == 0 and reserved > 0
+        step(model, reference, session, exact=False)
+        assert 0 < 2 * session.executor.flow.largest_frame_bytes <= reserved == session.report()["buffer_bytes"]
+
+
+def test_the_recorder_sees_as_many_requests_less_as_transfers_count() -> None:
+    """The counter that other tests trust, against the allocator's own requests of one step."""
+
+    def requests(buffered: bool) -> tuple[int, int]:
+        model, reference = pair()
+        with attached(model, 1.0) as session:
+            if not buffered:
+                session._boundary.tokenwise.rounding.end_step = lambda *args: None
+            for seed in range(3):
+                step(model, reference, session, seed)
+            session.record()
+            step(model, reference, session)
+            allocations = session.executor.transfer.allocations
+            step(model, reference, session)
+            phases = [at for at, phase in enumerate(session.trace.phases) if phase.kind is Pass.BACKWARD]
+            made = sum(int(row["malloc_phase"]) in phases for row in session.trace.requests)
+            return made, session.executor.transfer.allocations - allocations
+
+    (many, counted), (few, none) = requests(buffered=False), requests(buffered=True)
+    assert none == 0 < counted == many - few
+
+
+def test_another_program_runs_without_until_it_has_a_plan_and_detaching_gives_them_back() -> None:
+    model, reference = pair()
+    session = attached(model, "auto")
+    seen = []
+    for length in (6, 6, 6, 6, 12, 12, 12, 12, 12, 6, 6):
+        x = torch.randn(2, length, 16)
+        for network in (model, reference):
+            network(x).backward()
+        assert_same(gradients(model), gradients(reference), exact=False)
+        session.step()
+        seen.append((session.stage.value, session.report()["buffer_bytes"]))
+    assert {stage for stage, _ in seen} == {"warm-up", "gen-policy", "stable"}
+    assert all((nbytes > 0) == (stage == "stable") for stage, nbytes in seen)
+    assert seen[-1][1] == max(nbytes for _, nbytes in seen), "the programs share the larger ones"
+    session.detach()
+    assert session.report()["buffer_bytes"] == 0
+
+
+@pytest.mark.parametrize("alpha", [1.0, "auto"])
+def test_with_the_arena_nothing_is_reserved(alpha: float | str) -> None:
+    model, reference = pair(4)
+    with attached(model, alpha, arena=True, buffers=3) as session:
+        for seed in range(7):
+            step(model, reference, session, seed, exact=alpha == 1.0)
+            assert session.report()["buffer_bytes"] == session.report()["buffer_misses"] == 0
+        assert session.report()["arena"] == "serving" and session.executor.buffers == 3
+        session._boundary.followers.close("a test says so")
+        step(model, reference, session, exact=alpha == 1.0)
+        step(model, reference, session, exact=alpha == 1.0)
+        assert session.report()["buffer_bytes"] > 0, "where the arena is off after all, they are needed"
+
+
+def test_a_longer_sequence_misses_once_and_has_larger_buffers_from_then_on() -> None:
+    model, reference = pair()
+    with attached(model) as session:
+        for seed in range(2):
+            step(model, reference, session, seed)
+        small, allocations = session.report()["buffer_bytes"], session.report()["transfer_allocations"]
+        for _ in range(3):
+            x = torch.randn(2, 30, 16)
+            for network in (model, reference):
+                network(x).backward()
+            assert_same(gradients(model), gradients(reference))
+            session.step()
+            now = session.report()
+            assert now["buffer_bytes"] > small and now["transfer_allocations"] > allocations
+            assert now["buffer_misses"] == now["transfer_allocations"] - allocations
+            misses = now["buffer_misses"]
+        step(model, reference, session)
+        assert session.report()["buffer_misses"] == misses and session.report()["buffer_bytes"] == now["buffer_bytes"]
+
+
+def test_a_plan_keeps_less_on_the_device_by_what_the_buffers_take() -> None:
+    sizes = {"operators": (), "saved": frozenset(), "given": frozenset(), "forward_s": 1.0, "backward_s": 1.0}
+    regions = [
+        Region(key=key, instances=4, input_bytes=10, saved_bytes=saved_bytes, **sizes)
+        for key, saved_bytes in (("a", 200), ("b", 90))
+    ]
+    budget = Budget(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, host_bytes=1, device_bytes=1000, buffers=3)
+    assert budget.with_buffers(regions).device_bytes == 1000 - 3 * 210
+    assert Budget(**{**_fields(budget), "buffers": 0}).with_buffers(regions).device_bytes == 1000
+    assert Budget(**{**_fields(budget), "device_bytes": 100}).with_buffers(regions).device_bytes == 0
+
+
+def _fields(budget: Budget) -> dict[str, Any]:
+    return {name: getattr(budget, name) for name in Budget.__dataclass_fields__}
+
+
+def test_a_plan_with_buffers_swaps_what_one_without_would_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where it keeps everything: nothing comes back then."""
+
+    def kept(room_bytes: int, buffers: int) -> tuple[int, bool]:
+        model, reference = pair()
+        monkeypatch.setattr(budgets, "device_room_bytes", lambda *args: room_bytes)
+        with attached(model, "auto", arena=False, buffers=buffers) as session:
+            while session.solution is None:
+                step(model, reference, session, exact=False)
+            plain = session.report()["plain_regions"] == len(session.regions)
+            return session.report()["predicted_kept_bytes"], plain
+
+    everything, plain = kept(1 << 30, 2)
+    assert plain
+    assert kept(everything, 2) == (everything, True)
+    some, plain = kept(everything - 1, 2)
+    assert some < everything - 1 and not plain
+    less, _ = kept(everything - 1, 4)
+    assert less < some
+
+
+def test_the_predicted_peak_has_the_buffers_that_are_reserved() -> None:
+    executor = SimpleNamespace(transfer=SimpleNamespace(buffer_bytes=30))
+    rounding = Rounding(MemplugConfig(), executor, planned=True)
+    assert rounding.peak_bytes(SimpleNamespace(peak_bytes=100)) == 130
+    assert rounding.peak_bytes(SimpleNamespace(peak_bytes=None)) is None is rounding.peak_bytes(None)

@@ -1,0 +1,143 @@
+"""What a recompute pass must do with each operator follows from the native tape of one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.regions.tape import Form, records_of
+from tests.support.native_forward import Keeps, Run
+
+RUN, SUBSTITUTE, SKIP = range(3)
+
+
+def record(call: Callable[..., Any], *args: Any) -> Run:
+    """The forward of `call(*args)`, whose returned tensors backward asks for."""
+    one = torch.ones((), requires_grad=True)
+    return Run(core(), lambda: Keeps.apply(one, *call(*args)))
+
+
+def names(run: Run) -> list[str]:
+    """Of all operators but the last one, which keeps what is returned."""
+    return [record.func._schema.name.partition("::")[2] for record in records_of(run.tape)][:-1]
+
+
+def actions(run: Run, captured: dict[int, bool]) -> list[int]:
+    run.forward.decide(captured, [])
+    return run.forward.actions[:-1]
+
+
+def plan(call: Callable[..., Any], captured: dict[str, bool] | None = None) -> list[tuple[str, int]]:
+    """Operators and actions; `captured` by operator name."""
+    run = record(call, torch.randn(4, 4), torch.randn(4, 4))
+    by_index = {i: (captured or {})[name] for i, name in enumerate(names(run)) if name in (captured or {})}
+    return list(zip(names(run), actions(run, by_index), strict=True))
+
+
+def test_an_operator_runs_only_if_something_saved_depends_on_it() -> None:
+    assert plan(lambda x, w: [(x.sin(), x.cos().exp())[1]]) == [("sin", SKIP), ("cos", RUN), ("exp", RUN)]
+
+
+def test_nothing_runs_where_nothing_is_saved() -> None:
+    assert plan(lambda x, w: (x.sin().exp(), ())[1]) == [("sin", SKIP), ("exp", SKIP)]
+
+
+def test_a_captured_output_cuts_off_what_is_before_it() -> None:
+    assert plan(lambda x, w: [(x.sin() @ w).exp()], {"mm": True}) == [("sin", SKIP), ("mm", SUBSTITUTE), ("exp", RUN)]
+
+
+def test_the_rows_that_are_missing_need_the_inputs() -> None:
+    assert plan(lambda x, w: [(x.sin() @ w).exp()], {"mm": False}) == [("sin", RUN), ("mm", SUBSTITUTE), ("exp", RUN)]
+
+
+def test_a_captured_output_that_no_operator_reads_is_not_prefetched() -> None:
+    assert plan(lambda x, w: [((x @ w).exp(), x.sin())[1]], {"mm": True}) == [("mm", SKIP), ("exp", SKIP), ("sin", RUN)]
+
+
+def test_writes_to_what_is_saved_run_and_other_writes_do_not() -> None:
+    def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        y, z = x.sin(), x.cos()
+        y.add_(1)
+        z.mul_(2)
+        return [y]
+
+    assert plan(call) == [("sin", RUN), ("cos", SKIP), ("add_", RUN), ("mul_", SKIP)]
+
+
+def test_a_write_through_a_view_counts_for_the_whole_storage() -> None:
+    def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        y = torch.zeros(4, 4)
+        y[1].copy_(w[0])
+        return [y.t()]
+
+    found = dict(plan(call))
+    assert found["zeros"] == found["copy_"] == RUN
+
+
+def test_a_write_to_a_captured_output_runs_on_the_substitute() -> None:
+    def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        return [(x.sin() @ w).relu_()]
+
+    assert plan(call, {"mm": True}) == [("sin", SKIP), ("mm", SUBSTITUTE), ("relu_", RUN)]
+
+
+def test_a_write_to_given_memory_always_runs() -> None:
+    assert plan(lambda x, w: (w.add_(x.sin()), ())[1]) == [("sin", RUN), ("add_", RUN)]
+
+
+def test_draws_run_only_when_what_they_drew_is_needed() -> None:
+    """Each has the state of its generator: those behind it draw the same without it."""
+
+    def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        mask = torch.empty_like(x).bernoulli_(0.5)
+        x.sin() * mask
+        return [torch.rand(3)]
+
+    assert plan(call) == [("empty_like", SKIP), ("bernoulli_", SKIP), ("sin", SKIP), ("mul", SKIP), ("rand", RUN)]
+
+
+def test_a_number_that_python_saw_is_not_computed_again() -> None:
+    run = record(lambda x, w: [x * (w.sin().sum().item() > 0)], torch.randn(4, 4), torch.ones(4, 4))
+    index = names(run).index("_local_scalar_dense")
+    assert records_of(run.tape)[index].form is Form.VALUE
+    assert actions(run, {}) == [SKIP] * (index + 1) + [RUN]
+
+
+def test_memory_that_nobody_was_seen_to_fill_makes_a_forward_opaque() -> None:
+    x = torch.randn(4, 4)
+    assert record(lambda: [torch.empty(4, 4)]).forward.opaque
+    assert not record(lambda: [torch.empty(4, 4).copy_(x)]).forward.opaque
+    assert not record(lambda: [torch.empty(0, 4)]).forward.opaque
+
+
+def test_a_storage_at_a_reused_address_is_another_storage() -> None:
+    def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        for _ in range(50):
+            y = x.sin()
+            del y
+        return [x.cos()]
+
+    assert [action for _, action in plan(call)] == [SKIP] * 50 + [RUN]
+
+
+def test_views_need_not_run() -> None:
+    assert plan(lambda x, w: [x.sin().t()[1:]]) == [("sin", RUN), ("t", SKIP), ("slice", SKIP)]
+
+
+def test_a_saved_tensor_whose_graph_goes_while_the_pass_runs_leaves_the_others_right() -> None:
+    run = record(lambda x, w: [x.cos().exp(), (x @ w).exp(), x.sin()], torch.randn(4, 4), torch.randn(4, 4))
+    product = names(run).index("mm")
+    expected = [tensor.clone() for tensor in run.saved]
+    first, *others = (i for i in range(len(run.saved)) if run.forward.has_to_restore(i))
+    mm = torch.randn(4, 4)
+
+    def substitute(index: int) -> tuple[list[torch.Tensor], int]:
+        run.objects[first] = None
+        return [mm], -1
+
+    restored = run.restored({product: True}, substitute)
+    assert list(restored) == others and len(others) == 2
+    assert torch.equal(restored[others[0]], mm.exp()) and torch.equal(restored[others[1]], expected[others[1]])

@@ -1,0 +1,48 @@
+"""What garbage collection runs in the middle of a region is no part of it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from memplug.tokenwise.regions.core import core
+from tests.support.blocks import Layer, Stack, assert_same, gradients, tokenwise, twin
+
+pytestmark = pytest.mark.device
+
+
+class Dies:
+    """Garbage in a circle, whose end runs operators."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.tensor = torch.ones(3)
+
+    def __del__(self) -> None:
+        self.tensor.add_(1).is_pinned()
+        torch.randn(2)
+
+
+class Collects(Layer):
+    """Garbage is collected in the middle of its forward, and none is there in the recompute pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(self.norm(x))
+        gc.collect()
+        return x + self.out(torch.nn.functional.gelu(hidden))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_finalizers_that_run_operators_are_neither_noted_nor_replayed(alpha: float) -> None:
+    torch.manual_seed(0)
+    model = Stack(2, Collects)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    for x in torch.randn(2, 2, 6, 16):
+        Dies()
+        model(x).backward()
+        reference(x).backward()
+        assert_same(gradients(model), gradients(reference), exact=alpha != 0.5)
+    assert executor.divergences == 0 and core().paused() == 0

@@ -1,0 +1,227 @@
+"""Regions whose backward runs before their tensors have to be released: offloading waits until release."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memplug.tokenwise.regions.executor import Executor
+from tests.support.blocks import Block, Stack, assert_clean, assert_same, gradients, tokenwise, twin
+from tests.support.forwards import WritesAfterUse, WritesInput, WritesOutput, WritesSlices
+from tests.support.simulated import Adversary, ScriptedDevice, adversarial_device
+
+pytestmark = pytest.mark.device
+
+IN_PLACE = [WritesOutput, WritesAfterUse, WritesSlices, WritesInput]
+
+
+def trained(device: Adversary, alpha: float, block: type[nn.Module] = Block, **settings: int):
+    """A stack after one step, whose last layer offloads late; its twin, its executor."""
+    torch.manual_seed(0)
+    model = Stack(4, block)
+    reference = twin(model)
+    executor = tokenwise(model, alpha, device, **settings)
+    step(model, reference, alpha)
+    end_step(model, executor)
+    assert [region.native.offloads_late for region in model.regions][::3] == [False, True]
+    return model, reference, executor
+
+
+def step(model: Stack, reference: Stack, alpha: float, times: int = 1, seed: int = 0) -> None:
+    """Backward `times` through one graph of each."""
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed))
+    for network in (model, reference):
+        loss = network(x)
+        for turn in range(times):
+            loss.backward(retain_graph=turn < times - 1)
+    assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1) and times == 1)
+
+
+def end_step(model: Stack, executor: Executor) -> None:
+    executor.flow.end_step([region.native for region in model.regions])
+
+
+@pytest.fixture(params=["late", "early"])
+def device(request: pytest.FixtureRequest):
+    one = adversarial_device(request.param)
+    with one:
+        yield one
+    one.synchronize()
+    assert not one.violations, one.violations
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_nothing_of_the_last_layer_is_copied_any_more(device, alpha):
+    model, reference, executor = trained(device, alpha)
+    first = executor.transfer.offloads
+    step(model, reference, alpha, seed=1)
+    assert 0 < executor.transfer.offloads - first < first
+    assert_clean(executor)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_a_second_backward_through_the_graph_finds_the_tensors(device, alpha):
+    model, reference, executor = trained(device, alpha)
+    step(model, reference, alpha, times=2, seed=1)
+    assert_clean(executor)
+
+
+@pytest.mark.parametrize("budget_bytes", [1 << 30, 0])
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_a_forward_that_follows_after_all_makes_them_go_or_stay_where_the_host_is_full(device, alpha, budget_bytes):
+    model, reference, executor = trained(device, alpha)
+    executor.pool.budget_bytes = min(executor.pool.budget_bytes, budget_bytes)
+    if not budget_bytes:
+        executor.pool.rows.limit_bytes = 0
+    first, second = torch.randn(2, 2, 6, 16)
+    for network in (model, reference):
+        (network(first) + network(second)).backward()
+    assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+    end_step(model, executor)
+    assert not any(region.native.offloads_late for region in model.regions)
+    assert_clean(executor)
+
+
+@pytest.mark.parametrize("block", IN_PLACE)
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_what_is_written_in_place_after_it_was_captured_is_kept_where_the_host_is_full(device, alpha, block):
+    model, reference, executor = trained(device, alpha, block)
+    executor.pool.rows.limit_bytes = 0
+    for seed in (1, 2):
+        step(model, reference, alpha, seed=seed)
+    assert_clean(executor)
+
+
+def alone(device: Adversary, alpha: float, block: type[nn.Module]):
+    """A stack whose one layer offloads late, and whose input is captured too; its twin, its executor."""
+    torch.manual_seed(0)
+    model = Stack(1, block)
+    reference = twin(model)
+    executor = tokenwise(model, alpha, device)
+    step_alone(model, reference, executor, alpha)
+    assert executor.transfer.offloaded_total_bytes > 0
+    end_step(model, executor)
+    assert model.regions[0].native.offloads_late
+    return model, reference, executor
+
+
+def step_alone(model, reference, executor, alpha, *, seed=0, graphs=1, times=1):
+    """Backward `times` through the sum of so many graphs of each; nothing is left on either side.
+
+    Returns:
+        The bytes that were sent to the host.
+    """
+    sent_bytes = executor.transfer.offloaded_total_bytes
+    data = torch.randn(graphs, 2, 6, 16, generator=torch.Generator().manual_seed(seed))
+    found = []
+    for network in (model, reference):
+        inputs = [x.clone().requires_grad_() for x in data]
+        loss = sum(network(x) for x in inputs)
+        for turn in range(times):
+            loss.backward(retain_graph=turn < times - 1)
+        found.append({**gradients(network), **{f"input {i}": x.grad for i, x in enumerate(inputs)}})
+        del loss
+    assert_same(*found, exact=alpha in (0, 1))
+    assert_clean(executor)
+    assert executor.transfer.resident_bytes == 0
+    return executor.transfer.offloaded_total_bytes - sent_bytes
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("block", IN_PLACE)
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_what_is_written_in_place_after_it_was_captured_is_not_sent_to_the_host(device, alpha, block, times):
+    model, reference, executor = alone(device, alpha, block)
+    for seed in (1, 2):
+        assert step_alone(model, reference, executor, alpha, seed=seed, times=times) == 0
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("block", IN_PLACE)
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_what_was_written_in_place_has_its_former_value_where_it_is_released_after_all(device, alpha, block, times):
+    model, reference, executor = alone(device, alpha, block)
+    assert step_alone(model, reference, executor, alpha, seed=1, graphs=4, times=times) > 0
+    end_step(model, executor)
+    assert not model.regions[0].native.offloads_late
+
+
+class SharesInput(nn.Module):
+    """Two layers read one tensor, of which they share the capture; the second writes to it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([ScalesInput(), WritesInput()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        return self.layers[0](x).square().mean() + self.layers[1](x).square().mean()
+
+
+class ScalesInput(nn.Linear):
+    """It saves nothing of its input, and so much else that nothing of it has to be released."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        for _ in range(24):
+            x = x.tanh()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_a_shared_input_that_one_of_the_regions_writes_to_has_its_former_value_for_both(device, alpha, times):
+    torch.manual_seed(0)
+    model = SharesInput()
+    reference = twin(model)
+    executor = tokenwise(model, alpha, device, buffers=4)
+    sent_bytes = []
+    for seed, graphs in enumerate((1, 1, 3)):
+        sent_bytes.append(step_alone(model, reference, executor, alpha, seed=seed, graphs=graphs, times=times))
+        end_step(model, executor)
+    assert [nbytes > 0 for nbytes in sent_bytes[1:]] == [False, True], sent_bytes
+
+
+@pytest.mark.cpu("it stands for two streams in Python")
+@pytest.mark.parametrize("writer", ["first", "second"])
+def test_a_stream_that_writes_in_place_waits_for_the_one_that_made_the_captured_tensor(writer):
+    class TwoStreams(ScriptedDevice):
+        now = "first"
+
+        def compute_stream(self) -> str:
+            return self.now
+
+        def record(self, stream: Any) -> Any:
+            return ("event of", stream)
+
+        def wait(self, stream: Any, event: Any) -> None:
+            calls.append((stream, *event))
+
+        def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
+            calls.append((stream, "copies"))
+            super().copy(stream, destination, source)
+
+    device, calls = TwoStreams(), []
+    transfer = Executor(device, 1 << 20).transfer
+    tensor = torch.arange(12.0).view(3, 4)
+    swapped = transfer.offload(tensor, 3, later=True)
+    device.now = writer
+    transfer.before_write(swapped)
+    assert calls == [("first", "copies"), *([("second", "event of", "first")] if writer == "second" else [])]
+    tensor.zero_()
+    former, rows = transfer.acquire(swapped)
+    assert rows == 3 and torch.equal(former, torch.arange(12.0).view(3, 4))
+    assert (transfer.resident_bytes, transfer.offloads) == (tensor.nbytes, 0)
+
+
+def test_a_graph_that_is_dropped_leaves_nothing(device):
+    model, _, executor = trained(device, 1.0)
+    loss = model(torch.randn(2, 6, 16))
+    del loss
+    assert_clean(executor)

@@ -1,0 +1,123 @@
+"""Random numbers in a region: the second pass draws those of forward, and nobody else notices."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.blocks import ALPHAS, Block, Layer, Stack, alphas, tokenwise, train_alike
+
+pytestmark = pytest.mark.device
+
+
+class Drops(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.out(F.dropout(self.inner(x).sigmoid(), 0.3)), 0.3).sin()
+
+
+class DropsAttention(Block):
+    """A captured operator that draws random numbers, and another draw behind it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=0.4)
+        return x + F.dropout(self.out(attended.transpose(1, 2).reshape_as(x)), 0.4).sin()
+
+
+class DropsInPlace(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.empty_like(x).bernoulli_(0.5)
+        noise = torch.randn_like(x)
+        return (
+            x
+            + self.out(F.dropout(self.inner(x), 0.2, inplace=True).tanh()) * mask
+            + (x * noise).sin()
+            + torch.rand(1) * x
+        )
+
+
+class Samples(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        row = torch.multinomial(y.reshape(-1, 32).softmax(-1).detach(), 3)
+        return x + self.out(y * torch.gather(y.reshape(-1, 32), 1, row).sum().sigmoid() * torch.rand_like(y))
+
+
+RANDOM = [Drops, DropsAttention, DropsInPlace, Samples]
+
+
+@alphas
+@pytest.mark.parametrize("block", RANDOM, ids=lambda block: block.__name__)
+def test_random_numbers_are_those_of_forward(block: Callable[[], nn.Module], alpha: float) -> None:
+    train_alike(block, alpha)
+
+
+@alphas
+@pytest.mark.parametrize("block", RANDOM, ids=lambda block: block.__name__)
+def test_backward_leaves_the_random_generator_as_it_found_it(block: Callable[[], nn.Module], alpha: float) -> None:
+    torch.manual_seed(0)
+    model = Stack(2, block)
+    tokenwise(model, alpha)
+    loss = model(torch.randn(2, 6, 16))
+    state = torch.get_rng_state()
+    loss.backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class DrawsBehindCapturedAttention(torch.nn.Module):
+    """Attention by an operator of its own that draws random numbers, nothing of which a recompute pass needs but its
+    draws.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attended = torch.ops.flash_attn._random_forward(x, 0.3)
+        return x * F.dropout(x @ self.weight, 0.5).sigmoid() + attended
+
+
+def test_an_unread_captured_operator_still_advances_the_random_generator(
+    flash_operators: collections.Counter[str],
+) -> None:
+    for alpha in ALPHAS:
+        train_alike(DrawsBehindCapturedAttention, alpha)
+
+
+@pytest.fixture(scope="module")
+def flash_operators() -> Iterator[collections.Counter[str]]:
+    """Operators as flash-attn registers them, counted."""
+    calls: collections.Counter[str] = collections.Counter()
+    with torch.library._scoped_library("flash_attn", "FRAGMENT") as library:
+        library.define(
+            "_random_forward(Tensor x, float dropout_p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+        )
+
+        def forward(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+            calls["forward"] += 1
+            return torch.rand_like(x)
+
+        library.impl("_random_forward", forward, "CPU")
+        library.impl("_random_forward", forward, "CUDA")
+        yield calls
+
+
+class SavesWhatAttentionReads(DrawsBehindCapturedAttention):
+    """The input of the captured operator is what backward asks for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight
+        return y.sin() + torch.ops.flash_attn._random_forward(y.detach(), 0.3)
+
+
+@pytest.mark.parametrize("alpha", [0.0, *ALPHAS])
+def test_what_a_captured_random_operator_reads_is_computed_for_others(
+    alpha: float, flash_operators: collections.Counter[str]
+) -> None:
+    train_alike(SavesWhatAttentionReads, alpha)

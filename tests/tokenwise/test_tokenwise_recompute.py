@@ -1,0 +1,292 @@
+"""What backward runs again and what it does not, and what happens where the second pass is not the same."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplug.errors import RecomputeError
+from memplug.plan.decisions import Setting
+from tests.support.blocks import (
+    Block,
+    Layer,
+    Stack,
+    alphas,
+    assert_clean,
+    assert_same,
+    functional,
+    gradients,
+    tokenwise,
+    train_alike,
+    twin,
+)
+from tests.support.forwards import Routes
+from tests.support.simulated import ScriptedDevice
+
+pytestmark = pytest.mark.device
+
+
+class Counter(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name.partition("::")[2] if func.namespace == "aten" else func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def backward_calls(
+    block: Callable[[], nn.Module], alpha: float, layers: int = 3, step: int = 2
+) -> collections.Counter[str]:
+    """Operators that run in the backward of the given step beyond those of the same model without regions."""
+    torch.manual_seed(0)
+    model = Stack(layers, block)
+    reference = twin(model)
+    tokenwise(model, alpha)
+    for x in torch.randn(step, 2, 6, 16):
+        counts = []
+        for network in (model, reference):
+            loss = network(x)
+            with Counter() as counter:
+                loss.backward()
+            counts.append(counter.calls)
+    return counts[0] - counts[1]
+
+
+MATMULS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(0.0, 3 * 4), (0.5, 2 * 4), (1.0, 0)])
+def test_backward_runs_the_matmuls_that_were_not_swapped_and_the_dead_last_one_never(
+    alpha: float, expected: int
+) -> None:
+    """A block has five; nothing reads the output of the last one but the residual sum behind it. The last of three
+    blocks is still on the device, whole.
+    """
+    calls = backward_calls(Block, alpha)
+    assert sum(calls[name] for name in MATMULS) == expected
+    assert not any("attention" in name for name in calls)
+
+
+def test_a_region_whose_saved_tensors_are_all_captured_runs_nothing_again() -> None:
+    class Linear(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.inner(x))
+
+    calls = backward_calls(Linear, 1.0)
+    assert not {
+        name for name in calls if name not in ("as_strided", "detach", "copy_", "empty_strided", "slice", "t", "view")
+    }, calls
+
+
+def test_attention_is_run_again_where_it_is_not_captured() -> None:
+    torch.manual_seed(0)
+    model = Stack(2)
+    reference = twin(model)
+    executor = tokenwise(model, 0.0)
+    x = torch.randn(2, 6, 16)
+    executor.time_forwards(lambda region, frame, tape: region.set(Setting("captures nothing", plan={})))
+    model(x)
+    loss = model(x)
+    with Counter() as counter:
+        loss.backward()
+    assert sum(count for name, count in counter.calls.items() if "attention" in name and "backward" not in name) == 2
+    reference(x).backward()
+    assert_same(gradients(model), gradients(reference))
+    del loss
+    assert_clean(executor)
+
+
+def test_an_unread_routing_choice_is_not_made_again() -> None:
+    assert backward_calls(Routes, 0.0)["topk"] == 0
+
+
+# -- forwards that are not the same twice ------------------------------------------------------------------------------
+
+
+class Lazy(Layer):
+    """Builds a table in its first forward and finds it in later ones."""
+
+    table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(16.0).sin().cos()
+        return x + self.out(self.inner(x * self.table).sigmoid())
+
+
+@alphas
+def test_a_forward_that_is_not_the_same_the_next_time_is_recomputed_as_it_ran(alpha: float) -> None:
+    assert train_alike(Lazy, alpha, layers=2).divergences == 0
+
+
+class Changes(Layer):
+    """What it multiplies by changes from call to call, as what depends on the step does; and how often."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = x * (1 / self.calls)
+        for _ in range(self.calls):
+            x = x.sin() * self.norm.weight
+        return x + self.out((self.inner(x) * self.calls).sigmoid())
+
+
+@alphas
+def test_numbers_and_loops_that_change_with_every_call_are_those_of_the_forward(alpha: float) -> None:
+    """Both forwards of a step run before the first backward: running the module again would give other numbers."""
+    train_alike(Changes, alpha, steps=4)
+    torch.manual_seed(0)
+    model = Stack(2, Changes)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    for network in (model, reference):
+        losses = [network(x) for x in torch.linspace(-1, 1, 2 * 2 * 6 * 16).view(2, 2, 6, 16)]
+        for loss in losses:
+            loss.backward()
+    del loss, losses
+    assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+    assert_clean(executor)
+
+
+class Scales(Layer):
+    """The same operators in every step, by another number: a loss scale, a schedule, the power of an exponent."""
+
+    step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (self.inner(self.norm(x)) * (1 / (1 + Scales.step))).sigmoid()
+        return x + torch.addmm(
+            x.flatten(0, 1), y.flatten(0, 1).pow(2 + Scales.step), self.out.weight.t(), alpha=Scales.step
+        ).view_as(x)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_a_number_that_changes_between_forward_and_backward_is_that_of_its_forward(
+    alpha: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the graphs of three steps in flight, and yet another number when they run backward."""
+    torch.manual_seed(0)
+    model = Stack(3, Scales)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    for first in (1, 4):
+        inputs = torch.randn(3, 2, 6, 16)
+        for network in (model, reference):
+            losses = []
+            for step, x in enumerate(inputs, first):
+                monkeypatch.setattr(Scales, "step", step)
+                losses.append(network(x))
+            monkeypatch.setattr(Scales, "step", 100)
+            for loss in losses:
+                loss.backward()
+        assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+    assert executor.opaque_regions == 0
+    del loss, losses
+    assert_clean(executor)
+
+
+class Drops(Layer):
+    """Layer drop: whether it runs at all is drawn by Python."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if random.random() < 0.5:
+            return x * 1
+        return x + self.out(self.inner(self.norm(x)).sigmoid())
+
+
+@alphas
+def test_a_layer_that_is_dropped_at_random_is_recomputed_as_it_ran(alpha: float) -> None:
+    torch.manual_seed(0)
+    model = Stack(3, Drops)
+    reference = twin(model)
+    tokenwise(model, alpha)
+    for step in range(6):
+        x = torch.randn(2, 6, 16, requires_grad=True)
+        for network in (model, reference):
+            random.seed(step)
+            network(x).backward()
+        assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
+
+
+@alphas
+def test_a_second_pass_of_an_opaque_region_that_saves_other_tensors_is_an_error(alpha: float) -> None:
+    class Counting(Layer):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            x.data_ptr()
+            for _ in range(self.calls):
+                x = x.sin() * self.norm.weight
+            return x
+
+    model = Stack(2, Counting)
+    tokenwise(model, alpha)
+    with pytest.raises(RecomputeError, match="saved"):
+        model(torch.randn(2, 6, 16)).backward()
+
+
+class Noisy(ScriptedDevice):
+    """Brings back rows that differ by a rounding, as another shape of a product gives them."""
+
+    def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
+        destination.copy_(source * (1 - 1e-6) if source.is_floating_point() else source)
+
+
+@pytest.mark.cpu("its copies are changed")
+def test_a_mask_that_rounding_changes_recomputes_in_full() -> None:
+    """A smaller value than forward saw no longer reaches the threshold, and the selection is shorter."""
+    torch.manual_seed(0)
+    weight = torch.rand(8, 8, requires_grad=True)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y = x @ weight
+        return y[y * 2 >= (y * 2).max().item()].exp().tanh() + y.sigmoid().sum()
+
+    region, executor = functional(call, 1.0, Noisy())
+    x = torch.rand(8, 8)
+    gradient = []
+    for run in (region, call):
+        sum(run(x * (1 + index)).sum() for index in range(4)).backward()
+        gradient.append({"weight": weight.grad})
+        weight.grad = None
+    assert executor.divergences == 3  # all but the last have left the device
+    assert_same(*gradient, exact=False)
+
+
+def test_a_branch_taken_in_forward_is_taken_again_though_the_number_rounds_differently() -> None:
+    """The sum of the rows is within rounding of the threshold, which is the very value that forward saw."""
+
+    class Threshold(Layer):
+        threshold: float | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            seen = (y / 3).sum().item()
+            if self.threshold is None:
+                self.threshold = seen
+            same = seen == self.threshold
+            return x + self.out(y.sigmoid() * (1.0 if same else 100.0))
+
+    train_alike(Threshold, 1.0, device=None, steps=1)
+    torch.manual_seed(0)
+    model = Stack(4, Threshold)
+    reference = twin(model)
+    tokenwise(model, 0.5, Noisy())
+    x = torch.randn(2, 6, 16)
+    model(x).backward()
+    reference(x).backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-3, atol=1e-4)
