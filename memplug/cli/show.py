@@ -12,6 +12,8 @@ from memplug.cli.output import AsJson, print_rows, progress
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_STRETCHES_OF_A_PICTURE = 1600  # of the clock: more than the axes have pixels
+
 
 def show(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="A recorded trace (.npz), or a plan (.json).")],
@@ -69,6 +71,7 @@ def _trace(source: Path, step: int | None) -> "tuple[dict, list[tuple[str, str]]
     from memplug.show.picture import write_picture
     from memplug.show.snapshot import write_snapshot
     from memplug.show.summary import rows, summary
+    from memplug.show.trace_figure import trace_figure
 
     trace = load(source)
     if step is not None:
@@ -76,20 +79,30 @@ def _trace(source: Path, step: int | None) -> "tuple[dict, list[tuple[str, str]]
             raise typer.BadParameter(f"the trace has {len(trace.steps)} steps", param_hint="--step")
         trace = cut(trace, step)
     facts = summary(trace)
-    views = {"html": write_page, "png": write_picture, "snapshot": write_snapshot, "chrome": write_chrome}
-    return facts, rows(facts), {name: partial(write, trace) for name, write in views.items()}
+    writers = {
+        "html": lambda path: write_page(trace_figure(trace), path),
+        "png": lambda path: write_picture(trace_figure(trace, _STRETCHES_OF_A_PICTURE), path),
+        "snapshot": partial(write_snapshot, trace),
+        "chrome": partial(write_chrome, trace),
+    }
+    return facts, rows(facts), writers
 
 
 def _plan(source: Path) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
     """As `_trace`, of a plan."""
     from memplug.plan.plan_file import load
-    from memplug.show.layout_page import write_layout_page
-    from memplug.show.layout_picture import write_layout_picture
+    from memplug.show.layout_map import plan_figure
     from memplug.show.layout_summary import rows, summary
+    from memplug.show.page import write_page
+    from memplug.show.picture import write_picture
 
     plan = load(source)
     facts = summary(plan)
-    return facts, rows(facts), {"html": partial(write_layout_page, plan), "png": partial(write_layout_picture, plan)}
+    writers = {
+        "html": lambda path: write_page(plan_figure(plan), path),
+        "png": lambda path: write_picture(plan_figure(plan), path),
+    }
+    return facts, rows(facts), writers
 
 
 def _write_views(writers: "dict[str, Callable[[Path], None]]", paths: dict[str, Path | None]) -> bool:

@@ -9,13 +9,11 @@ from os.path import commonprefix
 import numpy as np
 
 from memplug.profile.trace import Layer, Pass, Phase
+from memplug.show.figure import Group
 
 BEFORE = "before the recording"
 OUTSIDE = "outside of layers"
 AT_MOST = 8  # groups of layers, or of phases of one kind
-LINES_AT_MOST = 80  # phase boundaries in a picture that still look like lines
-
-INK, GRID, PEAK = "#333333", "#dddddd", "#b00020"
 
 PASS_WORDS = {
     Pass.OTHER: "between passes",
@@ -47,19 +45,6 @@ _PASS_ORDER = tuple(_PASS_COLOURS)  # from the bottom of the stack: what lives l
 _BEFORE_COLOUR, _OUTSIDE_COLOUR = "#7f7f7f", "#c9c4bb"
 # Even in lightness, and told apart by colour-blind readers (the anchors of viridis, without its palest end).
 _LAYER_COLOURS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#e8d92b")
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One band of a stacked picture.
-
-    Attributes:
-        label: for the legend.
-        colour: "#rrggbb".
-    """
-
-    label: str
-    colour: str
 
 
 @dataclass(frozen=True, slots=True)
