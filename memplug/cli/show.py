@@ -1,13 +1,12 @@
 """`memplug show`: what a recorded trace, or a plan, says."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memplug.cli.output import AsJson, print_rows, progress
+from memplug.cli.output import AsJson, print_facts, progress, refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,11 +38,10 @@ def show(
     Prints a summary; pages, pictures and files for other viewers are written only where an option names them.
     Exit code 0: all done; 1: the file, or one to be written, is not usable.
     """
-    from memplug.errors import MemplugError
     from memplug.plan.plan_file import is_plan
 
     paths = {"html": html, "png": png, "snapshot": snapshot, "chrome": chrome}
-    try:
+    with refusing():
         if is_plan(source):
             for option, value in (("--snapshot", snapshot), ("--chrome", chrome), ("--step", step)):
                 if value is not None:
@@ -51,13 +49,7 @@ def show(
             facts, rows, writers = _plan(source)
         else:
             facts, rows, writers = _trace(source, step)
-    except MemplugError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-    else:
-        print_rows(rows)
+    print_facts(facts, rows, as_json=as_json)
     if not _write_views(writers, paths):
         raise typer.Exit(1)
 
