@@ -1,12 +1,11 @@
 """`memplug diff`: what two plans have in common."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from memplug.cli.output import AsJson, print_rows
+from memplug.cli.output import AsJson, print_facts, refusing
 
 
 def diff(
@@ -18,16 +17,9 @@ def diff(
 
     Exit code 0: compared, whatever differs; 1: a plan is not usable.
     """
-    from memplug.errors import MemplugError
     from memplug.plan.plan_file import load
     from memplug.show import plan_diff
 
-    try:
+    with refusing():
         facts = plan_diff.diff(load(a), load(b))
-    except MemplugError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-    else:
-        print_rows(plan_diff.rows(facts))
+    print_facts(facts, plan_diff.rows(facts), as_json=as_json)

@@ -1,13 +1,12 @@
 """`memplug doctor`: what this machine can do."""
 
-import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import typer
 
-from memplug.cli.output import AsJson, print_rows, progress
+from memplug.cli.output import AsJson, print_facts, progress
 from memplug.cli.versions import versions
 
 # Settings of others that take away what memplug builds on: variable, pattern in its value, what it does.
@@ -46,10 +45,7 @@ def doctor(as_json: AsJson = False) -> None:
     facts["memlock"] = _memlock(facts["hardware"], facts["host_budget_bytes"])
     facts["conflicts"] = _conflicts(os.environ)
     facts["missing"] = [package for package in ("torch", "deepspeed") if facts["versions"][package] == "absent"]
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-    else:
-        print_rows(_doctor_rows(facts))
+    print_facts(facts, _doctor_rows(facts), as_json=as_json)
     if facts["missing"] or facts["conflicts"]:
         raise typer.Exit(1)
 
@@ -70,24 +66,27 @@ def _compiler() -> str:
 
 def _native_core() -> dict[str, object]:
     from memplug import native
-    from memplug.errors import NativeError
 
-    try:
-        native.load()
-    except NativeError as error:
-        return {"ready": False, "problem": error.problem, "advice": error.advice}
-    import torch
+    core = _built(native.load)
+    if core["ready"]:
+        import torch
 
-    arena = torch.version.cuda is None or hasattr(native.load(), "stand_before_cuda")
-    return {"ready": True, "folder": str(native.build_folder()), "arena": arena}
+        arena = torch.version.cuda is None or hasattr(native.load(), "stand_before_cuda")
+        core |= {"folder": str(native.build_folder()), "arena": arena}
+    return core
 
 
 def _address_search() -> dict[str, object]:
-    from memplug.errors import NativeError
     from memplug.native import packing
 
+    return _built(packing.load)
+
+
+def _built(load: Callable[[], object]) -> dict[str, object]:
+    from memplug.errors import NativeError
+
     try:
-        packing.load()
+        load()
     except NativeError as error:
         return {"ready": False, "problem": error.problem, "advice": error.advice}
     return {"ready": True}

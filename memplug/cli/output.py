@@ -1,17 +1,18 @@
 """How the commands print: rows of a table, progress, and the warnings that memplug logged."""
 
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-def print_rows(rows: list[tuple[str, str]]) -> None:
+def _print_rows(rows: list[tuple[str, str]]) -> None:
     if not sys.stdout.isatty():
         # Plain and unwrapped, to be pasted.
         width = max(len(name) for name, _ in rows)
@@ -27,17 +28,50 @@ def print_rows(rows: list[tuple[str, str]]) -> None:
     Console().print(table)
 
 
+def print_facts(facts: dict[str, Any], rows: list[tuple[str, str]], *, as_json: bool) -> None:
+    """One JSON object, or the same in words."""
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        _print_rows(rows)
+
+
 @contextmanager
-def progress(text: str) -> Iterator[None]:
-    """Says on stderr what takes so long: a spinner on a terminal, one line elsewhere."""
+def refusing() -> Iterator[None]:
+    """Prints what memplug refuses, with its advice, and leaves with exit code 1."""
+    from memplug.errors import MemplugError
+
+    try:
+        yield
+    except MemplugError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+
+
+@contextmanager
+def progress(text: str, limit_s: float | None = None) -> Iterator[Callable[[str], None]]:
+    """Says on stderr what takes so long: on a terminal a spinner or, with a time limit, a bar; one line elsewhere.
+
+    Yields:
+        Takes a few words on what is being done now.
+    """
     if not sys.stderr.isatty():
         typer.echo(f"memplug: {text} ...", err=True)
-        yield
+        yield lambda doing: None
         return
     from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.progress_bar import ProgressBar
 
-    with Console(stderr=True).status(text):
-        yield
+    class Elapsed(BarColumn):
+        def render(self, task: Task) -> ProgressBar:
+            return ProgressBar(total=limit_s, completed=min(task.elapsed or 0.0, limit_s), width=40)
+
+    words = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), words) if limit_s is None else (words, Elapsed(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(text, total=None)
+        yield lambda doing: shown.update(task, description=f"{text}: {doing}")
 
 
 @contextmanager
@@ -59,28 +93,3 @@ def collected_warnings() -> Iterator[list[str]]:
 def echo_warnings(warnings: list[str]) -> None:
     for warning in warnings:
         typer.echo(f"Warning: {warning}", err=True)
-
-
-@contextmanager
-def time_bar(text: str, limit_s: float) -> Iterator[Callable[[str], None]]:
-    """Says on stderr what takes so long: on a terminal a bar that fills up to the time limit, one line elsewhere.
-
-    Yields:
-        Takes a few words on what is being done now.
-    """
-    if not sys.stderr.isatty():
-        typer.echo(f"memplug: {text} ...", err=True)
-        yield lambda doing: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColumn
-    from rich.progress_bar import ProgressBar
-
-    class Elapsed(BarColumn):
-        def render(self, task: Task) -> ProgressBar:
-            return ProgressBar(total=limit_s, completed=min(task.elapsed or 0.0, limit_s), width=40)
-
-    columns = (TextColumn("{task.description}"), Elapsed(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(text, total=None)
-        yield lambda doing: bar.update(task, description=f"{text}: {doing}")

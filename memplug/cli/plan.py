@@ -1,12 +1,11 @@
 """`memplug plan`: addresses for every request of a recorded step, or of a CSV."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memplug.cli.output import AsJson, collected_warnings, echo_warnings, print_rows, time_bar
+from memplug.cli.output import AsJson, collected_warnings, echo_warnings, print_facts, progress, refusing
 from memplug.plan.layout import planners
 
 if TYPE_CHECKING:
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
 
 _SECONDS, _SECONDS_WITH_CAPACITY = 10.0, 50.0
 _LIVE_AT_MOST = 10
+# Keys of the JSON, in this order before the others.
+_FIRST = ("requests", "lower_bound_bytes", "height_bytes", "fragmentation", "seconds", "planner", "optimal", "fits")
 
 
 def plan(
@@ -44,25 +45,17 @@ def plan(
 
     Exit code 0: planned, and it fits where --capacity asks; 1: it does not fit, or a file is not usable.
     """
-    from memplug.errors import MemplugError
-
     if planner not in planners.names():
         raise typer.BadParameter(f"{planner!r} is none of {', '.join(planners.names())}", param_hint="--planner")
     if time_limit_s is None:
         time_limit_s = _SECONDS if capacity_bytes is None else _SECONDS_WITH_CAPACITY
     with collected_warnings() as warnings:
-        try:
+        with refusing():
             made, served = _planned(source, step, planner, time_limit_s, capacity_bytes)
             if output is not None:
                 _write(made, output)
-        except MemplugError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(1) from None
     facts = _facts(made, served, capacity_bytes)
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-    else:
-        print_rows(_rows(made, facts))
+    print_facts(facts, _rows(made, facts), as_json=as_json)
     echo_warnings(warnings)
     if facts["fits"] is False:
         _echo_why(made.problem, facts, capacity_bytes)
@@ -84,7 +77,7 @@ def _planned(
     else:
         recorded = last_step(load(source), step)
         problem = problem_of(recorded)
-    with time_bar(f"planning {len(problem):,} requests", time_limit_s) as say:
+    with progress(f"planning {len(problem):,} requests", time_limit_s) as say:
         solution = auto.plan(problem, planner, time_limit_s=time_limit_s, capacity_bytes=capacity_bytes, progress=say)
         if recorded is None:
             return memory_plan(problem, solution), (0, 0)
@@ -104,20 +97,12 @@ def _write(made: "MemoryPlan", output: Path) -> None:
 
 
 def _facts(made: "MemoryPlan", served: tuple[int, int], capacity_bytes: int | None) -> dict[str, Any]:
-    solution, predictions = made.solution, made.predictions
+    from memplug.show.layout_summary import addresses
+
     return {
-        "requests": len(made.problem),
-        "lower_bound_bytes": predictions.static_peak_bytes,
-        "height_bytes": solution.height,
-        "fragmentation": predictions.fragmentation,
-        "seconds": solution.seconds,
-        "planner": solution.planner,
-        "optimal": solution.optimal,
-        "fits": None if capacity_bytes is None else solution.height <= capacity_bytes,
-        "timed_out": solution.timed_out,
-        "dynamic_groups": len(made.dynamic),
-        "dynamic_requests": sum(group.requests for group in made.dynamic),
-        "dynamic_peak_bytes": predictions.dynamic_peak_bytes,
+        **dict.fromkeys(_FIRST),
+        **addresses(made),
+        "fits": None if capacity_bytes is None else made.solution.height <= capacity_bytes,
         "dynamic_served_requests": served[0],
         "dynamic_served_bytes": served[1],
     }

@@ -1,16 +1,17 @@
 """`memplug show`: what a recorded trace, or a plan, says."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memplug.cli.output import AsJson, print_rows, progress
+from memplug.cli.output import AsJson, print_facts, progress, refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_STRETCHES_OF_A_PICTURE = 1600  # of the clock: more than the axes have pixels
 
 
 def show(
@@ -37,11 +38,10 @@ def show(
     Prints a summary; pages, pictures and files for other viewers are written only where an option names them.
     Exit code 0: all done; 1: the file, or one to be written, is not usable.
     """
-    from memplug.errors import MemplugError
     from memplug.plan.plan_file import is_plan
 
     paths = {"html": html, "png": png, "snapshot": snapshot, "chrome": chrome}
-    try:
+    with refusing():
         if is_plan(source):
             for option, value in (("--snapshot", snapshot), ("--chrome", chrome), ("--step", step)):
                 if value is not None:
@@ -49,13 +49,7 @@ def show(
             facts, rows, writers = _plan(source)
         else:
             facts, rows, writers = _trace(source, step)
-    except MemplugError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-    else:
-        print_rows(rows)
+    print_facts(facts, rows, as_json=as_json)
     if not _write_views(writers, paths):
         raise typer.Exit(1)
 
@@ -69,6 +63,7 @@ def _trace(source: Path, step: int | None) -> "tuple[dict, list[tuple[str, str]]
     from memplug.show.picture import write_picture
     from memplug.show.snapshot import write_snapshot
     from memplug.show.summary import rows, summary
+    from memplug.show.trace_figure import trace_figure
 
     trace = load(source)
     if step is not None:
@@ -76,20 +71,30 @@ def _trace(source: Path, step: int | None) -> "tuple[dict, list[tuple[str, str]]
             raise typer.BadParameter(f"the trace has {len(trace.steps)} steps", param_hint="--step")
         trace = cut(trace, step)
     facts = summary(trace)
-    views = {"html": write_page, "png": write_picture, "snapshot": write_snapshot, "chrome": write_chrome}
-    return facts, rows(facts), {name: partial(write, trace) for name, write in views.items()}
+    writers = {
+        "html": lambda path: write_page(trace_figure(trace), path),
+        "png": lambda path: write_picture(trace_figure(trace, _STRETCHES_OF_A_PICTURE), path),
+        "snapshot": partial(write_snapshot, trace),
+        "chrome": partial(write_chrome, trace),
+    }
+    return facts, rows(facts), writers
 
 
 def _plan(source: Path) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
     """As `_trace`, of a plan."""
     from memplug.plan.plan_file import load
-    from memplug.show.layout_page import write_layout_page
-    from memplug.show.layout_picture import write_layout_picture
+    from memplug.show.layout_map import plan_figure
     from memplug.show.layout_summary import rows, summary
+    from memplug.show.page import write_page
+    from memplug.show.picture import write_picture
 
     plan = load(source)
     facts = summary(plan)
-    return facts, rows(facts), {"html": partial(write_layout_page, plan), "png": partial(write_layout_picture, plan)}
+    writers = {
+        "html": lambda path: write_page(plan_figure(plan), path),
+        "png": lambda path: write_picture(plan_figure(plan), path),
+    }
+    return facts, rows(facts), writers
 
 
 def _write_views(writers: "dict[str, Callable[[Path], None]]", paths: dict[str, Path | None]) -> bool:

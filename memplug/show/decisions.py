@@ -34,8 +34,8 @@ def decisions(plan: MemoryPlan) -> dict[str, Any] | None:
     training = plan.training
     if training is None or training.decisions is None:
         return None
-    policy, solution, program = training.decisions, training.decisions.solution, training.program
-    regions = [_region(name, policy.settings[name]) for name in _in_order(policy.settings)]
+    decided, solution, program = training.decisions, training.decisions.solution, training.program
+    regions = [_region(name, decided.settings[name]) for name in _in_order(decided.settings)]
     bytes_keys = [f"{kind}_bytes" for kind in KINDS]
     return {
         "run": training.run,
@@ -51,8 +51,8 @@ def decisions(plan: MemoryPlan) -> dict[str, Any] | None:
         "step_s": solution.step_s,
         "forward_s": solution.forward_s,
         "backward_s": solution.backward_s,
-        "full_recomputation_s": policy.full_recomputation_s,
-        "peak_bytes": policy.peak_bytes,
+        "full_recomputation_s": decided.full_recomputation_s,
+        "peak_bytes": decided.peak_bytes,
         "host_bytes": solution.host_bytes,
         "device_bytes": solution.device_bytes,
         "bound": solution.bound,

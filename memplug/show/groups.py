@@ -5,61 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
+from typing import NamedTuple
 
 import numpy as np
 
 from memplug.profile.trace import Layer, Pass, Phase
+from memplug.show.figure import Group
 
 BEFORE = "before the recording"
 OUTSIDE = "outside of layers"
 AT_MOST = 8  # groups of layers, or of phases of one kind
-LINES_AT_MOST = 80  # phase boundaries in a picture that still look like lines
 
-INK, GRID, PEAK = "#333333", "#dddddd", "#b00020"
 
-PASS_WORDS = {
-    Pass.OTHER: "between passes",
-    Pass.FORWARD: "forward",
-    Pass.BACKWARD: "backward",
-    Pass.OPTIMIZER: "optimizer",
-    Pass.EITHER: "forward or backward",
-    Pass.NO_GRAD: "forward without gradients",
-}
-_PASS_LETTERS = {
-    Pass.OTHER: "",
-    Pass.FORWARD: "F",
-    Pass.BACKWARD: "B",
-    Pass.OPTIMIZER: "opt",
-    Pass.EITHER: "P",
-    Pass.NO_GRAD: "V",
-}
+class _Kind(NamedTuple):
+    """A kind of phase in words and in letters, and the colours of its first and its last group."""
 
-# The first and the last group of a kind; those between are mixed from the two.
-_PASS_COLOURS = {
-    Pass.OTHER: ("#b9b2a6", "#b9b2a6"),
-    Pass.OPTIMIZER: ("#3f8f5b", "#3f8f5b"),
-    Pass.NO_GRAD: ("#8c8f3f", "#8c8f3f"),
-    Pass.FORWARD: ("#2166a5", "#9cc8e8"),
-    Pass.BACKWARD: ("#c8520f", "#fbc58b"),
-    Pass.EITHER: ("#6a4c9c", "#d0c1e8"),
+    words: str
+    letters: str
+    first_colour: str
+    last_colour: str
+
+
+PASSES = {  # from the bottom of the stack: what lives longest first
+    Pass.OTHER: _Kind("between passes", "", "#b9b2a6", "#b9b2a6"),
+    Pass.OPTIMIZER: _Kind("optimizer", "opt", "#3f8f5b", "#3f8f5b"),
+    Pass.NO_GRAD: _Kind("forward without gradients", "V", "#8c8f3f", "#8c8f3f"),
+    Pass.FORWARD: _Kind("forward", "F", "#2166a5", "#9cc8e8"),
+    Pass.BACKWARD: _Kind("backward", "B", "#c8520f", "#fbc58b"),
+    Pass.EITHER: _Kind("forward or backward", "P", "#6a4c9c", "#d0c1e8"),
 }
-_PASS_ORDER = tuple(_PASS_COLOURS)  # from the bottom of the stack: what lives longest first
 _BEFORE_COLOUR, _OUTSIDE_COLOUR = "#7f7f7f", "#c9c4bb"
 # Even in lightness, and told apart by colour-blind readers (the anchors of viridis, without its palest end).
 _LAYER_COLOURS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#e8d92b")
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One band of a stacked picture.
-
-    Attributes:
-        label: for the legend.
-        colour: "#rrggbb".
-    """
-
-    label: str
-    colour: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +54,7 @@ class Grouping:
 
 def phase_words(phase: Phase) -> str:
     """For example "backward of micro-batch 1"; of a phase that may be either pass, "forward or backward 3"."""
-    words = PASS_WORDS[phase.kind]
+    words = PASSES[phase.kind].words
     if phase.micro_batch < 0:
         return words
     return (
@@ -87,17 +64,17 @@ def phase_words(phase: Phase) -> str:
 
 def phase_letters(phase: Phase) -> str:
     """Where there is no room for words: "F0", "B0", "opt"; "P3" for a phase that may be either pass."""
-    return _PASS_LETTERS[phase.kind] + (str(phase.micro_batch) if phase.micro_batch >= 0 else "")
+    return PASSES[phase.kind].letters + (str(phase.micro_batch) if phase.micro_batch >= 0 else "")
 
 
 def by_phase(phases: Sequence[Phase]) -> Grouping:
     """Groups phases by kind and micro-batch; many micro-batches share a group with their neighbours."""
     groups = [Group(BEFORE, _BEFORE_COLOUR)]
     of = np.zeros(len(phases) + 1, np.int64)
-    for kind in _PASS_ORDER:
+    for kind, (_, _, *colours_of_it) in PASSES.items():
         members = sorted({phase.micro_batch for phase in phases if phase.kind == kind})
         shares = _shares(len(members), AT_MOST)
-        colours = _colours(_PASS_COLOURS[kind], len(shares))
+        colours = _colours(colours_of_it, len(shares))
         for (first, last), colour in zip(shares, colours, strict=True):
             label = phase_words(Phase(kind, members[first]))
             if last > first:

@@ -1,120 +1,112 @@
-"""What the map of a plan draws: rectangles of address and time in groups of one colour, and memory in use above them.
-
-Thousands of requests share a pixel, and most live so short that they are narrower than one. The raster gives each at
-least one pixel; the longest-lived are painted last, so that what is short shows where nothing else is. Only the largest
-rectangles are drawn as such on top of it.
-"""
+"""The map of a plan as a figure: rectangles of address and time, memory in use above them, the decisions beside."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from memplug.plan.layout.problem import Problem, live_bytes
 from memplug.plan.schema import MemoryPlan
-from memplug.show.groups import Group, Grouping, by_layer, by_phase, layer_colours
-from memplug.show.timeline import Runs, m4, runs
-from memplug.show.words import size
+from memplug.show import decision_bars
+from memplug.show.figure import (
+    PEAK,
+    Axis,
+    Column,
+    Figure,
+    Group,
+    Line,
+    Mark,
+    Panel,
+    Rectangles,
+    Runs,
+    Spaces,
+    Stack,
+    bytes_axis,
+)
+from memplug.show.groups import by_layer, by_phase, layer_colours, phase_words
+from memplug.show.timeline import m4, runs
+from memplug.show.trace_figure import strips
+from memplug.show.words import has_addresses, plan_heading, size
 
+_IN_USE = Group("in use", "#9fb4c7")
 _SIZE_CLASSES = 6
 _CURVE_BINS = 1000
+_CURVE_ROOM = 1.35  # above the arena, for its label
+_REUSABLE_AT_MOST = 12  # groups of dynamic requests; the spaces of more would hide everything
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class LayoutMap:
-    """A plan to look at.
-
-    Attributes:
-        begin, end: of the clock: the first lower and the last upper.
-        lower, upper, start, stop: int64[n] of each request, on the clock and in bytes.
-        views: what requests are coloured by, with the group of each: "phase" and "layer", or "size".
-        times, live: the curve of the bytes in use, int64 each, reduced without losing a maximum.
-        peak: index into `times` of the most bytes in use, the first of them.
-        phase_runs, layer_runs: what ran; empty where the problem does not say.
-    """
-
-    begin: int
-    end: int
-    lower: np.ndarray
-    upper: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-    views: dict[str, tuple[tuple[Group, ...], np.ndarray]]
-    times: np.ndarray
-    live: np.ndarray
-    peak: int
-    phase_runs: Runs
-    layer_runs: Runs
+def plan_figure(plan: MemoryPlan) -> Figure:
+    """The map of any plan, and its decisions beside it; without addresses the decisions alone."""
+    decided = decision_bars.column(plan)
+    columns = [_map(plan)] if decided is None or has_addresses(plan) else []
+    return Figure(title=plan_heading(plan), columns=(*columns, *([decided] if decided else [])))
 
 
-def layout_map(plan: MemoryPlan) -> LayoutMap:
-    """Of any plan, also of one without requests."""
-    problem = plan.problem
-    table, offsets = problem.buffers, plan.solution.offsets
-    begin, end = int(table["lower"].min(initial=2**62)), int(table["upper"].max(initial=0))
+def _map(plan: MemoryPlan) -> Column:
+    problem, clock = plan.problem, span(plan.problem)
+    reusable = tuple(
+        (group.lower, group.upper, start, end)
+        for group in plan.dynamic[:_REUSABLE_AT_MOST]
+        for start, end in group.spaces
+    )
+    addresses = Panel(
+        y=bytes_axis("address", plan.solution.height, grid=False),
+        height=19,
+        views=rectangles(plan),
+        content=(Spaces(reusable, "reusable space"),) if reusable else (),
+    )
+    phase_runs, layer_runs = (_runs(problem, what, clock) for what in ("phase", "layer"))
+    below = strips(problem.phases, problem.layers, phase_runs, layer_runs, _clock(problem))
+    title = "event of the step, running number" if problem.phases else "time"
+    return Column(x=Axis(title=title, low=clock[0], high=clock[1]), panels=(_curve(plan, clock), addresses, *below))
+
+
+def span(problem: Problem) -> tuple[int, int]:
+    """Of the clock: from the first lower up to the last upper."""
+    begin, end = int(problem.buffers["lower"].min(initial=2**62)), int(problem.buffers["upper"].max(initial=0))
     begin = min(begin, end)
-    times, live = live_bytes(table)
+    return begin, max(end, begin + 1)
+
+
+def _curve(plan: MemoryPlan, clock: tuple[int, int]) -> Panel:
+    """Bytes in use, reduced without losing a maximum, below the height of the arena."""
+    times, live = live_bytes(plan.problem.buffers)
     if len(times) > 4 * _CURVE_BINS:
-        kept = m4(live, times - begin, end - begin, _CURVE_BINS)
+        kept = m4(live, times - clock[0], clock[1] - clock[0], _CURVE_BINS)
         times, live = times[kept], live[kept]
-    return LayoutMap(
-        begin=begin,
-        end=max(end, begin + 1),
-        lower=table["lower"],
-        upper=table["upper"],
-        start=offsets,
-        stop=offsets + table["size"],
-        views=_views(problem),
-        times=times,
-        live=live,
-        peak=int(live.argmax()) if len(live) else 0,
-        phase_runs=_runs(problem, "phase", begin, end),
-        layer_runs=_runs(problem, "layer", begin, end),
+    height, bound = plan.solution.height, plan.problem.lower_bound
+    peak = float(times[live.argmax()]) if len(times) else clock[1]
+    # At the side that the mark of the peak leaves free.
+    arena = Line(y=height, label=f"arena {size(height)}", label_left=2 * peak > sum(clock))
+    mark = [Mark(peak, bound, f"peak in use {size(bound)}")] if len(times) else []
+    return Panel(
+        y=bytes_axis("in use", height, _CURVE_ROOM),
+        height=5.5,
+        content=(Stack(times, live[np.newaxis], [_IN_USE]), arena, Line(y=bound, colour=PEAK, dashed=True), *mark),
     )
 
 
-def raster(drawn: LayoutMap, of: np.ndarray, height_bytes: int, shape: tuple[int, int]) -> np.ndarray:
-    """The map in pixels.
-
-    Args:
-        drawn: the plan.
-        of: a value in 1..255 for each request, such as its group + 1.
-        height_bytes: of the arena, the upper edge.
-        shape: rows, the first one at address 0, and columns.
-
-    Returns:
-        uint8[shape]; 0: nothing there.
-    """
-    rows, columns = shape
-    picture = np.zeros(shape, np.uint8)
-    across = columns / (drawn.end - drawn.begin)
-    up = rows / max(height_bytes, 1)
-    left = np.clip(np.floor((drawn.lower - drawn.begin) * across).astype(np.int64), 0, columns - 1)
-    right = np.maximum(left + 1, np.round((drawn.upper - drawn.begin) * across).astype(np.int64))
-    bottom = np.clip(np.floor(drawn.start * up).astype(np.int64), 0, rows - 1)
-    top = np.maximum(bottom + 1, np.round(drawn.stop * up).astype(np.int64))
-    order = np.lexsort((drawn.stop - drawn.start, drawn.upper - drawn.lower))
-    edges = np.stack([bottom, top, left, right, of.astype(np.int64)], axis=1)[order]
-    # Of equal pixels only the last would be seen.
-    _, last = np.unique(edges[::-1, :4], axis=0, return_index=True)
-    for low, high, first, end, value in edges[np.sort(len(edges) - 1 - last)].tolist():
-        picture[low:high, first:end] = value
-    return picture
-
-
-def largest(drawn: LayoutMap, count: int) -> np.ndarray:
-    """Rows of the requests with the largest rectangles, at most so many: int64, rising."""
-    area = (drawn.upper - drawn.lower).astype(np.float64) * (drawn.stop - drawn.start)
-    return np.sort(np.argsort(-area, kind="stable")[:count])
-
-
-def _views(problem: Problem) -> dict[str, tuple[tuple[Group, ...], np.ndarray]]:
+def rectangles(plan: MemoryPlan) -> dict[str, Rectangles]:
+    """The requests by what they are coloured by: "phase" and "layer", or "size"."""
+    problem, offsets = plan.problem, plan.solution.offsets
     table = problem.buffers
+    words = (
+        ([f"asked for in {phase_words(phase)}" for phase in problem.phases], table["lower_phase"]),
+        ([layer.name for layer in problem.layers], table["lower_layer"]),
+    )
+    stop = offsets + table["size"]
+    groups, of = _by_size(table["size"])
+    drawn = Rectangles(table["lower"], table["upper"], offsets, stop, groups, of, problem.ids, _clock(problem), words)
     if not problem.phases:
-        return {"size": _by_size(table["size"])}
-    found: dict[str, Grouping] = {"phase": by_phase(problem.phases), "layer": by_layer(problem.layers)}
-    return {name: (grouping.groups, grouping.of[table[f"lower_{name}"]]) for name, grouping in found.items()}
+        return {"size": drawn}
+    found = {"phase": by_phase(problem.phases), "layer": by_layer(problem.layers)}
+    return {name: replace(drawn, groups=its.groups, of=its.of[table[f"lower_{name}"]]) for name, its in found.items()}
+
+
+def _clock(problem: Problem) -> str:
+    """What the axis counts."""
+    return "event" if problem.phases else "time"
 
 
 def _by_size(sizes: np.ndarray) -> tuple[tuple[Group, ...], np.ndarray]:
@@ -128,7 +120,7 @@ def _by_size(sizes: np.ndarray) -> tuple[tuple[Group, ...], np.ndarray]:
     return tuple(map(Group, labels, layer_colours(_SIZE_CLASSES))), of
 
 
-def _runs(problem: Problem, what: str, begin: int, end: int) -> Runs:
+def _runs(problem: Problem, what: str, clock: tuple[int, int]) -> Runs:
     """What ran, as mallocs and frees tell; from one of them up to the next nothing else is known."""
     # What outlives the step was given the whole of it: where it is asked for and freed says nothing.
     table = problem.buffers[~problem.buffers["outlives"]]
@@ -137,5 +129,6 @@ def _runs(problem: Problem, what: str, begin: int, end: int) -> Runs:
     values = np.concatenate([table[f"lower_{what}"], table[f"upper_{what}"]]).astype(np.int64)
     times = np.concatenate([table["lower"], table["upper"]])
     order = np.argsort(times, kind="stable")
-    places = np.searchsorted(times[order], np.arange(begin, end), "right") - 1
-    return runs(values[order][np.maximum(places, 0)], end - begin)
+    places = np.searchsorted(times[order], np.arange(*clock), "right") - 1
+    found = runs(values[order][np.maximum(places, 0)], clock[1] - clock[0])
+    return Runs(found.start + clock[0], found.end + clock[0], found.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -11,39 +10,45 @@ import numpy as np
 from memplug.plan.layout.problem import fragmentation
 from memplug.plan.schema import MemoryPlan
 from memplug.show import decisions
-from memplug.show.groups import OUTSIDE, phase_words
-from memplug.show.summary import count, held_rows, recorded_rows
+from memplug.show.summary import bytes_by, count, held_rows, recorded_rows
 from memplug.show.words import has_addresses, size
 
 
 def summary(plan: MemoryPlan) -> dict[str, Any]:
     """What a plan says, for `memplug show --json`: stable keys, units in names."""
-    problem, solution = plan.problem, plan.solution
-    table = problem.buffers
+    problem, table = plan.problem, plan.problem.buffers
     reusable = [sum(end - start for start, end in group.spaces) for group in plan.dynamic]
     return {
         "fingerprint": {"digest": problem.fingerprint.digest(), **asdict(problem.fingerprint)},
         "has_addresses": has_addresses(plan),
-        "requests": len(problem),
-        "height_bytes": solution.height,
-        "lower_bound_bytes": problem.lower_bound,
-        "fragmentation": fragmentation(problem.lower_bound, solution.height),
-        "planner": solution.planner,
-        "optimal": solution.optimal,
-        "timed_out": solution.timed_out,
-        "seconds": solution.seconds,
+        **addresses(plan),
         "largest_request_bytes": int(table["size"].max(initial=0)),
         "streams": len(np.unique(table["stream"])),
         "peak_bytes_by_phase": _held(plan, "phase"),
         "peak_bytes_by_layer": _held(plan, "layer"),
         "outliving_requests": int(table["outlives"].sum()),
         "outliving_bytes": int(table["size"][table["outlives"]].sum()),
-        "dynamic_groups": len(plan.dynamic),
-        "dynamic_requests": sum(group.requests for group in plan.dynamic),
-        "dynamic_peak_bytes": plan.predictions.dynamic_peak_bytes,
         "reusable_least_bytes": min(reusable, default=0),
         "reusable_most_bytes": max(reusable, default=0),
         "decisions": decisions.decisions(plan),
+    }
+
+
+def addresses(plan: MemoryPlan) -> dict[str, Any]:
+    """What every command says of a plan's addresses."""
+    bound, solution = plan.problem.lower_bound, plan.solution
+    return {
+        "requests": len(plan.problem),
+        "lower_bound_bytes": bound,
+        "height_bytes": int(solution.height),
+        "fragmentation": fragmentation(bound, int(solution.height)),
+        "seconds": float(solution.seconds),
+        "planner": solution.planner,
+        "optimal": bool(solution.optimal),
+        "timed_out": bool(solution.timed_out),
+        "dynamic_groups": len(plan.dynamic),
+        "dynamic_requests": sum(group.requests for group in plan.dynamic),
+        "dynamic_peak_bytes": int(plan.predictions.dynamic_peak_bytes),
     }
 
 
@@ -86,12 +91,7 @@ def _address_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _held(plan: MemoryPlan, column: str) -> dict[str, int]:
     """Bytes in use at the peak, by the phase or layer that asked for them, the most first; empty: unknown."""
     problem = plan.problem
-    names = [phase_words(phase) for phase in problem.phases] if column == "phase" else [x.name for x in problem.layers]
-    if not names:
+    if not (problem.phases if column == "phase" else problem.layers):
         return {}
     live = problem.buffers[problem.live_at_peak()]
-    held: Counter[str] = Counter()
-    for index in np.unique(live[f"lower_{column}"]):
-        nbytes = live["size"][live[f"lower_{column}"] == index].sum()
-        held[names[index] if index >= 0 else OUTSIDE] += int(nbytes)
-    return dict(held.most_common())
+    return dict(bytes_by(column, problem, live[f"lower_{column}"], live["size"]).most_common())

@@ -1,189 +1,208 @@
-"""A trace's memory timeline as one PNG: by phase above, by layer below, and what ran along the axis."""
+"""A figure as one PNG of 1650 by 1045 pixels, by matplotlib."""
 
 from __future__ import annotations
 
+from functools import singledispatch
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from memplug.errors import MemplugError
-from memplug.profile.trace import Trace
-from memplug.show.groups import (
-    GRID,
-    INK,
-    LINES_AT_MOST,
-    PEAK,
-    Group,
-    is_dark,
-    layer_colours,
-    layer_words,
-    phase_letters,
-    phase_words,
-    short_names,
-)
-from memplug.show.timeline import Runs, Timeline, timeline
-from memplug.show.words import axis_unit, heading, moment, size
+from memplug.show import figure as model
+from memplug.show.figure import GRID, INK, PEAK, Axis, Column, Figure, Group, Rectangles, Stack
+from memplug.show.groups import is_dark
+from memplug.show.raster import largest, raster
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import FigureBase
 
 _WIDTH_IN, _HEIGHT_IN, _DOTS_PER_IN = 15.0, 9.5, 110
-LETTER_SHARE = 0.0075  # of the width of axes as wide as the picture
+_LETTER = 0.0075  # of the width of the only column
+_PIXELS = (800, 1300)  # of the raster: about as many as the axes have
+_OUTLINED = 2_000  # rectangles
+_OUTLINED_PIXELS = 4  # of its shorter side: borders of anything thinner would hide it
+_SEEN = 1 / 500  # of the peak; less has no colour to look up
+_RUNS_APART = 80  # more have no gaps between them
+_SMALL = 9.5  # of letters, in points
 
 
-def write_picture(trace: Trace, path: str | Path) -> None:
-    """Writes a PNG of 1650 by 1045 pixels.
+def write_picture(figure: Figure, path: str | Path) -> None:
+    """Writes it; nothing of matplotlib's global state is used, and no display.
 
     Raises:
         MemplugError: matplotlib is not installed.
         OSError: The file cannot be written.
     """
-    figure = new_figure()
-    # More stretches than the axes have pixels.
-    _draw(figure, trace, timeline(trace, bins=1600))
-    figure.savefig(path, format="png")
-
-
-def new_figure() -> Figure:
-    """An empty one of 1650 by 1045 pixels; nothing of matplotlib's global state is used, and no display.
-
-    Raises:
-        MemplugError: matplotlib is not installed.
-    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure as Canvas
     except ImportError:
         raise MemplugError(
             "a picture needs matplotlib, which is not installed", "Run `pip install 'memplug[pictures]'`."
         ) from None
     # The objects, not pyplot.
-    figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), dpi=_DOTS_PER_IN, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    canvas = Canvas(figsize=(_WIDTH_IN, _HEIGHT_IN), dpi=_DOTS_PER_IN, layout="constrained")
+    FigureCanvasAgg(canvas)
+    canvas.suptitle(figure.title, x=0.01, ha="left", fontsize=14, color=INK, parse_math=False)
+    widths = [column.width for column in figure.columns]
+    parts = canvas.subfigures(1, len(widths), width_ratios=widths) if len(widths) > 1 else [canvas]
+    for part, column in zip(parts, figure.columns, strict=True):
+        _column(part, column, _LETTER * (len(widths) + 1) / 2)
+    canvas.savefig(path, format="png")
 
 
-def _draw(figure: Figure, trace: Trace, line: Timeline) -> None:
-    figure.suptitle(heading(trace), x=0.01, ha="left", fontsize=14, color=INK, parse_math=False)
-    by_phase, by_layer, phases, layers = figure.subplots(4, 1, sharex=True, height_ratios=[10, 10, 0.8, 0.8])
-    _stack(by_phase, line, line.bytes_by_phase, line.phases.groups, "By the phase that asked for it")
-    _stack(by_layer, line, line.bytes_by_layer, line.layers.groups, "By the layer that asked for it")
-    for axes in (by_phase, by_layer):
-        _mark_peak(axes, trace, line)
-    colours = [line.phases.groups[group].colour for group in line.phases.of]
-    words, letters = ([name(phase) for phase in trace.phases] for name in (phase_words, phase_letters))
-    strip(phases, line.length, line.phase_runs, colours, (words, letters))
-    phases.set_ylabel("phase", rotation=0, ha="right", va="center", color=INK)
-    names = short_names(trace.layers)
-    strip(
-        layers, line.length, line.layer_runs, layer_colours(len(names)), ([layer_words(name) for name in names], names)
-    )
-    layers.set_ylabel("layer", rotation=0, ha="right", va="center", color=INK)
-    layers.set_xlabel(f"{line.clock}, running number", color=INK)
-    layers.xaxis.get_major_locator().set_params(integer=True)
-    layers.xaxis.set_major_formatter("{x:,.0f}")
-    layers.set_xlim(0, max(line.length, 1))
+def _column(part: FigureBase, column: Column, letter: float) -> None:
+    rows = [(panel, name) for panel in column.panels for name in [*panel.views][: panel.pictured] or [None]]
+    heights = [panel.height / (panel.pictured if panel.views else 1) for panel, _ in rows]
+    made = part.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (panel, name) in zip(made, rows, strict=True):
+        title = [f"By the {name} that asked for it"] if panel.pictured > 1 else panel.title
+        axes.set_title("\n".join(title), loc="left", fontsize=11 if name else _SMALL, color=INK)
+        axes.set_ylabel(panel.y.words, color=INK)
+        axes.set_ylim(panel.y.drawn)
+        if panel.y.ticks is not None:
+            names = panel.y.ticks.values()
+            axes.set_yticks([*panel.y.ticks], names, fontsize=_SMALL, color=INK, parse_math=False)
+            axes.tick_params(axis="y", length=0)
+        for content in ([panel.views[name]] if name else []) + [*panel.content]:
+            _draw(content, axes, column.x, panel.y, letter)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+        for axis, ruled in (("x", column.x), ("y", panel.y)):
+            if ruled.grid:
+                axes.grid(axis=axis, color=GRID, linewidth=0.6)
+        _add_legend(axes, beside=panel.y.ticks is None)
+    made[-1].set_xlabel(column.x.words, color=INK)
+    made[-1].set_xlim(column.x.drawn)
+    if column.x.unit is None:
+        made[-1].xaxis.get_major_locator().set_params(integer=True)
+        made[-1].xaxis.set_major_formatter("{x:,.0f}")
 
 
-def _stack(axes: Axes, line: Timeline, levels_bytes: np.ndarray, groups: tuple[Group, ...], title: str) -> None:
-    unit, unit_bytes = axis_unit(int(line.in_use_bytes.max()))
-    shown = [i for i in range(len(groups)) if levels_bytes[i].any()]
-    tops = np.cumsum(levels_bytes, axis=0) / unit_bytes
-    for i in shown:
-        _band(axes, line.at, tops[i] - levels_bytes[i] / unit_bytes, tops[i], groups[i].colour)
-    x, y = _steps(line.at, tops[-1])
-    axes.plot(x, y, color=INK, linewidth=0.4, alpha=0.5)
-    axes.set_title(title, loc="left", fontsize=11, color=INK)
-    axes.set_ylabel(f"memory in use, {unit}", color=INK)
-    # Room above the highest place for its label.
-    axes.set_ylim(0, 1.16 * max(line.in_use_bytes.max() / unit_bytes, 1e-9))
-    axes.grid(axis="y", color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(line.phase_runs.start) <= LINES_AT_MOST:
-        for start in line.phase_runs.start[1:]:
-            axes.axvline(start, color=GRID, linewidth=0.6, zorder=0)
-    for start in line.step_starts[1:]:
-        axes.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    # What never reaches a pixel has no colour to look up.
-    legend(axes, [groups[i] for i in shown if levels_bytes[i].max() > line.in_use_bytes.max() / 500])
-
-
-def _band(axes: Axes, at: np.ndarray, bottom: np.ndarray, top: np.ndarray, colour: str) -> None:
-    """Fills a group where it holds something."""
-    x, top = _steps(at, top)
-    _, bottom = _steps(at, bottom)
-    # With an edge of its own colour, a spike narrower than a pixel stays visible. Nowhere else: the edges of an empty
-    # group would cover those below it.
-    axes.fill_between(x, bottom, top, where=top > bottom, facecolor=colour, edgecolor=colour, linewidth=0.4)
-
-
-def _steps(at: np.ndarray, level: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Corners of a line that holds each level until the next sample."""
-    return np.repeat(at, 2)[1:], np.repeat(level, 2)[:-1]
-
-
-def legend(axes: Axes, groups: list[Group]) -> None:
-    """Names the colours, from the top of the stack down, beside the axes."""
-    from matplotlib.patches import Patch
-
-    # In the order of the stack, beside the data.
-    patches = [Patch(facecolor=group.colour) for group in reversed(groups)]
-    labels = [group.label for group in reversed(groups)]
-    box = axes.legend(patches, labels, loc="upper left", bbox_to_anchor=(1.005, 1.0), frameon=False, fontsize=9.5)
-    for text in box.get_texts():
+def _add_legend(axes: Axes, *, beside: bool) -> None:
+    """Names what has a label in these axes: from the top of the stack down, beside them, or below."""
+    handles = axes.get_legend_handles_labels()[0]
+    if not handles:
+        return
+    if beside:
+        place = {"handles": handles[::-1], "loc": "upper left", "bbox_to_anchor": (1.005, 1.0)}
+        legend = axes.legend(**place, frameon=False, fontsize=_SMALL)
+    else:
+        place = {"handles": handles, "loc": "outside lower left"}
+        legend = axes.figure.legend(**place, frameon=False, fontsize=_SMALL)
+    for text in legend.get_texts():
         text.set_parse_math(False)
 
 
-def _mark_peak(axes: Axes, trace: Trace, line: Timeline) -> None:
-    unit, unit_bytes = axis_unit(int(line.in_use_bytes.max()))
-    x, y = line.at[line.peak], line.in_use_bytes[line.peak] / unit_bytes
-    axes.plot([x], [y], marker="v", markersize=8, color=PEAK, clip_on=False)
-    right = x > line.length / 2
-    axes.annotate(
-        f"peak {size(int(line.in_use_bytes[line.peak]))}: {moment(trace, int(line.event[line.peak]))}",
-        (x, y),
-        xytext=(-9 if right else 9, 9),
-        textcoords="offset points",
-        ha="right" if right else "left",
-        va="bottom",
-        fontsize=10,
-        color=PEAK,
-        parse_math=False,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-    )
+def _name(axes: Axes, group: Group, **looks: Any) -> None:
+    """Has the legend name a colour."""
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle((0, 0), 0, 0, facecolor=group.colour, label=group.label, **looks))
 
 
-def strip(
-    axes: Axes,
-    length: int,
-    runs: Runs,
-    colours: list[str],
-    labels: tuple[list[str], list[str]],
-    letter_share: float = LETTER_SHARE,
-) -> None:
-    """What ran, as a row of coloured stretches; each has its long label, its short one, or none, as there is room.
+@singledispatch
+def _draw(content: object, axes: Axes, x: Axis, y: Axis, letter: float) -> None:
+    raise AssertionError(f"no drawing of {type(content)}")
 
-    Args:
-        letter_share: of the axes' width that a letter takes.
-    """
-    inside = runs.value >= 0
-    axes.broken_barh(
-        np.stack([runs.start, runs.end - runs.start], axis=1)[inside],
-        (0, 1),
-        facecolors=[colours[value] for value in runs.value[inside]],
-        linewidth=0.5 if len(runs.start) <= LINES_AT_MOST else 0,
-        edgecolor="white",
-    )
-    for start, end, value in zip(runs.start[inside], runs.end[inside], runs.value[inside], strict=True):
-        share = (end - start) / length
-        label = next((names[value] for names in labels if share > letter_share * len(names[value])), "")
-        if label:
-            ink = "white" if is_dark(colours[value]) else INK
-            place = {"ha": "center", "va": "center", "fontsize": 8.5}
-            axes.text((start + end) / 2, 0.46, label, color=ink, parse_math=False, **place)
-    axes.set_ylim(0, 1)
-    axes.set_yticks([])
-    axes.spines[["top", "right", "left"]].set_visible(False)
+
+@_draw.register(Stack)
+def _stack(stack: Stack, axes: Axes, x: Axis, y: Axis, letter: float) -> None:
+    levels = stack.levels / y.scale
+    tops = np.cumsum(levels, axis=0)
+    for group, level, top in zip(stack.groups, levels, tops, strict=True):
+        # With an edge of its own colour, a spike narrower than a pixel stays visible. Nowhere else: the edges of an
+        # empty group would cover those below it.
+        at, high = _corners(stack.x, top)
+        low = _corners(stack.x, top - level)[1]
+        seen = len(level) and level.max() > tops[-1].max() * _SEEN
+        looks = {"facecolor": group.colour, "edgecolor": group.colour, "label": group.label if seen else None}
+        axes.fill_between(at, low, high, where=high > low, linewidth=0.4, **looks)
+
+
+def _corners(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of a line that holds each level until the next place."""
+    return np.repeat(x, 2)[1:], np.repeat(y, 2)[:-1]
+
+
+@_draw.register(model.Steps)
+def _steps(steps: model.Steps, axes: Axes, x: Axis, y: Axis, letter: float) -> None:
+    axes.plot(*_corners(steps.x, steps.y / y.scale), color=INK, linewidth=0.4, alpha=0.5)
+
+
+@_draw.register(model.Bars)
+def _bars(bars: model.Bars, axes: Axes, x: Axis, y: Axis, letter: float) -> None:
+    begin, length = bars.begin / x.scale, bars.length / x.scale
+    looks: dict[str, Any] = {"color": bars.colours, "linewidth": 0}
+    if bars.group is not None:
+        looks["label"] = bars.group.label
+        looks |= {"edgecolor": "white", "hatch": "///"} if bars.group.hatched else {}
+    elif len(begin) <= _RUNS_APART:
+        looks |= {"edgecolor": "white", "linewidth": 0.5}
+    axes.barh(bars.row, length, bars.thickness, left=begin, **looks)
+    if bars.names:
+        axes.spines["left"].set_visible(False)
+    middles, room = begin + length / 2, length / (x.high - x.low) / letter
+    for middle, letters, colour, names in zip(middles, room, bars.colours, bars.names, strict=bool(bars.names)):
+        name = next((name for name in names if letters > len(name)), "")
+        ink = "white" if is_dark(colour) else INK
+        axes.text(middle, -0.04, name, color=ink, ha="center", va="center", fontsize=8.5, parse_math=False)
+
+
+@_draw.register(Rectangles)
+def _rectangles(drawn: Rectangles, axes: Axes, x: Axis, y: Axis, letter: float) -> None:
+    """A raster of all, and borders of the largest, so that neighbours of one colour are told apart."""
+    pixels = raster(drawn, (x.low, x.high), y.high, _PIXELS)
+    colours = ["#ffffff", *(group.colour for group in drawn.groups)]
+    palette = np.array([[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in colours], np.uint8)
+    extent = (*x.drawn, *y.drawn)
+    axes.imshow(palette[pixels], origin="lower", aspect="auto", extent=extent, interpolation="nearest")
+    rows = largest(drawn, _OUTLINED)
+    edges = np.stack([drawn.lower, drawn.upper, drawn.start, drawn.stop], axis=1)[rows]
+    wide = (edges[:, 1] - edges[:, 0]) / (x.high - x.low) * _PIXELS[1]
+    high = (edges[:, 3] - edges[:, 2]) / y.high * _PIXELS[0]
+    _outline(axes, edges[np.minimum(high, wide) >= _OUTLINED_PIXELS], y, edgecolor="white", linewidth=0.35)
+    for index in np.unique(drawn.of):
+        _name(axes, drawn.groups[index])
+
+
+@_draw.register(model.Spaces)
+def _spaces(spaces: model.Spaces, axes: Axes, x: Axis, y: Axis, letter: float) -> None:
+    looks = {"edgecolor": "#00000033", "hatch": "////", "linewidth": 0.3}
+    _outline(axes, spaces.boxes, y, **looks)
+    _name(axes, Group(spaces.label, "none"), **looks)
+
+
+def _outline(axes: Axes, boxes: Any, y: Axis, **looks: Any) -> None:
+    """Borders of rectangles: (lower, upper, start, stop) each."""
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    patches = [
+        Rectangle((left, low / y.scale), right - left, (high - low) / y.scale) for left, right, low, high in boxes
+    ]
+    axes.add_collection(PatchCollection(patches, facecolor="none", **looks), autolim=False)
+
+
+@_draw.register(model.Line)
+def _line(line: model.Line, axes: Axes, x: Axis, y: Axis, letter: float) -> None:
+    style = {"color": line.colour, "linestyle": (0, (4, 3)) if line.dashed else "-"}
+    if line.x is not None:
+        axes.axvline(line.x, linewidth=0.8, **style, zorder=2 if line.dashed else 0)
+        return
+    axes.axhline(line.y / y.scale, linewidth=1, **style)
+    at, side = (0.005, "left") if line.label_left else (0.995, "right")
+    text = {"ha": side, "va": "bottom", "fontsize": 10, "parse_math": False}
+    axes.text(at, line.y / y.high + 0.01, line.label, transform=axes.transAxes, color=INK, **text)
+
+
+@_draw.register(model.Mark)
+def _mark(mark: model.Mark, axes: Axes, x: Axis, y: Axis, letter: float) -> None:
+    at = (mark.x, mark.y / y.scale)
+    axes.plot(*at, marker="v", markersize=8, color=PEAK, clip_on=False)
+    side, away = ("right", -9) if 2 * mark.x > x.low + x.high else ("left", 9)
+    text = {"ha": side, "va": "bottom", "fontsize": 10, "color": PEAK, "parse_math": False}
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+    axes.annotate(mark.text, at, xytext=(away, 9), textcoords="offset points", bbox=white, **text)

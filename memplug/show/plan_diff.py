@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from memplug.plan.layout.problem import Problem, fragmentation
+from memplug.plan.layout.problem import Problem
 from memplug.plan.schema import MemoryPlan
 from memplug.show import decision_diff
 from memplug.show.groups import OUTSIDE, phase_words
+from memplug.show.layout_summary import addresses
+from memplug.show.summary import count
 from memplug.show.words import both, change, has_addresses, size
 
 _LARGEST_AT_MOST = 5
@@ -36,14 +39,13 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
     """
     same, resized, only = _matched(a.problem, b.problem)
     moved = _Pairs(*(rows[a.solution.offsets[same.a] != b.solution.offsets[same.b]] for rows in same))
-    sizes = a.problem.buffers["size"], b.problem.buffers["size"]
-    facts = {"a": _facts(a), "b": _facts(b)}
+    sides = {"a": _facts(a), "b": _facts(b)}
     prints = asdict(a.problem.fingerprint), asdict(b.problem.fingerprint)
     return {
-        **facts,
-        "height_change_bytes": facts["b"]["height_bytes"] - facts["a"]["height_bytes"],
-        "lower_bound_change_bytes": facts["b"]["lower_bound_bytes"] - facts["a"]["lower_bound_bytes"],
-        "fragmentation_change": facts["b"]["fragmentation"] - facts["a"]["fragmentation"],
+        **sides,
+        "height_change_bytes": sides["b"]["height_bytes"] - sides["a"]["height_bytes"],
+        "lower_bound_change_bytes": sides["b"]["lower_bound_bytes"] - sides["a"]["lower_bound_bytes"],
+        "fragmentation_change": sides["b"]["fragmentation"] - sides["a"]["fragmentation"],
         "fingerprint": {
             name: {"a": prints[0][name], "b": prints[1][name]}
             for name in prints[0]
@@ -51,19 +53,19 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
         },
         "same_dynamic_spaces": a.dynamic == b.dynamic,
         "same_requests": len(same.a),
-        "same_bytes": int(sizes[0][same.a].sum()),
+        "same_bytes": _bytes_of(a, same.a),
         "moved_requests": len(moved.a),
-        "moved_bytes": int(sizes[0][moved.a].sum()),
+        "moved_bytes": _bytes_of(a, moved.a),
         "moved_largest": _largest(a, b, moved),
         "resized_requests": len(resized.a),
-        "resized_a_bytes": int(sizes[0][resized.a].sum()),
-        "resized_b_bytes": int(sizes[1][resized.b].sum()),
+        "resized_a_bytes": _bytes_of(a, resized.a),
+        "resized_b_bytes": _bytes_of(b, resized.b),
         "resized_largest": _largest(a, b, resized),
         "only_in_a_requests": len(only.a),
-        "only_in_a_bytes": int(sizes[0][only.a].sum()),
+        "only_in_a_bytes": _bytes_of(a, only.a),
         "only_in_a_largest": _largest(a, None, only),
         "only_in_b_requests": len(only.b),
-        "only_in_b_bytes": int(sizes[1][only.b].sum()),
+        "only_in_b_bytes": _bytes_of(b, only.b),
         "only_in_b_largest": _largest(None, b, only),
         "decisions": decision_diff.diff(a, b),
     }
@@ -85,7 +87,7 @@ def _lacking(a: dict[str, Any], b: dict[str, Any]) -> str:
     """Where there are addresses, of plans of which one has none."""
     for name, side in (("A", a), ("B", b)):
         if side["has_addresses"]:
-            return f"only in {name}: {_count(side['requests'], 'request')} in {size(side['height_bytes'])}"
+            return f"only in {name}: {count(side['requests'], 'request')} in {size(side['height_bytes'])}"
     return "none in both"
 
 
@@ -99,98 +101,75 @@ def _planned_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("fragmentation", both(f"{a['fragmentation']:.2%}", f"{b['fragmentation']:.2%}")),
         (
             "dynamic requests",
-            both(*(f"{_count(side['dynamic_groups'], 'group')}, {size(side['dynamic_peak_bytes'])}" for side in (a, b)))
+            both(*(f"{count(side['dynamic_groups'], 'group')}, {size(side['dynamic_peak_bytes'])}" for side in (a, b)))
             + ("" if facts["same_dynamic_spaces"] else "; what they may reuse differs"),
         ),
     ]
 
 
 def _request_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    return [
-        ("the same in both", _requests(facts["same_requests"], facts["same_bytes"])),
-        ("  at another offset", _requests(facts["moved_requests"], facts["moved_bytes"])),
-        *_largest_rows(facts["moved_largest"]),
-        ("resized", _resized(facts)),
-        *_largest_rows(facts["resized_largest"]),
-        ("only in A", _requests(facts["only_in_a_requests"], facts["only_in_a_bytes"])),
-        *_largest_rows(facts["only_in_a_largest"]),
-        ("only in B", _requests(facts["only_in_b_requests"], facts["only_in_b_bytes"])),
-        *_largest_rows(facts["only_in_b_largest"]),
-    ]
+    found = []
+    for words, name in (
+        ("the same in both", "same"),
+        ("  at another offset", "moved"),
+        ("resized", "resized"),
+        ("only in A", "only_in_a"),
+        ("only in B", "only_in_b"),
+    ):
+        if name == "resized":
+            sizes = f"{size(facts['resized_a_bytes'])} in A, {size(facts['resized_b_bytes'])} in B"
+        else:
+            sizes = size(facts[f"{name}_bytes"])
+        requests = facts[f"{name}_requests"]
+        found.append((words, f"{count(requests, 'request')}, {sizes}" if requests else "none"))
+        largest = facts.get(f"{name}_largest", [])
+        found += [("    the largest" if i == 0 else "", _one(each)) for i, each in enumerate(largest)]
+    return found
 
 
 def _facts(plan: MemoryPlan) -> dict[str, Any]:
-    problem, solution = plan.problem, plan.solution
     return {
-        "fingerprint_digest": problem.fingerprint.digest(),
+        "fingerprint_digest": plan.problem.fingerprint.digest(),
         "has_addresses": has_addresses(plan),
-        "planner": solution.planner,
-        "optimal": bool(solution.optimal),
-        "timed_out": bool(solution.timed_out),
-        "seconds": float(solution.seconds),
-        "requests": len(problem),
-        "requests_bytes": int(problem.buffers["size"].sum()),
-        "lower_bound_bytes": problem.lower_bound,
-        "height_bytes": int(solution.height),
-        "fragmentation": fragmentation(problem.lower_bound, int(solution.height)),
-        "dynamic_groups": len(plan.dynamic),
-        "dynamic_peak_bytes": int(plan.predictions.dynamic_peak_bytes),
+        "requests_bytes": int(plan.problem.buffers["size"].sum()),
+        **addresses(plan),
     }
+
+
+def _bytes_of(plan: MemoryPlan, rows: np.ndarray) -> int:
+    return int(plan.problem.buffers["size"][rows].sum())
 
 
 def _matched(a: Problem, b: Problem) -> tuple[_Pairs, _Pairs, _Pairs]:
     """The same requests, the resized ones, and those that are only in one of the two, which are no pairs."""
-    phases, layers = _common(a.phases, b.phases), _common(a.layers, b.layers)
-    count = len(a)
-
-    def column(name: str) -> np.ndarray:
-        return np.concatenate([a.buffers[name], b.buffers[name]])
-
-    phase = np.concatenate([index[table.buffers["lower_phase"]] for index, table in zip(phases, (a, b), strict=True)])
-    layer = np.concatenate([index[table.buffers["lower_layer"]] for index, table in zip(layers, (a, b), strict=True)])
-    place = _codes(phase, layer, column("stream"))
-    order = np.lexsort((column("lower"), np.arange(len(place)) >= count))  # by time, in each plan
-    same = _paired(_codes(place, column("size")), order, count)
-    left = np.ones(len(place), bool)
-    left[same.a] = left[same.b + count] = False
-    resized = _paired(place, order[left[order]], count)
-    left[resized.a] = left[resized.b + count] = False
-    return same, resized, _Pairs(np.flatnonzero(left[:count]), np.flatnonzero(left[count:]))
+    places, left = (_places(a), _places(b)), tuple(np.argsort(each.buffers["lower"], kind="stable") for each in (a, b))
+    sizes = tuple(each.buffers["size"].tolist() for each in (a, b))
+    same = _paired(left, tuple(list(zip(*side, strict=True)) for side in zip(places, sizes, strict=True)))
+    left = tuple(rows[~np.isin(rows, taken)] for rows, taken in zip(left, same, strict=True))
+    resized = _paired(left, places)
+    only = (np.sort(rows[~np.isin(rows, taken)]) for rows, taken in zip(left, resized, strict=True))
+    return same, resized, _Pairs(*only)
 
 
-def _common(a: tuple, b: tuple) -> tuple[np.ndarray, np.ndarray]:
-    """For each of two tables, where its entries are in one of both; the last one is for -1, none."""
-    numbers: dict[Any, int] = {}
-    return tuple(np.array([*(numbers.setdefault(entry, len(numbers)) for entry in table), -1]) for table in (a, b))
+def _places(problem: Problem) -> list[tuple]:
+    """What asks for each request: phase, layer and stream, comparable between plans."""
+    phases, layers = (*problem.phases, None), (*problem.layers, None)  # -1: none
+    columns = (problem.buffers[name].tolist() for name in ("lower_phase", "lower_layer", "stream"))
+    return [(phases[phase], layers[layer], stream) for phase, layer, stream in zip(*columns, strict=True)]
 
 
-def _codes(*columns: np.ndarray) -> np.ndarray:
-    """int64[n], equal where all columns are, and below n."""
-    codes = np.zeros(len(columns[0]), np.int64)
-    for column in columns:
-        values, of_values = np.unique(column, return_inverse=True)
-        codes = np.unique(codes * len(values) + of_values, return_inverse=True)[1]
-    return codes
-
-
-def _paired(codes: np.ndarray, order: np.ndarray, count: int) -> _Pairs:
-    """The first of each code in A with the first of it in B, the second with the second, ...
+def _paired(rows: tuple[np.ndarray, ...], keys: tuple[list[tuple], ...]) -> _Pairs:
+    """The first of each key in A with the first of it in B, the second with the second, ...
 
     Args:
-        codes: int64, of the rows of A and then of B.
-        order: which of these rows, in the order in which they are counted.
-        count: of the rows of A.
+        rows: of A and of B, in the order in which they are counted.
+        keys: of every row of A and of B.
     """
-    sides = [order[order < count], order[order >= count]]
-    keys = []
-    for side in sides:
-        by_code = np.argsort(codes[side], kind="stable")
-        ordered = codes[side][by_code]
-        number = np.empty(len(side), np.int64)
-        number[by_code] = np.arange(len(side)) - np.searchsorted(ordered, ordered, "left")
-        keys.append(codes[side] * (len(codes) + 1) + number)
-    _, in_a, in_b = np.intersect1d(*keys, assume_unique=True, return_indices=True)
-    return _Pairs(sides[0][in_a], sides[1][in_b] - count)
+    waiting: dict[tuple, deque[int]] = defaultdict(deque)
+    for row in rows[1].tolist():
+        waiting[keys[1][row]].append(row)
+    pairs = [(row, waiting[keys[0][row]].popleft()) for row in rows[0].tolist() if waiting[keys[0][row]]]
+    return _Pairs(*np.array(pairs, np.int64).reshape(-1, 2).T)
 
 
 def _largest(a: MemoryPlan | None, b: MemoryPlan | None, pairs: _Pairs) -> list[dict[str, Any]]:
@@ -238,25 +217,6 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(" ".join(each) if isinstance(each, list | tuple) else str(each) for each in value) or "none"
     return f"{value:,}" if isinstance(value, int) else str(value) or "unknown"
-
-
-def _resized(facts: dict[str, Any]) -> str:
-    if not facts["resized_requests"]:
-        return "none"
-    sizes = f"{size(facts['resized_a_bytes'])} in A, {size(facts['resized_b_bytes'])} in B"
-    return f"{_count(facts['resized_requests'], 'request')}, {sizes}"
-
-
-def _requests(count: int, nbytes: int) -> str:
-    return f"{_count(count, 'request')}, {size(nbytes)}" if count else "none"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _largest_rows(largest: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    return [("    the largest" if i == 0 else "", _one(each)) for i, each in enumerate(largest)]
 
 
 def _one(each: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from memplug.profile.trace import Event, Trace
-from memplug.show.groups import BEFORE, PASS_WORDS, phase_words
+from memplug.show.groups import BEFORE, PASSES, phase_words
 
 _ROUNDING_BYTES = 512
 # Where drivers put device memory, apart enough for a segment each, and exact in the doubles of JavaScript.
@@ -90,7 +90,7 @@ class _Writer:
         entry = {"stream": stream, "frames": frames, "time_us": self._time_us(row)}
         if kind == Event.MALLOC:
             address = self.address_of[request] = self._occupy(stream, nbytes, frames)
-            category = PASS_WORDS[self.trace.phases[row[5]].kind]
+            category = PASSES[self.trace.phases[row[5]].kind].words
             return [{"action": "alloc", "addr": address, "size": nbytes, "category": category, **entry}]
         address = self.earlier.get(event) if request < 0 else self.address_of.pop(request)
         if address is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from memplug.plan.layout.problem import Problem
 from memplug.profile.trace import Trace, earlier_frees, freed_elsewhere, still_live
 from memplug.show.groups import BEFORE, OUTSIDE, phase_words
 from memplug.show.words import Moment, moment, size
@@ -34,7 +35,7 @@ def summary(trace: Trace) -> dict[str, Any]:
         "steps": len(steps),
         "step_s": [seconds or None for _, _, seconds in trace.steps],
         "operators": len(trace.operators),
-        "operators_by_step": [_length(trace.step_operators(step)) for step in steps],
+        "operators_by_step": [step.stop - step.start for step in map(trace.step_operators, steps)],
         "requests": len(requests),
         "requested_bytes": requested_bytes,
         "largest_request_bytes": int(requests["nbytes"].max(initial=0)),
@@ -86,20 +87,21 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _held(trace: Trace, event: int, column: str) -> dict[str, int]:
     """Bytes in use once `event` has happened, by the phase or layer that asked for them, the most first."""
     requests = trace.requests
-    live = (requests["malloc_event"] <= event) & (still_live(requests) | (requests["free_event"] > event))
-    names = [phase_words(phase) for phase in trace.phases] if column == "phase" else [la.name for la in trace.layers]
-    held: Counter[str] = Counter()
-    for index in np.unique(requests[f"malloc_{column}"][live]):
-        rows_of_it = live & (requests[f"malloc_{column}"] == index)
-        held[names[index] if index >= 0 else OUTSIDE] += int(requests["nbytes"][rows_of_it].sum())
+    live = requests[(requests["malloc_event"] <= event) & (still_live(requests) | (requests["free_event"] > event))]
+    held = bytes_by(column, trace, live[f"malloc_{column}"], live["nbytes"])
     in_use = int(trace.live_bytes[event]) if event >= 0 else trace.base_bytes
     # What is left of it: some of it may have been freed since, and a free does not always know its size.
     held[BEFORE] += in_use - sum(held.values())
     return {name: nbytes for name, nbytes in held.most_common() if nbytes}
 
 
-def _length(rows_of_step: slice) -> int:
-    return rows_of_step.stop - rows_of_step.start
+def bytes_by(column: str, tables: Trace | Problem, of: np.ndarray, nbytes: np.ndarray) -> Counter[str]:
+    """Sums of `nbytes` by the "phase" or the "layer" in words; `of`: row of that table for each, -1: outside."""
+    names = [phase_words(phase) for phase in tables.phases] if column == "phase" else [x.name for x in tables.layers]
+    held: Counter[str] = Counter()
+    for index in np.unique(of):
+        held[names[index] if index >= 0 else OUTSIDE] += int(nbytes[of == index].sum())
+    return held
 
 
 def recorded_rows(fingerprint: dict[str, Any]) -> list[tuple[str, str]]:

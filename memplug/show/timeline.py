@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from memplug.profile.trace import Trace, earlier_frees, still_live
+from memplug.show.figure import Runs
 from memplug.show.groups import Grouping, by_layer, by_phase
-
-
-class Runs(NamedTuple):
-    """Neighbouring half-open stretches [start, end) of the clock, with one value each.
-
-    Attributes:
-        start, end: int64.
-        value: int64, an index of a phase or of a layer (-1: outside).
-    """
-
-    start: np.ndarray
-    end: np.ndarray
-    value: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

@@ -13,10 +13,9 @@ from memplug.plan.plain import is_plain
 from memplug.plan.schema import MemoryPlan
 from memplug.plan.tokenwise_model import TokenwisePlan
 from memplug.profile.trace import Trace
+from memplug.show.figure import axis_unit
 from memplug.show.groups import BEFORE, phase_words
 from memplug.show.timeline import Timeline
-
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +94,6 @@ def change(a: float | None, b: float | None, words: Callable[[Any], str]) -> str
     return f"{words(a)} in A, {words(b)} in B: {words(abs(b - a))} {'more' if b > a else 'less'}{share}"
 
 
-def axis_unit(most_bytes: int) -> tuple[str, int]:
-    """The unit for an axis that reaches to `most_bytes`, and its bytes."""
-    return next((unit for unit in _UNITS if most_bytes >= unit[1]), _UNITS[-1])
-
-
 def heading(trace: Trace) -> str:
     """What a picture shows, for example "Memory in use: Llama, 2 recorded steps, NVIDIA H200, rank 0 of 8"."""
     fingerprint, count = trace.fingerprint, len(trace.steps)
@@ -127,8 +121,8 @@ def plan_heading(plan: MemoryPlan) -> str:
 
 
 def has_addresses(plan: MemoryPlan) -> bool:
-    """Whether its requests are worth showing: a plan of decisions has none where no arena served the run."""
-    return len(plan.problem) > 0 or plan.training is None or plan.training.decisions is None
+    """Whether they are worth showing: only a plan of decisions may have none."""
+    return plan.has_addresses or plan.training is None or plan.training.decisions is None
 
 
 def plan_in_words(solution: TokenwisePlan) -> str:

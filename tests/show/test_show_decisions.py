@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from memplug.cli import app
 from memplug.plan.decisions import Decision, Learnt, Setting
 from memplug.plan.plan_file import save
 from memplug.plan.schema import MemoryPlan, memory_plan
-from memplug.show import decision_bars, layout_page
+from memplug.show import decision_bars
 from memplug.show.decisions import decisions, rows
-from memplug.show.layout_map import layout_map
-from memplug.show.layout_page import write_layout_page
-from memplug.show.layout_picture import write_layout_picture
+from memplug.show.figure import Axis, Bars
+from memplug.show.layout_map import plan_figure
 from memplug.show.layout_summary import rows as plan_rows
 from memplug.show.layout_summary import summary
+from memplug.show.page import write_page
+from memplug.show.picture import write_picture
 from memplug.show.plan_diff import diff
 from memplug.show.plan_diff import rows as diff_rows
 from tests.plan.test_plan_decisions import decided_plan
@@ -44,8 +46,8 @@ def planned(settings: dict[str, Setting], plan: MemoryPlan | None = None, **solu
     """That plan, by default one with addresses, with these settings of its regions."""
     plan = plan or decided_plan()
     training = decided_plan().training
-    policy = replace(training.decisions, settings=settings, solution=replace(training.decisions.solution, **solution))
-    return replace(plan, training=replace(training, decisions=policy))
+    decided = replace(training.decisions, settings=settings, solution=replace(training.decisions.solution, **solution))
+    return replace(plan, training=replace(training, decisions=decided))
 
 
 def without_addresses(plan: MemoryPlan) -> MemoryPlan:
@@ -63,12 +65,12 @@ def layers(count: int, plains: int = 0) -> dict[str, Setting]:
 
 def test_numbers_are_those_of_the_plan():
     plan = decided_plan()
-    facts, policy = decisions(plan), plan.training.decisions
+    facts, decided = decisions(plan), plan.training.decisions
     first, second = facts["regions"]
     assert first["name"] == "layers.0" and not first["plain"] and second["name"] == "layers.1" and second["plain"]
     assert (first["swapped_by_rows_operators"], first["kept_operators"], first["swapped_whole_operators"]) == (1, 1, 0)
     assert (facts["step_s"], facts["host_bytes"], facts["device_bytes"], facts["bound"]) == (3.0, 4, 5, "none")
-    assert facts["peak_bytes"] == policy.peak_bytes and facts["full_recomputation_s"] == policy.full_recomputation_s
+    assert facts["peak_bytes"] == decided.peak_bytes and facts["full_recomputation_s"] == decided.full_recomputation_s
     assert (facts["run"], facts["program_operators"], facts["inputs"]) == ("20261123T1-a", 3, ["int64[1, 8]"])
     assert (facts["d2h_bytes_per_s"], facts["h2d_bytes_per_s"]) == (5e10, 0.0)
 
@@ -94,7 +96,7 @@ def test_a_plan_without_decisions_has_none_to_show(changes, tmp_path):
     plan = decided_plan()
     plan = replace(plan, training=None if changes is None else replace(plan.training, **changes))
     facts = summary(plan)
-    assert facts["decisions"] is None and decision_bars.bars(plan) is None
+    assert facts["decisions"] is None and decision_bars.column(plan) is None
     assert not {"made by", "decisions"} & dict(plan_rows(facts)).keys()
     assert diff(plan, plan)["decisions"] is None and "decisions" not in dict(diff_rows(diff(plan, plan)))
 
@@ -158,25 +160,48 @@ def test_show_prints_and_draws_decisions(addresses, tmp_path):
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
+def drawn(plan: MemoryPlan) -> tuple[tuple[Bars, ...], Axis, Axis]:
+    """The bars, a kind each, and their two axes."""
+    column = decision_bars.column(plan)
+    (panel,) = column.panels
+    return panel.content, column.x, panel.y
+
+
 def test_bars_have_every_byte_of_every_region():
-    drawn = decision_bars.bars(planned(layers(5, plains=2)))
-    assert [group.label for group in drawn.groups] == ["swapped", "kept", "kept, as without memplug", "recomputed"]
-    assert drawn.unit == "MiB" and drawn.names == ("0", "1", "2", "3", "4")
+    bars, x, y = drawn(planned(layers(5, plains=2)))
+    assert [each.group.label for each in bars] == ["swapped", "kept", "kept, as without memplug", "recomputed"]
+    assert x.unit == ("MiB", MIB) and tuple(y.ticks.values()) == ("0", "1", "2", "3", "4")
     expected = [[3, 4, 3, 0, 0], [2, 2, 2, 0, 0], [0, 0, 0, 7, 7], [5, 5, 5, 0, 0]]
-    assert drawn.amounts.tolist() == expected
-    assert drawn.words[3] == "model.layers.3: 7.00 MiB kept, as without memplug"
+    assert [(each.length / MIB).tolist() for each in bars] == expected
+    begins = np.cumsum(expected, axis=0) - expected
+    assert [(each.begin / MIB).tolist() for each in bars] == begins.tolist()
+    assert all(each.words[3] == "model.layers.3: 7.00 MiB kept, as without memplug" for each in bars)
+
+
+def test_bytes_that_are_swapped_only_if_needed_have_bars_of_their_own(tmp_path):
+    late = planned({"layers.0": swapping(4), "layers.1": swapping(3, learnt=LATE)})
+    bars, _, _ = drawn(late)
+    amounts = {each.group.label: (each.length / MIB).tolist() for each in bars}
+    assert amounts["swapped"] == [4, 0] and amounts["swapped, only if needed"] == [0, 3]
+    soon = planned({"layers.0": swapping(4), "layers.1": swapping(3)})
+    images = [pixels(plan, tmp_path / "a.png") for plan in (late, soon)]
+    assert area(images[0], "#8e2f6f")[0] < 0.9 * area(images[1], "#8e2f6f")[0], "hatched"
+    (hatched,) = [
+        trace for trace in figure_of(late, tmp_path)["data"] if trace.get("name") == "swapped, only if needed"
+    ]
+    assert hatched["marker"]["pattern"]["shape"] == "/"
 
 
 @pytest.mark.parametrize("count", [1, 2, 40, 80, 200])
 def test_labels_of_many_regions_do_not_touch(count):
-    drawn = decision_bars.bars(planned(layers(count)))
-    assert len(drawn.names) == count and min(count, 20) <= len(drawn.labelled) <= 40 and drawn.labelled[0] == 0
+    bars, _, y = drawn(planned(layers(count)))
+    assert len(bars[0].row) == count and min(count, 20) <= len(y.ticks) <= 40 and next(iter(y.ticks)) == 0
 
 
 def pixels(plan: MemoryPlan, path) -> np.ndarray:
     import matplotlib.image
 
-    write_layout_picture(plan, path)
+    write_picture(plan_figure(plan), path)
     return np.round(255 * matplotlib.image.imread(path)[..., :3]).astype(int)
 
 
@@ -194,7 +219,7 @@ def test_a_picture_has_bars_as_long_as_their_bytes(count, addresses, tmp_path):
     plan = plan if addresses else without_addresses(plan)
     image = pixels(plan, tmp_path / "a.png")
     assert image.shape[:2] == (1045, 1650)
-    colours = {group.label: group.colour for group in decision_bars.bars(plan).groups}
+    colours = {each.group.label: each.group.colour for each in drawn(plan)[0]}
     areas = {label: area(image, colour)[0] for label, colour in colours.items()}
     assert areas["swapped"] / areas["kept"] == pytest.approx(2, rel=0.1)
     assert areas["recomputed"] / areas["kept"] == pytest.approx(2.5, rel=0.1)
@@ -204,13 +229,17 @@ def test_a_picture_has_bars_as_long_as_their_bytes(count, addresses, tmp_path):
     assert area(bare, colours["swapped"])[0] == area(bare, colours["kept"])[0] == 0
 
 
-def figure_of(plan: MemoryPlan) -> dict:
-    made = layout_page._of_addresses(plan, layout_map(plan), decision_bars.bars(plan))
-    return json.loads(made.to_json())
+def figure_of(plan: MemoryPlan, path: Path) -> dict:
+    """What a page gives to plotly."""
+    write_page(plan_figure(plan), path / "page.html")
+    text = (path / "page.html").read_text()
+    data, end = json.JSONDecoder().raw_decode(text, text.index("[", text.rindex("Plotly.newPlot(")))
+    return {"data": data, "layout": json.JSONDecoder().raw_decode(text, text.index("{", end))[0]}
 
 
-def test_a_page_has_the_bars_on_axes_of_their_own_beside_the_map():
-    with_bars, bare = figure_of(planned(layers(3, plains=1))), figure_of(replace(decided_plan(), training=None))
+def test_a_page_has_the_bars_on_axes_of_their_own_beside_the_map(tmp_path):
+    with_bars = figure_of(planned(layers(3, plains=1)), tmp_path)
+    bare = figure_of(replace(decided_plan(), training=None), tmp_path)
     bars = [trace for trace in with_bars["data"] if trace.get("yaxis") == "y5"]
     assert [trace["name"] for trace in bars] == ["swapped", "kept", "kept, as without memplug", "recomputed"]
     layout = with_bars["layout"]
@@ -227,16 +256,17 @@ def test_a_page_has_the_bars_on_axes_of_their_own_beside_the_map():
 def test_names_of_regions_are_text_in_a_page_and_in_a_picture(tmp_path):
     plan = planned({"<b>$\\frac$</b>": swapping(), "<b>$b^$</b>": plain()})
     for each in (plan, without_addresses(plan)):
-        write_layout_page(each, tmp_path / "a.html")
+        write_page(plan_figure(each), tmp_path / "a.html")
         page = (tmp_path / "a.html").read_text()
         assert "&lt;b&gt;" in page.replace("\\u0026", "&") and "<b>$" not in page.replace("\\u003c", "<")
         pixels(each, tmp_path / "a.png")
 
 
 def test_a_page_without_addresses_has_no_map(tmp_path):
-    write_layout_page(without_addresses(planned(layers(2))), tmp_path / "a.html")
+    write_page(plan_figure(without_addresses(planned(layers(2)))), tmp_path / "a.html")
     page = (tmp_path / "a.html").read_text()
-    assert "yaxis5" in page and '<script id="facts"' not in page and "without addresses" in page
+    assert '"title":{"text":"region"}' in page and "address, " not in page.split("</head>")[-1].split("newPlot")[-1]
+    assert '<script id="facts"' not in page and "without addresses" in page
 
 
 # -- two plans ---------------------------------------------------------------------------------------------------------

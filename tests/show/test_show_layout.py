@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,10 +21,12 @@ from memplug.plan.plan_file import save
 from memplug.plan.schema import MemoryPlan, memory_plan
 from memplug.profile.trace import Fingerprint, Layer, Pass, Phase
 from memplug.profile.trace_file import load
-from memplug.show.layout_map import largest, layout_map, raster
-from memplug.show.layout_page import write_layout_page
-from memplug.show.layout_picture import write_layout_picture
+from memplug.show.figure import Rectangles
+from memplug.show.layout_map import plan_figure, rectangles, span
 from memplug.show.layout_summary import rows, summary
+from memplug.show.page import write_page
+from memplug.show.picture import write_picture
+from memplug.show.raster import largest, raster
 from tests.support.layouts import memory_plans, problem_of, stacked
 from tests.support.traces import DATA
 
@@ -53,43 +56,48 @@ def named(**fields) -> MemoryPlan:
 
 @given(memory_plans())
 def test_the_raster_has_the_group_of_the_request_at_each_address_and_time(plan):
-    drawn = layout_map(plan)
+    drawn, (begin, end) = next(iter(rectangles(plan).values())), span(plan.problem)
     if not plan.solution.height:
         return
-    groups, of = next(iter(drawn.views.values()))
-    span, height = drawn.end - drawn.begin, plan.solution.height
-    pixels = raster(drawn, of + 1, height, (height, span))
-    expected = np.zeros((height, span), np.uint8)
+    height = plan.solution.height
+    pixels = raster(drawn, (begin, end), height, (height, end - begin))
+    expected = np.zeros((height, end - begin), np.uint8)
     for row, offset in enumerate(plan.solution.offsets.tolist()):
         buffer = plan.problem.buffer(row)
-        expected[offset : offset + buffer.size, buffer.lower - drawn.begin : buffer.upper - drawn.begin] = of[row] + 1
-    assert np.array_equal(pixels, expected) and of.max() < len(groups)
+        expected[offset : offset + buffer.size, buffer.lower - begin : buffer.upper - begin] = drawn.of[row] + 1
+    assert np.array_equal(pixels, expected) and drawn.of.max() < len(drawn.groups)
+
+
+def painted(plan: MemoryPlan, values: list[int], height_bytes: int, shape: tuple[int, int]) -> np.ndarray:
+    drawn: Rectangles = replace(rectangles(plan)["size"], of=np.array(values) - 1)
+    return raster(drawn, span(plan.problem), height_bytes, shape)
 
 
 def test_what_is_smaller_than_a_pixel_has_one_and_does_not_cover_what_lives_long():
     plan = memory_plan(problem := problem_of((0, 1000, 1000), (500, 501, 1), (700, 702, 5)), stacked(problem))
-    drawn = layout_map(plan)
-    pixels = raster(drawn, np.array([1, 2, 3]), plan.solution.height, (10, 10))
+    pixels = painted(plan, [1, 2, 3], plan.solution.height, (10, 10))
     assert (pixels[:9] == 1).all() and set(np.unique(pixels[9])) <= {1, 2, 3} and 3 not in pixels[:9]
     brief = memory_plan(problem := problem_of((0, 1000, 500), (400, 401, 500)), stacked(problem))
-    pixels = raster(layout_map(brief), np.array([1, 2]), 1000, (10, 10))
+    pixels = painted(brief, [1, 2], 1000, (10, 10))
     assert (pixels[:5] == 1).all() and (pixels[5:, 4] == 2).all() and (pixels[5:] > 0).sum() == 5
-    assert raster(drawn, np.array([1, 2, 3]), 2000, (2000, 1000))[1000, 500] == 2
+    assert painted(plan, [1, 2, 3], 2000, (2000, 1000))[1000, 500] == 2
 
 
 def test_the_curve_has_the_peak_and_the_largest_are_those_of_the_most_area(recorded):
-    drawn = layout_map(recorded)
-    assert drawn.live[drawn.peak] == recorded.problem.lower_bound == drawn.live.max()
+    drawn = rectangles(recorded)["phase"]
+    curve, _, phases, layers = plan_figure(recorded).columns[0].panels
+    in_use, mark = curve.content[0], curve.content[-1]
+    assert mark.y == recorded.problem.lower_bound == in_use.levels.max() == in_use.levels[0, in_use.x == mark.x]
     area = (drawn.upper - drawn.lower) * (drawn.stop - drawn.start)
     chosen = largest(drawn, 20)
     assert len(chosen) == 20 and area[chosen].min() >= np.delete(area, chosen).max()
-    assert len(drawn.phase_runs.value) == len(recorded.problem.phases) and len(drawn.layer_runs.value) > 8
+    assert len(phases.content[0].begin) == len(recorded.problem.phases) and len(layers.content[0].begin) > 8
 
 
 def picture(plan: MemoryPlan, path) -> np.ndarray:
     import matplotlib.image
 
-    write_layout_picture(plan, path)
+    write_picture(plan_figure(plan), path)
     return matplotlib.image.imread(path)
 
 
@@ -104,7 +112,7 @@ def test_pictures_and_pages_are_made_of_any_plan(made, recorded, tmp_path):
     # A coloured map, not only text: a good part is neither white nor grey.
     coloured = (image[..., :3].max(axis=2) - image[..., :3].min(axis=2) > 0.15).mean()
     assert coloured > 0.1 if made in ("recorded", "named", "one") else coloured >= 0
-    write_layout_page(plan, tmp_path / "map.html")
+    write_page(plan_figure(plan), tmp_path / "map.html")
     assert (tmp_path / "map.html").stat().st_size < 12e6
 
 
@@ -118,7 +126,7 @@ def unpacked(packed: list[str]) -> list[int]:
 
 
 def test_a_page_needs_no_network_and_knows_every_request(recorded, tmp_path):
-    write_layout_page(recorded, tmp_path / "map.html")
+    write_page(plan_figure(recorded), tmp_path / "map.html")
     page = (tmp_path / "map.html").read_text()
     assert not re.search(r'<(script|link|img)[^>]*(src|href)="http', page)
     facts, table = facts_of(page), recorded.problem.buffers
@@ -126,13 +134,13 @@ def test_a_page_needs_no_network_and_knows_every_request(recorded, tmp_path):
     assert unpacked(facts["start"]) == recorded.solution.offsets.tolist()
     assert unpacked(facts["nbytes"]) == table["size"].tolist()
     assert unpacked(facts["numbers"]) == recorded.problem.ids.tolist()
-    assert [facts["layers"][index] for index in (0, 7)] == ["layers.0", "layers.7"]
+    assert [facts["words"][1][0][index] for index in (0, 7)] == ["layers.0", "layers.7"]
 
 
 def test_names_are_text_in_a_page_whatever_they_hold(tmp_path):
-    write_layout_page(named(), tmp_path / "map.html")
+    write_page(plan_figure(named()), tmp_path / "map.html")
     page = (tmp_path / "map.html").read_text()
-    assert facts_of(page)["names"][0] == "</script>" and facts_of(page)["layers"][1] == "<b>layers.1</b>"
+    assert facts_of(page)["names"][0] == "</script>" and facts_of(page)["words"][1][0][1] == "<b>layers.1</b>"
     head = page.split("<body>")[0]
     assert "<i>Llama</i>" not in head and "&lt;i&gt;Llama" in head
     assert "<b>layers.1</b>" not in page.replace("\\u003c", "<").split("application/json")[0]
@@ -145,17 +153,17 @@ def test_three_hundred_thousand_requests_stay_small_enough_to_open(tmp_path):
     offsets = np.arange(count) % 3001 * 512
     problem = Problem(buffers=table, phases=(Phase(Pass.FORWARD, 0),), layers=(Layer("layers.0"),))
     plan = memory_plan(problem, Solution(offsets=offsets, height=3001 * 512, planner="test"))
-    write_layout_page(plan, tmp_path / "map.html")
+    write_page(plan_figure(plan), tmp_path / "map.html")
     assert (tmp_path / "map.html").stat().st_size < 25e6
 
 
-@pytest.mark.parametrize(("write", "package"), [(write_layout_page, "plotly"), (write_layout_picture, "matplotlib")])
+@pytest.mark.parametrize(("write", "package"), [(write_page, "plotly"), (write_picture, "matplotlib")])
 def test_without_its_package_a_view_says_what_to_install(write, package, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MemplugError, match=f"needs {package}") as raised:
-        write(named(), tmp_path / "view")
+        write(plan_figure(named()), tmp_path / "view")
     assert "memplug[pictures]" in raised.value.advice
 
 

@@ -19,6 +19,7 @@ from memplug.profile.trace_file import load
 from memplug.show.page import write_page
 from memplug.show.picture import write_picture
 from memplug.show.timeline import timeline
+from memplug.show.trace_figure import trace_figure
 from tests.support.show_traces import MIB, odd_trace, training_trace
 from tests.support.traces import LEGACY, Recording
 
@@ -45,7 +46,7 @@ def numbers(values) -> np.ndarray:
 @pytest.fixture
 def page(tmp_path):
     def write(trace) -> Page:
-        write_page(trace, tmp_path / "page.html")
+        write_page(trace_figure(trace), tmp_path / "page.html")
         return Page(tmp_path / "page.html")
 
     return write
@@ -68,10 +69,10 @@ def test_page_holds_memory_in_use_in_both_views_and_the_exact_peak(page, trace):
     assert (numbers(total["x"]) == line.at).all()
     # Division by a power of two is exact.
     assert (numbers(total["y"]) * unit_bytes == line.in_use_bytes).all()
-    for stack, groups in (("phases", line.phases.groups), ("layers", line.layers.groups)):
+    for stack, groups in (("phase", line.phases.groups), ("layer", line.layers.groups)):
         bands = written.named(stackgroup=stack)
         assert (sum(numbers(band["y"]) for band in bands) * unit_bytes == line.in_use_bytes).all()
-        assert {band["name"]: band["fillcolor"] for band in bands}.items() <= {
+        assert {unescape(band["name"]): band["fillcolor"] for band in bands}.items() <= {
             g.label: g.colour for g in groups
         }.items()
         assert all(band["line"]["shape"] == "hv" and (numbers(band["x"]) == line.at).all() for band in bands)
@@ -86,12 +87,12 @@ def test_page_switches_between_the_views_and_says_what_it_shows(page):
     written = page(trace)
     by_phase, by_layer = written.layout["updatemenus"][0]["buttons"]
     assert (by_phase["label"], by_layer["label"]) == ("by phase", "by layer")
-    for button, shown, hidden in ((by_phase, "phases", "layers"), (by_layer, "layers", "phases")):
+    for button, shown, hidden in ((by_phase, "phase", "layer"), (by_layer, "layer", "phase")):
         visible = dict(zip(map(id, written.data), button["args"][0]["visible"], strict=True))
         assert all(visible[id(band)] for band in written.named(stackgroup=shown))
         assert not any(visible[id(band)] for band in written.named(stackgroup=hidden))
         assert all(visible[id(each)] for each in written.data if "stackgroup" not in each)
-    assert [band["visible"] for band in written.named(stackgroup="layers")] == [False] * 6
+    assert [band["visible"] for band in written.named(stackgroup="layer")] == [False] * 6
     assert "Stack, 1 recorded step, NVIDIA H200, rank 3 of 8" in written.layout["title"]["text"]
     assert written.layout["xaxis3"]["title"]["text"] == "operator, running number"
     assert written.layout["yaxis"]["title"]["text"] == "memory in use, MiB"
@@ -114,7 +115,7 @@ def test_page_has_what_ran_along_the_axis(page):
     assert (starts[1:] == (starts + lengths)[:-1]).all() and starts[0] == 0
     assert (starts + lengths)[-1] == len(trace.operators)
     assert layers["text"] == ["0", "1", "2", "2", "1", "0"] * 2
-    assert layers["customdata"][2] == "model.layers.2 (dynamic)"
+    assert layers["customdata"][2] == "model.layers.2 (dynamic): from operator 11 up to 16"
 
 
 def test_page_of_300_000_events_stays_small_and_keeps_the_peak(page):
@@ -141,7 +142,7 @@ def pixels(tmp_path):
     """uint8[height, width, 3]."""
 
     def write(trace) -> np.ndarray:
-        write_picture(trace, tmp_path / "picture.png")
+        write_picture(trace_figure(trace), tmp_path / "picture.png")
         content = (tmp_path / "picture.png").read_bytes()
         assert content[:8] == b"\x89PNG\r\n\x1a\n"
         assert struct.unpack(">II", content[16:24]) == (1650, 1045)
@@ -208,6 +209,6 @@ def test_without_the_package_one_sentence_says_what_to_install(tmp_path, monkeyp
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MemplugError) as caught:
-        write(training_trace(), tmp_path / "file")
+        write(trace_figure(training_trace()), tmp_path / "file")
     assert package in caught.value.problem and "pip install 'memplug[pictures]'" in caught.value.advice
     assert not (tmp_path / "file").exists()

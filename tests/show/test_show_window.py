@@ -6,8 +6,9 @@ import re
 import pytest
 
 from memplug.plan.schema import memory_plan
-from memplug.show.layout_page import write_layout_page
+from memplug.show.layout_map import plan_figure
 from memplug.show.page import write_page
+from memplug.show.trace_figure import trace_figure
 from tests.support.layouts import problem_of, stacked
 from tests.support.show_traces import training_trace
 
@@ -16,9 +17,9 @@ from tests.support.show_traces import training_trace
 def page(request, tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("page") / "page.html"
     if request.param == "trace":
-        write_page(training_trace(), path)
+        write_page(trace_figure(training_trace()), path)
     else:
-        write_layout_page(phased_plan() if request.param == "plan" else csv_plan(), path)
+        write_page(plan_figure(phased_plan() if request.param == "plan" else csv_plan()), path)
     return path.read_text(encoding="utf-8")
 
 
@@ -78,8 +79,8 @@ def test_every_place_on_the_clock_under_the_pointer_says_what_the_clock_counts(p
     data, layout, _ = figure_of(page)
     clock = next(axis["title"]["text"] for name, axis in layout.items() if name.startswith("xaxis") and "title" in axis)
     word = clock.split(",")[0].removesuffix(" of the step")
-    strips = [each["hovertemplate"] for each in data if each["type"] == "bar"]
-    assert all(f"from {word} %{{base:,}} up to %{{x:,}}" in template for template in strips)
+    strips = [words for each in data if each["type"] == "bar" for words in each["customdata"]]
+    assert all(re.search(rf": from {word} [\d,]+ up to [\d,]+$", words) for words in strips)
     facts = re.search(r'<script id="facts" type="application/json">(.*?)</script>', page, re.S)
     assert strips or facts
     if facts:

@@ -1,0 +1,92 @@
+"""A trace's memory timeline as a figure: by phase, by layer, and what ran along the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from memplug.profile.trace import Layer, Phase, Trace
+from memplug.show.figure import GRID, Axis, Bars, Column, Figure, Line, Mark, Panel, Runs, Stack, Steps, bytes_axis
+from memplug.show.groups import by_phase, layer_colours, layer_words, phase_letters, phase_words, short_names
+from memplug.show.timeline import timeline
+from memplug.show.words import heading, moment, sampling, size
+
+_BOUNDARIES_AT_MOST = 80  # of phases, that still look like lines
+_ROOM = 1.16  # above the peak, for its label
+
+
+def trace_figure(trace: Trace, bins: int = 800) -> Figure:
+    """Memory in use in a trace.
+
+    Args:
+        trace: recorded.
+        bins: of the timeline, as many as the picture has pixels.
+    """
+    line = timeline(trace, bins)
+    peak_bytes = int(line.in_use_bytes[line.peak])
+    peak = f"peak {size(peak_bytes)}: {moment(trace, int(line.event[line.peak]))}"
+    boundaries = line.phase_runs.start[1:] if len(line.phase_runs.start) <= _BOUNDARIES_AT_MOST else ()
+    in_use = Panel(
+        y=bytes_axis("memory in use", peak_bytes, _ROOM),
+        height=24,
+        views={
+            "phase": Stack(line.at, line.bytes_by_phase, line.phases.groups),
+            "layer": Stack(line.at, line.bytes_by_layer, line.layers.groups),
+        },
+        pictured=2,
+        content=(
+            *(Line(x=int(at), colour=GRID) for at in boundaries),
+            *(Line(x=at, dashed=True) for at in line.step_starts[1:]),
+            Steps(line.at, line.in_use_bytes, "in use", [str(moment(trace, event)) for event in line.event.tolist()]),
+            Mark(float(line.at[line.peak]), peak_bytes, peak),
+        ),
+    )
+    clock = Axis(title=f"{line.clock}, running number", low=0, high=max(line.length, 1))
+    below = strips(trace.phases, trace.layers, line.phase_runs, line.layer_runs, line.clock)
+    return Figure(
+        title=heading(trace),
+        subtitle=sampling(trace, line),
+        legend="asked for by",
+        columns=(Column(x=clock, panels=(in_use, *below)),),
+    )
+
+
+def strips(
+    phases: Sequence[Phase], layers: Sequence[Layer], phase_runs: Runs, layer_runs: Runs, clock: str
+) -> list[Panel]:
+    """The phases and the layers that ran, as far as anything is known of them, as rows of coloured stretches.
+
+    Args:
+        phases, layers: tables that the runs refer to.
+        phase_runs, layer_runs: what ran.
+        clock: what their ends count, such as "operator".
+    """
+    grouping, short = by_phase(phases), short_names(layers)
+    phase_names = [(phase_words(phase), phase_letters(phase)) for phase in phases]
+    layer_names = [(layer_words(name), name) for name in short]
+    full_names = [layer.name + (" (dynamic)" if layer.dynamic else "") for layer in layers]
+    phase_colours = [grouping.groups[group].colour for group in grouping.of]
+    found = (
+        ("phase", phase_runs, phase_colours, [words for words, _ in phase_names], phase_names),
+        ("layer", layer_runs, layer_colours(len(short)), full_names, layer_names),
+    )
+    return [
+        Panel(y=Axis(title="", low=-0.5, high=0.5, ticks={0: what}), height=1, content=(_strip(clock, *rest),))
+        for what, *rest in found
+        if len(rest[0].value)
+    ]
+
+
+def _strip(clock: str, runs: Runs, colours: list[str], words: list[str], names: list[tuple[str, str]]) -> Bars:
+    inside = runs.value >= 0
+    start, end, value = (column[inside] for column in runs)
+    values = value.tolist()
+    return Bars(
+        start,
+        end - start,
+        np.zeros(len(values)),
+        [colours[value] for value in values],
+        [f"{words[value]}: from {clock} {a:,} up to {b:,}" for a, b, value in zip(start, end, values, strict=True)],
+        [names[value] for value in values],
+    )
