@@ -1,1 +1,1 @@
-"""The repository keeps its own rules; its benchmarks run."""
+"""The repository keeps its own rules: lint, imports, READMEs, messages."""
