@@ -41,15 +41,10 @@ _LAYER_COLOURS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#e8d92b")
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Groups from the bottom of the stack up, and what falls into which.
+    """Groups from the bottom of the stack up, and what falls into which."""
 
-    Attributes:
-        groups: the first is what was allocated before the recording.
-        of: int64, the group of each phase, or of each layer; one more at the end, for index -1.
-    """
-
-    groups: tuple[Group, ...]
-    of: np.ndarray
+    groups: tuple[Group, ...]  # the first is what was allocated before the recording
+    of: np.ndarray  # int64, the group of each phase, or of each layer; one more at the end, for index -1
 
 
 def phase_words(phase: Phase) -> str:

@@ -146,9 +146,10 @@ def _bars(bars: model.Bars, axes: Axes, x: Axis, y: Axis, letter: float) -> None
         axes.spines["left"].set_visible(False)
     middles, room = begin + length / 2, length / (x.high - x.low) / letter
     for middle, letters, colour, names in zip(middles, room, bars.colours, bars.names, strict=bool(bars.names)):
-        name = next((name for name in names if letters > len(name)), "")
-        ink = "white" if is_dark(colour) else INK
-        axes.text(middle, -0.04, name, color=ink, ha="center", va="center", fontsize=8.5, parse_math=False)
+        name = next((name for name in names if letters > len(name)), None)
+        if name:
+            ink = "white" if is_dark(colour) else INK
+            axes.text(middle, -0.04, name, color=ink, ha="center", va="center", fontsize=8.5, parse_math=False)
 
 
 @_draw.register(Rectangles)

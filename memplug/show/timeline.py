@@ -13,34 +13,21 @@ from memplug.show.groups import Grouping, by_layer, by_phase
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Timeline:
-    """Memory in use at sampled places of the clock.
+    """Memory in use at sampled places of the clock."""
 
-    Attributes:
-        clock: "operator", or "request event" for a trace without operators.
-        length: of the clock.
-        at: float64[samples], strictly rising from 0 to `length`; the events of one operator lie evenly between it and
-            the next.
-        event: int64[samples], the event that happened last; -1: none yet.
-        bytes_by_phase: int64[groups, samples], what the groups of `phases` hold from then on.
-        bytes_by_layer: int64[groups, samples], likewise; both add up to the memory in use.
-        phases, layers: the groups.
-        phase_runs, layer_runs: what ran.
-        step_starts: where on the clock each step begins.
-        peak: sample with the largest memory in use, the first of them.
-    """
-
-    clock: str
+    clock: str  # what it counts: "operator", or "request event" for a trace without operators
     length: int
+    # float64[samples], strictly rising from 0 to `length`; events of one operator lie evenly between it and the next.
     at: np.ndarray
-    event: np.ndarray
-    bytes_by_phase: np.ndarray
-    bytes_by_layer: np.ndarray
+    event: np.ndarray  # int64[samples], the one that happened last; -1: none yet
     phases: Grouping
     layers: Grouping
+    bytes_by_phase: np.ndarray  # int64[groups, samples], held by the groups of `phases` from then on
+    bytes_by_layer: np.ndarray  # likewise; both add up to the memory in use
     phase_runs: Runs
     layer_runs: Runs
-    step_starts: tuple[int, ...]
-    peak: int
+    step_starts: tuple[int, ...]  # on the clock
+    peak: int  # sample with the largest memory in use, the first of them
 
     @property
     def in_use_bytes(self) -> np.ndarray:

@@ -83,10 +83,12 @@ def _strip(clock: str, runs: Runs, colours: list[str], words: list[str], names: 
     start, end, value = (column[inside] for column in runs)
     values = value.tolist()
     return Bars(
-        start,
-        end - start,
-        np.zeros(len(values)),
-        [colours[value] for value in values],
-        [f"{words[value]}: from {clock} {a:,} up to {b:,}" for a, b, value in zip(start, end, values, strict=True)],
-        [names[value] for value in values],
+        begin=start,
+        length=end - start,
+        row=np.zeros(len(values)),
+        colours=[colours[value] for value in values],
+        words=[
+            f"{words[value]}: from {clock} {a:,} up to {b:,}" for a, b, value in zip(start, end, values, strict=True)
+        ],
+        names=[names[value] for value in values],
     )

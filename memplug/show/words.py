@@ -20,23 +20,14 @@ from memplug.show.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where in a trace something happens; None where the trace does not say, all None before its first event.
+    """Where in a trace something happens; None where the trace does not say, all None before its first event."""
 
-    Attributes:
-        step: running number; None also where there is only one.
-        event: row of Trace.events.
-        operator: row of Trace.operators.
-        operator_name: for example "aten::mm".
-        phase: in words.
-        layer: its full name; None outside of layers.
-    """
-
-    step: int | None = None
-    event: int | None = None
-    operator: int | None = None
-    operator_name: str | None = None
-    phase: str | None = None
-    layer: str | None = None
+    step: int | None = None  # running number; None also where there is only one
+    event: int | None = None  # row of Trace.events
+    operator: int | None = None  # row of Trace.operators
+    operator_name: str | None = None  # for example "aten::mm"
+    phase: str | None = None  # in words
+    layer: str | None = None  # its full name; None outside of layers
 
     def __str__(self) -> str:
         """For example "step 1, backward of micro-batch 0, model.layers.31, aten::mm (operator 8,211)"."""
