@@ -82,16 +82,19 @@ def _column(part: FigureBase, column: Column, letter: float) -> None:
 
 
 def _add_legend(axes: Axes, *, beside: bool) -> None:
-    """Names what has a label in these axes: from the top of the stack down, beside them, or below."""
-    handles = axes.get_legend_handles_labels()[0]
-    if not handles:
+    """Names what has a gid in these axes: from the top of the stack down, beside them, or below.
+
+    A label would not do: matplotlib leaves out those that begin with "_", such as "_orig_mod".
+    """
+    named = {child.get_gid(): child for child in axes.get_children() if child.get_gid()}
+    if not named:
         return
+    labels, handles = list(named), list(named.values())
     if beside:
-        place = {"handles": handles[::-1], "loc": "upper left", "bbox_to_anchor": (1.005, 1.0)}
-        legend = axes.legend(**place, frameon=False, fontsize=_SMALL)
+        place = {"loc": "upper left", "bbox_to_anchor": (1.005, 1.0)}
+        legend = axes.legend(handles[::-1], labels[::-1], **place, frameon=False, fontsize=_SMALL)
     else:
-        place = {"handles": handles, "loc": "outside lower left"}
-        legend = axes.figure.legend(**place, frameon=False, fontsize=_SMALL)
+        legend = axes.figure.legend(handles, labels, loc="outside lower left", frameon=False, fontsize=_SMALL)
     for text in legend.get_texts():
         text.set_parse_math(False)
 
@@ -100,7 +103,7 @@ def _name(axes: Axes, group: Group, **looks: Any) -> None:
     """Has the legend name a colour."""
     from matplotlib.patches import Rectangle
 
-    axes.add_patch(Rectangle((0, 0), 0, 0, facecolor=group.colour, label=group.label, **looks))
+    axes.add_patch(Rectangle((0, 0), 0, 0, facecolor=group.colour, gid=group.label, **looks))
 
 
 @singledispatch
@@ -118,7 +121,7 @@ def _stack(stack: Stack, axes: Axes, x: Axis, y: Axis, letter: float) -> None:
         at, high = _corners(stack.x, top)
         low = _corners(stack.x, top - level)[1]
         seen = len(level) and level.max() > tops[-1].max() * _SEEN
-        looks = {"facecolor": group.colour, "edgecolor": group.colour, "label": group.label if seen else None}
+        looks = {"facecolor": group.colour, "edgecolor": group.colour, "gid": group.label if seen else None}
         axes.fill_between(at, low, high, where=high > low, linewidth=0.4, **looks)
 
 
@@ -137,7 +140,7 @@ def _bars(bars: model.Bars, axes: Axes, x: Axis, y: Axis, letter: float) -> None
     begin, length = bars.begin / x.scale, bars.length / x.scale
     looks: dict[str, Any] = {"color": bars.colours, "linewidth": 0}
     if bars.group is not None:
-        looks["label"] = bars.group.label
+        looks["gid"] = bars.group.label
         looks |= {"edgecolor": "white", "hatch": "///"} if bars.group.hatched else {}
     elif len(begin) <= _RUNS_APART:
         looks |= {"edgecolor": "white", "linewidth": 0.5}

@@ -212,3 +212,13 @@ def test_without_the_package_one_sentence_says_what_to_install(tmp_path, monkeyp
         write(trace_figure(training_trace()), tmp_path / "file")
     assert package in caught.value.problem and "pip install 'memplug[pictures]'" in caught.value.advice
     assert not (tmp_path / "file").exists()
+
+
+def test_the_legend_of_a_picture_names_every_layer_also_one_that_begins_with_an_underscore(pixels, monkeypatch):
+    from matplotlib.legend import Legend
+
+    named = []
+    made = Legend.__init__
+    monkeypatch.setattr(Legend, "__init__", lambda *args, **its: (named.append(args[3]), made(*args, **its))[1])
+    pixels(odd_trace())
+    assert [len(labels) for labels in named] == [3, 3] and any(label.startswith("_orig_mod.") for label in named[1])
