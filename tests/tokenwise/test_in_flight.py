@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from tests.support.blocks import (
     train_stacks,
     twin,
 )
+from tests.support.launching import ROOT
 
 pytestmark = pytest.mark.device
 
@@ -190,8 +193,14 @@ def test_threads_whose_regions_overlap_leave_the_compiler_as_it_was(alpha: float
 
 
 @pytest.mark.cpu("no process uses CUDA after a fork")
-@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_a_child_of_a_fork_goes_on_with_the_graphs_in_flight_and_so_does_the_parent(alpha: float) -> None:
+def test_a_child_of_a_fork_goes_on_with_the_graphs_in_flight_and_so_does_the_parent() -> None:
+    """In a process of its own: where autograd has had threads, torch runs no backward after a fork."""
+    done = subprocess.run([sys.executable, "-m", "tests.tokenwise.test_in_flight"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def fork(alpha: float) -> None:
+    """Goes on in both processes; raises where one of them fails."""
     torch.manual_seed(0)
     model = Stack(4)
     reference = twin(model)
@@ -220,3 +229,8 @@ def test_a_child_of_a_fork_goes_on_with_the_graphs_in_flight_and_so_does_the_par
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     go_on(3)
+
+
+if __name__ == "__main__":
+    for each in (0.0, 0.4, 1.0):
+        fork(each)
