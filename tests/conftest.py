@@ -89,6 +89,14 @@ def plans_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def peaks_are_kept_apart() -> None:
+    """Plans are made from what this test takes of the device."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 @pytest.fixture
 def keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans find no room on the device for outputs, as on the CPU, so that even small models swap."""
