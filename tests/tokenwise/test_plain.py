@@ -137,8 +137,10 @@ def test_the_forward_of_a_plain_region_is_its_modules_own() -> None:
 
 
 def test_steps_of_a_plain_program_are_told_from_those_of_another() -> None:
-    """Without operators to compare, the sizes that the first region is given are all there is."""
-    training = Training(device_budget_gib=1, profiler={"policy_steps": 1, "enabled": False})
+    """Without operators to compare, the sizes that the first region is given are all there is. Nor is the step's peak
+    known then: on CUDA the process's counts, with that of earlier tests.
+    """
+    training = Training(device_budget_gib=64, profiler={"policy_steps": 1, "enabled": False})
     with training.session as session:
         training.reach_stable()
         for _ in range(3):
