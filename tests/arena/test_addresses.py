@@ -15,7 +15,8 @@ from memplug.plan.layout.problem import solved
 from memplug.plan.schema import MemoryPlan, memory_plan
 from memplug.profile.trace import Pass, Trace
 from memplug.profile.trace_file import load
-from tests.support.traces import DATA, Recording, recordings
+from tests.support.folders import DATA
+from tests.support.traces import Recording, recordings
 
 
 def plan_of(step: Trace) -> MemoryPlan:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.recording import ROOT
+from tests.support.folders import ROOT
 
 RANDOM_SEEDS = "300"  # of the random requests
 PROGRAMS = ("arena_test", "arena_plans_test")

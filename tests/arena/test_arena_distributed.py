@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.folders import ROOT
 from tests.support.forking import launch_forked
-from tests.support.launching import ROOT
 from tests.support.serving import ALONE
 
 pytestmark = pytest.mark.distributed

@@ -19,7 +19,8 @@ from itertools import product
 from pathlib import Path
 
 from tests.bench.table import Row, render, write_rows
-from tests.support.launching import ROOT, launch
+from tests.support.folders import ROOT
+from tests.support.launching import launch
 
 BENCH = "convergence"
 HEADERS = ("ZeRO", "launcher", "way in", "alpha", "steps", "first loss", "last loss", "max difference", "verdict")

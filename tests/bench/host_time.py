@@ -37,7 +37,7 @@ import sys
 from pathlib import Path
 
 from tests.bench.table import Row, figures, render, write_rows
-from tests.support.launching import ROOT
+from tests.support.folders import ROOT
 
 BENCH = "host_time"
 ALPHAS = ("0", "1", "auto", "plain")

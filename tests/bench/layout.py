@@ -29,8 +29,8 @@ from memplug.plan.layout import planners
 from memplug.plan.layout.problem import Problem
 from memplug.profile.trace import Trace
 from tests.bench.table import Row, figures, render, write_rows
+from tests.support.folders import DATA, ROOT
 from tests.support.schedules import SCHEDULES, record
-from tests.support.traces import DATA
 
 BENCH = "layout"
 BASELINES = ("caching", "expandable")
@@ -128,7 +128,7 @@ def _events(problem: Problem) -> np.ndarray:
 def run(case: str, mode: str, time_limit_s: float) -> dict[str, float | str]:
     """`measure`, in a process of its own."""
     command = [sys.executable, "-m", f"tests.bench.{BENCH}", "--worker", case, mode, "--time-limit", str(time_limit_s)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{case} by {mode} failed: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ import yaml
 from torch import nn
 
 from tests.bench.cases import Case
+from tests.support.folders import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},

@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 import memplug
 from tests.bench.cases import Case
+from tests.support.folders import ROOT
 
-SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
+SHAPES = ROOT / "configs" / "models"
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "default": None}
 PROJECTIONS = 4  # of each gradient on random directions
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ import torch
 from tests.bench import memory, step_time
 from tests.bench.cases import MODES, gradient_error
 from tests.bench.table import figures, render
+from tests.support.folders import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 

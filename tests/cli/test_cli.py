@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,9 +12,8 @@ from memplug.cli import app
 from memplug.config import json_schema, load_config
 from memplug.profile.trace_file import load, save
 from memplug.show.summary import summary
+from tests.support.folders import ROOT
 from tests.support.show_traces import training_trace
-
-ROOT = Path(__file__).parents[2]
 
 run = CliRunner().invoke
 

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -14,11 +13,10 @@ from memplug.cli import app
 from memplug.plan.plan_file import load
 from memplug.plan.replay import judge_plan
 from memplug.profile.trace_file import save
+from tests.support.folders import DATA, ROOT
 from tests.support.schedules import Schedule, record
 from tests.support.show_traces import training_trace
-from tests.support.traces import DATA
 
-ROOT = Path(__file__).parents[2]
 TRACE = DATA / "llama7b_long_ckpt.npz"
 INSTANCE = DATA / "dsa" / "minimalloc_C.1048576.csv"
 KEYS = ["requests", "lower_bound_bytes", "height_bytes", "fragmentation", "seconds", "planner", "optimal", "fits"]

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-README = Path(__file__).resolve().parents[2] / "examples/README.md"
+from tests.support.folders import ROOT
+
+README = ROOT / "examples/README.md"
 VOCABULARY = 96
 LENGTH = 32
 WORDS = [f"w{i}" for i in range(VOCABULARY - 4)]

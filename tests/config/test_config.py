@@ -4,7 +4,6 @@ import json
 import logging
 import pickle
 import re
-from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -15,8 +14,7 @@ from pydantic import BaseModel, ValidationError
 from memplug.block import SECTIONS
 from memplug.config import MemplugConfig, json_schema, load_config, parse_block, read_ds_config
 from memplug.errors import ConfigError, PatchError
-
-ROOT = Path(__file__).parents[2]
+from tests.support.folders import ROOT
 
 AUTO = st.just("auto")
 FRACTION = st.floats(0, 1)

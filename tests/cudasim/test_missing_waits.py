@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import ROOT
+from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
-from tests.support.launching import ROOT
+from tests.support.folders import ROOT
 from tests.support.serving import llama
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ from memplug.profile.recorder import Recorder
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
 from tests.cudasim.training import ALONE, block, model
-from tests.support.launching import ROOT
+from tests.support.folders import ROOT
 from tests.support.serving import reserved_bytes
 
 pytestmark = pytest.mark.gpu

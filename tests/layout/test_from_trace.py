@@ -10,7 +10,8 @@ from memplug.plan.layout.from_trace import last_step, problem_of
 from memplug.plan.layout.problem import BUFFER
 from memplug.profile.trace import Event, Layer, Pass
 from memplug.profile.trace_file import load
-from tests.support.traces import DATA, Recording, assert_same, recordings, training
+from tests.support.folders import DATA
+from tests.support.traces import Recording, assert_same, recordings, training
 
 
 def replayed(trace, step, alignment):

@@ -13,8 +13,8 @@ from memplug.plan.layout.patterns import stretches
 from memplug.plan.layout.problem import Buffer, Problem, buffers
 from memplug.plan.replay import judge
 from memplug.profile.trace_file import load
+from tests.support.folders import DATA
 from tests.support.layouts import problem_of
-from tests.support.traces import DATA
 
 UNKNOWN = {"lower_phase": -1, "upper_phase": -1, "lower_layer": -1, "upper_layer": -1}
 

@@ -13,8 +13,8 @@ from memplug.plan.layout.patterns import stretches
 from memplug.plan.layout.problem_file import read_csv
 from memplug.plan.replay import judge
 from memplug.profile.trace_file import load
+from tests.support.folders import DATA
 from tests.support.layouts import first_fit, is_valid, problem_of, problems
-from tests.support.traces import DATA
 
 BACKENDS = ("native", "milp", "cp-sat")
 

@@ -16,9 +16,9 @@ from memplug.plan.layout.problem import Problem, fragmentation, solved
 from memplug.plan.layout.streams import on_one_stream
 from memplug.plan.replay import judge
 from memplug.profile.trace_file import load
+from tests.support.folders import DATA
 from tests.support.layouts import first_fit, is_valid, problem_of, problems, stacked
 from tests.support.schedules import SCHEDULES, record
-from tests.support.traces import DATA
 
 ALONE = {planner.name: planner for planner in planners.PLANNERS}
 RECORDED = sorted(path.stem for path in DATA.glob("*.npz"))

@@ -4,7 +4,6 @@ import itertools
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +15,8 @@ from memplug.native import packing
 from memplug.plan.layout.exact import Small
 from memplug.plan.layout.first_fit import Placer
 from memplug.plan.layout.problem import Problem, buffers
+from tests.support.folders import ROOT
 from tests.support.layouts import first_fit, is_valid, problem_of, problems
-
-ROOT = Path(__file__).parents[2]
 
 
 def random_table(count: int, seed: int, *, longest: int = 40) -> np.ndarray:

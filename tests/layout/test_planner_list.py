@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from memplug.plan.layout import planners
-from tests.support.launching import ROOT
+from tests.support.folders import ROOT
 
 TOY = '''
 """Side by side, whenever they live."""

@@ -15,8 +15,7 @@ from memplug.plan.layout import auto, shared
 from memplug.plan.layout.from_trace import last_step, problem_of
 from memplug.plan.layout.problem import Problem, Solution
 from memplug.profile import trace_file
-
-DATA = Path(__file__).parents[1] / "data"
+from tests.support.folders import DATA
 
 
 @pytest.fixture(scope="module")

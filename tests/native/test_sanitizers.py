@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from memplug import native
-from tests.support.launching import ROOT, launch
+from tests.support.folders import ROOT
+from tests.support.launching import launch
 
 COMPILER = shutil.which("c++")
 FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all"

@@ -19,7 +19,8 @@ from memplug.errors import TraceError
 from memplug.profile import trace_file
 from memplug.profile.trace import Fingerprint, Pass, Phase, earlier_frees, still_live
 from memplug.profile.trace_file import load, save
-from tests.support.traces import DATA, LEGACY, Recording, assert_same, recordings, training
+from tests.support.folders import DATA
+from tests.support.traces import LEGACY, Recording, assert_same, recordings, training
 
 in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 

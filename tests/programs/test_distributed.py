@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.folders import ROOT
 from tests.support.forking import launch_forked
 from tests.support.hosts import QUICK, block
-from tests.support.launching import ROOT, kill_tree, launch, started, wait_until
+from tests.support.launching import kill_tree, launch, started, wait_until
 
 pytestmark = pytest.mark.distributed
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.folders import ROOT
 from tests.support.forking import launch_forked
-from tests.support.launching import ROOT, kill_tree, started, wait_until
+from tests.support.launching import kill_tree, started, wait_until
 from tests.support.recipes import checkpoint, data, text
 
 RECIPE = ROOT / "examples" / "llama2"

@@ -13,7 +13,8 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from tests.support.launching import ROOT, launch
+from tests.support.folders import ROOT
+from tests.support.launching import launch
 from tests.support.recipes import checks, layout, memory, settings
 
 SHAPES = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "configs/models").glob("*.yaml")}

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from tests.support.launching import ROOT
+from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.distributed
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import memplug
+from tests.support.folders import ROOT
 from tests.support.forking import launch_forked
-from tests.support.launching import ROOT
 from tests.support.recipes import checks, memory, settings, text, tiled_loss
 
 SIZES = {

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.folders import ROOT
 from tests.support.readmes import broken_links, check, commands_of, readmes
-from tests.support.recipes import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
+from tests.support.folders import ROOT
 from tests.support.readmes import readmes
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:

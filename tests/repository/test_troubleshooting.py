@@ -9,7 +9,8 @@ from itertools import chain
 import pytest
 
 from memplug import errors
-from tests.support.messages import FILLED, ROOT, Source
+from tests.support.folders import ROOT
+from tests.support.messages import FILLED, Source
 
 # Texts around other messages, which have their own entries: a stage's line, a problem of the block, a file's path.
 FRAMES = {"…", "…: …", "memplug: …: …", "step …: …", "region …: …", "buffer … …"}

@@ -14,8 +14,8 @@ import memplug
 from memplug.plan import tokenwise as plan
 from memplug.session import closing
 from tests.support.blocks import LAYERS, Stack
+from tests.support.folders import ROOT
 from tests.support.hosts import block
-from tests.support.launching import ROOT
 
 QUICK = {"profiler": {"warmup_steps": 0, "policy_steps": 0}}
 

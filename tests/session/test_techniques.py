@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launching import ROOT
+from tests.support.folders import ROOT
 
 TOY = '''
 """Sums the requests of a program."""

@@ -27,8 +27,8 @@ from memplug.show.layout_summary import rows, summary
 from memplug.show.page import write_page
 from memplug.show.picture import write_picture
 from memplug.show.raster import largest, raster
+from tests.support.folders import DATA
 from tests.support.layouts import memory_plans, problem_of, stacked
-from tests.support.traces import DATA
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.support.launching import ROOT, environment, free_port, kill_tree
+from tests.support.folders import ROOT
+from tests.support.launching import environment, free_port, kill_tree
 
 Libraries = Literal["deepspeed", "megatron"]
 

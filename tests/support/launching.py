@@ -13,7 +13,8 @@ from typing import Literal
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.folders import ROOT
+
 Launcher = Literal["torchrun", "deepspeed", "python"]
 
 

@@ -28,7 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-RECIPE = Path(__file__).resolve().parents[2] / "examples" / "megatron_llama2"
+from tests.support.folders import ROOT
+
+RECIPE = ROOT / "examples" / "megatron_llama2"
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 64,

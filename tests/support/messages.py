@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memplug import errors
+from tests.support.folders import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 FILLED = "…"
 
 _LOGGERS = {"log", "_log"}

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.recipes import ROOT, checks, layout, settings
+from tests.support.folders import ROOT
+from tests.support.recipes import checks, layout, settings
 
 GPUS = re.compile(
     r"(?P<count>\d+) GPUs? of (?P<gb>\d+) GB(?: on (?P<machines>\d+) machines)?"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.folders import ROOT
+
 FOLDERS = [ROOT / "examples" / name for name in ("megatron_llama2", "llama2")]
 # as a script of theirs would find them; last, so that they hide nothing
 sys.path += [str(folder) for folder in FOLDERS if str(folder) not in sys.path]

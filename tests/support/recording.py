@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity
 from memplug import native
 from memplug.profile.recorder import Detail, Recorder, _release
 from memplug.profile.trace import Fingerprint, Layer, Trace
+from tests.support.folders import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = Path(torch.__file__).parent / "lib"
 
 

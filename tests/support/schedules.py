@@ -29,7 +29,7 @@ from memplug.profile.trace import (
     cut,
 )
 from memplug.profile.trace_file import load
-from tests.support.traces import DATA
+from tests.support.folders import DATA
 
 EXPERT_BYTES = 120 * 2**20
 """Requests of a recorded Mixtral layer from this size on are its experts'."""

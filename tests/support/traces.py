@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from hypothesis import strategies as st
 
@@ -19,8 +17,8 @@ from memplug.profile.trace import (
     Phase,
     Trace,
 )
+from tests.support.folders import DATA
 
-DATA = Path(__file__).parents[1] / "data"
 LEGACY = (DATA / "llama7b_long_ckpt.npz", DATA / "mixtral_ckpt.npz")
 """Recorded on one H200: columns kind, request, bytes, phase, layer, stream."""
 

@@ -24,7 +24,7 @@ from tests.support.blocks import (
     train_stacks,
     twin,
 )
-from tests.support.launching import ROOT
+from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.device
 
