@@ -127,21 +127,25 @@ class KeptPlans:
             self._steps = 0
             return
         made, kept = _Made(lasting, tuple(parts.items())), self._kept.get(_index_of(lasting))
-        is_new = kept is None or kept.lasting != lasting
-        self._steps = self._steps + 1 if is_new or made == self._made else 0
+        is_amended = kept is not None and kept.lasting == lasting and len(made.parts) <= len(kept.parts)
+        self._steps = 0 if is_amended and made != self._made else self._steps + 1
         self._made = made
-        wait = 1 if is_new else SETTLED_STEPS
+        wait = SETTLED_STEPS if is_amended else 1
         if made != kept and self._steps > wait + min(self._job.rank, 1):
             self._steps = 0
             self._keep(made, followers, recording)
 
     def close(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
-        """There are no more steps: keep what was amended since."""
+        """There are no more steps: keep what was amended since; or the decisions alone, where other parts had no time
+        to be made, or to show that they last.
+        """
         self._finish(waits=True)
         lasting = self._adjuster.lasting
-        kept = self._kept.get(_index_of(lasting)) if lasting is not None else None
-        if parts and kept is not None and kept.lasting == lasting:
-            self._keep(_Made(lasting, tuple(parts.items())), followers, recording)
+        if lasting is not None and not (lasting.program and lasting.program.borrowed):
+            kept = self._kept.get(_index_of(lasting))
+            is_amended = kept is not None and kept.lasting == lasting
+            made = _Made(lasting, tuple(parts.items()) if parts and is_amended else ())
+            self._keep(made, followers, recording)
         self._finish(waits=True)
 
     def _finish(self, waits: bool) -> None:

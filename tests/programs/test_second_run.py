@@ -170,6 +170,17 @@ def test_decisions_alone_go_on_too(tmp_path: Path) -> None:
     assert second.losses == first.losses
 
 
+def test_a_run_that_ends_before_it_has_addresses_leaves_its_decisions(tmp_path: Path) -> None:
+    first = train(tmp_path, steps=4)
+    assert first.stages[-1] is Stage.STABLE and State.SERVING not in first.states
+    second, third = train(tmp_path), train(tmp_path)
+    assert set(second.stages) == {second.before[0]} == {Stage.STABLE}
+    assert (second.report["replans"], second.report["arena_plans"]) == (0, 1) and second.states[-1] is State.SERVING
+    assert second.losses[:4] == first.losses[:4]
+    assert third.is_second() and third.losses == second.losses
+    only_plan(tmp_path)
+
+
 def test_every_program_of_the_first_run_is_known_in_the_second(tmp_path: Path) -> None:
     """Lengths change for good halfway."""
     halves = {"length": lambda step: 16 if step < 14 else 24, "steps": 28}

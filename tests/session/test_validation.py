@@ -103,7 +103,7 @@ def trials(validate: bool, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     """Of the plans that a stack's session tries, one with a large validation before its step."""
     clock, model = Clock(), Stack(3)
     monkeypatch.setattr("memplug.tokenwise.search.time", clock)
-    config = {**block(regions=LAYERS), "profiler": PROFILER, "arena": {"enabled": False}}
+    config = {**block(regions=LAYERS), "profiler": PROFILER, "arena": {"enabled": False}, "plan_dir": False}
     with memplug.attach(model, config) as session:
         for step in range(1, NEEDED + 1):
             if validate and step % 2:

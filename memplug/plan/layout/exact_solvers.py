@@ -7,8 +7,6 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 if TYPE_CHECKING:
     from memplug.plan.layout.exact import Small
@@ -64,6 +62,9 @@ def minimise(small: Small, offsets: np.ndarray, deadline_s: float) -> tuple[np.n
             where the program would have too many variables.
         deadline_s: when to end, on the clock of `time.monotonic`.
     """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # a second to import, for which training may be waiting
+    from scipy.sparse import coo_array
+
     count = len(small.size)
     cap = float((offsets // small.unit + small.size).max())
     meets = (small.lower[:, None] < small.upper) & (small.lower < small.upper[:, None])
