@@ -23,7 +23,12 @@ def of(tests: list[tuple[str, dict[str, int]]]) -> str:
         counts = sum((collections.Counter(schedules) for schedules in ran), collections.Counter())
         seeds = [schedule for schedule in counts if schedule.startswith("random")]
         random = f"{sum(counts[schedule] for schedule in seeds)} ({len(seeds)})" if seeds else "0"
-        cells = [Path(file).stem, len(ran), *(counts[policy] for policy in POLICIES), random]
+        cells = [
+            file.removeprefix("tests/").removesuffix(".py"),
+            len(ran),
+            *(counts[policy] for policy in POLICIES),
+            random,
+        ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 

@@ -21,8 +21,9 @@ from tests.support.launching import launch
 COMPILER = shutil.which("c++")
 FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
 TESTS = [
-    *("in_flight", "races", "native_tape", "host_pool", "plain", "recorder_threads"),
-    *(f"tokenwise_{name}" for name in ("graphs", "in_place", "lingering", "opaque", "random")),
+    *("native/test_native_tape", "device/test_host_pool", "tokenwise/test_plain", "profile/test_recorder_threads"),
+    *(f"tokenwise/regions/test_{name}" for name in ("in_flight", "races", "graphs", "in_place")),
+    *(f"tokenwise/regions/test_{name}" for name in ("late_offloads", "opaque", "random")),
 ]
 UNRELATED = "rows- and test_a_replay_restores"  # equal to the bit on some CPUs: a product of fewer rows may round apart
 ADDRESS = {
@@ -46,7 +47,7 @@ def libraries(*names: str) -> str:
 def run(tmp_path: Path, preload: str, flags: str, options: dict[str, str]) -> None:
     """Builds the core and runs the tests on it. A report that ends the process is in the error's text."""
     env = {"LD_PRELOAD": preload, "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), "CXX": str(COMPILER)}
-    files = [next(ROOT.glob(f"tests/*/test_{name}.py")) for name in TESTS]
+    files = [ROOT / "tests" / f"{name}.py" for name in TESTS]
     arguments = ["-q", "-p", "no:cacheprovider", "--capture=sys", f"--basetemp={tmp_path}/tests"]
     arguments += ["-k", f"not ({UNRELATED})", *files]
     command = ["tests.support.sanitized_worker", f"{FLAGS} {flags}", *arguments]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.blocks import Layer, Stack, assert_clean, gradients, tokenwise, twin
-from tests.tokenwise.test_collectives import WHOLE, ReducesMemoryThatWasThere, broadcast_in_place, reducing
+from tests.tokenwise.regions.test_collectives import WHOLE, ReducesMemoryThatWasThere, broadcast_in_place, reducing
 
 
 def receiving(broadcast: Callable[[torch.Tensor], Any]) -> type[Layer]:

@@ -1,1 +1,1 @@
-"""Regions: swap and recompute."""
+"""Swap and recompute: what is decided for regions."""

@@ -195,7 +195,9 @@ def test_threads_whose_regions_overlap_leave_the_compiler_as_it_was(alpha: float
 @pytest.mark.cpu("no process uses CUDA after a fork")
 def test_a_child_of_a_fork_goes_on_with_the_graphs_in_flight_and_so_does_the_parent() -> None:
     """In a process of its own: where autograd has had threads, torch runs no backward after a fork."""
-    done = subprocess.run([sys.executable, "-m", "tests.tokenwise.test_in_flight"], cwd=ROOT, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tokenwise.regions.test_in_flight"], cwd=ROOT, capture_output=True
+    )
     assert done.returncode == 0, done.stderr.decode()
 
 

@@ -1,0 +1,1 @@
+"""One forward of a region, and its recompute pass."""
