@@ -42,7 +42,7 @@ from torch import nn
 from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
 from memplug.hooks.framework import Framework, Layers, Target
-from memplug.hooks.patching import patch
+from memplug.hooks.patching import add, patch, patch_outside
 from memplug.hooks.regions import Prepare
 from memplug.session import Session
 from memplug.stages.ranks import Ranks
@@ -155,9 +155,7 @@ class Megatron(Framework):
             region.opaque = "its modules launch kernels of their own" if hides_operators(module) else ""
         if any(is_transformer_engine(part) for module in layers for part in module.modules()):
             _hook_transformer_engine(session)
-        surroundings = session.executor.hooks.surroundings
-        surroundings.append(_random_states)
-        session.at_detach(lambda: surroundings.remove(_random_states))
+        add(session.executor.hooks.surroundings, _random_states, session)
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -259,19 +257,13 @@ def _hook_memory_buffer(session: Session) -> None:
     state = _module("megatron.core.parallel_state")
     if getattr(state, "_GLOBAL_MEMORY_BUFFER", None) is None:
         return  # model parallelism was not initialized: nothing asks for it
-    buffer, executor = state.get_global_memory_buffer(), session.executor
-
-    def get_tensor(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with executor.paused():
-            return original(*args, **kwargs)
-
-    patch(buffer, "get_tensor", get_tensor, session, VERSIONS)
+    buffer = state.get_global_memory_buffer()
+    patch_outside(buffer, "get_tensor", session, VERSIONS)
 
     def is_scratch(tensor: torch.Tensor) -> bool:
         return any(storage_of(tensor) == storage_of(one) for one in buffer.buffer.values())
 
-    executor.hooks.scratch.append(is_scratch)
-    session.at_detach(lambda: executor.hooks.scratch.remove(is_scratch))
+    add(session.executor.hooks.scratch, is_scratch, session)
 
 
 def _hook_losses(session: Session) -> None:
@@ -293,15 +285,9 @@ def _hook_losses(session: Session) -> None:
 
 def _hook_gathering(session: Session) -> None:
     """The distributed optimizer's parameters, gathered by hooks of the modules that are about to use them."""
-    executor = session.executor
-
-    def outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with executor.paused():
-            return original(*args, **kwargs)
-
     groups = _module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
-    patch(groups, "start_param_sync", outside, session, VERSIONS)
-    patch(groups, "finish_param_sync", outside, session, VERSIONS)
+    patch_outside(groups, "start_param_sync", session, VERSIONS)
+    patch_outside(groups, "finish_param_sync", session, VERSIONS)
 
 
 def _hook_transformer_engine(session: Session) -> None:
@@ -320,9 +306,7 @@ def _hook_transformer_engine(session: Session) -> None:
         else:
             yield
 
-    around_regions = session.executor.hooks.around
-    around_regions.append(around)
-    session.at_detach(lambda: around_regions.remove(around))
+    add(session.executor.hooks.around, around, session)
 
 
 def _random_states() -> Callable[[], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ class Played:
 
     device = torch.device("cpu")
     suspended = contextlib.nullcontext()
+    names = collections.defaultdict(lambda: "played")  # of operators, by number
     enter_forward = enter_no_grad = enter_layer = enter_optimizer = leave = staticmethod(lambda *place: None)
 
     def __init__(self) -> None:

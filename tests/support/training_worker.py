@@ -59,7 +59,7 @@ def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
     from tests.support.hosts import ds_config, make_engine, tiny_llama
     from tests.support.stepping import Played, played
 
-    block = case["memplug"]
+    block = case["memplug"] and {"plan_dir": False, **case["memplug"]}  # cases share a folder, and go on from no other
     for name in ("host_budget_gib", "device_budget_gib"):
         if name in case:
             block = {**block, name: case[name][rank]}
