@@ -8,9 +8,9 @@ from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from memplug.block import SECTIONS, UNBUILT, Allowed, MemplugConfig
+from memplug.block import SECTIONS, Allowed, MemplugConfig, Section
 from memplug.errors import ConfigError
 
 _log = logging.getLogger("memplug")
@@ -33,14 +33,11 @@ def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
     """
     if not isinstance(block, Mapping):
         raise ConfigError([f'memplug: got {_shown(block)}; allowed: an object such as {{"enabled": true}}'])
-    problems: list[str] = []
-    known = _known_part(block, MemplugConfig, (), problems)
     try:
-        config = MemplugConfig.model_validate(known)
+        config = MemplugConfig.model_validate(block)
     except ValidationError as error:
-        problems += _field_problems(error, known)
-    if problems:
-        raise ConfigError(problems)
+        # Pydantic reports each branch of a union and each element of a list by itself.
+        raise ConfigError(list(dict.fromkeys(_problem(block, each["loc"]) for each in error.errors()))) from None
     if "enabled" not in block:
         _log.warning('the "memplug" block has no "enabled": memplug stays off; add "enabled": true to switch it on')
     return config
@@ -105,10 +102,9 @@ def read_json(source: str | Path) -> dict[str, Any]:
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError([f"{path}: no such file"], "Give the path of your DeepSpeed JSON.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: unreadable: {error}"], "Give the path of your DeepSpeed JSON.") from None
+        problem = "no such file" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
+        raise ConfigError([f"{path}: {problem}"], "Give the path of your DeepSpeed JSON.") from None
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -125,71 +121,37 @@ def read_json(source: str | Path) -> dict[str, Any]:
 def json_schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a DeepSpeed JSON: says nothing of DeepSpeed's keys, all of "memplug"."""
     block = MemplugConfig.model_json_schema()
-    definitions = {**block.pop("$defs"), "MemplugConfig": block}
-    sections = {"": block, "report": definitions["ReportConfig"]}
-    for dotted in UNBUILT:
-        section, _, name = dotted.rpartition(".")
-        sections[section]["properties"][name] = {
-            "description": "Not built in this version: may only be switched off.",
-            "anyOf": [
-                {"const": False},
-                {"type": "object", "properties": {"enabled": {"const": False}}, "required": ["enabled"]},
-            ],
-        }
+    definitions = block.pop("$defs")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": 'DeepSpeed JSON with a "memplug" block',
         "type": "object",
         "properties": {"memplug": {"$ref": "#/$defs/MemplugConfig"}},
-        "$defs": definitions,
+        "$defs": {**definitions, "MemplugConfig": block},
     }
 
 
-def _known_part(
-    block: Mapping[str, Any], model: type[BaseModel], path: tuple[str, ...], problems: list[str]
-) -> dict[str, Any]:
-    """The keys of `block` that `model` has, sections included; what is wrong with the others goes to `problems`."""
-    known: dict[str, Any] = {}
-    for key, value in block.items():
-        dotted = ".".join((*path, str(key)))
-        if key in model.model_fields:
-            section = model.model_fields[key].annotation
-            nested = isinstance(value, Mapping) and isinstance(section, type) and issubclass(section, BaseModel)
-            known[key] = _known_part(value, section, (*path, key), problems) if nested else value
-        elif dotted in UNBUILT:
-            off = value is False or (isinstance(value, Mapping) and value.get("enabled") is False)
-            if not off:
-                problems.append(f"memplug.{dotted}: `{key}` is not built in {_this_version()}: remove it")
-        else:
-            problems.append(f"memplug.{dotted}: unknown, given {_shown(value)}; {_suggestion(str(key), model, path)}")
-    return known
+def _problem(block: Mapping[str, Any], place: tuple[str | int, ...]) -> str:
+    """What is wrong at a place, which may lead on into the branches of a union or the elements of a list."""
+    model, value, path = MemplugConfig, block, "memplug"
+    for key in place:
+        value, path, section = value.get(key), f"{path}.{key}", path
+        if key in model.unbuilt:
+            return f"{path}: `{key}` is not built in this version of memplug: remove it"
+        if key not in model.model_fields:
+            return f"{path}: unknown, given {_shown(value)}; {_suggestion(str(key), model, section)}"
+        field = model.model_fields[key]
+        if not isinstance(field.default, Section):
+            break
+        model = field.annotation
+    allowed = next(mark.text for mark in field.metadata if isinstance(mark, Allowed))
+    return f"{path}: got {_shown(value)}; allowed: {allowed}"
 
 
-def _field_problems(error: ValidationError, known: dict[str, Any]) -> list[str]:
-    """One sentence a field: pydantic reports each branch of a union and each element of a list by itself."""
-    problems: dict[str, None] = {}
-    for detail in error.errors():
-        model: Any = MemplugConfig
-        value: Any = known
-        path = ["memplug"]
-        field = None
-        for step in detail["loc"]:
-            fields = getattr(model, "model_fields", {})
-            if step not in fields:
-                break
-            field = fields[step]
-            model, value = field.annotation, value[step]
-            path.append(str(step))
-        assert field is not None, "only known fields reach the model"
-        allowed = next(mark.text for mark in field.metadata if isinstance(mark, Allowed))
-        problems[f"{'.'.join(path)}: got {_shown(value)}; allowed: {allowed}"] = None
-    return list(problems)
-
-
-def _suggestion(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
-    if not path and _plain(key) == "memplug":
+def _suggestion(key: str, model: type[Section], path: str) -> str:
+    if path == "memplug" and _plain(key) == "memplug":
         return 'pass the block itself, without the "memplug" key around it'
-    here = {_plain(name): ".".join(("memplug", *path, name)) for name in model.model_fields}
+    here = {_plain(name): f"{path}.{name}" for name in model.model_fields}
     anywhere = {
         _plain(name): f"memplug.{section}{name}" for section, part in SECTIONS.items() for name in part.model_fields
     }
@@ -223,15 +185,6 @@ def _shown(value: object) -> str:
     # As the user wrote it: JSON's true and null, not Python's True and None.
     text = json.dumps(value, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _this_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"memplug {version('memplug')}"
-    except PackageNotFoundError:
-        return "this version of memplug"
 
 
 def _read_relaxed(text: str) -> object:
