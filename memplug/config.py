@@ -4,11 +4,13 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
 
 from memplug.block import SECTIONS, Allowed, MemplugConfig, Section
 from memplug.errors import ConfigError
@@ -108,7 +110,11 @@ def read_json(source: str | Path) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        content = _read_relaxed(text)
+        content = None
+        with suppress(ImportError, ValueError):  # DeepSpeed reads its file with hjson: what it takes must not fail here
+            import hjson
+
+            content = hjson.loads(text) if text.strip() else None
         if not isinstance(content, dict):
             place = f"line {error.lineno}, column {error.colno}"
             raise ConfigError([f"{path}: not JSON: {error.msg} at {place}"], f"Correct the file at {place}.") from None
@@ -120,14 +126,13 @@ def read_json(source: str | Path) -> dict[str, Any]:
 
 def json_schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a DeepSpeed JSON: says nothing of DeepSpeed's keys, all of "memplug"."""
-    block = MemplugConfig.model_json_schema()
-    definitions = block.pop("$defs")
+    _, definitions = models_json_schema([(MemplugConfig, "validation")])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": 'DeepSpeed JSON with a "memplug" block',
         "type": "object",
         "properties": {"memplug": {"$ref": "#/$defs/MemplugConfig"}},
-        "$defs": {**definitions, "MemplugConfig": block},
+        **definitions,
     }
 
 
@@ -185,15 +190,3 @@ def _shown(value: object) -> str:
     # As the user wrote it: JSON's true and null, not Python's True and None.
     text = json.dumps(value, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _read_relaxed(text: str) -> object:
-    # DeepSpeed reads its file with hjson: a file that DeepSpeed takes must not fail here.
-    try:
-        import hjson
-    except ImportError:
-        return None
-    try:
-        return hjson.loads(text) if text.strip() else None
-    except ValueError:
-        return None
