@@ -37,12 +37,12 @@ def write_chrome(trace: Trace, path: str | Path) -> None:
             "a Chrome trace shows operators in time, and this trace has only requests for memory",
             "Write a page or a snapshot of it, or record the step again with this version of memplug.",
         )
-    other = {"title": heading(trace), "note": _NOTE, "fingerprint": trace.fingerprint.digest()}
-    with Path(path).open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(other) + ', "traceEvents": [\n')
-        for i, event in enumerate(chrome_events(trace)):
-            file.write((",\n" if i else "") + json.dumps(event, separators=(",", ":")))
-        file.write("\n]}\n")
+    written = {
+        "displayTimeUnit": "ms",
+        "otherData": {"title": heading(trace), "note": _NOTE, "fingerprint": trace.fingerprint.digest()},
+        "traceEvents": list(chrome_events(trace)),
+    }
+    Path(path).write_text(json.dumps(written, separators=(",", ":")), encoding="utf-8")
 
 
 def chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
@@ -77,14 +77,12 @@ def _steps(trace: Trace) -> _Spans:
 
 
 def _phases(trace: Trace) -> _Spans:
-    stretches = runs(trace.operators["phase"], len(trace.operators), len(trace.operators))
-    for start, end, phase in zip(*(column.tolist() for column in stretches), strict=True):
+    for start, end, phase in np.transpose(runs(trace.operators["phase"], len(trace.operators))).tolist():
         yield phase_words(trace.phases[phase]), start, end - 1, {}
 
 
 def _layers(trace: Trace) -> _Spans:
-    stretches = layer_runs(trace.operators, len(trace.operators), len(trace.operators))
-    for start, end, layer in zip(*(column.tolist() for column in stretches), strict=True):
+    for start, end, layer in np.transpose(layer_runs(trace.operators, len(trace.operators))).tolist():
         if layer >= 0:
             yield trace.layers[layer].name, start, end - 1, {"dynamic": trace.layers[layer].dynamic}
 

@@ -130,5 +130,5 @@ def _runs(problem: Problem, what: str, clock: tuple[int, int]) -> Runs:
     times = np.concatenate([table["lower"], table["upper"]])
     order = np.argsort(times, kind="stable")
     places = np.searchsorted(times[order], np.arange(*clock), "right") - 1
-    found = runs(values[order][np.maximum(places, 0)], clock[1] - clock[0])
+    found = runs(values[order][np.maximum(places, 0)])
     return Runs(found.start + clock[0], found.end + clock[0], found.value)
