@@ -22,13 +22,9 @@ _PARTS = frozenset(MemplugConfig.model_fields) - {"profiler", "report"}
 
 
 def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
-    """Checks a "memplug" block; a block without `enabled` leaves memplug off, with one logged warning.
+    """The configuration of a "memplug" block, as read from JSON, with defaults filled in.
 
-    Args:
-        block: The block itself, as read from JSON; not modified.
-
-    Returns:
-        The configuration, with defaults filled in.
+    A block without `enabled` leaves memplug off, with one logged warning.
 
     Raises:
         ConfigError: Lists every problem: path, value given, what is allowed, or the key that was probably meant.
@@ -46,16 +42,10 @@ def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
 
 
 def read_ds_config(ds_config: Mapping[str, Any]) -> MemplugConfig:
-    """Reads the "memplug" block of a whole DeepSpeed configuration.
+    """The "memplug" block of a whole DeepSpeed configuration; the disabled one where there is no block.
 
     DeepSpeed accepts any top-level key in silence, so a block under a misspelt key, in another section, or without its
     own key is a logged warning.
-
-    Args:
-        ds_config: The DeepSpeed configuration; not modified.
-
-    Returns:
-        The configuration; the disabled one where there is no block.
 
     Raises:
         ConfigError: The block has problems, all of them listed.
@@ -75,10 +65,7 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
 
     Args:
         source: The block itself; or the path of a DeepSpeed JSON, whose "memplug" key is read; or a configuration,
-            which is returned as it is; or None for the disabled one.
-
-    Returns:
-        The configuration; the disabled one where the file has no block.
+            which is returned as it is; or None, as a file without a block, for the disabled one.
 
     Raises:
         ConfigError: The file cannot be read or is not a JSON object, or the block has problems, all of them listed.
@@ -94,9 +81,6 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
 
 def read_json(source: str | Path) -> dict[str, Any]:
     """Reads a whole DeepSpeed JSON; comments and trailing commas pass where DeepSpeed's own reader takes them.
-
-    Args:
-        source: The path of the file.
 
     Raises:
         ConfigError: The file cannot be read or is not a JSON object.
