@@ -24,7 +24,7 @@ from memplug.show.figure import (
     Stack,
     bytes_axis,
 )
-from memplug.show.groups import by_layer, by_phase, layer_colours, phase_words
+from memplug.show.groups import by_layer, by_phase, phase_words, sequence
 from memplug.show.timeline import m4, runs
 from memplug.show.trace_figure import strips
 from memplug.show.words import has_addresses, plan_heading, size
@@ -117,7 +117,7 @@ def _by_size(sizes: np.ndarray) -> tuple[tuple[Group, ...], np.ndarray]:
     of = np.searchsorted(edges, sizes, "right")
     found = [sizes[of == index] for index in range(_SIZE_CLASSES)]
     labels = [f"{size(int(part.min()))} to {size(int(part.max()))}" if len(part) else "" for part in found]
-    return tuple(map(Group, labels, layer_colours(_SIZE_CLASSES))), of
+    return tuple(map(Group, labels, sequence(_SIZE_CLASSES))), of
 
 
 def _runs(problem: Problem, what: str, clock: tuple[int, int]) -> Runs:
