@@ -11,8 +11,7 @@ from memplug.plan.decisions import Setting
 from memplug.plan.schema import MemoryPlan
 from memplug.profile.records import Layer
 from memplug.show.groups import range_words, short_names
-from memplug.show.summary import count
-from memplug.show.words import duration, size
+from memplug.show.words import count, duration, known, size
 
 KINDS = ("swapped", "kept", "recomputed")
 """How a region's backward gets its tensors: "swapped_bytes" and the like are keys of a region and of the totals."""
@@ -74,7 +73,7 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
             f"{duration(facts['step_s'])} in regions: forward {duration(facts['forward_s'])}, "
             f"backward {duration(facts['backward_s'])}",
         ),
-        ("  full recomputation", "unknown" if full_s is None else duration(full_s)),
+        ("  full recomputation", known(full_s, duration)),
         ("predicted peak", "unknown" if peak_bytes is None else f"{size(peak_bytes)} on the device"),
         ("  kept by plan", size(facts["device_bytes"])),
         ("host memory", size(facts["host_bytes"])),

@@ -11,7 +11,7 @@ import numpy as np
 from memplug.plan.layout.problem import Problem
 from memplug.profile.trace import Trace, earlier_frees, freed_elsewhere, still_live
 from memplug.show.groups import BEFORE, OUTSIDE, phase_words
-from memplug.show.words import Moment, moment, size
+from memplug.show.words import Moment, count, moment, size
 
 _ROWS_AT_MOST = 8
 _OPERATORS_AT_MOST = 10
@@ -158,11 +158,6 @@ def held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[st
 
 def _of_requests(facts: dict[str, Any], name: str) -> str:
     return f"{count(facts[f'{name}_requests'], 'request')}, {size(facts[f'{name}_bytes'])}"
-
-
-def count(number: int, noun: str) -> str:
-    """For example "1 request", "2,048 requests"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _top_rows(top: list[dict[str, Any]]) -> list[tuple[str, str]]:
