@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from memplug.plan.layout.problem import Problem
     from memplug.plan.schema import MemoryPlan
 
-_SECONDS, _SECONDS_WITH_CAPACITY = 10.0, 50.0
 _LIVE_AT_MOST = 10
 # Keys of the JSON, in this order before the others.
 _FIRST = ("requests", "lower_bound_bytes", "height_bytes", "fragmentation", "seconds", "planner", "optimal", "fits")
@@ -23,7 +22,7 @@ def plan(
         Path, typer.Argument(metavar="INPUT", help="A recorded trace (.npz), or a CSV: id,lower,upper,size.")
     ],
     planner: Annotated[
-        str, typer.Option("--planner", help=f"auto, or one of {planners.listed()}; auto keeps the best.")
+        str, typer.Option(help=f"auto, or one of {planners.listed()}; auto keeps the best.")
     ] = planners.AUTO,
     time_limit_s: Annotated[
         float | None,
@@ -36,9 +35,7 @@ def plan(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="The plan (.json), or the rows with an offset (.csv)."),
     ] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", help="Of the trace, from 0; by default its last.", min=0)
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="Of the trace, from 0; by default its last.", min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan one training step: an address for every request, in an arena as low as can be; no GPU is used.
@@ -48,7 +45,7 @@ def plan(
     if planner not in planners.names():
         raise typer.BadParameter(f"{planner!r} is none of {', '.join(planners.names())}", param_hint="--planner")
     if time_limit_s is None:
-        time_limit_s = _SECONDS if capacity_bytes is None else _SECONDS_WITH_CAPACITY
+        time_limit_s = 10.0 if capacity_bytes is None else 50.0
     with collected_warnings() as warnings:
         with refusing():
             made, served = _planned(source, step, planner, time_limit_s, capacity_bytes)

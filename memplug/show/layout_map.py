@@ -64,9 +64,10 @@ def _map(plan: MemoryPlan) -> Column:
 
 def span(problem: Problem) -> tuple[int, int]:
     """Of the clock: from the first lower up to the last upper."""
-    begin, end = int(problem.buffers["lower"].min(initial=2**62)), int(problem.buffers["upper"].max(initial=0))
-    begin = min(begin, end)
-    return begin, max(end, begin + 1)
+    table = problem.buffers
+    if not len(table):
+        return 0, 1
+    return int(table["lower"].min()), int(table["upper"].max())
 
 
 def _curve(plan: MemoryPlan, clock: tuple[int, int]) -> Panel:

@@ -32,10 +32,8 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
     Requests are taken for the same if they are asked for in the same phase and layer, on the same stream, with the
     same size, and are the first, the second, ... such ones there: one request more shifts only those of its size and
     place. Of what is left, those of the same phase, layer and stream are taken for each other in their order, resized;
-    the others are only in one of the plans. Times differ between any two recordings, and are not compared.
-
-    Args:
-        a, b: Any two; of different programs most requests are only in one of them.
+    the others are only in one of the plans. Times differ between any two recordings, and are not compared. Of different
+    programs most requests are only in one of them.
     """
     same, resized, only = _matched(a.problem, b.problem)
     moved = _Pairs(*(rows[a.solution.offsets[same.a] != b.solution.offsets[same.b]] for rows in same))
@@ -172,9 +170,7 @@ def _places(problem: Problem) -> list[tuple]:
 def _paired(rows: tuple[np.ndarray, ...], keys: tuple[list[tuple], ...]) -> _Pairs:
     """The first of each key in A with the first of it in B, the second with the second, ...
 
-    Args:
-        rows: of A and of B, in the order in which they are counted.
-        keys: of every row of A and of B.
+    `rows` of A and of B are in the order in which they are counted; `keys` are of every row of the two.
     """
     waiting: dict[tuple, deque[int]] = defaultdict(deque)
     for row in rows[1].tolist():

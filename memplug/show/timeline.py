@@ -41,10 +41,6 @@ def timeline(trace: Trace, bins: int = 800) -> Timeline:
     The clock is cut into `bins` equal parts, and of each the first, the smallest, the largest and the last memory in
     use is kept (M4, Jugel et al., VLDB 2014): a line through these samples, drawn over at most `bins` pixels, is the
     line through all of them. The peak is exact.
-
-    Args:
-        trace: recorded.
-        bins: at least 1.
     """
     clock, length, places = _clock(trace)
     event = np.concatenate([[-1], m4(trace.live_bytes, places, length, bins), [len(places) - 1]])

@@ -17,12 +17,7 @@ _ROOM = 1.16  # above the peak, for its label
 
 
 def trace_figure(trace: Trace, bins: int = 800) -> Figure:
-    """Memory in use in a trace.
-
-    Args:
-        trace: recorded.
-        bins: of the timeline, as many as the picture has pixels.
-    """
+    """Memory in use in a trace, from as many `bins` as the picture has pixels."""
     line = timeline(trace, bins)
     peak_bytes = int(line.in_use_bytes[line.peak])
     peak = f"peak {size(peak_bytes)}: {moment(trace, int(line.event[line.peak]))}"
@@ -57,10 +52,7 @@ def strips(
 ) -> list[Panel]:
     """The phases and the layers that ran, as far as anything is known of them, as rows of coloured stretches.
 
-    Args:
-        phases, layers: tables that the runs refer to.
-        phase_runs, layer_runs: what ran.
-        clock: what their ends count, such as "operator".
+    The tables have what the runs refer to; their ends count the clock, such as "operator".
     """
     groups, short = by_phase(phases), short_names(layers)
     # Of each: the colour, the words under the pointer, and the names, the longest first.
