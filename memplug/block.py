@@ -1,9 +1,10 @@
 """The fields of the "memplug" block: defaults, units, bounds, and what is allowed in words."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from memplug.plan.layout import planners
 
@@ -15,221 +16,171 @@ class Allowed:
     text: str
 
 
-def integral(value: object) -> object:
-    # DeepSpeed files write sizes as 5e8, which JSON reads as a float.
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
+# DeepSpeed files write sizes as 5e8, which JSON reads as a float.
+Integral = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 
 Switch = Annotated[bool, Field(strict=True), Allowed("true or false")]
+Number = Annotated[float, Field(strict=True)]
+Text = Annotated[str, Field(strict=True, pattern=r"\S")]
+
 Budget = Annotated[
-    Literal["auto"] | Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)],
+    Literal["auto"] | Annotated[Number, Field(gt=0, allow_inf_nan=False)],
     Allowed('"auto" or a number of GiB above 0'),
 ]
-Fraction = Annotated[
-    Literal["auto", "memo"] | Annotated[float, Field(strict=True, ge=0, le=1)],
-    Allowed('"auto", "memo" or a number from 0 to 1'),
-]
+Share = Annotated[Number, Field(ge=0, le=1), Allowed("a number from 0 to 1")]
+Fraction = Annotated[Literal["auto", "memo"] | Share, Allowed('"auto", "memo" or a number from 0 to 1')]
 Patterns = Annotated[
-    Literal["auto"] | Annotated[tuple[Annotated[str, Field(strict=True, pattern=r"\S")], ...], Field(min_length=1)],
+    Literal["auto"] | Annotated[tuple[Text, ...], Field(min_length=1)],
     Allowed('"auto" or a non-empty list of non-empty module-name patterns'),
 ]
-Bytes = Annotated[
-    int, Field(strict=True, ge=0), BeforeValidator(integral), Allowed("a whole number of bytes, 0 or more")
-]
-Buffers = Annotated[int, Field(strict=True, ge=2), BeforeValidator(integral), Allowed("a whole number, 2 or more")]
-Steps = Annotated[
-    int, Field(strict=True, ge=0), BeforeValidator(integral), Allowed("a whole number of steps, 0 or more")
-]
-Share = Annotated[float, Field(strict=True, ge=0, le=1), Allowed("a number from 0 to 1")]
-
-Timeline = Annotated[
-    Annotated[bool, Field(strict=True)] | Annotated[str, Field(strict=True, pattern=r"\S")],
-    Allowed("false, true, or the name of a folder"),
-]
-Folder = Annotated[
-    Literal[False] | Annotated[str, Field(strict=True, pattern=r"\S")], Allowed("false, or the name of a folder")
-]
+Bytes = Annotated[int, Field(strict=True, ge=0), Integral, Allowed("a whole number of bytes, 0 or more")]
+Buffers = Annotated[int, Field(strict=True, ge=2), Integral, Allowed("a whole number, 2 or more")]
+Steps = Annotated[int, Field(strict=True, ge=0), Integral, Allowed("a whole number of steps, 0 or more")]
+Timeline = Annotated[Switch | Text, Allowed("false, true, or the name of a folder")]
+Folder = Annotated[Literal[False] | Text, Allowed("false, or the name of a folder")]
 Planner = Annotated[
     Literal[planners.names()], Allowed(f'"auto", or one of {planners.listed(mark=chr(34))}')  # type: ignore[valid-type]
 ]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    """An object of the block, whose fields' docstrings are their descriptions in the JSON schema.
+
+    Attributes:
+        unbuilt: fields of the design that this version does not have yet. Switching one off is harmless and accepted,
+            so that a block written for a later version with the feature off still runs.
+    """
+
+    unbuilt: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def _complete_schema(schema: dict[str, Any], model: "type[Section]") -> None:
+        for field in schema["properties"].values():
+            field["description"] = field["description"].replace("\n", " ")
+        off = {"type": "object", "properties": {"enabled": {"const": False}}, "required": ["enabled"]}
+        words = "Not built in this version: may only be switched off."
+        schema["properties"] |= {
+            name: {"description": words, "anyOf": [{"const": False}, off]} for name in model.unbuilt
+        }
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_complete_schema
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unbuilt(cls, section: object) -> object:
+        """Any mapping as a dict, without what is switched off anyway."""
+        if not isinstance(section, Mapping):
+            return section
+        off = {name for name in cls.unbuilt if (it := section.get(name)) is False or _disabled(it)}
+        return {key: value for key, value in section.items() if key not in off}
+
+
+def _disabled(value: object) -> bool:
+    return isinstance(value, Mapping) and value.get("enabled") is False
 
 
 class TokenwiseConfig(Section):
     """Row-cached recompute: which rows of which tensors are swapped to host memory, which are recomputed."""
 
-    enabled: Switch = Field(
-        default=True,
-        description="true or false. Switches row-cached recompute on within an enabled memplug.",
-    )
-    alpha: Fraction = Field(
-        default="auto",
-        description=(
-            "Fraction of the rows (tokens) of each captured tensor that is swapped to host memory; the rest is "
-            'recomputed. A number from 0 (recompute all) to 1 (swap all), without unit, or "auto": chosen per tensor '
-            'from measured link and compute rates and the budgets, or "memo": the largest one fraction whose copies '
-            "fit into each region's forward and into host memory (MEMO, section 4.1)."
-        ),
-    )
-    regions: Patterns = Field(
-        default="auto",
-        description=(
-            "What is recomputed as one unit. A non-empty list of glob patterns over names of modules, in which * stays "
-            "within one part of a name and prefixes of wrappers may be left out, for example "
-            '["model.layers.*.self_attn", "model.layers.*.mlp"], or "auto": every decoder layer of a Hugging Face or '
-            "Megatron-Core model."
-        ),
-    )
-    min_offload_bytes: Bytes = Field(
-        default=1 << 20,
-        description="Tensors below this many bytes are never swapped. A whole number, 0 or more, in bytes.",
-    )
-    buffers: Buffers = Field(
-        default=2,
-        description=(
-            "Rounding buffers (MEMO, section 4.1). In forward: how many regions' captured tensors are on the device "
-            "while they leave for the host; the next region waits for the oldest. In backward, without the planned "
-            "arena: as many buffers of device memory, each for what the largest region swaps, that tensors are "
-            "prefetched into in turn, reserved before the first step under a plan. With the arena nothing is reserved: "
-            "their addresses are planned. With one, no copy would overlap with computation. A whole number, 2 or more."
-        ),
-    )
+    enabled: Switch = True
+    """true or false. Switches row-cached recompute on within an enabled memplug."""
+    alpha: Fraction = "auto"
+    """Fraction of the rows (tokens) of each captured tensor that is swapped to host memory; the rest is recomputed. A
+    number from 0 (recompute all) to 1 (swap all), without unit, or "auto": chosen per tensor from measured link and
+    compute rates and the budgets, or "memo": the largest one fraction whose copies fit into each region's forward and
+    into host memory (MEMO, section 4.1)."""
+    regions: Patterns = "auto"
+    """What is recomputed as one unit. A non-empty list of glob patterns over names of modules, in which * stays within
+    one part of a name and prefixes of wrappers may be left out, for example ["model.layers.*.self_attn",
+    "model.layers.*.mlp"], or "auto": every decoder layer of a Hugging Face or Megatron-Core model."""
+    min_offload_bytes: Bytes = 1 << 20
+    """Tensors below this many bytes are never swapped. A whole number, 0 or more, in bytes."""
+    buffers: Buffers = 2
+    """Rounding buffers (MEMO, section 4.1). In forward: how many regions' captured tensors are on the device while they
+    leave for the host; the next region waits for the oldest. In backward, without the planned arena: as many buffers of
+    device memory, each for what the largest region swaps, that tensors are prefetched into in turn, reserved before the
+    first step under a plan. With the arena nothing is reserved: their addresses are planned. With one, no copy would
+    overlap with computation. A whole number, 2 or more."""
 
 
 class ProfilerConfig(Section):
     """When to plan, and when to plan anew: what counts as another program (Chameleon, Algorithm 1)."""
 
-    enabled: Switch = Field(
-        default=True,
-        description=(
-            "true or false. Compares the operators of each training step with those of the last. With false only the "
-            "sizes of the regions' inputs are compared."
-        ),
-    )
-    warmup_steps: Steps = Field(
-        default=2,
-        description=(
-            "The program is planned for once this many steps were like the one before. A whole number of steps, 0 or "
-            "more."
-        ),
-    )
-    policy_steps: Steps = Field(
-        default=5,
-        description=(
-            "How many plans are tried, each for one step, before the fastest is kept; with 0 the one that should be "
-            "the fastest is taken. A whole number of steps, 0 or more."
-        ),
-    )
-    length_tolerance: Share = Field(
-        default=0.05,
-        description=(
-            "A step whose number of operators, or size of the regions' inputs, differs by more than this share is "
-            "another program. A number from 0 to 1, without unit."
-        ),
-    )
-    wait_for_plans: Switch = Field(
-        default=False,
-        description=(
-            "true or false. With true, training waits while a plan is made, so that every run adopts it at the same "
-            "step; else another process makes it, and training goes on meanwhile."
-        ),
-    )
-    cosine_similarity: Share = Field(
-        default=0.95,
-        description=(
-            "A step is another program where the cosine similarity of its operators (counts of neighbouring pairs) "
-            "falls below this. A number from 0 to 1, without unit."
-        ),
-    )
+    enabled: Switch = True
+    """true or false. Compares the operators of each training step with those of the last. With false only the sizes of
+    the regions' inputs are compared."""
+    warmup_steps: Steps = 2
+    """The program is planned for once this many steps were like the one before. A whole number of steps, 0 or more."""
+    policy_steps: Steps = 5
+    """How many plans are tried, each for one step, before the fastest is kept; with 0 the one that should be the
+    fastest is taken. A whole number of steps, 0 or more."""
+    length_tolerance: Share = 0.05
+    """A step whose number of operators, or size of the regions' inputs, differs by more than this share is another
+    program. A number from 0 to 1, without unit."""
+    wait_for_plans: Switch = False
+    """true or false. With true, training waits while a plan is made, so that every run adopts it at the same step; else
+    another process makes it, and training goes on meanwhile."""
+    cosine_similarity: Share = 0.95
+    """A step is another program where the cosine similarity of its operators (counts of neighbouring pairs) falls below
+    this. A number from 0 to 1, without unit."""
 
 
 class ArenaConfig(Section):
     """The planned arena: training is served from one block of memory, at addresses that were planned (STWeaver)."""
 
-    enabled: Switch = Field(
-        default=True,
-        description=(
-            "true or false. Serves the memory of a training step from one block at planned addresses, once the program "
-            "repeats; what is not in the plan is left to torch's own allocator."
-        ),
-    )
+    enabled: Switch = True
+    """true or false. Serves the memory of a training step from one block at planned addresses, once the program
+    repeats; what is not in the plan is left to torch's own allocator."""
     planner: Planner = Field(
         default="auto",
-        description=(
-            'Who finds the addresses: "auto" for the best of all within ten seconds, sooner for a small arena, or one '
-            f"of {planners.listed(mark=chr(34))} alone."
-        ),
+        description='Who finds the addresses: "auto" for the best of all within ten seconds, sooner for a small arena, '
+        f"or one of {planners.listed(mark=chr(34))} alone.",
     )
-    checks: Switch = Field(
-        default=False,
-        description=(
-            "true or false. Fills memory that was freed with a pattern (NaN), puts another behind each block, and "
-            "raises where one was written over: for finding kernels that write where they must not. Slow."
-        ),
-    )
+    checks: Switch = False
+    """true or false. Fills memory that was freed with a pattern (NaN), puts another behind each block, and raises where
+    one was written over: for finding kernels that write where they must not. Slow."""
 
 
 class ReportConfig(Section):
     """Where memplug's counters go."""
 
-    monitor: Switch = Field(
-        default=True,
-        description="true or false. Writes memplug's metrics to the monitor that DeepSpeed is configured with.",
-    )
-    timeline: Timeline = Field(
-        default=False,
-        description=(
-            "false, or the folder that a trace of one step goes to after each plan, for `memplug show`: operators, "
-            'requests for memory, phases, layers. true stands for "memplug_timeline", in the working directory.'
-        ),
-    )
+    unbuilt = ("snapshot_on_oom",)
+
+    monitor: Switch = True
+    """true or false. Writes memplug's metrics to the monitor that DeepSpeed is configured with."""
+    timeline: Timeline = False
+    """false, or the folder that a trace of one step goes to after each plan, for `memplug show`: operators, requests
+    for memory, phases, layers. true stands for "memplug_timeline", in the working directory."""
 
 
 class MemplugConfig(Section):
     """The "memplug" block. Frozen; every field has a default, and `{"enabled": true}` is the useful block."""
 
-    enabled: Switch = Field(
-        default=False,
-        description="true or false. Without it, or with false, memplug leaves the training run untouched.",
-    )
-    device_budget_gib: Budget = Field(
-        default="auto",
-        description=(
-            "The most device memory of a rank that a step may take under a plan, all of it counted (on the CPU, what "
-            "recorded steps allocate); up to it, outputs are kept instead of swapped. Less than a step takes in which "
-            "everything is swapped or recomputed is an error, which names the least. A number of GiB (2**30 bytes) "
-            'above 0, or "auto": 92 % of what other processes leave; on the CPU nothing is kept.'
-        ),
-    )
-    host_budget_gib: Budget = Field(
-        default="auto",
-        description=(
-            "Host memory that a rank may use for swapped activations. A number of GiB (2**30 bytes) above 0, or "
-            '"auto": 80 % of what the host has available, shared by the ranks of a machine.'
-        ),
-    )
-    plan_dir: Folder = Field(
-        default="memplug_plans",
-        description=(
-            "The folder that memory plans are kept in, by what they were made for, so that the next run of the same "
-            "program need not make them. A name, or false: they are not kept."
-        ),
-    )
-    tokenwise: Annotated[TokenwiseConfig, Allowed('an object such as {"alpha": "auto"}')] = Field(
-        default=TokenwiseConfig(), description="Row-cached recompute. An object."
-    )
-    profiler: Annotated[ProfilerConfig, Allowed('an object such as {"warmup_steps": 2}')] = Field(
-        default=ProfilerConfig(), description="When to plan, and when to plan anew. An object."
-    )
-    arena: Annotated[ArenaConfig, Allowed('an object such as {"planner": "auto"}')] = Field(
-        default=ArenaConfig(), description="The planned arena. An object."
-    )
-    report: Annotated[ReportConfig, Allowed('an object such as {"monitor": true}')] = Field(
-        default=ReportConfig(), description="Where memplug's counters go. An object."
-    )
+    unbuilt = ("swap",)
+
+    enabled: Switch = False
+    """true or false. Without it, or with false, memplug leaves the training run untouched."""
+    device_budget_gib: Budget = "auto"
+    """The most device memory of a rank that a step may take under a plan, all of it counted (on the CPU, what recorded
+    steps allocate); up to it, outputs are kept instead of swapped. Less than a step takes in which everything is
+    swapped or recomputed is an error, which names the least. A number of GiB (2**30 bytes) above 0, or "auto": 92 % of
+    what other processes leave; on the CPU nothing is kept."""
+    host_budget_gib: Budget = "auto"
+    """Host memory that a rank may use for swapped activations. A number of GiB (2**30 bytes) above 0, or "auto": 80 %
+    of what the host has available, shared by the ranks of a machine."""
+    plan_dir: Folder = "memplug_plans"
+    """The folder that memory plans are kept in, by what they were made for, so that the next run of the same program
+    need not make them. A name, or false: they are not kept."""
+    tokenwise: Annotated[TokenwiseConfig, Allowed('an object such as {"alpha": "auto"}')] = TokenwiseConfig()
+    """Row-cached recompute. An object."""
+    profiler: Annotated[ProfilerConfig, Allowed('an object such as {"warmup_steps": 2}')] = ProfilerConfig()
+    """When to plan, and when to plan anew. An object."""
+    arena: Annotated[ArenaConfig, Allowed('an object such as {"planner": "auto"}')] = ArenaConfig()
+    """The planned arena. An object."""
+    report: Annotated[ReportConfig, Allowed('an object such as {"monitor": true}')] = ReportConfig()
+    """Where memplug's counters go. An object."""
 
     @property
     def active(self) -> bool:
@@ -245,7 +196,3 @@ SECTIONS = {
     "": MemplugConfig,
 }
 """The models, by what their fields' names begin with."""
-
-# Fields of the design that this version does not have yet. Switching one off is harmless and accepted, so that a
-# block written for a later version with the feature off still runs.
-UNBUILT = ("swap", "report.snapshot_on_oom")

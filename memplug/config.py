@@ -4,13 +4,15 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
 
-from memplug.block import SECTIONS, UNBUILT, Allowed, MemplugConfig
+from memplug.block import SECTIONS, Allowed, MemplugConfig, Section
 from memplug.errors import ConfigError
 
 _log = logging.getLogger("memplug")
@@ -20,43 +22,30 @@ _PARTS = frozenset(MemplugConfig.model_fields) - {"profiler", "report"}
 
 
 def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
-    """Checks a "memplug" block; a block without `enabled` leaves memplug off, with one logged warning.
+    """The configuration of a "memplug" block, as read from JSON, with defaults filled in.
 
-    Args:
-        block: The block itself, as read from JSON; not modified.
-
-    Returns:
-        The configuration, with defaults filled in.
+    A block without `enabled` leaves memplug off, with one logged warning.
 
     Raises:
         ConfigError: Lists every problem: path, value given, what is allowed, or the key that was probably meant.
     """
     if not isinstance(block, Mapping):
         raise ConfigError([f'memplug: got {_shown(block)}; allowed: an object such as {{"enabled": true}}'])
-    problems: list[str] = []
-    known = _known_part(block, MemplugConfig, (), problems)
     try:
-        config = MemplugConfig.model_validate(known)
+        config = MemplugConfig.model_validate(block)
     except ValidationError as error:
-        problems += _field_problems(error, known)
-    if problems:
-        raise ConfigError(problems)
+        # Pydantic reports each branch of a union and each element of a list by itself.
+        raise ConfigError(list(dict.fromkeys(_problem(block, each["loc"]) for each in error.errors()))) from None
     if "enabled" not in block:
         _log.warning('the "memplug" block has no "enabled": memplug stays off; add "enabled": true to switch it on')
     return config
 
 
 def read_ds_config(ds_config: Mapping[str, Any]) -> MemplugConfig:
-    """Reads the "memplug" block of a whole DeepSpeed configuration.
+    """The "memplug" block of a whole DeepSpeed configuration; the disabled one where there is no block.
 
     DeepSpeed accepts any top-level key in silence, so a block under a misspelt key, in another section, or without its
     own key is a logged warning.
-
-    Args:
-        ds_config: The DeepSpeed configuration; not modified.
-
-    Returns:
-        The configuration; the disabled one where there is no block.
 
     Raises:
         ConfigError: The block has problems, all of them listed.
@@ -76,10 +65,7 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
 
     Args:
         source: The block itself; or the path of a DeepSpeed JSON, whose "memplug" key is read; or a configuration,
-            which is returned as it is; or None for the disabled one.
-
-    Returns:
-        The configuration; the disabled one where the file has no block.
+            which is returned as it is; or None, as a file without a block, for the disabled one.
 
     Raises:
         ConfigError: The file cannot be read or is not a JSON object, or the block has problems, all of them listed.
@@ -96,23 +82,23 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
 def read_json(source: str | Path) -> dict[str, Any]:
     """Reads a whole DeepSpeed JSON; comments and trailing commas pass where DeepSpeed's own reader takes them.
 
-    Args:
-        source: The path of the file.
-
     Raises:
         ConfigError: The file cannot be read or is not a JSON object.
     """
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError([f"{path}: no such file"], "Give the path of your DeepSpeed JSON.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: unreadable: {error}"], "Give the path of your DeepSpeed JSON.") from None
+        problem = "no such file" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
+        raise ConfigError([f"{path}: {problem}"], "Give the path of your DeepSpeed JSON.") from None
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        content = _read_relaxed(text)
+        content = None
+        with suppress(ImportError, ValueError):  # DeepSpeed reads its file with hjson: what it takes must not fail here
+            import hjson
+
+            content = hjson.loads(text) if text.strip() else None
         if not isinstance(content, dict):
             place = f"line {error.lineno}, column {error.colno}"
             raise ConfigError([f"{path}: not JSON: {error.msg} at {place}"], f"Correct the file at {place}.") from None
@@ -124,72 +110,37 @@ def read_json(source: str | Path) -> dict[str, Any]:
 
 def json_schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a DeepSpeed JSON: says nothing of DeepSpeed's keys, all of "memplug"."""
-    block = MemplugConfig.model_json_schema()
-    definitions = {**block.pop("$defs"), "MemplugConfig": block}
-    sections = {"": block, "report": definitions["ReportConfig"]}
-    for dotted in UNBUILT:
-        section, _, name = dotted.rpartition(".")
-        sections[section]["properties"][name] = {
-            "description": "Not built in this version: may only be switched off.",
-            "anyOf": [
-                {"const": False},
-                {"type": "object", "properties": {"enabled": {"const": False}}, "required": ["enabled"]},
-            ],
-        }
+    _, definitions = models_json_schema([(MemplugConfig, "validation")])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": 'DeepSpeed JSON with a "memplug" block',
         "type": "object",
         "properties": {"memplug": {"$ref": "#/$defs/MemplugConfig"}},
-        "$defs": definitions,
+        **definitions,
     }
 
 
-def _known_part(
-    block: Mapping[str, Any], model: type[BaseModel], path: tuple[str, ...], problems: list[str]
-) -> dict[str, Any]:
-    """The keys of `block` that `model` has, sections included; what is wrong with the others goes to `problems`."""
-    known: dict[str, Any] = {}
-    for key, value in block.items():
-        dotted = ".".join((*path, str(key)))
-        if key in model.model_fields:
-            section = model.model_fields[key].annotation
-            nested = isinstance(value, Mapping) and isinstance(section, type) and issubclass(section, BaseModel)
-            known[key] = _known_part(value, section, (*path, key), problems) if nested else value
-        elif dotted in UNBUILT:
-            off = value is False or (isinstance(value, Mapping) and value.get("enabled") is False)
-            if not off:
-                problems.append(f"memplug.{dotted}: `{key}` is not built in {_this_version()}: remove it")
-        else:
-            problems.append(f"memplug.{dotted}: unknown, given {_shown(value)}; {_suggestion(str(key), model, path)}")
-    return known
+def _problem(block: Mapping[str, Any], place: tuple[str | int, ...]) -> str:
+    """What is wrong at a place, which may lead on into the branches of a union or the elements of a list."""
+    model, value, path = MemplugConfig, block, "memplug"
+    for key in place:
+        value, path, section = value.get(key), f"{path}.{key}", path
+        if key in model.unbuilt:
+            return f"{path}: `{key}` is not built in this version of memplug: remove it"
+        if key not in model.model_fields:
+            return f"{path}: unknown, given {_shown(value)}; {_suggestion(str(key), model, section)}"
+        field = model.model_fields[key]
+        if not isinstance(field.default, Section):
+            break
+        model = field.annotation
+    allowed = next(mark.text for mark in field.metadata if isinstance(mark, Allowed))
+    return f"{path}: got {_shown(value)}; allowed: {allowed}"
 
 
-def _field_problems(error: ValidationError, known: dict[str, Any]) -> list[str]:
-    """One sentence a field: pydantic reports each branch of a union and each element of a list by itself."""
-    problems: dict[str, None] = {}
-    for detail in error.errors():
-        model: Any = MemplugConfig
-        value: Any = known
-        path = ["memplug"]
-        field = None
-        for step in detail["loc"]:
-            fields = getattr(model, "model_fields", {})
-            if step not in fields:
-                break
-            field = fields[step]
-            model, value = field.annotation, value[step]
-            path.append(str(step))
-        assert field is not None, "only known fields reach the model"
-        allowed = next(mark.text for mark in field.metadata if isinstance(mark, Allowed))
-        problems[f"{'.'.join(path)}: got {_shown(value)}; allowed: {allowed}"] = None
-    return list(problems)
-
-
-def _suggestion(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
-    if not path and _plain(key) == "memplug":
+def _suggestion(key: str, model: type[Section], path: str) -> str:
+    if path == "memplug" and _plain(key) == "memplug":
         return 'pass the block itself, without the "memplug" key around it'
-    here = {_plain(name): ".".join(("memplug", *path, name)) for name in model.model_fields}
+    here = {_plain(name): f"{path}.{name}" for name in model.model_fields}
     anywhere = {
         _plain(name): f"memplug.{section}{name}" for section, part in SECTIONS.items() for name in part.model_fields
     }
@@ -223,24 +174,3 @@ def _shown(value: object) -> str:
     # As the user wrote it: JSON's true and null, not Python's True and None.
     text = json.dumps(value, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _this_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"memplug {version('memplug')}"
-    except PackageNotFoundError:
-        return "this version of memplug"
-
-
-def _read_relaxed(text: str) -> object:
-    # DeepSpeed reads its file with hjson: a file that DeepSpeed takes must not fail here.
-    try:
-        import hjson
-    except ImportError:
-        return None
-    try:
-        return hjson.loads(text) if text.strip() else None
-    except ValueError:
-        return None

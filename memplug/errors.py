@@ -1,5 +1,6 @@
 """Every error that a user of memplug can see, each with what to do next; imports nothing of memplug."""
 
+import copyreg
 import math
 from collections.abc import Sequence
 
@@ -8,12 +9,8 @@ class MemplugError(Exception):
     """Base of memplug's errors: what is wrong, and what to do about it.
 
     Args:
-        problem: One sentence that says what is wrong, with the names and values concerned.
-        advice: What to do next; without it, the advice of the class.
-
-    Attributes:
-        problem: As given.
-        advice: Never empty.
+        problem: One sentence that says what is wrong, with the names and values concerned; an attribute too.
+        advice: What to do next, an attribute too; without it, the advice of the class.
     """
 
     default_advice = "Run `memplug doctor` and attach its output to a bug report."
@@ -27,26 +24,17 @@ class MemplugError(Exception):
         return f"{self.problem}\nWhat to do: {self.advice}"
 
     def __reduce__(self) -> tuple:
-        # Exception would call the class with `args`, which the subclasses' signatures do not match: an error
+        # Exception's own would call the class with `args`, which the subclasses' signatures do not match: an error
         # raised in a worker process would reach its parent as a TypeError about unpickling.
-        return _restore, (type(self), self.__dict__.copy())
-
-
-def _restore(kind: type[MemplugError], state: dict) -> MemplugError:
-    error = kind.__new__(kind, state["problem"])
-    error.__dict__.update(state)
-    return error
+        return copyreg.__newobj__, (type(self), self.problem), self.__dict__
 
 
 class ConfigError(MemplugError):
     """The "memplug" block, or the file that should hold it, cannot be used; lists all problems at once.
 
     Args:
-        problems: One sentence each, at least one.
+        problems: One sentence each, at least one; an attribute too.
         advice: As in `MemplugError`.
-
-    Attributes:
-        problems: As given.
     """
 
     default_advice = (
@@ -113,13 +101,10 @@ class PatchError(MemplugError):
     """A symbol that memplug patches does not exist in the installed version of its package.
 
     Args:
-        symbol: Full dotted path of the symbol.
-        expected: The package and versions in which it is known to exist, for example "deepspeed 0.16 to 0.19".
+        symbol: Full dotted path of the symbol; an attribute too.
+        expected: The package and versions in which it is known to exist, for example "deepspeed 0.16 to 0.19"; an
+            attribute too.
         advice: As in `MemplugError`.
-
-    Attributes:
-        symbol: As given.
-        expected: As given.
     """
 
     default_advice = (

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import memplug
+from memplug.config import load_config
 from memplug.errors import ConfigError
 
 OPTION = "--memplug-config"
@@ -42,33 +44,23 @@ def main(arguments: list[str] | None = None) -> None:
     logging.getLogger("memplug").setLevel(logging.INFO)
     sys.argv = [str(script), *arguments[:position], *arguments[position + 1 :]]
     sys.path[0] = str(script.resolve().parent)
-    _install(config)
+    if config is None:
+        memplug.install()
+    else:
+        from memplug.hooks import megatron_training
+
+        megatron_training.install(memplug.attach, load_config(config))
     runpy.run_path(str(script), run_name="__main__")
 
 
 def _take_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """The arguments without memplug's own, and its value; those behind a `--` are the script's."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(OPTION, dest="config")
-    try:
-        known, rest = parser.parse_known_args(arguments)
-    except argparse.ArgumentError:
-        known, rest = argparse.Namespace(config=""), []
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(OPTION, dest="config", nargs="?", const="")
+    known, rest = parser.parse_known_args(arguments)
     if known.config == "":
         raise ConfigError([f"{OPTION} names no file"], f"Usage: {OPTION} ds.json, a JSON with the block.")
     return rest, known.config
-
-
-def _install(config: str | None) -> None:
-    import memplug
-
-    if config is None:
-        memplug.install()
-        return
-    from memplug.config import load_config
-    from memplug.hooks import megatron_training
-
-    megatron_training.install(memplug.attach, load_config(config))
 
 
 class _Fallback(logging.StreamHandler):

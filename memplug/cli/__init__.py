@@ -35,7 +35,4 @@ app.command(epilog="Example: memplug show trace.npz --html memory.html")(show)
 app.command(epilog="Example: memplug plan trace.npz -o plan.json")(plan)
 app.command(epilog="Example: memplug diff plan_of_rank0.json plan_of_rank1.json")(diff)
 
-
-def main() -> None:
-    """Entry point of the `memplug` command."""
-    app()
+main = app

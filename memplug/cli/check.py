@@ -39,50 +39,47 @@ def check(
         try:
             ds_config = read_json(ds_json)
             config = read_ds_config(ds_config)
+            neighbours.warn(ds_config, config)
+            facts, words = {"ok": True, "config": config.model_dump()}, "\n".join(_in_words(config))
         except ConfigError as error:
-            if as_json:
-                failed = {"ok": False, "problems": error.problems, "advice": error.advice, "warnings": warnings}
-                typer.echo(json.dumps(failed, indent=2))
-            else:
-                typer.echo(str(error), err=True)
-                echo_warnings(warnings)
-            raise typer.Exit(1) from None
-        neighbours.warn(ds_config, config)
+            facts, words = {"ok": False, "problems": error.problems, "advice": error.advice}, str(error)
     if as_json:
-        typer.echo(json.dumps({"ok": True, "config": config.model_dump(), "warnings": warnings}, indent=2))
-        return
-    typer.echo("\n".join(_in_words(config)))
-    echo_warnings(warnings)
+        typer.echo(json.dumps({**facts, "warnings": warnings}, indent=2))
+    else:
+        typer.echo(words, err=not facts["ok"])
+        echo_warnings(warnings)
+    if not facts["ok"]:
+        raise typer.Exit(1)
 
 
 def _in_words(config: "MemplugConfig") -> list[str]:
     if not config.enabled:
         return ['memplug is off: the run is left untouched. Set "memplug": {"enabled": true} to switch it on.']
-    lines = ["memplug is on."]
-    tokenwise = config.tokenwise
+    lines, tokenwise, arena = ["memplug is on."], config.tokenwise, config.arena
     if tokenwise.enabled:
+        regions = "every decoder layer" if tokenwise.regions == "auto" else ", ".join(tokenwise.regions)
+        moving = f"{tokenwise.buffers} regions' tensors at a time are on their way; memory to prefetch into is "
+        reserved = "planned with the arena" if arena.enabled else "reserved before the first step under a plan"
         lines += [
             f"  rows swapped     {_alpha_in_words(tokenwise.alpha)}",
-            "  regions          "
-            + ("every decoder layer" if tokenwise.regions == "auto" else ", ".join(tokenwise.regions)),
+            f"  regions          {regions}",
             f"  smallest swap    tensors of {tokenwise.min_offload_bytes:,} bytes",
-            f"  buffers          {_buffers_in_words(config)}",
+            f"  buffers          {moving}{reserved}",
         ]
     else:
         lines.append("  row-cached recompute is switched off (tokenwise.enabled): nothing is swapped or recomputed")
-    arena = config.arena
     if arena.enabled:
         checked = ", with freed memory and what surrounds each block looked after: slow" if arena.checks else ""
         lines.append(f"  arena            training is served at planned addresses (planner {arena.planner}){checked}")
         lines.append(f"  plans            {f'kept in {config.plan_dir}' if config.plan_dir else 'not kept'}")
     else:
         lines.append("  the planned arena is switched off (arena.enabled): torch's own allocator serves")
-    lines += [
+    return [
+        *lines,
         f"  device budget    {_budget_in_words(config.device_budget_gib, '92 % of the device')}",
         f"  host budget      {_budget_in_words(config.host_budget_gib, '80 % of the host, shared by its ranks')}",
         f"  metrics          {'to the monitor of DeepSpeed' if config.report.monitor else 'not sent to the monitor'}",
     ]
-    return lines
 
 
 def _alpha_in_words(alpha: float | str) -> str:
@@ -95,12 +92,6 @@ def _alpha_in_words(alpha: float | str) -> str:
     if alpha == 1:
         return "all of each captured tensor, nothing expensive is recomputed (alpha 1)"
     return f"the first {alpha:.4g} of each captured tensor's rows, the rest recomputed (alpha {alpha:.4g})"
-
-
-def _buffers_in_words(config: "MemplugConfig") -> str:
-    count = config.tokenwise.buffers
-    reserved = "planned with the arena" if config.arena.enabled else "reserved before the first step under a plan"
-    return f"{count} regions' tensors at a time are on their way; memory to prefetch into is {reserved}"
 
 
 def _budget_in_words(budget_gib: float | str, auto: str) -> str:

@@ -9,24 +9,18 @@ import typer
 from memplug.cli.output import AsJson, print_facts, progress
 from memplug.cli.versions import versions
 
-# Settings of others that take away what memplug builds on: variable, pattern in its value, what it does.
+# Settings of others that take away what memplug builds on, and what they do.
 _CONFLICTS = (
-    *(
-        (variable, pattern, effect)
-        for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-        for pattern, effect in (
-            (
-                r"\bbackend\s*:\s*cudaMallocAsync\b",
-                "replaces torch's caching allocator, whose statistics memplug reports and budgets by: remove it",
-            ),
-            (
-                r"\bpinned_use_cuda_host_register\s*:\s*True\b",
-                "torch pins host memory of its own this way: leave room for it with host_budget_gib, or remove it",
-            ),
-        )
+    (
+        r"PYTORCH_(CUDA_)?ALLOC_CONF=.*\bbackend\s*:\s*cudaMallocAsync\b",
+        "replaces torch's caching allocator, whose statistics memplug reports and budgets by: remove it",
     ),
-    ("PYTORCH_NO_CUDA_MEMORY_CACHING", r"\S", "every free waits for the device, so no copy overlaps compute: unset it"),
-    ("CUDA_LAUNCH_BLOCKING", r"^\s*[1-9]", "every launch waits for the device, so no copy overlaps compute: unset it"),
+    (
+        r"PYTORCH_(CUDA_)?ALLOC_CONF=.*\bpinned_use_cuda_host_register\s*:\s*True\b",
+        "torch pins host memory of its own this way: leave room for it with host_budget_gib, or remove it",
+    ),
+    (r"PYTORCH_NO_CUDA_MEMORY_CACHING=.*\S", "every free waits for the device, so no copy overlaps compute: unset it"),
+    (r"CUDA_LAUNCH_BLOCKING=\s*[1-9]", "every launch waits for the device, so no copy overlaps compute: unset it"),
 )
 
 
@@ -35,13 +29,18 @@ def doctor(as_json: AsJson = False) -> None:
 
     Builds the native core and the address search of `memplug plan` where that was not done yet.
     """
+    from memplug.native import packing
+
     facts = {"versions": versions(), "compiler": _compiler()}
     with progress("building the native core, where that was not done yet (half a minute)"):
         facts["native_core"] = _native_core()
-        facts["address_search"] = _address_search()
+        facts["address_search"] = _built(packing.load)
     with progress("importing torch and measuring the device (a few seconds)"):
+        from memplug.config import MemplugConfig
+        from memplug.tokenwise.budgets import host_budget_bytes
+
         facts["hardware"] = _hardware()
-        facts["host_budget_bytes"] = _host_budget_bytes()
+        facts["host_budget_bytes"] = host_budget_bytes(MemplugConfig())
     facts["memlock"] = _memlock(facts["hardware"], facts["host_budget_bytes"])
     facts["conflicts"] = _conflicts(os.environ)
     facts["missing"] = [package for package in ("torch", "deepspeed") if facts["versions"][package] == "absent"]
@@ -76,12 +75,6 @@ def _native_core() -> dict[str, object]:
     return core
 
 
-def _address_search() -> dict[str, object]:
-    from memplug.native import packing
-
-    return _built(packing.load)
-
-
 def _built(load: Callable[[], object]) -> dict[str, object]:
     from memplug.errors import NativeError
 
@@ -103,14 +96,6 @@ def _hardware() -> dict[str, object]:
     return {"device": str(device), **asdict(measure(device))}
 
 
-def _host_budget_bytes() -> int:
-    """What `"host_budget_gib": "auto"` would be for this process now."""
-    from memplug.config import MemplugConfig
-    from memplug.tokenwise.budgets import host_budget_bytes
-
-    return host_budget_bytes(MemplugConfig())
-
-
 def _memlock(hardware: Mapping[str, object], host_budget_bytes: int) -> str:
     """The limit on locked memory, and what follows for pinned host memory."""
     limit = hardware["memlock_limit_bytes"]
@@ -129,25 +114,29 @@ def _memlock(hardware: Mapping[str, object], host_budget_bytes: int) -> str:
 
 
 def _conflicts(environment: Mapping[str, str]) -> list[dict[str, str]]:
+    settings = sorted(f"{variable}={value}" for variable, value in environment.items())
     return [
-        {"setting": f"{variable}={environment[variable]}", "effect": effect}
-        for variable, pattern, effect in _CONFLICTS
-        if re.search(pattern, environment.get(variable, ""))
+        {"setting": setting, "effect": effect}
+        for pattern, effect in _CONFLICTS
+        for setting in settings
+        if re.match(pattern, setting, re.DOTALL)
     ]
 
 
 def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
-    hardware = facts["hardware"]
-    core = facts["native_core"]
-    rows = [*facts["versions"].items(), ("C++ compiler", facts["compiler"])]
-    rows.append(("native core", f"built, in {core['folder']}" if core["ready"] else f"absent: {core['problem']}"))
-    arena = "available" if core.get("arena") else "absent: see the native core"
-    if core["ready"] and not core["arena"]:
-        arena = "absent: this version of torch has a CUDA allocator that memplug does not know"
-    rows.append(("planned arena", arena))
-    search = facts["address_search"]
-    rows.append(("address search", "built" if search["ready"] else f"absent, slower in Python: {search['problem']}"))
-    rows += [
+    hardware, core, search = facts["hardware"], facts["native_core"], facts["address_search"]
+    if core["ready"]:
+        built = f"built, in {core['folder']}"
+        without = "absent: this version of torch has a CUDA allocator that memplug does not know"
+    else:
+        built, without = f"absent: {core['problem']}", "absent: see the native core"
+    conflicts = [("conflict", f"{conflict['setting']}: {conflict['effect']}") for conflict in facts["conflicts"]]
+    return [
+        *facts["versions"].items(),
+        ("C++ compiler", facts["compiler"]),
+        ("native core", built),
+        ("planned arena", "available" if core.get("arena") else without),
+        ("address search", "built" if search["ready"] else f"absent, slower in Python: {search['problem']}"),
         ("device", f"{hardware['device']}: {hardware['device_name']}"),
         ("device memory", f"{_gib(hardware['device_free_bytes'])} free of {_gib(hardware['device_total_bytes'])}"),
         ("host memory", f"{_gib(hardware['host_available_bytes'])} available"),
@@ -157,9 +146,9 @@ def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
         ("matmul", f"{hardware['matmul_flops_per_s'] / 1e12:.2f} TFLOP/s"),
         ("host budget", f"{_gib(facts['host_budget_bytes'])} a rank (auto)"),
         ("memlock limit", facts["memlock"]),
+        *(conflicts or [("conflicts", "none")]),
+        ("ready", _verdict(facts)),
     ]
-    conflicts = [("conflict", f"{conflict['setting']}: {conflict['effect']}") for conflict in facts["conflicts"]]
-    return [*rows, *(conflicts or [("conflicts", "none")]), ("ready", _verdict(facts))]
 
 
 def _verdict(facts: dict) -> str:

@@ -15,10 +15,6 @@ _log = logging.getLogger("memplug")
 def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
     """Logs a warning for each setting of DeepSpeed that conflicts or competes with row-cached recompute, and for what
     others who read the file would stumble over.
-
-    Args:
-        ds_config: The whole DeepSpeed configuration.
-        config: Its block.
     """
     if not config.enabled:
         return
@@ -39,19 +35,14 @@ def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
     offloads = " and ".join(_offloads(ds_config.get("zero_optimization")))
     if not offloads:
         return
-    if config.host_budget_gib == "auto":
-        _log.warning(
-            "DeepSpeed offloads too (%s), and shares host memory and the link with swapping: set "
-            '"memplug": {"host_budget_gib": ...} to what it leaves a rank',
-            offloads,
-        )
-    else:
-        _log.warning(
-            "DeepSpeed offloads too (%s), and shares the link with swapping, and host memory: host_budget_gib, %g GiB "
-            "a rank, has to be free beside what it takes",
-            offloads,
-            config.host_budget_gib,
-        )
+    budget = config.host_budget_gib
+    _log.warning(
+        "DeepSpeed offloads too (%s), and shares host memory and the link with swapping: %s",
+        offloads,
+        'set "memplug": {"host_budget_gib": ...} to what it leaves a rank'
+        if budget == "auto"
+        else f"host_budget_gib, {budget:g} GiB a rank, has to be free beside what it takes",
+    )
 
 
 def _autos(value: object, path: str) -> Iterator[str]:

@@ -12,9 +12,12 @@ import typer
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-def _print_rows(rows: list[tuple[str, str]]) -> None:
+def print_facts(facts: dict[str, Any], rows: list[tuple[str, str]], *, as_json: bool) -> None:
+    """One JSON object, or the same in words: a table on a terminal, else plain and unwrapped, to be pasted."""
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
     if not sys.stdout.isatty():
-        # Plain and unwrapped, to be pasted.
         width = max(len(name) for name, _ in rows)
         typer.echo("\n".join(f"{name:{width}}  {value}" for name, value in rows))
         return
@@ -26,14 +29,6 @@ def _print_rows(rows: list[tuple[str, str]]) -> None:
     for name, value in rows:
         table.add_row(name, Text(value, style="red" if name == "conflict" else ""))
     Console().print(table)
-
-
-def print_facts(facts: dict[str, Any], rows: list[tuple[str, str]], *, as_json: bool) -> None:
-    """One JSON object, or the same in words."""
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-    else:
-        _print_rows(rows)
 
 
 @contextmanager

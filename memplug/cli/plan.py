@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from memplug.plan.layout.problem import Problem
     from memplug.plan.schema import MemoryPlan
 
-_SECONDS, _SECONDS_WITH_CAPACITY = 10.0, 50.0
 _LIVE_AT_MOST = 10
 # Keys of the JSON, in this order before the others.
 _FIRST = ("requests", "lower_bound_bytes", "height_bytes", "fragmentation", "seconds", "planner", "optimal", "fits")
@@ -23,7 +22,7 @@ def plan(
         Path, typer.Argument(metavar="INPUT", help="A recorded trace (.npz), or a CSV: id,lower,upper,size.")
     ],
     planner: Annotated[
-        str, typer.Option("--planner", help=f"auto, or one of {planners.listed()}; auto keeps the best.")
+        str, typer.Option(help=f"auto, or one of {planners.listed()}; auto keeps the best.")
     ] = planners.AUTO,
     time_limit_s: Annotated[
         float | None,
@@ -36,9 +35,7 @@ def plan(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="The plan (.json), or the rows with an offset (.csv)."),
     ] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", help="Of the trace, from 0; by default its last.", min=0)
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="Of the trace, from 0; by default its last.", min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan one training step: an address for every request, in an arena as low as can be; no GPU is used.
@@ -48,7 +45,7 @@ def plan(
     if planner not in planners.names():
         raise typer.BadParameter(f"{planner!r} is none of {', '.join(planners.names())}", param_hint="--planner")
     if time_limit_s is None:
-        time_limit_s = _SECONDS if capacity_bytes is None else _SECONDS_WITH_CAPACITY
+        time_limit_s = 10.0 if capacity_bytes is None else 50.0
     with collected_warnings() as warnings:
         with refusing():
             made, served = _planned(source, step, planner, time_limit_s, capacity_bytes)
@@ -58,7 +55,7 @@ def plan(
     print_facts(facts, _rows(made, facts), as_json=as_json)
     echo_warnings(warnings)
     if facts["fits"] is False:
-        _echo_why(made.problem, facts, capacity_bytes)
+        typer.echo("\n".join(_why(made.problem, facts, capacity_bytes)), err=True)
         raise typer.Exit(1)
 
 
@@ -130,29 +127,25 @@ def _rows(made: "MemoryPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _echo_why(problem: "Problem", facts: dict[str, Any], capacity_bytes: int | None) -> None:
+def _why(problem: "Problem", facts: dict[str, Any], capacity_bytes: int) -> list[str]:
     """Why it does not fit: a lower plan was not found, or there is none, and then what is in use at the peak."""
     from memplug.show.words import size
 
-    assert capacity_bytes is not None, "without one, everything fits"
-    if facts["lower_bound_bytes"] <= capacity_bytes:
+    missing = facts["lower_bound_bytes"] - capacity_bytes
+    if missing <= 0:
         over = size(facts["height_bytes"] - capacity_bytes)
-        typer.echo(
-            f"The lowest plan that was found is {over} above the capacity. What to do: more --time-limit.", err=True
-        )
-        return
+        return [f"The lowest plan that was found is {over} above the capacity. What to do: more --time-limit."]
     rows = problem.live_at_peak()
-    nbytes = problem.buffers["size"][rows]
-    typer.echo(
+    lines = [
         f"No plan fits: {len(rows):,} requests of {size(facts['lower_bound_bytes'])} are in use at once, "
-        f"{size(facts['lower_bound_bytes'] - capacity_bytes)} more than the capacity. The largest of them:",
-        err=True,
-    )
+        f"{size(missing)} more than the capacity. The largest of them:"
+    ]
     for row in rows[:_LIVE_AT_MOST].tolist():
         buffer = problem.buffer(row)
         layer = f", {problem.layers[buffer.lower_layer].name}" if buffer.lower_layer >= 0 else ""
         lifetime = f"in use from {buffer.lower} up to {buffer.upper}"
-        typer.echo(f"  request {problem.ids[row]}: {size(buffer.size)}, {lifetime}{layer}", err=True)
-    if len(rows) > _LIVE_AT_MOST:
-        rest = f"{len(rows) - _LIVE_AT_MOST:,} more, of {size(int(nbytes[_LIVE_AT_MOST:].sum()))}"
-        typer.echo(f"  and {rest}\nWhat to do: swap or recompute some of them, or give more capacity.", err=True)
+        lines.append(f"  request {problem.ids[row]}: {size(buffer.size)}, {lifetime}{layer}")
+    rest = rows[_LIVE_AT_MOST:]
+    if len(rest):
+        lines.append(f"  and {len(rest):,} more, of {size(int(problem.buffers['size'][rest].sum()))}")
+    return [*lines, "What to do: swap or recompute some of them, or give more capacity."]

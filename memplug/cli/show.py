@@ -18,19 +18,16 @@ def show(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="A recorded trace (.npz), or a plan (.json).")],
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Write the timeline, or the plan's map, as a page; needs plotly."),
+        typer.Option(metavar="FILE", help="Write the timeline, or the plan's map, as a page; needs plotly."),
     ] = None,
-    png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="Write it as a picture; needs matplotlib.")
-    ] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it as a picture; needs matplotlib.")] = None,
     snapshot: Annotated[
-        Path | None, typer.Option("--snapshot", metavar="FILE", help="Write a trace for pytorch.org/memory_viz.")
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for pytorch.org/memory_viz.")
     ] = None,
     chrome: Annotated[
-        Path | None,
-        typer.Option("--chrome", metavar="FILE", help="Write a Chrome trace (JSON), for example for ui.perfetto.dev."),
+        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace (JSON), for example for ui.perfetto.dev.")
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", help="Only this step of the trace, from 0.", min=0)] = None,
+    step: Annotated[int | None, typer.Option(help="Only this step of the trace, from 0.", min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a recorded trace, what ran and where memory peaks; or a plan, its addresses and decisions. No GPU is used.
@@ -43,14 +40,15 @@ def show(
     paths = {"html": html, "png": png, "snapshot": snapshot, "chrome": chrome}
     with refusing():
         if is_plan(source):
-            for option, value in (("--snapshot", snapshot), ("--chrome", chrome), ("--step", step)):
+            for option, value in {"snapshot": snapshot, "chrome": chrome, "step": step}.items():
                 if value is not None:
-                    raise typer.BadParameter("a plan has none; it is for traces", param_hint=option)
+                    raise typer.BadParameter("a plan has none; it is for traces", param_hint=f"--{option}")
             facts, rows, writers = _plan(source)
         else:
             facts, rows, writers = _trace(source, step)
     print_facts(facts, rows, as_json=as_json)
-    if not _write_views(writers, paths):
+    # Every view is written that can be.
+    if not all([_written(view, writers[view], path) for view, path in paths.items() if path is not None]):
         raise typer.Exit(1)
 
 
@@ -97,19 +95,15 @@ def _plan(source: Path) -> "tuple[dict, list[tuple[str, str]], dict[str, Callabl
     return facts, rows(facts), writers
 
 
-def _write_views(writers: "dict[str, Callable[[Path], None]]", paths: dict[str, Path | None]) -> bool:
-    """Writes every view that has a path, and says on stderr which could not be; False: not all could."""
+def _written(view: str, write: "Callable[[Path], None]", path: Path) -> bool:
+    """Whether it could be; if not, why is said on stderr."""
     from memplug.errors import MemplugError
 
-    written = True
-    for view, path in paths.items():
-        if path is None:
-            continue
-        try:
-            with progress(f"writing {path}"):
-                writers[view](path)
-        except (MemplugError, OSError) as error:
-            problem = f"{path}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
-            typer.echo(f"--{view} was not written: {problem}", err=True)
-            written = False
-    return written
+    try:
+        with progress(f"writing {path}"):
+            write(path)
+    except (MemplugError, OSError) as error:
+        problem = f"{path}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+        typer.echo(f"--{view} was not written: {problem}", err=True)
+        return False
+    return True

@@ -37,12 +37,12 @@ def write_chrome(trace: Trace, path: str | Path) -> None:
             "a Chrome trace shows operators in time, and this trace has only requests for memory",
             "Write a page or a snapshot of it, or record the step again with this version of memplug.",
         )
-    other = {"title": heading(trace), "note": _NOTE, "fingerprint": trace.fingerprint.digest()}
-    with Path(path).open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(other) + ', "traceEvents": [\n')
-        for i, event in enumerate(chrome_events(trace)):
-            file.write((",\n" if i else "") + json.dumps(event, separators=(",", ":")))
-        file.write("\n]}\n")
+    written = {
+        "displayTimeUnit": "ms",
+        "otherData": {"title": heading(trace), "note": _NOTE, "fingerprint": trace.fingerprint.digest()},
+        "traceEvents": list(chrome_events(trace)),
+    }
+    Path(path).write_text(json.dumps(written, separators=(",", ":")), encoding="utf-8")
 
 
 def chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
@@ -52,10 +52,10 @@ def chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
     name = {"name": f"memplug, rank {trace.fingerprint.rank}"}
     yield {"ph": "M", **process, "tid": 1, "name": "process_name", "args": name}
     begin_us, end_us = _times_us(trace)
-    for tid, (track, spans) in enumerate(_TRACKS.items(), start=1):
+    for tid, (track, spans) in enumerate(_tracks(trace).items(), start=1):
         yield {"ph": "M", **process, "tid": tid, "name": "thread_name", "args": {"name": track}}
         yield {"ph": "M", **process, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
-        for text, first, last, args in spans(trace):
+        for text, first, last, args in spans:
             ts = begin_us[first]
             duration = round(max(end_us[last] - ts, 0), 3)
             yield {"ph": "X", **process, "tid": tid, "name": text, "ts": ts, "dur": duration, "args": args}
@@ -65,36 +65,29 @@ def chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
         yield {"ph": "C", **process, "name": "memory in use", "ts": begin_us[operator], "args": args}
 
 
-# A span: what it is called, its first operator, its last, and more about it.
-_Spans = Iterator[tuple[str, int, int, dict[str, Any]]]
-
-
-def _steps(trace: Trace) -> _Spans:
-    for step, (_, _, seconds) in enumerate(trace.steps):
-        inside = trace.step_operators(step)
-        if inside.stop > inside.start:
-            yield f"step {step}", inside.start, inside.stop - 1, {"measured_s": seconds}
-
-
-def _phases(trace: Trace) -> _Spans:
-    stretches = runs(trace.operators["phase"], len(trace.operators), len(trace.operators))
-    for start, end, phase in zip(*(column.tolist() for column in stretches), strict=True):
-        yield phase_words(trace.phases[phase]), start, end - 1, {}
-
-
-def _layers(trace: Trace) -> _Spans:
-    stretches = layer_runs(trace.operators, len(trace.operators), len(trace.operators))
-    for start, end, layer in zip(*(column.tolist() for column in stretches), strict=True):
-        if layer >= 0:
-            yield trace.layers[layer].name, start, end - 1, {"dynamic": trace.layers[layer].dynamic}
-
-
-def _operators(trace: Trace) -> _Spans:
-    for operator, (name, in_use) in enumerate(trace.operators[["name", "in_use_bytes"]].tolist()):
-        yield trace.names[name], operator, operator, {"operator": operator, "in_use_before_bytes": in_use}
-
-
-_TRACKS = {"steps": _steps, "phases": _phases, "layers": _layers, "operators": _operators}  # from the top
+def _tracks(trace: Trace) -> dict[str, list[tuple[str, int, int, dict[str, Any]]]]:
+    """From the top; of each span what it is called, its first operator, its last, and more about it."""
+    operators, phases, layers = trace.operators, trace.phases, trace.layers
+    return {
+        "steps": [
+            (f"step {step}", inside.start, inside.stop - 1, {"measured_s": seconds})
+            for step, (_, _, seconds) in enumerate(trace.steps)
+            if (inside := trace.step_operators(step)).stop > inside.start
+        ],
+        "phases": [
+            (phase_words(phases[phase]), start, end - 1, {})
+            for start, end, phase in np.transpose(runs(operators["phase"], len(operators))).tolist()
+        ],
+        "layers": [
+            (layers[layer].name, start, end - 1, {"dynamic": layers[layer].dynamic})
+            for start, end, layer in np.transpose(layer_runs(operators, len(operators))).tolist()
+            if layer >= 0
+        ],
+        "operators": [
+            (trace.names[name], operator, operator, {"operator": operator, "in_use_before_bytes": in_use})
+            for operator, (name, in_use) in enumerate(operators[["name", "in_use_bytes"]].tolist())
+        ],
+    }
 
 
 def _times_us(trace: Trace) -> tuple[list[float], list[float]]:

@@ -37,21 +37,17 @@ def column(plan: MemoryPlan) -> Column | None:
     names = [_cut(name) for name in short_region_names(region["name"] for region in regions)]
     labelled = range(0, len(regions), -(-len(regions) // _LABELS_AT_MOST))
     words = [f"{region['name']}: {region_words(region)}" for region in regions]
-    rows = Axis(
-        title="region",
-        low=max(len(regions), _ROWS_AT_LEAST) - 0.5,
-        high=-0.5,
-        ticks={row: names[row] for row in labelled},
-    )
+    lowest = max(len(regions), _ROWS_AT_LEAST) - 0.5
+    rows = Axis(title="region", low=lowest, high=-0.5, ticks={row: names[row] for row in labelled})
     amounts = np.array([[each[group] for each in split] for group in shown], np.float64)
-    begins, at = np.cumsum(amounts, axis=0) - amounts, np.arange(len(regions))
+    ends, at = np.cumsum(amounts, axis=0), np.arange(len(regions))
     bars = [
-        Bars(begin, length, at, [group.colour] * len(at), words, thickness=_THICKNESS, group=group)
-        for group, begin, length in zip(shown, begins, amounts, strict=True)
+        Bars(end - length, length, at, [group.colour] * len(at), words, thickness=_THICKNESS, group=group)
+        for group, end, length in zip(shown, ends, amounts, strict=True)
     ]
     panel = Panel(y=rows, height=1, content=bars, title=_predicted(facts))
-    longest = float(amounts.sum(axis=0).max())
-    return Column(x=bytes_axis("bytes of one forward", longest, 1.04), panels=(panel,), width=_WIDTH)
+    axis = bytes_axis("bytes of one forward", float(ends[-1].max()), 1.04)
+    return Column(x=axis, panels=(panel,), width=_WIDTH)
 
 
 def _split(region: dict[str, Any]) -> dict[Group, int]:

@@ -10,8 +10,7 @@ from memplug.plan.decisions import Setting
 from memplug.plan.schema import MemoryPlan
 from memplug.show.decisions import KINDS, OPERATORS, bound_words, decisions, region_words, short_region_names
 from memplug.show.groups import layer_words
-from memplug.show.summary import count
-from memplug.show.words import both, change, duration, size
+from memplug.show.words import both, change, count, duration, known, size
 
 _ROWS_AT_MOST = 8
 _OF_A_PLAN = ("step_s", "full_recomputation_s", "peak_bytes", "host_bytes", "device_bytes", "bound", "run")
@@ -28,22 +27,22 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
         None where neither plan has decisions. `a` and `b` are None where that plan has none; `changed` has every
         changed region, with None for the plan that lacks it.
     """
-    sides = {"a": decisions(a), "b": decisions(b)}
-    if sides["a"] is None and sides["b"] is None:
+    plans = {"a": a, "b": b}
+    sides = {side: decisions(plan) for side, plan in plans.items()}
+    if not any(sides.values()):
         return None
-    settings = {name: plan.training.decisions.settings for name, plan in (("a", a), ("b", b)) if sides[name]}
-    by_name = {
-        name: {region["name"]: region for region in its["regions"]} if its else {} for name, its in sides.items()
-    }
-    names = list(dict.fromkeys([*by_name["a"], *by_name["b"]]))
+    settings = {side: plan.training.decisions.settings if sides[side] else {} for side, plan in plans.items()}
+    regions = {side: {each["name"]: each for each in its["regions"]} if its else {} for side, its in sides.items()}
+    names = dict.fromkeys([*regions["a"], *regions["b"]])
     changed = []
     for name in names:
-        mine, its = (settings.get(side, {}).get(name) for side in "ab")
+        mine, its = (settings[side].get(name) for side in "ab")
         if mine is None or its is None or _chosen(mine) != _chosen(its):
             each = {"name": name, "changed_operators": _changed_operators(mine, its)}
-            changed.append({**each, **{side: by_name[side].get(name) for side in "ab"}})
+            changed.append({**each, **{side: regions[side].get(name) for side in "ab"}})
+    totals = (*(f"{kind}_bytes" for kind in KINDS), *OPERATORS, "plain_regions", *_OF_A_PLAN)
     return {
-        **{name: _totals(its) if its else None for name, its in sides.items()},
+        **{side: {name: its[name] for name in totals} if its else None for side, its in sides.items()},
         "regions": len(names),
         "changed_regions": len(changed),
         "changed": changed,
@@ -53,31 +52,20 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
 def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What `diff` returned, as (name, value) in words."""
     a, b = facts["a"], facts["b"]
+
+    def amounts(name: str, words: Callable[[Any], str]) -> str:
+        return change(a[name], b[name], words) if a and b else known((a or b)[name], words)
+
+    bounds = [bound_words(side["bound"]) for side in (a, b) if side]
     return [
         ("decisions", _changed_words(facts)),
         *(_changed_rows(facts["changed"]) if a and b else []),
-        *((f"  {kind}", _amounts(a, b, f"{kind}_bytes", size)) for kind in KINDS),
-        ("predicted step", _amounts(a, b, "step_s", duration)),
-        ("predicted peak", _amounts(a, b, "peak_bytes", size)),
-        ("host memory", _amounts(a, b, "host_bytes", size)),
-        (
-            "bound by",
-            both(*(bound_words(side["bound"]) for side in (a, b))) if a and b else bound_words((a or b)["bound"]),
-        ),
+        *((f"  {kind}", amounts(f"{kind}_bytes", size)) for kind in KINDS),
+        ("predicted step", amounts("step_s", duration)),
+        ("predicted peak", amounts("peak_bytes", size)),
+        ("host memory", amounts("host_bytes", size)),
+        ("bound by", both(*bounds) if a and b else bounds[0]),
     ]
-
-
-def _amounts(a: dict[str, Any] | None, b: dict[str, Any] | None, name: str, words: Callable[[Any], str]) -> str:
-    """Both plans' amounts, or that of the only plan with decisions."""
-    if a and b:
-        return change(a[name], b[name], words)
-    amount = (a or b)[name]
-    return "unknown" if amount is None else words(amount)
-
-
-def _totals(facts: dict[str, Any]) -> dict[str, Any]:
-    names = (*(f"{kind}_bytes" for kind in KINDS), *OPERATORS, "plain_regions", *_OF_A_PLAN)
-    return {name: facts[name] for name in names}
 
 
 def _chosen(setting: Setting) -> tuple:

@@ -11,8 +11,7 @@ from memplug.plan.decisions import Setting
 from memplug.plan.schema import MemoryPlan
 from memplug.profile.records import Layer
 from memplug.show.groups import range_words, short_names
-from memplug.show.summary import count
-from memplug.show.words import duration, size
+from memplug.show.words import count, duration, known, size
 
 KINDS = ("swapped", "kept", "recomputed")
 """How a region's backward gets its tensors: "swapped_bytes" and the like are keys of a region and of the totals."""
@@ -64,17 +63,19 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     operators = facts["program_operators"]
     length = "operators not recorded" if operators is None else f"{operators:,} operators"
     full_s, peak_bytes, late_bytes = facts["full_recomputation_s"], facts["peak_bytes"], facts["offloads_late_bytes"]
+    rates = facts["d2h_bytes_per_s"], facts["h2d_bytes_per_s"]
+    link = f"{rates[0] / 1e9:.1f} GB/s to the host, {rates[1] / 1e9:.1f} GB/s to the device"
     whole, by_rows, kept = (facts[name] for name in OPERATORS)
     return [
         ("made by", f"run {facts['run']}"),
         ("program", f"number {facts['program']} of the run, {length}"),
-        *_link_rows(facts),
+        *([("link", link)] if any(rates) else []),
         (
             "predicted step",
             f"{duration(facts['step_s'])} in regions: forward {duration(facts['forward_s'])}, "
             f"backward {duration(facts['backward_s'])}",
         ),
-        ("  full recomputation", "unknown" if full_s is None else duration(full_s)),
+        ("  full recomputation", known(full_s, duration)),
         ("predicted peak", "unknown" if peak_bytes is None else f"{size(peak_bytes)} on the device"),
         ("  kept by plan", size(facts["device_bytes"])),
         ("host memory", size(facts["host_bytes"])),
@@ -87,11 +88,7 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def bytes_words(facts: dict[str, Any]) -> str:
-    """Bytes of a region, or the totals, such as "1.00 GiB swapped, 12.00 MiB kept"; kinds without bytes are left out.
-
-    Args:
-        facts: with a key for each of `KINDS`.
-    """
+    """Bytes of a region, or the totals, such as "1.00 GiB swapped, 12.00 MiB kept", of the kinds that have any."""
     return ", ".join(f"{size(facts[f'{kind}_bytes'])} {kind}" for kind in KINDS if facts[f"{kind}_bytes"]) or "nothing"
 
 
@@ -140,18 +137,10 @@ def _region(name: str, setting: Setting) -> dict[str, Any]:
     }
 
 
-def _link_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    rates = {"to the host": facts["d2h_bytes_per_s"], "to the device": facts["h2d_bytes_per_s"]}
-    if not any(rates.values()):
-        return []
-    return [("link", ", ".join(f"{rate / 1e9:.1f} GB/s {direction}" for direction, rate in rates.items()))]
-
-
 def _region_rows(regions: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """A line for each stretch of regions that are treated alike; past the first few of them one line for the rest."""
-    short = dict(
-        zip((region["name"] for region in regions), short_region_names(r["name"] for r in regions), strict=True)
-    )
+    names = [region["name"] for region in regions]
+    short = dict(zip(names, short_region_names(names), strict=True))
 
     def alike(region: dict[str, Any]) -> tuple:
         return (_stem(region["name"]), *(value for name, value in region.items() if name != "name"))

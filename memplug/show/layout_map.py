@@ -24,7 +24,7 @@ from memplug.show.figure import (
     Stack,
     bytes_axis,
 )
-from memplug.show.groups import by_layer, by_phase, layer_colours, phase_words
+from memplug.show.groups import by_layer, by_phase, phase_words, sequence
 from memplug.show.timeline import m4, runs
 from memplug.show.trace_figure import strips
 from memplug.show.words import has_addresses, plan_heading, size
@@ -64,9 +64,10 @@ def _map(plan: MemoryPlan) -> Column:
 
 def span(problem: Problem) -> tuple[int, int]:
     """Of the clock: from the first lower up to the last upper."""
-    begin, end = int(problem.buffers["lower"].min(initial=2**62)), int(problem.buffers["upper"].max(initial=0))
-    begin = min(begin, end)
-    return begin, max(end, begin + 1)
+    table = problem.buffers
+    if not len(table):
+        return 0, 1
+    return int(table["lower"].min()), int(table["upper"].max())
 
 
 def _curve(plan: MemoryPlan, clock: tuple[int, int]) -> Panel:
@@ -117,7 +118,7 @@ def _by_size(sizes: np.ndarray) -> tuple[tuple[Group, ...], np.ndarray]:
     of = np.searchsorted(edges, sizes, "right")
     found = [sizes[of == index] for index in range(_SIZE_CLASSES)]
     labels = [f"{size(int(part.min()))} to {size(int(part.max()))}" if len(part) else "" for part in found]
-    return tuple(map(Group, labels, layer_colours(_SIZE_CLASSES))), of
+    return tuple(map(Group, labels, sequence(_SIZE_CLASSES))), of
 
 
 def _runs(problem: Problem, what: str, clock: tuple[int, int]) -> Runs:
@@ -130,5 +131,5 @@ def _runs(problem: Problem, what: str, clock: tuple[int, int]) -> Runs:
     times = np.concatenate([table["lower"], table["upper"]])
     order = np.argsort(times, kind="stable")
     places = np.searchsorted(times[order], np.arange(*clock), "right") - 1
-    found = runs(values[order][np.maximum(places, 0)], clock[1] - clock[0])
+    found = runs(values[order][np.maximum(places, 0)])
     return Runs(found.start + clock[0], found.end + clock[0], found.value)

@@ -10,8 +10,8 @@ import numpy as np
 from memplug.plan.layout.problem import fragmentation
 from memplug.plan.schema import MemoryPlan
 from memplug.show import decisions
-from memplug.show.summary import bytes_by, count, held_rows, recorded_rows
-from memplug.show.words import has_addresses, size
+from memplug.show.summary import bytes_by, held_rows, recorded_rows
+from memplug.show.words import count, has_addresses, size
 
 
 def summary(plan: MemoryPlan) -> dict[str, Any]:

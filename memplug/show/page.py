@@ -239,14 +239,12 @@ def _raster(drawn: Rectangles, x: Axis, y: Axis) -> dict[str, Any]:
 
 @_drawn.register(model.Spaces)
 def _spaces(spaces: model.Spaces, x: Axis, y: Axis) -> _Drawn:
-    looks = {"type": "rect", "line": {"width": 1, "dash": "dot", "color": INK}}
-    named = {"name": spaces.label, "legendgroup": spaces.label}
-    return _Drawn(
-        shapes=[
-            {**looks, **named, "x0": left, "x1": right, "y0": low / y.scale, "y1": high / y.scale, "showlegend": not at}
-            for at, (left, right, low, high) in enumerate(spaces.boxes)
-        ]
-    )
+    looks = {"type": "rect", "line": {"width": 1, "dash": "dot", "color": INK}, "legendgroup": spaces.label}
+    boxes = [
+        {"x0": left, "x1": right, "y0": low / y.scale, "y1": high / y.scale, "name": spaces.label, "showlegend": not at}
+        for at, (left, right, low, high) in enumerate(spaces.boxes)
+    ]
+    return _Drawn(shapes=[{**looks, **box} for box in boxes])
 
 
 @_drawn.register(model.Line)

@@ -43,13 +43,7 @@ map.addEventListener('mouseleave', () => { box.style.display = 'none'; });
 
 
 def facts(drawn: Rectangles, axes: list[str], unit_bytes: int) -> str:
-    """What the script looks up, as JSON that cannot end its element.
-
-    Args:
-        drawn: what lies under the pointer.
-        axes: names of its panel's, in the layout of plotly.
-        unit_bytes: of the upright axis.
-    """
+    """What the script looks up of rectangles on two axes of plotly's, as JSON that cannot end its element."""
     numbered = drawn.ids.dtype.kind == "i"
     found = {
         "axes": axes,

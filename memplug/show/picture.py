@@ -113,26 +113,22 @@ def _draw(content: object, axes: Axes, x: Axis, y: Axis, letter: float) -> None:
 
 @_draw.register(Stack)
 def _stack(stack: Stack, axes: Axes, x: Axis, y: Axis, letter: float) -> None:
+    if not len(stack.x):
+        return
     levels = stack.levels / y.scale
     tops = np.cumsum(levels, axis=0)
     for group, level, top in zip(stack.groups, levels, tops, strict=True):
         # With an edge of its own colour, a spike narrower than a pixel stays visible. Nowhere else: the edges of an
         # empty group would cover those below it.
-        at, high = _corners(stack.x, top)
-        low = _corners(stack.x, top - level)[1]
-        seen = len(level) and level.max() > tops[-1].max() * _SEEN
+        seen = level.max() > tops[-1].max() * _SEEN
         looks = {"facecolor": group.colour, "edgecolor": group.colour, "gid": group.label if seen else None}
-        axes.fill_between(at, low, high, where=high > low, linewidth=0.4, **looks)
-
-
-def _corners(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of a line that holds each level until the next place."""
-    return np.repeat(x, 2)[1:], np.repeat(y, 2)[:-1]
+        held = np.where(level > 0, top, np.nan)[:-1]
+        axes.stairs(held, stack.x, baseline=(top - level)[:-1], fill=True, linewidth=0.4, **looks)
 
 
 @_draw.register(model.Steps)
 def _steps(steps: model.Steps, axes: Axes, x: Axis, y: Axis, letter: float) -> None:
-    axes.plot(*_corners(steps.x, steps.y / y.scale), color=INK, linewidth=0.4, alpha=0.5)
+    axes.step(steps.x, steps.y / y.scale, where="post", color=INK, linewidth=0.4, alpha=0.5)
 
 
 @_draw.register(model.Bars)
@@ -160,7 +156,7 @@ def _rectangles(drawn: Rectangles, axes: Axes, x: Axis, y: Axis, letter: float) 
     """A raster of all, and borders of the largest, so that neighbours of one colour are told apart."""
     pixels = raster(drawn, (x.low, x.high), y.high, _PIXELS)
     colours = ["#ffffff", *(group.colour for group in drawn.groups)]
-    palette = np.array([[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in colours], np.uint8)
+    palette = np.array([[*bytes.fromhex(colour[1:])] for colour in colours], np.uint8)
     extent = (*x.drawn, *y.drawn)
     axes.imshow(palette[pixels], origin="lower", aspect="auto", extent=extent, interpolation="nearest")
     rows = largest(drawn, _OUTLINED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -13,8 +14,7 @@ from memplug.plan.schema import MemoryPlan
 from memplug.show import decision_diff
 from memplug.show.groups import OUTSIDE, phase_words
 from memplug.show.layout_summary import addresses
-from memplug.show.summary import count
-from memplug.show.words import both, change, has_addresses, size
+from memplug.show.words import both, change, count, has_addresses, size
 
 _LARGEST_AT_MOST = 5
 
@@ -32,25 +32,19 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
     Requests are taken for the same if they are asked for in the same phase and layer, on the same stream, with the
     same size, and are the first, the second, ... such ones there: one request more shifts only those of its size and
     place. Of what is left, those of the same phase, layer and stream are taken for each other in their order, resized;
-    the others are only in one of the plans. Times differ between any two recordings, and are not compared.
-
-    Args:
-        a, b: Any two; of different programs most requests are only in one of them.
+    the others are only in one of the plans. Times differ between any two recordings, and are not compared. Of different
+    programs most requests are only in one of them.
     """
     same, resized, only = _matched(a.problem, b.problem)
     moved = _Pairs(*(rows[a.solution.offsets[same.a] != b.solution.offsets[same.b]] for rows in same))
     sides = {"a": _facts(a), "b": _facts(b)}
-    prints = asdict(a.problem.fingerprint), asdict(b.problem.fingerprint)
+    prints = zip(asdict(a.problem.fingerprint).items(), asdict(b.problem.fingerprint).values(), strict=True)
     return {
         **sides,
         "height_change_bytes": sides["b"]["height_bytes"] - sides["a"]["height_bytes"],
         "lower_bound_change_bytes": sides["b"]["lower_bound_bytes"] - sides["a"]["lower_bound_bytes"],
         "fragmentation_change": sides["b"]["fragmentation"] - sides["a"]["fragmentation"],
-        "fingerprint": {
-            name: {"a": prints[0][name], "b": prints[1][name]}
-            for name in prints[0]
-            if prints[0][name] != prints[1][name]
-        },
+        "fingerprint": {name: {"a": mine, "b": its} for (name, mine), its in prints if mine != its},
         "same_dynamic_spaces": a.dynamic == b.dynamic,
         "same_requests": len(same.a),
         "same_bytes": _bytes_of(a, same.a),
@@ -74,11 +68,18 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
 def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What `diff` returned, as (name, value) in words."""
     a, b = facts["a"], facts["b"]
-    compared = a["has_addresses"] and b["has_addresses"]
+    if a["has_addresses"] and b["has_addresses"]:
+        addresses, requests = _planned_rows(facts), _request_rows(facts)
+    else:
+        addresses, requests = [("addresses", _lacking(a, b))], []
+    fingerprint = [
+        (f"other {name}", f"{_value(sides['a'])} in A, {_value(sides['b'])} in B")
+        for name, sides in facts["fingerprint"].items()
+    ]
     return [
-        *(_planned_rows(facts) if compared else [("addresses", _lacking(a, b))]),
-        *_fingerprint_rows(facts["fingerprint"]),
-        *(_request_rows(facts) if compared else []),
+        *addresses,
+        *(fingerprint or [("recorded from", "the same program, on the same kind of machine")]),
+        *requests,
         *(decision_diff.rows(facts["decisions"]) if facts["decisions"] else []),
     ]
 
@@ -92,19 +93,27 @@ def _lacking(a: dict[str, Any], b: dict[str, Any]) -> str:
 
 
 def _planned_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    a, b = facts["a"], facts["b"]
+    def of_both(words: Callable[[dict[str, Any]], str]) -> str:
+        return both(words(facts["a"]), words(facts["b"]))
+
+    def nbytes(name: str) -> str:
+        a, b = facts["a"][name], facts["b"][name]
+        return change(a, b, size) if a != b else f"{size(a)} ({a:,} bytes) in both"
+
+    dynamic = of_both(lambda side: f"{count(side['dynamic_groups'], 'group')}, {size(side['dynamic_peak_bytes'])}")
     return [
-        ("planner", both(_planner(a), _planner(b))),
-        ("requests", both(f"{a['requests']:,}", f"{b['requests']:,}")),
-        ("lower bound", _bytes(a, b, "lower_bound_bytes")),
-        ("height", _bytes(a, b, "height_bytes")),
-        ("fragmentation", both(f"{a['fragmentation']:.2%}", f"{b['fragmentation']:.2%}")),
-        (
-            "dynamic requests",
-            both(*(f"{count(side['dynamic_groups'], 'group')}, {size(side['dynamic_peak_bytes'])}" for side in (a, b)))
-            + ("" if facts["same_dynamic_spaces"] else "; what they may reuse differs"),
-        ),
+        ("planner", of_both(_planner)),
+        ("requests", of_both(lambda side: f"{side['requests']:,}")),
+        ("lower bound", nbytes("lower_bound_bytes")),
+        ("height", nbytes("height_bytes")),
+        ("fragmentation", of_both(lambda side: f"{side['fragmentation']:.2%}")),
+        ("dynamic requests", dynamic + ("" if facts["same_dynamic_spaces"] else "; what they may reuse differs")),
     ]
+
+
+def _planner(side: dict[str, Any]) -> str:
+    proven = ", optimal" if side["optimal"] else ", out of time" if side["timed_out"] else ""
+    return f"{side['planner']}{proven}"
 
 
 def _request_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -116,11 +125,11 @@ def _request_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("only in A", "only_in_a"),
         ("only in B", "only_in_b"),
     ):
+        requests = facts[f"{name}_requests"]
         if name == "resized":
             sizes = f"{size(facts['resized_a_bytes'])} in A, {size(facts['resized_b_bytes'])} in B"
         else:
             sizes = size(facts[f"{name}_bytes"])
-        requests = facts[f"{name}_requests"]
         found.append((words, f"{count(requests, 'request')}, {sizes}" if requests else "none"))
         largest = facts.get(f"{name}_largest", [])
         found += [("    the largest" if i == 0 else "", _one(each)) for i, each in enumerate(largest)]
@@ -161,9 +170,7 @@ def _places(problem: Problem) -> list[tuple]:
 def _paired(rows: tuple[np.ndarray, ...], keys: tuple[list[tuple], ...]) -> _Pairs:
     """The first of each key in A with the first of it in B, the second with the second, ...
 
-    Args:
-        rows: of A and of B, in the order in which they are counted.
-        keys: of every row of A and of B.
+    `rows` of A and of B are in the order in which they are counted; `keys` are of every row of the two.
     """
     waiting: dict[tuple, deque[int]] = defaultdict(deque)
     for row in rows[1].tolist():
@@ -173,44 +180,24 @@ def _paired(rows: tuple[np.ndarray, ...], keys: tuple[list[tuple], ...]) -> _Pai
 
 
 def _largest(a: MemoryPlan | None, b: MemoryPlan | None, pairs: _Pairs) -> list[dict[str, Any]]:
-    """The largest requests, with what each of the plans says of them."""
-    sides = {name: (plan, its) for name, plan, its in (("a", a, pairs.a), ("b", b, pairs.b)) if plan is not None}
-    largest = np.maximum.reduce([plan.problem.buffers["size"][its] for plan, its in sides.values()])
+    """The largest requests, with what each of the plans that has them says of them."""
+    sides = [(name, plan, its) for name, plan, its in zip("ab", (a, b), pairs, strict=True) if plan is not None]
+    largest = np.max([plan.problem.buffers["size"][its] for _, plan, its in sides], axis=0)
     found = []
     for index in np.argsort(-largest, kind="stable")[:_LARGEST_AT_MOST].tolist():
-        plan, its = next(iter(sides.values()))
-        buffer, problem = plan.problem.buffer(int(its[index])), plan.problem
-        each: dict[str, Any] = {
-            "phase": phase_words(problem.phases[buffer.lower_phase]) if buffer.lower_phase >= 0 else None,
-            "layer": problem.layers[buffer.lower_layer].name if buffer.lower_layer >= 0 else None,
-        }
-        for name, (plan, its) in sides.items():
-            row = int(its[index])
-            each[f"{name}_id"] = plan.problem.ids[row].item()
-            each[f"{name}_bytes"] = int(plan.problem.buffers["size"][row])
-            each[f"{name}_offset_bytes"] = int(plan.solution.offsets[row])
+        each: dict[str, Any] = {}
+        for name, plan, its in sides:
+            problem, row = plan.problem, int(its[index])
+            buffer = problem.buffer(row)
+            each |= {
+                "phase": phase_words(problem.phases[buffer.lower_phase]) if buffer.lower_phase >= 0 else None,
+                "layer": problem.layers[buffer.lower_layer].name if buffer.lower_layer >= 0 else None,
+                f"{name}_id": problem.ids[row].item(),
+                f"{name}_bytes": buffer.size,
+                f"{name}_offset_bytes": int(plan.solution.offsets[row]),
+            }
         found.append(each)
     return found
-
-
-def _planner(side: dict[str, Any]) -> str:
-    proven = ", optimal" if side["optimal"] else ", out of time" if side["timed_out"] else ""
-    return f"{side['planner']}{proven}"
-
-
-def _bytes(a: dict[str, Any], b: dict[str, Any], name: str) -> str:
-    if a[name] == b[name]:
-        return f"{size(a[name])} ({a[name]:,} bytes) in both"
-    return change(a[name], b[name], size)
-
-
-def _fingerprint_rows(fingerprint: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    if not fingerprint:
-        return [("recorded from", "the same program, on the same kind of machine")]
-    return [
-        (f"other {name}", f"{_value(sides['a'])} in A, {_value(sides['b'])} in B")
-        for name, sides in fingerprint.items()
-    ]
 
 
 def _value(value: Any) -> str:
@@ -220,10 +207,8 @@ def _value(value: Any) -> str:
 
 
 def _one(each: dict[str, Any]) -> str:
-    side = "a" if "a_id" in each else "b"
-    sizes = list(dict.fromkeys(size(each[f"{name}_bytes"]) for name in "ab" if f"{name}_id" in each))
-    offsets = [f"{each[f'{name}_offset_bytes']:,}" for name in "ab" if f"{name}_id" in each]
-    place = ", ".join(filter(None, [each["phase"], each["layer"] or OUTSIDE])) if each["phase"] else each["layer"]
-    return (
-        f"{' -> '.join(sizes)} at {' -> '.join(offsets)}: request {each[f'{side}_id']}{f', {place}' if place else ''}"
-    )
+    sides = [side for side in "ab" if f"{side}_id" in each]
+    sizes = " -> ".join(dict.fromkeys(size(each[f"{side}_bytes"]) for side in sides))
+    offsets = " -> ".join(f"{each[f'{side}_offset_bytes']:,}" for side in sides)
+    place = ", ".join(filter(None, [each["phase"], each["layer"] or (OUTSIDE if each["phase"] else None)]))
+    return f"{sizes} at {offsets}: request {each[f'{sides[0]}_id']}{f', {place}' if place else ''}"

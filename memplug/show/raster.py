@@ -12,21 +12,17 @@ from memplug.show.figure import Rectangles
 
 
 def raster(drawn: Rectangles, span: tuple[float, float], height_bytes: float, shape: tuple[int, int]) -> np.ndarray:
-    """Which group is seen in each pixel.
+    """The group + 1 that is seen in each pixel, of at most 255 groups, or 0: uint8[shape].
 
     Args:
-        drawn: at most 255 groups.
+        drawn: what is painted.
         span: of the clock, from the left edge to the right one.
         height_bytes: the upper edge.
         shape: rows, the first one at address 0, and columns.
-
-    Returns:
-        uint8[shape]: the group + 1; 0: nothing there.
     """
     rows, columns = shape
     picture = np.zeros(shape, np.uint8)
-    across = columns / (span[1] - span[0])
-    up = rows / max(height_bytes, 1)
+    across, up = columns / (span[1] - span[0]), rows / max(height_bytes, 1)
     left = np.clip(np.floor((drawn.lower - span[0]) * across).astype(np.int64), 0, columns - 1)
     right = np.maximum(left + 1, np.round((drawn.upper - span[0]) * across).astype(np.int64))
     bottom = np.clip(np.floor(drawn.start * up).astype(np.int64), 0, rows - 1)

@@ -54,8 +54,7 @@ class _Writer:
             stream: _Space(_FIRST_ADDRESS + _SEGMENT_STRIDE * i)
             for i, stream in enumerate(np.unique(trace.events["stream"]).tolist() or [0])
         }
-        self.first_stream = min(self.spaces)
-        self.live: dict[int, dict[str, Any]] = {}  # by address
+        self.live: dict[int, tuple[int, dict[str, Any]]] = {}  # stream and block, by address
         self.address_of: dict[int, int] = {}  # by request
         self.earlier: dict[int, int] = {}  # by the event that frees it
         # One dict for each place: pickle then stores it once.
@@ -64,72 +63,65 @@ class _Writer:
     def snapshot(self) -> dict[str, Any]:
         self._place_earlier()
         events = [entry for event in range(len(self.trace.events)) for entry in self._entries(event)]
+        used = {stream: space for stream, space in self.spaces.items() if space.size}
         made = [
-            {"action": "segment_alloc", "addr": space.start, "size": space.size, "stream": stream, "frames": []}
-            for stream, space in self.spaces.items()
-            if space.size
+            {
+                **{"action": "segment_alloc", "addr": space.start, "size": space.size, "stream": stream},
+                **{"frames": [], "category": _NO_CATEGORY},
+            }
+            for stream, space in used.items()
         ]
-        for entry in made:
-            entry["category"] = _NO_CATEGORY
-        segments = [self._segment(stream, space) for stream, space in self.spaces.items() if space.size]
+        segments = [self._segment(stream, space) for stream, space in used.items()]
         return {"segments": segments, "device_traces": [[*made, *events]]}
 
     def _place_earlier(self) -> None:
-        rows = self.trace.events
+        rows, first_stream = self.trace.events, min(self.spaces)
         known = np.flatnonzero((rows["kind"] == Event.FREE) & (rows["request"] < 0) & (rows["nbytes"] > 0))
         frames = [self._frame("phase", 0, BEFORE)]
         for event, nbytes in zip(known.tolist(), rows["nbytes"][known].tolist(), strict=True):
-            self.earlier[event] = self._occupy(self.first_stream, nbytes, frames)
+            self.earlier[event] = self._occupy(first_stream, nbytes, frames)
         rest = self.trace.base_bytes - int(rows["nbytes"][known].sum())
         if rest > 0:
-            self._occupy(self.first_stream, rest, frames)
+            self._occupy(first_stream, rest, frames)
 
     def _entries(self, event: int) -> list[dict[str, Any]]:
-        kind, request, nbytes, stream, *_ = row = self.trace.events[event].item()
-        frames = self._frames(row)
-        entry = {"stream": stream, "frames": frames, "time_us": self._time_us(row)}
-        if kind == Event.MALLOC:
-            address = self.address_of[request] = self._occupy(stream, nbytes, frames)
-            category = PASSES[self.trace.phases[row[5]].kind].words
-            return [{"action": "alloc", "addr": address, "size": nbytes, "category": category, **entry}]
-        address = self.earlier.get(event) if request < 0 else self.address_of.pop(request)
-        if address is None:
-            return []  # of unknown size
-        block = self.live.pop(address)
-        self.spaces[block["stream"]].release(address, block["size"])
-        freed = {"addr": address, "size": block["requested_size"], **entry, "stream": block["stream"]}
-        return [{"action": action, **freed} for action in ("free_requested", "free_completed")]
-
-    def _occupy(self, stream: int, nbytes: int, frames: list[dict[str, Any]]) -> int:
-        size = max(-(-nbytes // _ROUNDING_BYTES), 1) * _ROUNDING_BYTES
-        address = self.spaces[stream].place(size)
-        self.live[address] = {"size": size, "requested_size": nbytes, "stream": stream, "frames": frames}
-        return address
-
-    def _frames(self, row: tuple[int, ...]) -> list[dict[str, Any]]:
-        operator, phase, layer = row[4:7]
         trace = self.trace
+        kind, request, nbytes, stream, operator, phase, layer, *_ = trace.events[event].item()
         frames = [self._frame("phase", phase, phase_words(trace.phases[phase]))]
         if layer >= 0:
             frames.insert(0, self._frame("layer", layer, trace.layers[layer].name))
         if operator >= 0:
             frames.insert(0, self._frame("operator", operator, trace.names[trace.operators["name"][operator]]))
-        return frames
+        time_us = int(trace.operators["time_ns"][operator]) // 1000 if operator >= 0 else 0
+        entry = {"stream": stream, "frames": frames, "time_us": time_us}
+        if kind == Event.MALLOC:
+            address = self.address_of[request] = self._occupy(stream, nbytes, frames)
+            category = PASSES[trace.phases[phase].kind].words
+            return [{"action": "alloc", "addr": address, "size": nbytes, "category": category, **entry}]
+        address = self.earlier.get(event) if request < 0 else self.address_of.pop(request)
+        if address is None:
+            return []  # of unknown size
+        stream, block = self.live.pop(address)
+        self.spaces[stream].release(address, block["size"])
+        freed = {"addr": address, "size": block["requested_size"], **entry, "stream": stream}
+        return [{"action": action, **freed} for action in ("free_requested", "free_completed")]
 
-    def _time_us(self, row: tuple[int, ...]) -> int:
-        return int(self.trace.operators["time_ns"][row[4]]) // 1000 if row[4] >= 0 else 0
+    def _occupy(self, stream: int, nbytes: int, frames: list[dict[str, Any]]) -> int:
+        size = max(-(-nbytes // _ROUNDING_BYTES), 1) * _ROUNDING_BYTES
+        address = self.spaces[stream].place(size)
+        self.live[address] = stream, {"size": size, "requested_size": nbytes, "frames": frames}
+        return address
 
     def _segment(self, stream: int, space: _Space) -> dict[str, Any]:
-        blocks, at = [], space.start
-        mine = sorted((address, block) for address, block in self.live.items() if block["stream"] == stream)
-        for address, block in [*mine, (space.start + space.size, None)]:
+        blocks, at, end = [], space.start, space.start + space.size
+        mine = sorted((address, block) for address, (its, block) in self.live.items() if its == stream)
+        for address, block in [*mine, (end, {"size": 0})]:
             if address > at:
                 gap = {"address": at, "size": address - at, "requested_size": 0, "state": "inactive", "frames": []}
                 blocks.append(gap)
-            if block is not None:
-                state = {"address": address, "state": "active_allocated", "frames": block["frames"]}
-                blocks.append({**state, "size": block["size"], "requested_size": block["requested_size"]})
-                at = address + block["size"]
+            if address < end:
+                blocks.append({"address": address, "state": "active_allocated", **block})
+            at = address + block["size"]
         in_use = sum(block["size"] for _, block in mine)
         return {
             "device": 0,
@@ -148,46 +140,24 @@ class _Writer:
 
 
 class _Space:
-    """A growing range of addresses, of which pieces are in use."""
+    """A range of addresses, of which pieces are in use; `size` bytes from its start on have been."""
 
     def __init__(self, start: int) -> None:
         self.start, self.size = start, 0
-        self._gaps: list[tuple[int, int]] = []  # (size, address), sorted
-        self._by_start: dict[int, int] = {}  # address: size
-        self._by_end: dict[int, int] = {}
+        self._gaps = [(start, start + _SEGMENT_STRIDE)]  # [from, to), sorted; the last one has what was never in use
 
     def place(self, size: int) -> int:
-        """The address of the smallest gap that holds `size` bytes, or of new ones at the end."""
-        at = bisect.bisect_left(self._gaps, (size, 0))
-        if at < len(self._gaps):
-            gap_size, address = self._gaps[at]
-            self._close(address, gap_size)
-        else:
-            end = self.start + self.size
-            gap_size = self._by_end.get(end, 0)
-            address = end - gap_size
-            if gap_size:
-                self._close(address, gap_size)
-            self.size += size - gap_size
-            gap_size = size
-        if gap_size > size:
-            self._open(address + size, gap_size - size)
-        return address
+        """The address of the smallest gap that holds `size` bytes."""
+        _, at = min((end - start, at) for at, (start, end) in enumerate(self._gaps) if end - start >= size)
+        start, end = self._gaps[at]
+        self._gaps[at : at + 1] = [(start + size, end)] if end - start > size else []
+        self.size = max(self.size, start + size - self.start)
+        return start
 
-    def release(self, address: int, size: int) -> None:
+    def release(self, start: int, size: int) -> None:
         """Gives back what `place` returned, joined with the gaps beside it."""
-        if before := self._by_end.get(address):
-            self._close(address - before, before)
-            address, size = address - before, size + before
-        if behind := self._by_start.get(address + size):
-            self._close(address + size, behind)
-            size += behind
-        self._open(address, size)
-
-    def _open(self, address: int, size: int) -> None:
-        bisect.insort(self._gaps, (size, address))
-        self._by_start[address] = self._by_end[address + size] = size
-
-    def _close(self, address: int, size: int) -> None:
-        del self._gaps[bisect.bisect_left(self._gaps, (size, address))]
-        del self._by_start[address], self._by_end[address + size]
+        end, at = start + size, bisect.bisect(self._gaps, (start,))
+        behind = at + (self._gaps[at][0] == end)
+        before = at - (at > 0 and self._gaps[at - 1][1] == start)
+        joined = [*self._gaps[before:behind], (start, end)]
+        self._gaps[before:behind] = [(min(joined)[0], max(joined)[1])]

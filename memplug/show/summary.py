@@ -11,7 +11,7 @@ import numpy as np
 from memplug.plan.layout.problem import Problem
 from memplug.profile.trace import Trace, earlier_frees, freed_elsewhere, still_live
 from memplug.show.groups import BEFORE, OUTSIDE, phase_words
-from memplug.show.words import Moment, moment, size
+from memplug.show.words import Moment, count, moment, size
 
 _ROWS_AT_MOST = 8
 _OPERATORS_AT_MOST = 10
@@ -106,31 +106,32 @@ def bytes_by(column: str, tables: Trace | Problem, of: np.ndarray, nbytes: np.nd
 
 def recorded_rows(fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
     """What was recorded, as (name, value); from the fields of a fingerprint and its digest."""
-    model = fingerprint["model"] or "unknown"
-    parameters = f", {fingerprint['parameters']:,} parameters" if fingerprint["parameters"] else ""
-    found = [
-        ("model", model + parameters),
-        ("inputs", ", ".join(dict.fromkeys(fingerprint["inputs"]))),
-        ("device", f"{fingerprint['device']}, rank {fingerprint['rank']} of {fingerprint['world_size']}"),
-        ("versions", ", ".join(f"{package} {version}" for package, version in fingerprint["versions"])),
-        ("fingerprint", fingerprint["digest"]),
-    ]
-    return [(name, value) for name, value in found if value and not value.startswith(", ")]
+    parameters = f"{fingerprint['parameters']:,} parameters" if fingerprint["parameters"] else None
+    rank = f"rank {fingerprint['rank']} of {fingerprint['world_size']}"
+    found = {
+        "model": ", ".join(filter(None, [fingerprint["model"] or "unknown", parameters])),
+        "inputs": ", ".join(dict.fromkeys(fingerprint["inputs"])),
+        "device": f"{fingerprint['device']}, {rank}" if fingerprint["device"] else "",
+        "versions": ", ".join(f"{package} {version}" for package, version in fingerprint["versions"]),
+        "fingerprint": fingerprint["digest"],
+    }
+    return [(name, value) for name, value in found.items() if value]
 
 
 def _steps_in_words(facts: dict[str, Any]) -> str:
-    seconds = [value for value in facts["step_s"] if value is not None]
-    times = ", ".join(f"{value:.3f} s" for value in seconds[:_ROWS_AT_MOST])
-    more = ", ..." if len(seconds) > _ROWS_AT_MOST else ""
-    return f"{facts['steps']}: {times}{more}" if seconds else f"{facts['steps']}, durations unknown"
+    seconds = [f"{value:.3f} s" for value in facts["step_s"] if value is not None]
+    return f"{facts['steps']}: {_first_few(seconds)}" if seconds else f"{facts['steps']}, durations unknown"
 
 
 def _operators_in_words(facts: dict[str, Any]) -> str:
     if not facts["operators"]:
         return "none recorded: the clock is the requests themselves"
-    of_steps = ", ".join(f"{count:,}" for count in facts["operators_by_step"][:_ROWS_AT_MOST])
-    more = ", ..." if facts["steps"] > _ROWS_AT_MOST else ""
-    return f"{facts['operators']:,}, by step {of_steps}{more}" if of_steps else f"{facts['operators']:,}"
+    of_steps = [f"{operators:,}" for operators in facts["operators_by_step"]]
+    return f"{facts['operators']:,}{', by step ' if of_steps else ''}{_first_few(of_steps)}"
+
+
+def _first_few(words: list[str]) -> str:
+    return ", ".join([*words[:_ROWS_AT_MOST], *(["..."] if len(words) > _ROWS_AT_MOST else [])])
 
 
 def _counter_in_words(facts: dict[str, Any]) -> str:
@@ -147,8 +148,7 @@ def held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[st
     shown = list(held.items())
     if len(shown) > _ROWS_AT_MOST:
         others = [nbytes for _, nbytes in shown[_ROWS_AT_MOST - 1 :]]
-        shown = shown[: _ROWS_AT_MOST - 1]
-        shown.append((f"{len(others)} others, at most {size(max(others))} each", sum(others)))
+        shown[_ROWS_AT_MOST - 1 :] = [(f"{len(others)} others, at most {size(max(others))} each", sum(others))]
     width = max((len(size(nbytes)) for _, nbytes in shown), default=0)
     return [
         (name if i == 0 else "", f"{size(nbytes):>{width}}  {nbytes / max(peak_bytes, 1):>4.0%}  {what}")
@@ -158,11 +158,6 @@ def held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[st
 
 def _of_requests(facts: dict[str, Any], name: str) -> str:
     return f"{count(facts[f'{name}_requests'], 'request')}, {size(facts[f'{name}_bytes'])}"
-
-
-def count(number: int, noun: str) -> str:
-    """For example "1 request", "2,048 requests"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _top_rows(top: list[dict[str, Any]]) -> list[tuple[str, str]]:

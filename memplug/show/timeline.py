@@ -41,10 +41,6 @@ def timeline(trace: Trace, bins: int = 800) -> Timeline:
     The clock is cut into `bins` equal parts, and of each the first, the smallest, the largest and the last memory in
     use is kept (M4, Jugel et al., VLDB 2014): a line through these samples, drawn over at most `bins` pixels, is the
     line through all of them. The peak is exact.
-
-    Args:
-        trace: recorded.
-        bins: at least 1.
     """
     clock, length, places = _clock(trace)
     event = np.concatenate([[-1], m4(trace.live_bytes, places, length, bins), [len(places) - 1]])
@@ -65,8 +61,8 @@ def timeline(trace: Trace, bins: int = 800) -> Timeline:
         bytes_by_layer=levels[1],
         phases=phases,
         layers=layers,
-        phase_runs=runs(rows["phase"], length),
-        layer_runs=layer_runs(rows, length),
+        phase_runs=runs(rows["phase"]),
+        layer_runs=layer_runs(rows),
         step_starts=tuple(int(step[first]) for step in trace.steps),
         peak=int(np.argmax(levels[0].sum(axis=0))),
     )
@@ -81,29 +77,27 @@ def owners(trace: Trace) -> np.ndarray:
     return owner
 
 
-def runs(values: np.ndarray, length: int, at_most: int = 2000) -> Runs:
+def runs(values: np.ndarray, at_most: int = 2000) -> Runs:
     """Stretches of equal values; more than `at_most` are sampled at the middle of so many equal cells first."""
+    bounds = np.arange(len(values) + 1)
+    if len(_edges(values)) > at_most:
+        cells = np.linspace(0, len(values), at_most + 1)
+        bounds, values = cells.astype(np.int64), values[((cells[:-1] + cells[1:]) / 2).astype(np.int64)]
     edges = _edges(values)
-    if len(edges) > at_most:
-        cells = np.linspace(0, length, at_most + 1)
-        values = values[((cells[:-1] + cells[1:]) / 2).astype(np.int64)]
-        edges = _edges(values)
-        bounds = np.append(cells[edges], length).astype(np.int64)
-    else:
-        bounds = np.append(edges, length)
-    return Runs(bounds[:-1], bounds[1:], values[edges].astype(np.int64))
+    ends = np.append(edges, len(values))[1:]
+    return Runs(bounds[edges], bounds[ends], values[edges].astype(np.int64))
 
 
-def layer_runs(rows: np.ndarray, length: int, at_most: int = 2000) -> Runs:
+def layer_runs(rows: np.ndarray, at_most: int = 2000) -> Runs:
     """As `runs`, of the layers in operators or events; where a phase ends, its layer's stretch ends too."""
     layers = int(rows["layer"].max(initial=-1)) + 2
-    found = runs(rows["phase"].astype(np.int64) * layers + rows["layer"] + 1, length, at_most)
+    found = runs(rows["phase"].astype(np.int64) * layers + rows["layer"] + 1, at_most)
     return found._replace(value=found.value % layers - 1)
 
 
 def _edges(values: np.ndarray) -> np.ndarray:
     """Where each stretch of equal values begins."""
-    return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])) if len(values) else np.zeros(0, np.int64)
+    return np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
 
 
 def _clock(trace: Trace) -> tuple[str, int, np.ndarray]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from memplug.profile.trace import Layer, Phase, Trace
 from memplug.show.figure import GRID, Axis, Bars, Column, Figure, Line, Mark, Panel, Runs, Stack, Steps, bytes_axis
-from memplug.show.groups import by_phase, layer_colours, layer_words, phase_letters, phase_words, short_names
+from memplug.show.groups import by_phase, layer_words, phase_letters, phase_words, sequence, short_names
 from memplug.show.timeline import timeline
 from memplug.show.words import heading, moment, sampling, size
 
@@ -17,12 +17,7 @@ _ROOM = 1.16  # above the peak, for its label
 
 
 def trace_figure(trace: Trace, bins: int = 800) -> Figure:
-    """Memory in use in a trace.
-
-    Args:
-        trace: recorded.
-        bins: of the timeline, as many as the picture has pixels.
-    """
+    """Memory in use in a trace, from as many `bins` as the picture has pixels."""
     line = timeline(trace, bins)
     peak_bytes = int(line.in_use_bytes[line.peak])
     peak = f"peak {size(peak_bytes)}: {moment(trace, int(line.event[line.peak]))}"
@@ -57,38 +52,33 @@ def strips(
 ) -> list[Panel]:
     """The phases and the layers that ran, as far as anything is known of them, as rows of coloured stretches.
 
-    Args:
-        phases, layers: tables that the runs refer to.
-        phase_runs, layer_runs: what ran.
-        clock: what their ends count, such as "operator".
+    The tables have what the runs refer to; their ends count the clock, such as "operator".
     """
-    grouping, short = by_phase(phases), short_names(layers)
-    phase_names = [(phase_words(phase), phase_letters(phase)) for phase in phases]
-    layer_names = [(layer_words(name), name) for name in short]
-    full_names = [layer.name + (" (dynamic)" if layer.dynamic else "") for layer in layers]
-    phase_colours = [grouping.groups[group].colour for group in grouping.of]
-    found = (
-        ("phase", phase_runs, phase_colours, [words for words, _ in phase_names], phase_names),
-        ("layer", layer_runs, layer_colours(len(short)), full_names, layer_names),
-    )
+    groups, short = by_phase(phases), short_names(layers)
+    # Of each: the colour, the words under the pointer, and the names, the longest first.
+    phase_looks = [
+        (groups.groups[group].colour, phase_words(phase), (phase_words(phase), phase_letters(phase)))
+        for phase, group in zip(phases, groups.of[:-1], strict=True)
+    ]
+    layer_looks = [
+        (colour, layer.name + (" (dynamic)" if layer.dynamic else ""), (layer_words(name), name))
+        for colour, layer, name in zip(sequence(len(short)), layers, short, strict=True)
+    ]
     return [
-        Panel(y=Axis(title="", low=-0.5, high=0.5, ticks={0: what}), height=1, content=(_strip(clock, *rest),))
-        for what, *rest in found
-        if len(rest[0].value)
+        Panel(y=Axis(title="", low=-0.5, high=0.5, ticks={0: what}), height=1, content=(_strip(clock, runs, looks),))
+        for what, runs, looks in (("phase", phase_runs, phase_looks), ("layer", layer_runs, layer_looks))
+        if len(runs.value)
     ]
 
 
-def _strip(clock: str, runs: Runs, colours: list[str], words: list[str], names: list[tuple[str, str]]) -> Bars:
-    inside = runs.value >= 0
-    start, end, value = (column[inside] for column in runs)
-    values = value.tolist()
+def _strip(clock: str, runs: Runs, looks: list[tuple[str, str, tuple[str, str]]]) -> Bars:
+    start, end, value = (column[runs.value >= 0] for column in runs)
+    rows = [(*looks[value], a, b) for a, b, value in zip(start, end, value.tolist(), strict=True)]
     return Bars(
         begin=start,
         length=end - start,
-        row=np.zeros(len(values)),
-        colours=[colours[value] for value in values],
-        words=[
-            f"{words[value]}: from {clock} {a:,} up to {b:,}" for a, b, value in zip(start, end, values, strict=True)
-        ],
-        names=[names[value] for value in values],
+        row=np.zeros(len(rows)),
+        colours=[colour for colour, *_ in rows],
+        words=[f"{words}: from {clock} {a:,} up to {b:,}" for _, words, _, a, b in rows],
+        names=[names for _, _, names, *_ in rows],
     )

@@ -31,13 +31,13 @@ class Moment:
 
     def __str__(self) -> str:
         """For example "step 1, backward of micro-batch 0, model.layers.31, aten::mm (operator 8,211)"."""
-        words = [f"step {self.step}"] if self.step is not None else []
-        words += [word for word in (self.phase, self.layer) if word]
+        if self.event is None:
+            return BEFORE
+        step = None if self.step is None else f"step {self.step}"
+        last = f"request event {self.event:,}"
         if self.operator is not None:
-            words.append(f"{self.operator_name} (operator {self.operator:,})")
-        elif self.event is not None:
-            words.append(f"request event {self.event:,}")
-        return ", ".join(words) or BEFORE
+            last = f"{self.operator_name} (operator {self.operator:,})"
+        return ", ".join(filter(None, [step, self.phase, self.layer, last]))
 
 
 def moment(trace: Trace, event: int) -> Moment:
@@ -63,9 +63,19 @@ def size(nbytes: int) -> str:
     return f"{nbytes / unit_bytes:.2f} {unit}" if abs(nbytes) >= unit_bytes else f"{nbytes:,} bytes"
 
 
+def count(number: int, noun: str) -> str:
+    """For example "1 request", "2,048 requests"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """For example "1.250 s", "3.57 ms"."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+
+
+def known(amount: float | None, words: Callable[[Any], str]) -> str:
+    """An amount in words, or "unknown"."""
+    return "unknown" if amount is None else words(amount)
 
 
 def both(a: str, b: str) -> str:
@@ -74,24 +84,20 @@ def both(a: str, b: str) -> str:
 
 
 def change(a: float | None, b: float | None, words: Callable[[Any], str]) -> str:
-    """As `both`, of two amounts, and by how much B's is more or less; None: unknown.
-
-    Args:
-        words: an amount in words, such as `size`.
-    """
+    """As `both`, of two amounts in `words`, such as `size`, and by how much B's is more or less; None: unknown."""
     if a is None or b is None or a == b:
-        return both(*("unknown" if amount is None else words(amount) for amount in (a, b)))
+        return both(known(a, words), known(b, words))
     share = f", {(b - a) / a:+.2%}" if a else ""
     return f"{words(a)} in A, {words(b)} in B: {words(abs(b - a))} {'more' if b > a else 'less'}{share}"
 
 
 def heading(trace: Trace) -> str:
     """What a picture shows, for example "Memory in use: Llama, 2 recorded steps, NVIDIA H200, rank 0 of 8"."""
-    fingerprint, count = trace.fingerprint, len(trace.steps)
-    steps = f"{count} recorded step{'' if count == 1 else 's'}" if count else ""
-    parts = [fingerprint.model, steps, fingerprint.device]
-    parts += [f"rank {fingerprint.rank} of {fingerprint.world_size}"] if fingerprint.world_size > 1 else []
-    return ": ".join(filter(None, ["Memory in use", ", ".join(filter(None, parts))]))
+    fingerprint, steps = trace.fingerprint, len(trace.steps)
+    recorded = count(steps, "recorded step") if steps else ""
+    rank = f"rank {fingerprint.rank} of {fingerprint.world_size}" if fingerprint.world_size > 1 else ""
+    parts = ", ".join(filter(None, [fingerprint.model, recorded, fingerprint.device, rank]))
+    return ": ".join(filter(None, ["Memory in use", parts]))
 
 
 def sampling(trace: Trace, line: Timeline) -> str:

@@ -202,8 +202,7 @@ def doctor_of(monkeypatch):
     """The doctor's row on memlock, and its facts, with a host budget of 100 GiB."""
     module = sys.modules["memplug.cli.doctor"]
     absent = {"ready": False, "problem": "not asked", "advice": ""}
-    monkeypatch.setattr(module, "_native_core", lambda: absent)
-    monkeypatch.setattr(module, "_address_search", lambda: absent)
+    monkeypatch.setattr(module, "_built", lambda load: absent)
     monkeypatch.setattr(budgets, "host_available_bytes", lambda: 125 * GIB)
     for name in budgets.LOCAL_SIZES:
         monkeypatch.delenv(name, raising=False)

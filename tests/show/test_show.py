@@ -164,7 +164,7 @@ def test_without_operators_the_requests_are_the_clock():
 
 @given(st.lists(st.integers(-1, 2), max_size=40), st.integers(1, 9))
 def test_runs_cover_the_clock_and_are_exact_where_they_are_few(values, at_most):
-    found = runs(np.array(values, np.int64), len(values), at_most)
+    found = runs(np.array(values, np.int64), at_most)
     assert len(found.start) <= max(at_most, 1)
     edges = [0, *found.end.tolist()] if values else []
     assert edges == ([*found.start.tolist(), len(values)] if values else [])
