@@ -64,11 +64,9 @@ class _Writer:
         self._place_earlier()
         events = [entry for event in range(len(self.trace.events)) for entry in self._entries(event)]
         used = {stream: space for stream, space in self.spaces.items() if space.size}
+        nowhere = {"frames": [], "category": _NO_CATEGORY}
         made = [
-            {
-                **{"action": "segment_alloc", "addr": space.start, "size": space.size, "stream": stream},
-                **{"frames": [], "category": _NO_CATEGORY},
-            }
+            {"action": "segment_alloc", "addr": space.start, "size": space.size, "stream": stream, **nowhere}
             for stream, space in used.items()
         ]
         segments = [self._segment(stream, space) for stream, space in used.items()]
