@@ -34,8 +34,11 @@ def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
     try:
         config = MemplugConfig.model_validate(block)
     except ValidationError as error:
+        problems: list[str] = []
+        for each in error.errors():
+            problems.append(_problem(block, each["loc"]))
         # Pydantic reports each branch of a union and each element of a list by itself.
-        raise ConfigError(list(dict.fromkeys(_problem(block, each["loc"]) for each in error.errors()))) from None
+        raise ConfigError(list(dict.fromkeys(problems))) from None
     if "enabled" not in block:
         _log.warning('the "memplug" block has no "enabled": memplug stays off; add "enabled": true to switch it on')
     return config

@@ -142,9 +142,9 @@ def _read(text: TextIO) -> Problem:
                 rows.append(row)
             line = reader.line_num + 1  # where the next row begins: a quoted field may go over several lines
     except UnicodeDecodeError as error:
-        raise LayoutError(f"line {line} or later: not text in UTF-8: {error.reason}", _ADVICE) from error
+        raise LayoutError(f"at line {line} or later: not text in UTF-8: {error.reason}", _ADVICE) from error
     except (csv.Error, ValueError) as error:
-        raise LayoutError(f"line {line}: {error}", _ADVICE) from error
+        raise LayoutError(f"at line {line}: {error}", _ADVICE) from error
     if header is None:
         raise LayoutError("an empty file", _ADVICE)
     table = buffers(np.zeros((len(rows), 3), np.int64))

@@ -116,7 +116,7 @@ def test_a_malformed_line_is_named_by_its_number(path, kind):
     line, problem = AT_FAULT[kind]
     with pytest.raises(LayoutError) as refused:
         read(path, f"id,lower,upper,size,alignment\n1,0,3,4,1\n\n{line}\n3,0,3,4,1\n2,-,,,\n")
-    assert refused.value.problem.startswith(f"{path}: line 4: {problem}")
+    assert refused.value.problem.startswith(f"{path}: at line 4: {problem}")
     assert "id,lower,upper,size" in refused.value.advice
 
 
