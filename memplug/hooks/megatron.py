@@ -42,7 +42,7 @@ from torch import nn
 from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
 from memplug.hooks.framework import Framework, Layers, Target
-from memplug.hooks.patching import add, patch, patch_outside
+from memplug.hooks.patching import patch
 from memplug.hooks.regions import Prepare
 from memplug.session import Session
 from memplug.stages.ranks import Ranks
@@ -155,7 +155,9 @@ class Megatron(Framework):
             region.opaque = "its modules launch kernels of their own" if hides_operators(module) else ""
         if any(is_transformer_engine(part) for module in layers for part in module.modules()):
             _hook_transformer_engine(session)
-        add(session.executor.hooks.surroundings, _random_states, session)
+        surroundings = session.executor.hooks.surroundings
+        surroundings.append(_random_states)
+        session.at_detach(lambda: surroundings.remove(_random_states))
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -257,13 +259,19 @@ def _hook_memory_buffer(session: Session) -> None:
     state = _module("megatron.core.parallel_state")
     if getattr(state, "_GLOBAL_MEMORY_BUFFER", None) is None:
         return  # model parallelism was not initialized: nothing asks for it
-    buffer = state.get_global_memory_buffer()
-    patch_outside(buffer, "get_tensor", session, VERSIONS)
+    buffer, executor = state.get_global_memory_buffer(), session.executor
+
+    def get_tensor(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with executor.paused():
+            return original(*args, **kwargs)
+
+    patch(buffer, "get_tensor", get_tensor, session, VERSIONS)
 
     def is_scratch(tensor: torch.Tensor) -> bool:
         return any(storage_of(tensor) == storage_of(one) for one in buffer.buffer.values())
 
-    add(session.executor.hooks.scratch, is_scratch, session)
+    executor.hooks.scratch.append(is_scratch)
+    session.at_detach(lambda: executor.hooks.scratch.remove(is_scratch))
 
 
 def _hook_losses(session: Session) -> None:
@@ -285,9 +293,15 @@ def _hook_losses(session: Session) -> None:
 
 def _hook_gathering(session: Session) -> None:
     """The distributed optimizer's parameters, gathered by hooks of the modules that are about to use them."""
+    executor = session.executor
+
+    def outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with executor.paused():
+            return original(*args, **kwargs)
+
     groups = _module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
-    patch_outside(groups, "start_param_sync", session, VERSIONS)
-    patch_outside(groups, "finish_param_sync", session, VERSIONS)
+    patch(groups, "start_param_sync", outside, session, VERSIONS)
+    patch(groups, "finish_param_sync", outside, session, VERSIONS)
 
 
 def _hook_transformer_engine(session: Session) -> None:
@@ -306,7 +320,9 @@ def _hook_transformer_engine(session: Session) -> None:
         else:
             yield
 
-    add(session.executor.hooks.around, around, session)
+    around_regions = session.executor.hooks.around
+    around_regions.append(around)
+    session.at_detach(lambda: around_regions.remove(around))
 
 
 def _random_states() -> Callable[[], Any]:

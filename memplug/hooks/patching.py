@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from memplug.errors import PatchError
 from memplug.session import Session
 
 ORIGINAL = "__memplug_original__"
-
-Hook = TypeVar("Hook")
 
 
 def patch(target: Any, name: str, wrapper: Callable[..., Any], session: Session, versions: str) -> None:
@@ -49,28 +45,6 @@ def patch(target: Any, name: str, wrapper: Callable[..., Any], session: Session,
             put(target, name, below)
 
     session.at_detach(undo)
-
-
-def patch_outside(target: Any, name: str, session: Session, versions: str) -> None:
-    """Let a function of a framework run outside of the regions that call it: its operators are none of theirs.
-
-    Raises:
-        PatchError: as in `patch`.
-    """
-    attached = weakref.ref(session.executor)  # the patch may be of a class, and keeps no session alive
-
-    def outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        executor = attached()
-        with executor.paused() if executor is not None else contextlib.nullcontext():
-            return original(*args, **kwargs)
-
-    patch(target, name, outside, session, versions)
-
-
-def add(hooks: list[Hook], hook: Hook, session: Session) -> None:
-    """Add to one of the executor's lists (`memplug.tokenwise.regions.hooks`), until the session detaches."""
-    hooks.append(hook)
-    session.at_detach(lambda: hooks.remove(hook))
 
 
 def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
