@@ -23,7 +23,6 @@ import functools
 import importlib
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,7 +32,7 @@ from torch import nn
 from memplug.config import MemplugConfig, read_ds_config
 from memplug.errors import ConflictError, PatchError
 from memplug.hooks.framework import Framework, Layers, Target
-from memplug.hooks.patching import ORIGINAL, is_patched, patch
+from memplug.hooks.patching import ORIGINAL, is_patched, patch, unnoticed
 from memplug.session import Session, report
 from memplug.tokenwise.regions.region import Region
 
@@ -224,15 +223,10 @@ def _hook_gathering(engine: Any, session: Session, modules: Mapping[str, nn.Modu
     session.on_step.append(lambda _: in_backward.clear())
     executor = session.executor
 
-    def before_forward(original: Callable[..., Any], module: Any) -> Any:
-        with executor.paused():
-            return original(module)
-
     def after_forward(original: Callable[..., Any], module: Any) -> Any:
         if executor.recomputing and module.ds_id in in_backward:
             return None
-        with executor.paused():
-            return original(module)
+        return unnoticed(original, module)
 
     def before_backward(original: Callable[..., Any], module: Any) -> Any:
         in_backward.add(module.ds_id)
@@ -257,7 +251,7 @@ def _hook_gathering(engine: Any, session: Session, modules: Mapping[str, nn.Modu
 
     executor.hooks.gathered.append(gathered)
     session.at_detach(lambda: executor.hooks.gathered.remove(gathered))
-    patch(offload, "pre_sub_module_forward_function", before_forward, session, VERSIONS)
+    patch(offload, "pre_sub_module_forward_function", unnoticed, session, VERSIONS)
     patch(offload, "post_sub_module_forward_function", after_forward, session, VERSIONS)
     patch(offload, "pre_sub_module_backward_function", before_backward, session, VERSIONS)
     patch(offload, "post_sub_module_backward_function", after_backward, session, VERSIONS)
@@ -278,17 +272,9 @@ def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]
     from then on. A recompute pass does not enter its region, so the region is put where DeepSpeed looks for the
     module that runs.
     """
-    executor = session.executor
-    attached = weakref.ref(executor)  # the patches are of a class, and keep no session alive
-
-    def outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = attached()
-        with found.paused() if found is not None else contextlib.nullcontext():
-            return original(*args, **kwargs)
-
     partitioning = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-    patch(partitioning.Init, "_all_gather", outside, session, VERSIONS)
-    patch(partitioning.Init, "_partition", outside, session, VERSIONS)
+    patch(partitioning.Init, "_all_gather", unnoticed, session, VERSIONS)
+    patch(partitioning.Init, "_partition", unnoticed, session, VERSIONS)
 
     running = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
 
@@ -304,5 +290,6 @@ def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]
         finally:
             running[:] = before
 
-    executor.hooks.around.append(around)
-    session.at_detach(lambda: executor.hooks.around.remove(around))
+    hooks = session.executor.hooks
+    hooks.around.append(around)
+    session.at_detach(lambda: hooks.around.remove(around))

@@ -42,7 +42,7 @@ from torch import nn
 from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
 from memplug.hooks.framework import Framework, Layers, Target
-from memplug.hooks.patching import patch
+from memplug.hooks.patching import patch, unnoticed
 from memplug.hooks.regions import Prepare
 from memplug.session import Session
 from memplug.stages.ranks import Ranks
@@ -260,12 +260,7 @@ def _hook_memory_buffer(session: Session) -> None:
     if getattr(state, "_GLOBAL_MEMORY_BUFFER", None) is None:
         return  # model parallelism was not initialized: nothing asks for it
     buffer, executor = state.get_global_memory_buffer(), session.executor
-
-    def get_tensor(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with executor.paused():
-            return original(*args, **kwargs)
-
-    patch(buffer, "get_tensor", get_tensor, session, VERSIONS)
+    patch(buffer, "get_tensor", unnoticed, session, VERSIONS)
 
     def is_scratch(tensor: torch.Tensor) -> bool:
         return any(storage_of(tensor) == storage_of(one) for one in buffer.buffer.values())
@@ -278,10 +273,7 @@ def _hook_losses(session: Session) -> None:
     executor = session.executor
 
     def record(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if executor.recomputing:
-            return None
-        with executor.paused():
-            return original(*args, **kwargs)
+        return None if executor.recomputing else unnoticed(original, *args, **kwargs)
 
     router = _module("megatron.core.transformer.moe.router")
     if hasattr(router, "save_to_aux_losses_tracker"):
@@ -293,15 +285,9 @@ def _hook_losses(session: Session) -> None:
 
 def _hook_gathering(session: Session) -> None:
     """The distributed optimizer's parameters, gathered by hooks of the modules that are about to use them."""
-    executor = session.executor
-
-    def outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with executor.paused():
-            return original(*args, **kwargs)
-
     groups = _module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
-    patch(groups, "start_param_sync", outside, session, VERSIONS)
-    patch(groups, "finish_param_sync", outside, session, VERSIONS)
+    patch(groups, "start_param_sync", unnoticed, session, VERSIONS)
+    patch(groups, "finish_param_sync", unnoticed, session, VERSIONS)
 
 
 def _hook_transformer_engine(session: Session) -> None:

@@ -265,20 +265,6 @@ class Executor:
                 log.warning("memplug: region %s is recomputed in full: %s", region.name, divergence)
             replay()
 
-    # -- what hooks call -----------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Operators inside are not the region's own: neither noted nor replayed (parameter gathering, hooks)."""
-        if self.core is None:
-            yield
-            return
-        self.core.pause()
-        try:
-            yield
-        finally:
-            self.core.resume()
-
     def close(self) -> None:
         """Wait for all copies and give back the host memory. Graphs still in flight can no longer run backward."""
         self.transfer.close()
