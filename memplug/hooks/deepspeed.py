@@ -250,7 +250,6 @@ def _hook_gathering(engine: Any, session: Session, modules: Mapping[str, nn.Modu
                     offload.post_sub_module_forward_function(module)
 
     executor.hooks.gathered.append(gathered)
-    session.at_detach(lambda: executor.hooks.gathered.remove(gathered))
     patch(offload, "pre_sub_module_forward_function", unnoticed, session, VERSIONS)
     patch(offload, "post_sub_module_forward_function", after_forward, session, VERSIONS)
     patch(offload, "pre_sub_module_backward_function", before_backward, session, VERSIONS)
@@ -290,6 +289,4 @@ def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]
         finally:
             running[:] = before
 
-    hooks = session.executor.hooks
-    hooks.around.append(around)
-    session.at_detach(lambda: hooks.around.remove(around))
+    session.executor.hooks.around.append(around)

@@ -267,6 +267,8 @@ class Executor:
 
     def close(self) -> None:
         """Wait for all copies and give back the host memory. Graphs still in flight can no longer run backward."""
+        for added in (self.hooks.around, self.hooks.gathered, self.hooks.surroundings, self.hooks.scratch):
+            added.clear()  # by frameworks
         self.transfer.close()
         self.pool.close()
 
