@@ -41,7 +41,7 @@ from torch import nn
 
 from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
-from memplug.hooks.framework import Framework, Layers, Target
+from memplug.hooks.framework import Framework, Layers, Target, outermost
 from memplug.hooks.patching import patch, unnoticed
 from memplug.hooks.regions import Prepare
 from memplug.session import Session
@@ -79,10 +79,10 @@ class Megatron(Framework):
         return Target(nn.ModuleList(given), tuple(given))
 
     def is_in(self, target: Target) -> bool:
-        return bool(decoder_layers(target.model))
+        return bool(self.layers(target.model))
 
     def layers(self, model: nn.Module) -> Layers:
-        return decoder_layers(model)
+        return outermost(model, LAYER_CLASS)
 
     def is_expert(self, module: nn.Module) -> bool:
         return type(module).__name__ in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
@@ -116,7 +116,7 @@ class Megatron(Framework):
         ranks where no operator shows it.
         """
         check_version()
-        for name, layer in decoder_layers(target.model):
+        for name, layer in self.layers(target.model):
             config = layer.config
             asked = {key: getattr(config, key, None) for key in _CONFLICTS}
             reasons = [
@@ -155,21 +155,7 @@ class Megatron(Framework):
             region.opaque = "its modules launch kernels of their own" if hides_operators(module) else ""
         if any(is_transformer_engine(part) for module in layers for part in module.modules()):
             _hook_transformer_engine(session)
-        surroundings = session.executor.hooks.surroundings
-        surroundings.append(_random_states)
-        session.at_detach(lambda: surroundings.remove(_random_states))
-
-
-def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost `TransformerLayer`s, with their names, in the model's order; empty where Megatron-Core is not in
-    use.
-    """
-    package, _, name = LAYER_CLASS.rpartition(".")
-    layer_class = getattr(sys.modules.get(package), name, None)
-    if layer_class is None:
-        return []
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, layer_class)]
-    return [(name, layer) for name, layer in found if not any(name.startswith(f"{outer}.") for outer, _ in found)]
+        session.executor.hooks.surroundings.append(_random_states)
 
 
 def check_chunks(chunks: Sequence[nn.Module]) -> None:
@@ -182,7 +168,7 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
         raise RegionError("the same model chunk is in the list twice", "Pass each chunk of the model once.")
     shapes = []
     for number, chunk in enumerate(chunks):
-        layers = decoder_layers(chunk)
+        layers = outermost(chunk, LAYER_CLASS)
         if not layers:
             raise RegionError(
                 f"chunk {number} of the list, a {type(chunk).__name__}, has no Megatron-Core transformer layers",
@@ -266,7 +252,6 @@ def _hook_memory_buffer(session: Session) -> None:
         return any(storage_of(tensor) == storage_of(one) for one in buffer.buffer.values())
 
     executor.hooks.scratch.append(is_scratch)
-    session.at_detach(lambda: executor.hooks.scratch.remove(is_scratch))
 
 
 def _hook_losses(session: Session) -> None:
@@ -306,9 +291,7 @@ def _hook_transformer_engine(session: Session) -> None:
         else:
             yield
 
-    around_regions = session.executor.hooks.around
-    around_regions.append(around)
-    session.at_detach(lambda: around_regions.remove(around))
+    session.executor.hooks.around.append(around)
 
 
 def _random_states() -> Callable[[], Any]:
