@@ -19,7 +19,6 @@ Known in deepspeed 0.16 to 0.19. Each patch is marked, keeps the original, and i
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import sys
@@ -32,7 +31,7 @@ from torch import nn
 from memplug.config import MemplugConfig, read_ds_config
 from memplug.errors import ConflictError, PatchError
 from memplug.hooks.framework import Framework, Layers, Target
-from memplug.hooks.patching import ORIGINAL, is_patched, patch, unnoticed
+from memplug.hooks.patching import ORIGINAL, is_patched, patch, put_back, unnoticed, wrapped
 from memplug.session import Session, report
 from memplug.tokenwise.regions.region import Region
 
@@ -142,8 +141,7 @@ def install(attach: Callable[..., Session]) -> None:
     if hasattr(original, ORIGINAL):
         return
 
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
+    def initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         config = read_block(result[0])
         if config.active and not trains(result[0]):
@@ -157,16 +155,12 @@ def install(attach: Callable[..., Session]) -> None:
             log.info('memplug: off for this engine, whose configuration has no "memplug" block')
         return result
 
-    setattr(initialize, ORIGINAL, original)
-    deepspeed.initialize = initialize
+    deepspeed.initialize = wrapped(original, initialize)
 
 
 def uninstall() -> None:
     """Put the original `deepspeed.initialize` back. Sessions stay attached."""
-    deepspeed = sys.modules.get("deepspeed")
-    original = getattr(getattr(deepspeed, "initialize", None), ORIGINAL, None)
-    if original is not None:
-        deepspeed.initialize = original
+    put_back(sys.modules.get("deepspeed"), "initialize")
 
 
 def is_engine(target: Any) -> bool:

@@ -65,6 +65,14 @@ def unnoticed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
+def put_back(module: Any, *names: str) -> None:
+    """Put the originals of a module's functions back where `wrapped` ones are in their places."""
+    for name in names:
+        original = getattr(getattr(module, name, None), ORIGINAL, None)
+        if original is not None:
+            setattr(module, name, original)
+
+
 def _put_original(patched: Any, original: Callable[..., Any]) -> None:
     setattr(patched, ORIGINAL, original)
     patched.__wrapped__ = original
