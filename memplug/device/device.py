@@ -27,14 +27,10 @@ class Wait(enum.Enum):
 
 
 class Device:
-    """The CPU: copies happen at once, in program order. Subclasses override every method."""
+    """The CPU: copies happen at once, in program order. Subclasses override all of it."""
 
     kind = "cpu"
-
-    @property
-    def torch_device(self) -> torch.device:
-        """As torch names it."""
-        return torch.device(self.kind)
+    torch_device = torch.device("cpu")
 
     def streams(self, core: Any) -> Any:
         """Streams, events and copies for transfers (memplug/native/streams.h)."""
@@ -77,14 +73,10 @@ class CudaDevice(Device):
     kind = "cuda"
 
     def __init__(self, index: int):
-        self.device = torch.device("cuda", index)
-
-    @property
-    def torch_device(self) -> torch.device:
-        return self.device
+        self.torch_device = torch.device("cuda", index)
 
     def streams(self, core: Any) -> Any:
-        return core.cuda_streams(self.device.index)
+        return core.cuda_streams(self.torch_device.index)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -95,28 +87,28 @@ class CudaDevice(Device):
             return True
         # CUDA keeps the refusal as its last error, and the next kernel launch, whosever it is, would raise it
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=self.device)
+            torch.zeros(1, device=self.torch_device)
         return False
 
     def unpin(self, buffer: torch.Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
     def get_rng_state(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state(self.device)
+        return torch.cuda.get_rng_state(self.torch_device)
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        torch.cuda.set_rng_state(state, self.device)
+        torch.cuda.set_rng_state(state, self.torch_device)
 
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
     def seconds_between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return begin.elapsed_time(end) / 1e3
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.torch_device)
 
 
 def device_of(tensor_device: torch.device) -> Device:

@@ -27,9 +27,7 @@ class HostPool:
     """First-fit pool over registered slabs.
 
     Args:
-        device: registers the slabs.
         budget_bytes: the sum of slabs never exceeds this.
-        core: the native core.
 
     Attributes:
         rows: hands out slots of the slabs.
@@ -42,7 +40,7 @@ class HostPool:
         self.rows = core.HostRows(lambda nbytes: pool()._grow(nbytes))
         self._planned_bytes = 0
         self.slabs: list[torch.Tensor] = []
-        self._pinned: list[bool] = []
+        self._pinned: list[torch.Tensor] = []
         self._warned = False
         # where it is dropped without having been closed: memory that is freed while it is registered stays mapped
         self._finalizer = weakref.finalize(self, _give_back, device, self.slabs, self._pinned)
@@ -70,7 +68,7 @@ class HostPool:
         self._planned_bytes = max(self._planned_bytes, nbytes)
         planned = min(_aligned(self._planned_bytes), self.budget_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
         if not self.used_bytes and (len(self.slabs) != 1 or self.capacity_bytes != planned):
-            self._clear()
+            self.close()
         if planned > self.capacity_bytes:
             self._add(planned - self.capacity_bytes)
 
@@ -78,7 +76,7 @@ class HostPool:
         """No plan needs host memory: unpin and free the slabs, unless rows of them are in use."""
         self._planned_bytes = 0
         if not self.used_bytes:
-            self._clear()
+            self.close()
 
     def take_peak_bytes(self) -> int:
         """The most that was in use since the last call."""
@@ -87,9 +85,6 @@ class HostPool:
 
     def close(self) -> None:
         """Wait for every copy, and give the slabs back to the system."""
-        self._clear()
-
-    def _clear(self) -> None:
         _give_back(self.device, self.slabs, self._pinned)
         self.rows.clear()
 
@@ -111,8 +106,9 @@ class HostPool:
             return False
         if self.device.kind == "cuda":
             _touch(slab)
-        pinned = self.device.pin(slab)
-        if not pinned and not self._warned:
+        if self.device.pin(slab):
+            self._pinned.append(slab)
+        elif not self._warned:
             self._warned = True
             log.warning(
                 "memplug: the driver refused to register host memory (see `memplug doctor`, memlock); "
@@ -120,7 +116,6 @@ class HostPool:
             )
         self.slabs.append(slab)
         self.rows.add(slab)
-        self._pinned.append(pinned)
         return True
 
 
@@ -128,13 +123,12 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _give_back(device: Device, slabs: list[torch.Tensor], pinned: list[bool]) -> None:
+def _give_back(device: Device, slabs: list[torch.Tensor], pinned: list[torch.Tensor]) -> None:
     """Empties both lists."""
     if slabs:
         device.synchronize()
-    for slab, registered in zip(slabs, pinned, strict=True):
-        if registered:
-            device.unpin(slab)
+    for slab in pinned:
+        device.unpin(slab)
     slabs.clear()
     pinned.clear()
 

@@ -91,7 +91,9 @@ def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | No
         framework.check_block(parsed)
     existing = region_hooks.session_of(target.model)
     if existing is not None:
-        _check_same(target, existing, parsed if config is not None else None)
+        if config is not None and parsed != existing.config:
+            name = type(target.chunks[0]).__name__
+            raise ConflictError(f"{name} is attached already, with another configuration", "Detach that session first.")
         for framework in used:
             framework.check_attached(target)
         return existing
@@ -114,12 +116,6 @@ def _target_of(given: Any) -> Target:
             "Pass the engine or the model.",
         )
     return claimed or Target(given, (given,))
-
-
-def _check_same(target: Target, existing: Session, config: MemplugConfig | None) -> None:
-    name = type(target.chunks[0]).__name__
-    if config is not None and config != existing.config:
-        raise ConflictError(f"{name} is attached already, with another configuration", "Detach that session first.")
 
 
 def _attach(target: Target, config: MemplugConfig, device: Device) -> Session:

@@ -19,11 +19,9 @@ Known in deepspeed 0.16 to 0.19. Each patch is marked, keeps the original, and i
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,7 +31,7 @@ from torch import nn
 from memplug.config import MemplugConfig, read_ds_config
 from memplug.errors import ConflictError, PatchError
 from memplug.hooks.framework import Framework, Layers, Target
-from memplug.hooks.patching import ORIGINAL, is_patched, patch
+from memplug.hooks.patching import ORIGINAL, is_patched, patch, put_back, unnoticed, wrapped
 from memplug.session import Session, report
 from memplug.tokenwise.regions.region import Region
 
@@ -143,8 +141,7 @@ def install(attach: Callable[..., Session]) -> None:
     if hasattr(original, ORIGINAL):
         return
 
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
+    def initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         config = read_block(result[0])
         if config.active and not trains(result[0]):
@@ -158,16 +155,12 @@ def install(attach: Callable[..., Session]) -> None:
             log.info('memplug: off for this engine, whose configuration has no "memplug" block')
         return result
 
-    setattr(initialize, ORIGINAL, original)
-    deepspeed.initialize = initialize
+    deepspeed.initialize = wrapped(original, initialize)
 
 
 def uninstall() -> None:
     """Put the original `deepspeed.initialize` back. Sessions stay attached."""
-    deepspeed = sys.modules.get("deepspeed")
-    original = getattr(getattr(deepspeed, "initialize", None), ORIGINAL, None)
-    if original is not None:
-        deepspeed.initialize = original
+    put_back(sys.modules.get("deepspeed"), "initialize")
 
 
 def is_engine(target: Any) -> bool:
@@ -224,15 +217,10 @@ def _hook_gathering(engine: Any, session: Session, modules: Mapping[str, nn.Modu
     session.on_step.append(lambda _: in_backward.clear())
     executor = session.executor
 
-    def before_forward(original: Callable[..., Any], module: Any) -> Any:
-        with executor.paused():
-            return original(module)
-
     def after_forward(original: Callable[..., Any], module: Any) -> Any:
         if executor.recomputing and module.ds_id in in_backward:
             return None
-        with executor.paused():
-            return original(module)
+        return unnoticed(original, module)
 
     def before_backward(original: Callable[..., Any], module: Any) -> Any:
         in_backward.add(module.ds_id)
@@ -256,8 +244,7 @@ def _hook_gathering(engine: Any, session: Session, modules: Mapping[str, nn.Modu
                     offload.post_sub_module_forward_function(module)
 
     executor.hooks.gathered.append(gathered)
-    session.at_detach(lambda: executor.hooks.gathered.remove(gathered))
-    patch(offload, "pre_sub_module_forward_function", before_forward, session, VERSIONS)
+    patch(offload, "pre_sub_module_forward_function", unnoticed, session, VERSIONS)
     patch(offload, "post_sub_module_forward_function", after_forward, session, VERSIONS)
     patch(offload, "pre_sub_module_backward_function", before_backward, session, VERSIONS)
     patch(offload, "post_sub_module_backward_function", after_backward, session, VERSIONS)
@@ -278,17 +265,9 @@ def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]
     from then on. A recompute pass does not enter its region, so the region is put where DeepSpeed looks for the
     module that runs.
     """
-    executor = session.executor
-    attached = weakref.ref(executor)  # the patches are of a class, and keep no session alive
-
-    def outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = attached()
-        with found.paused() if found is not None else contextlib.nullcontext():
-            return original(*args, **kwargs)
-
     partitioning = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-    patch(partitioning.Init, "_all_gather", outside, session, VERSIONS)
-    patch(partitioning.Init, "_partition", outside, session, VERSIONS)
+    patch(partitioning.Init, "_all_gather", unnoticed, session, VERSIONS)
+    patch(partitioning.Init, "_partition", unnoticed, session, VERSIONS)
 
     running = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
 
@@ -304,5 +283,4 @@ def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]
         finally:
             running[:] = before
 
-    executor.hooks.around.append(around)
-    session.at_detach(lambda: executor.hooks.around.remove(around))
+    session.executor.hooks.around.append(around)

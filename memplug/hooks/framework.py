@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,24 @@ from memplug.session import Session
 
 Layers = Sequence[tuple[str, nn.Module]]
 """Modules with their qualified names."""
+
+
+def outermost(model: nn.Module, path: str) -> Layers:
+    """Of `instances`, those that lie in no other."""
+    found = instances(model, path)
+    return [(name, module) for name, module in found if not any(lies_in(name, outer) for outer, _ in found)]
+
+
+def instances(model: nn.Module, path: str) -> Layers:
+    """A model's modules of a class, given by its dotted path, in the model's order; none where nobody imported it."""
+    package, _, name = path.rpartition(".")
+    kind = getattr(sys.modules.get(package), name, ())  # nothing is an instance of the empty tuple
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
+
+
+def lies_in(name: str, outer: str) -> bool:
+    """Whether the module of one qualified name is a part of another one's; "" is the model's."""
+    return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -33,14 +34,12 @@ def job_of(
     Args:
         root: what is called.
         model: all of it.
-        layers: with their qualified names.
-        device: where it trains.
-        config: the block.
         layout: see `Framework.layout`.
     """
     named = ";".join(f"{name}:{type(module).__name__}" for name, module in layers)
     distributed = dist.is_initialized()
     cuda = device.type == "cuda"
+    block = None if config is None else config.model_dump(mode="json", exclude=set(OF_NO_CONSEQUENCE))
     return Fingerprint(
         model=type(root).__name__,
         # ZeRO 3 leaves empty tensors, which say how many elements they had
@@ -51,13 +50,8 @@ def job_of(
         device=torch.cuda.get_device_name(device) if cuda else f"cpu: {platform.machine()}",
         versions=_versions(),
         layout=tuple(sorted((layout or {}).items())),
-        block="" if config is None else _digest(_relevant(config)),
+        block="" if block is None else _digest(json.dumps(block, sort_keys=True)),
     )
-
-
-def _relevant(config: MemplugConfig) -> str:
-    block = config.model_dump(mode="json", exclude=set(OF_NO_CONSEQUENCE))
-    return json.dumps(block, sort_keys=True)
 
 
 def _digest(text: str) -> str:
@@ -67,12 +61,8 @@ def _digest(text: str) -> str:
 @functools.cache
 def _versions() -> tuple[tuple[str, str], ...]:
     """Of the installed packages; they stay as they are while a process runs, and reading them takes milliseconds."""
-    return tuple((package, metadata.version(package)) for package in PACKAGES if _is_installed(package))
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    versions = []
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append((package, metadata.version(package)))
+    return tuple(versions)

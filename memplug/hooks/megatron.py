@@ -41,8 +41,8 @@ from torch import nn
 
 from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
-from memplug.hooks.framework import Framework, Layers, Target
-from memplug.hooks.patching import patch
+from memplug.hooks.framework import Framework, Layers, Target, outermost
+from memplug.hooks.patching import patch, unnoticed
 from memplug.hooks.regions import Prepare
 from memplug.session import Session
 from memplug.stages.ranks import Ranks
@@ -79,10 +79,10 @@ class Megatron(Framework):
         return Target(nn.ModuleList(given), tuple(given))
 
     def is_in(self, target: Target) -> bool:
-        return bool(decoder_layers(target.model))
+        return bool(self.layers(target.model))
 
     def layers(self, model: nn.Module) -> Layers:
-        return decoder_layers(model)
+        return outermost(model, LAYER_CLASS)
 
     def is_expert(self, module: nn.Module) -> bool:
         return type(module).__name__ in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
@@ -116,7 +116,7 @@ class Megatron(Framework):
         ranks where no operator shows it.
         """
         check_version()
-        for name, layer in decoder_layers(target.model):
+        for name, layer in self.layers(target.model):
             config = layer.config
             asked = {key: getattr(config, key, None) for key in _CONFLICTS}
             reasons = [
@@ -155,21 +155,7 @@ class Megatron(Framework):
             region.opaque = "its modules launch kernels of their own" if hides_operators(module) else ""
         if any(is_transformer_engine(part) for module in layers for part in module.modules()):
             _hook_transformer_engine(session)
-        surroundings = session.executor.hooks.surroundings
-        surroundings.append(_random_states)
-        session.at_detach(lambda: surroundings.remove(_random_states))
-
-
-def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost `TransformerLayer`s, with their names, in the model's order; empty where Megatron-Core is not in
-    use.
-    """
-    package, _, name = LAYER_CLASS.rpartition(".")
-    layer_class = getattr(sys.modules.get(package), name, None)
-    if layer_class is None:
-        return []
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, layer_class)]
-    return [(name, layer) for name, layer in found if not any(name.startswith(f"{outer}.") for outer, _ in found)]
+        session.executor.hooks.surroundings.append(_random_states)
 
 
 def check_chunks(chunks: Sequence[nn.Module]) -> None:
@@ -182,7 +168,7 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
         raise RegionError("the same model chunk is in the list twice", "Pass each chunk of the model once.")
     shapes = []
     for number, chunk in enumerate(chunks):
-        layers = decoder_layers(chunk)
+        layers = outermost(chunk, LAYER_CLASS)
         if not layers:
             raise RegionError(
                 f"chunk {number} of the list, a {type(chunk).__name__}, has no Megatron-Core transformer layers",
@@ -260,28 +246,19 @@ def _hook_memory_buffer(session: Session) -> None:
     if getattr(state, "_GLOBAL_MEMORY_BUFFER", None) is None:
         return  # model parallelism was not initialized: nothing asks for it
     buffer, executor = state.get_global_memory_buffer(), session.executor
-
-    def get_tensor(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with executor.paused():
-            return original(*args, **kwargs)
-
-    patch(buffer, "get_tensor", get_tensor, session, VERSIONS)
+    patch(buffer, "get_tensor", unnoticed, session, VERSIONS)
 
     def is_scratch(tensor: torch.Tensor) -> bool:
         return any(storage_of(tensor) == storage_of(one) for one in buffer.buffer.values())
 
     executor.hooks.scratch.append(is_scratch)
-    session.at_detach(lambda: executor.hooks.scratch.remove(is_scratch))
 
 
 def _hook_losses(session: Session) -> None:
     executor = session.executor
 
     def record(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if executor.recomputing:
-            return None
-        with executor.paused():
-            return original(*args, **kwargs)
+        return None if executor.recomputing else unnoticed(original, *args, **kwargs)
 
     router = _module("megatron.core.transformer.moe.router")
     if hasattr(router, "save_to_aux_losses_tracker"):
@@ -293,15 +270,9 @@ def _hook_losses(session: Session) -> None:
 
 def _hook_gathering(session: Session) -> None:
     """The distributed optimizer's parameters, gathered by hooks of the modules that are about to use them."""
-    executor = session.executor
-
-    def outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with executor.paused():
-            return original(*args, **kwargs)
-
     groups = _module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
-    patch(groups, "start_param_sync", outside, session, VERSIONS)
-    patch(groups, "finish_param_sync", outside, session, VERSIONS)
+    patch(groups, "start_param_sync", unnoticed, session, VERSIONS)
+    patch(groups, "finish_param_sync", unnoticed, session, VERSIONS)
 
 
 def _hook_transformer_engine(session: Session) -> None:
@@ -320,9 +291,7 @@ def _hook_transformer_engine(session: Session) -> None:
         else:
             yield
 
-    around_regions = session.executor.hooks.around
-    around_regions.append(around)
-    session.at_detach(lambda: around_regions.remove(around))
+    session.executor.hooks.around.append(around)
 
 
 def _random_states() -> Callable[[], Any]:

@@ -19,7 +19,7 @@ from typing import Any
 from memplug.config import MemplugConfig
 from memplug.errors import PatchError
 from memplug.hooks.megatron import VERSIONS
-from memplug.hooks.patching import ORIGINAL, wrapped
+from memplug.hooks.patching import ORIGINAL, put_back, wrapped
 from memplug.session import Session
 
 log = logging.getLogger("memplug")
@@ -73,8 +73,4 @@ def install(attach: Callable[..., Session], config: MemplugConfig) -> None:
 
 def uninstall() -> None:
     """Put the originals back. Sessions stay attached."""
-    training = sys.modules.get(MODULE)
-    for name in _NAMES if training is not None else ():
-        original = getattr(getattr(training, name, None), ORIGINAL, None)
-        if original is not None:
-            setattr(training, name, original)
+    put_back(sys.modules.get(MODULE), *_NAMES)

@@ -8,6 +8,7 @@ from typing import Any
 
 from memplug.errors import PatchError
 from memplug.session import Session
+from memplug.tokenwise.regions.core import paused
 
 ORIGINAL = "__memplug_original__"
 
@@ -56,6 +57,20 @@ def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callab
 
     _put_original(patched, original)
     return patched
+
+
+def unnoticed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A wrapper for `patch`, of what is no part of a region: its operators are neither noted nor replayed."""
+    with paused():
+        return original(*args, **kwargs)
+
+
+def put_back(module: Any, *names: str) -> None:
+    """Put the originals of a module's functions back where `wrapped` ones are in their places."""
+    for name in names:
+        original = getattr(getattr(module, name, None), ORIGINAL, None)
+        if original is not None:
+            setattr(module, name, original)
 
 
 def _put_original(patched: Any, original: Callable[..., Any]) -> None:

@@ -6,6 +6,7 @@ hooks; the recorder knows the nodes of its graph by the forward that made them.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,10 +28,8 @@ class Places:
     """The hooks of one model.
 
     Args:
-        model: its root.
         layers: qualified names and modules that memory is accounted to; experts of mixtures inside of them are found
             and become layers of their own, dynamic ones.
-        recorder: who is told.
         chunks: of a pipeline stage, each forward of which is a micro-batch; None: the forwards of the root are.
         job: what trains; None: what the model and its layers say.
 
@@ -68,18 +67,18 @@ class Places:
         if self._removals:
             return
         outside = torch.compiler.disable  # compiled code goes around hooks, which it cannot trace
-        begin, leave = outside(self.begin_forward), outside(self._leaving(_ROOT))
+        begin, leave = outside(self.begin_forward), outside(functools.partial(self._leave, _ROOT))
         for chunk in self._chunks:
             self._removals.append(chunk.register_forward_pre_hook(begin, with_kwargs=True).remove)
             self._removals.append(chunk.register_forward_hook(leave, always_call=True).remove)
         for index, (_, module, _) in enumerate(self._modules):
-            enter, leave = outside(self._entering(index)), outside(self._leaving(index))
+            enter, leave = (outside(functools.partial(step, index)) for step in (self._enter_layer, self._leave))
             self._removals.append(module.register_forward_pre_hook(enter).remove)
             self._removals.append(module.register_forward_hook(leave, always_call=True).remove)
         # torch's own for all optimizers: they keep neither model nor session alive, and go with them
         for handle in (
             optimizers.register_optimizer_step_pre_hook(_weakly(self._begin_optimizer)),
-            optimizers.register_optimizer_step_post_hook(_weakly(self._end_optimizer)),
+            optimizers.register_optimizer_step_post_hook(_weakly(self._leave, _OPTIMIZER)),
         ):
             self._removals.append(weakref.finalize(self, handle.remove))
 
@@ -106,22 +105,13 @@ class Places:
         else:
             self._inside.append((_ROOT, self._recorder.enter_no_grad()))
 
-    def _entering(self, index: int) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any) -> None:
-            self._inside.append((index, self._recorder.enter_layer(index)))
-
-        return enter
+    def _enter_layer(self, index: int, *_: Any) -> None:
+        self._inside.append((index, self._recorder.enter_layer(index)))
 
     def _begin_optimizer(self, *_: Any) -> None:
         self._inside.append((_OPTIMIZER, self._recorder.enter_optimizer()))
 
-    def _end_optimizer(self, *_: Any) -> None:
-        self._leave(_OPTIMIZER)
-
-    def _leaving(self, key: int) -> Callable[..., None]:
-        return lambda *_: self._leave(key)
-
-    def _leave(self, key: int) -> None:
+    def _leave(self, key: int, *_: Any) -> None:
         # an error may have come before the entry, or out of something that does not tell of its end
         for at in reversed(range(len(self._inside))):
             if self._inside[at][0] == key:
@@ -130,14 +120,14 @@ class Places:
                 return
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Calls a method as long as its object lives."""
+def _weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
+    """Calls a method as long as its object lives, with `first` in front of the arguments."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:
         bound = reference()
         if bound is not None:
-            bound(*arguments)
+            bound(*first, *arguments)
 
     return call
 

@@ -47,7 +47,7 @@ class _Bound:
 
     def enter(self) -> bool:
         """Put the subclass in the place of the module's own class; False where something else stands there by now."""
-        if _REGION in self._module.__dict__ or _is_replaced(self._module):
+        if any(name in self._module.__dict__ for name in (_REGION, "forward")) or _is_compiled(self._module):
             return False
         self._bind()
         return True
@@ -86,14 +86,14 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
     wrapped = {written[name]: name for name in named}  # of several, the innermost
     modules = {name: named[name] for name in wrapped.values() if written[name]}
     for pattern in patterns:
-        if not any(_names(pattern, name, written[name]) for name in modules):
+        if not any(_matches(pattern, name, written[name]) for name in modules):
             near = [name for name in modules if name.count(".") == pattern.count(".")] or list(modules)
             raise RegionError(
                 f'the pattern "{pattern}" in "tokenwise.regions" matches no module of {type(model).__name__}; '
                 f"it has for example {near[:3]}"
             )
     found = [
-        (name, module) for name, module in modules.items() if any(_names(p, name, written[name]) for p in patterns)
+        (name, module) for name, module in modules.items() if any(_matches(p, name, written[name]) for p in patterns)
     ]
     check_not_nested([name for name, _ in found])
     for name, module in found:
@@ -109,10 +109,8 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
 
 def check_not_nested(names: Sequence[str]) -> None:
     """Raises `RegionError` where one region contains another."""
-    known = set(names)
     for name in names:
-        parts = name.split(".")
-        outer = next((".".join(parts[:i]) for i in range(1, len(parts)) if ".".join(parts[:i]) in known), None)
+        outer = next((other for other in names if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise RegionError(f"region {name} lies inside region {outer}")
 
@@ -208,11 +206,6 @@ def _is_compiled(module: nn.Module) -> bool:
     return module.__dict__.get("_compiled_call_impl") is not None or hasattr(module, "_orig_mod")
 
 
-def _is_replaced(module: nn.Module) -> bool:
-    """Whether the forward of a module's class is not what runs."""
-    return "forward" in module.__dict__ or _is_compiled(module)
-
-
 def _refuse_compiled(name: str) -> None:
     raise ConflictError(
         f"module {name} is compiled, and memplug needs to see its operators",
@@ -221,14 +214,11 @@ def _refuse_compiled(name: str) -> None:
     )
 
 
-def _names(pattern: str, name: str, written: str) -> bool:
-    """Whether a pattern names a module, as it is called now or as it was written."""
-    return _matches(name, pattern) or _matches(written, pattern)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+def _matches(pattern: str, *names: str) -> bool:
+    """Whether a pattern matches one of a module's names, part by part."""
+    patterns = pattern.split(".")
+    split = [name.split(".") for name in names]
+    return any(len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns)) for parts in split)
 
 
 def _as_written(name: str, named: Mapping[str, nn.Module]) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from memplug.errors import ConflictError
-from memplug.hooks.framework import Framework, Layers, Target
+from memplug.hooks.framework import Framework, Layers, Target, instances, lies_in, outermost
 from memplug.hooks.regions import Prepare
 
 LAYER_CLASS = "transformers.modeling_layers.GradientCheckpointingLayer"  # transformers >= 4.53
@@ -24,8 +22,7 @@ class Transformers(Framework):
 
     def layers(self, model: nn.Module) -> Layers:
         """The outermost modules of the class that transformers gives every checkpointable layer."""
-        layers = _checkpointable(model)
-        return [(name, layer) for name, layer in layers if not any(_inside(name, outer) for outer, _ in layers)]
+        return outermost(model, LAYER_CLASS)
 
     def is_expert(self, module: nn.Module) -> bool:
         return "Experts" in type(module).__name__
@@ -38,16 +35,16 @@ class Transformers(Framework):
         return functools.partial(arguments, layers_around(target.model, name))
 
 
-def layers_around(model: nn.Module, region: str) -> list[tuple[str, nn.Module]]:
+def layers_around(model: nn.Module, region: str) -> Layers:
     """The checkpointable layers that share operators with a region: it is one, lies in one or contains some."""
     return [
         (name, layer)
-        for name, layer in _checkpointable(model)
-        if name == region or _inside(name, region) or _inside(region, name)
+        for name, layer in instances(model, LAYER_CLASS)
+        if name == region or lies_in(name, region) or lies_in(region, name)
     ]
 
 
-def check_checkpointing_is_off(layers: Sequence[tuple[str, nn.Module]]) -> None:
+def check_checkpointing_is_off(layers: Layers) -> None:
     """Raises `ConflictError` where a layer's own gradient checkpointing is on: it would recompute the same layer."""
     for name, layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
@@ -59,7 +56,7 @@ def check_checkpointing_is_off(layers: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 def arguments(
-    layers: Sequence[tuple[str, nn.Module]], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    layers: Layers, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a region in training: without the key-value cache that models make by default.
 
@@ -83,15 +80,3 @@ def arguments(
             'Train with `use_cache=False`, or leave these layers out of "tokenwise.regions".',
         )
     return args, {**kwargs, "past_key_values": None}
-
-
-def _checkpointable(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    package, _, name = LAYER_CLASS.rpartition(".")
-    layer_class = getattr(sys.modules.get(package), name, None)
-    if layer_class is None:
-        return []
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, layer_class)]
-
-
-def _inside(name: str, outer: str) -> bool:
-    return name != outer and (not outer or name.startswith(f"{outer}."))

@@ -130,7 +130,7 @@ def test_context_parallelism_inside_of_transformer_engine_is_refused():
     with pytest.raises(ConflictError, match="TEDotProductAttention"):
         memplug.attach(Model(config(context_parallel_size=2), Hidden), BLOCK)
     alone = Model(config(context_parallel_size=1), Hidden)
-    hooks.Megatron().check(Target(alone, (alone,)), hooks.decoder_layers(alone))
+    hooks.Megatron().check(Target(alone, (alone,)), hooks.Megatron().layers(alone))
     memplug.attach(Model(config(context_parallel_size=2)), BLOCK).detach()
 
 

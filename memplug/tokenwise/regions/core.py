@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from memplug import native
@@ -29,6 +31,20 @@ def core() -> Any:
     module.describe_operators(operators.describe)
     gc.callbacks.append(module.collecting)
     return module
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Operators inside are not a region's own: neither noted nor replayed (parameter gathering, hooks)."""
+    known = core()
+    if known is None:
+        yield
+        return
+    known.pause()
+    try:
+        yield
+    finally:
+        known.resume()
 
 
 def fail(kind: int, size: str) -> NoReturn:

@@ -1,4 +1,6 @@
-"""What an executor calls of others while it runs regions. It is made first; frameworks add to its lists."""
+"""What an executor calls of others while it runs regions. It is made first; frameworks add to its lists,
+which are empty again once the session is detached.
+"""
 
 from __future__ import annotations
 
