@@ -132,7 +132,7 @@ class Session:
             "replans": adjuster.replans,
             "planned_steps": boundary.planned_steps,
             "swapped_fraction": report.swapped_fraction(self.config, self.solution, self.regions),
-            "swapped_share": self.executor.share,
+            "swapped_share": self.executor.flow.share,
             "step_s": boundary.step_s,
             **report.predicted(adjuster.decisions, tokenwise.predictions, tokenwise.rounding),
             **report.counters(self.executor),

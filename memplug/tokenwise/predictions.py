@@ -55,7 +55,7 @@ class Predictions:
         offloaded, expected, short, unplanned, strayed = (
             now - then for now, then in zip(self._before, before, strict=True)
         )
-        as_planned = not (short or unplanned) and self._executor.share == 1.0
+        as_planned = not (short or unplanned) and self._executor.flow.share == 1.0
         if not as_planned or not program.same_sizes(planned_from):
             return
         self._is_settled = not strayed

@@ -107,7 +107,7 @@ class Search:
         self._refused = 0
         self._begun = 0.0
         self._warned = False
-        executor.time_forwards(observer)
+        executor.on_timed = observer
         for region in self.regions:
             region.native.peak = 0  # forwards in flight of this program, not of another
         step_peak()
@@ -135,7 +135,7 @@ class Search:
 
     def stop(self) -> None:
         """Nothing is observed any more."""
-        self.executor.time_forwards(None)
+        self.executor.on_timed = None
         self.observer.clear()
         self._beside.stop()
 
@@ -167,7 +167,7 @@ class Search:
         budgets.require_device_bytes(self.config, peak_bytes, self._gather)
         total_bytes = budgets.peak_bytes(device) if peak_bytes is None else peak_bytes
         self._planning = _Planning(task, groups, total_bytes, plan.full_recomputation(*own).step_s)
-        self.executor.time_forwards(None)
+        self.executor.on_timed = None
         if task.solver == self._ranks.rank:
             self._beside.begin(candidates.solve, task)
         return True

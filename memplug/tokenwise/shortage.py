@@ -38,23 +38,23 @@ class Shortage:
     def end_step(self) -> None:
         """A step is over; what it asks for is agreed while the next one runs, and counts from the one after."""
         executor = self._executor
-        asked = self._asked(executor.share)
+        asked = self._asked(executor.flow.share)
         if self._agreed is not None:
             share = self._agreed()
-            if share < min(executor.share, self._lowest) and self._ranks.first:
+            if share < min(executor.flow.share, self._lowest) and self._ranks.first:
                 log.warning(
                     "memplug: the host memory of a rank ran out: all ranks swap %.0f %% of the rows that were to be "
                     'swapped, and recompute the rest; "host_budget_gib" says what they may use',
                     100 * share,
                 )
-            executor.share = share
+            executor.flow.share = share
             self._lowest = min(self._lowest, share)
-        self._agreed = self._ranks.least(executor.share if asked is None else asked)
+        self._agreed = self._ranks.least(executor.flow.share if asked is None else asked)
 
     def skip_step(self) -> None:
         """A step is over that no plan, or one that was only tried, was made for: nothing is short yet."""
         self._before, self._agreed = self._counts(), None
-        self._executor.share = 1.0
+        self._executor.flow.share = 1.0
         self._executor.pool.take_peak_bytes()
 
     def _asked(self, share: float) -> float | None:

@@ -50,7 +50,7 @@ def test_a_number_for_alpha_is_stable_at_once_and_times_one_step_at_most(alpha: 
         assert session.stage is Stage.STABLE
         for step in range(4):
             is_timed = alpha > 0 and step == 1
-            assert session.executor.timing is is_timed
+            assert (session.executor.on_timed is not None) is is_timed
             train(model)
             session.step()
         assert session.solution is None

@@ -52,7 +52,7 @@ def test_each_plan_runs_for_one_step_and_one_of_them_stays(plans_by_alpha: None)
         assert [row / rows[4] for row in rows[:6]] == pytest.approx(whole_rows)
         assert [plan[0].plan is None for plan in run.plans[:3]] == [True, True, False]
         assert run.plans[6] in run.plans[2:6] and run.plans[6] == run.plans[7] == run.plans[8]
-        assert not run.session.executor.timing
+        assert run.session.executor.on_timed is None
 
 
 def test_a_change_while_warming_up_starts_the_count_again() -> None:
@@ -137,7 +137,7 @@ def test_a_change_while_plans_are_tried_ends_the_search(plans_by_alpha: None) ->
         run.step(6, times=2)
         assert run.session.stage is GEN_POLICY and not is_safest(run.session)
         assert run.step(9) is WARM_UP
-        assert is_safest(run.session) and not run.session.executor.timing
+        assert is_safest(run.session) and run.session.executor.on_timed is None
         run.reach_stable(9)
         assert run.step(6, times=2) is GEN_POLICY, "the first program was never planned for"
         run.reach_stable(6)
@@ -152,7 +152,7 @@ def test_a_known_program_ends_warm_up_and_search_at_once(steps_of_the_other: int
         run.step(9, times=steps_of_the_other)
         assert run.session.stage is GEN_POLICY
         assert run.step(6) is STABLE and settings(run.session) == plan
-        assert not run.session.executor.timing and run.session.report()["replans"] == 1
+        assert run.session.executor.on_timed is None and run.session.report()["replans"] == 1
 
 
 # -- a program that comes and goes -------------------------------------------------------------------------------------

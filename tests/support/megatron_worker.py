@@ -136,7 +136,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
             optimizer.step()
         if session is not None:
             session.step()
-            found["shares"].append(session.executor.share)
+            found["shares"].append(session.executor.flow.share)
             found["served"].append(
                 session._boundary.serving.step.served if session._boundary.serving is not None else 0
             )

@@ -243,7 +243,7 @@ def test_where_there_is_nothing_to_check_nothing_is_known(
 ) -> None:
     with training(monkeypatch, alpha, by_link=0.0) as run:
         assert figures(run.step(times=5)) == (None, None)
-        assert not run.session.executor.timing
+        assert run.session.executor.on_timed is None
     assert not warnings(caplog)
 
 
@@ -255,7 +255,7 @@ def test_only_the_second_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
             run.step()
             stamps.append(run.session.device.stamps - before)
         assert [count > 0 for count in stamps] == [False, True, False, False, False]
-        assert not run.session.executor.timing
+        assert run.session.executor.on_timed is None
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_the_check_ends_on_all_ranks_alike_where_one_never_runs_a_region(monkeyp
         check = checked(monkeypatch, ranks, own, steps=20)
         assert (check.by_link, check.by_host) == (None, None)
         assert len(ranks.gathered) == checking.LAST_STEP - 1
-        assert not check._executor.timing
+        assert check._executor.on_timed is None
 
 
 def test_a_step_without_forwards_postpones_the_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def test_less_is_swapped_while_the_host_is_short_and_all_again_once_it_is_not() 
             reference(x).backward()
             assert_same(gradients(model), gradients(reference))
             session.step()
-            shares.append(executor.share)
+            shares.append(executor.flow.share)
             refusals.append(executor.transfer.refused)
         assert not executor.pool.used_bytes
     long, short = shares[:12], shares[12:]

@@ -51,7 +51,6 @@ class Executor:
     """Runs regions.
 
     Args:
-        device: where the training runs.
         host_budget_bytes: bound of the pinned pool.
         min_offload_bytes: smaller tensors stay on the device.
         regathers: parameters are gathered in forward (ZeRO 3): every region recomputes on every rank, whatever is
@@ -63,7 +62,10 @@ class Executor:
     Attributes:
         pool: pinned host memory.
         transfer: copies between device and host, and their counters (memplug/native/transfer.h).
-        flow: frames in flight, in order (memplug/native/flow.h).
+        flow: frames in flight, in order, and the share of the rows that are swapped of those that regions say, below 1
+            where host memory has run out (memplug/native/flow.h).
+        on_timed: set by whoever wants device times around every operator of a region, from the next forward on; is
+            told of each forward: region, frame, tape.
     """
 
     def __init__(
@@ -93,31 +95,9 @@ class Executor:
         self._threads = _OfThread()
         self.divergences = 0
         self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
-        self._on_timed: Callable[[Region, Any, Tape], None] | None = None
+        self.on_timed: Callable[[Region, Any, Tape], None] | None = None
         self._warned = False
         self._told_of_capture = False
-
-    @property
-    def share(self) -> float:
-        """Of the rows that regions say, that are swapped: less where host memory has run out."""
-        return self.flow.share
-
-    @share.setter
-    def share(self, share: float) -> None:
-        self.flow.share = share
-
-    def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
-        """Take device times around every operator of a region, from the next forward on; None: no more.
-
-        Args:
-            listener: is told of each forward: region, frame, tape.
-        """
-        self._on_timed = listener
-
-    @property
-    def timing(self) -> bool:
-        """Whether device times are taken."""
-        return self._on_timed is not None
 
     @property
     def recomputing(self) -> int:
@@ -169,7 +149,7 @@ class Executor:
         captured. An opaque forward's tape is not all that it did: its input is swapped, and its recompute pass runs
         the module again.
         """
-        times = Times(self.device) if self.timing else None
+        times = Times(self.device) if self.on_timed is not None else None
         surroundings = [take() for take in self.hooks.surroundings]
         watched = contextlib.nullcontext() if region.native.repeats else AddressMode(self.core)
         with watched:
@@ -223,8 +203,8 @@ class Executor:
     def note_timed(self, region: Region, frame: Any) -> None:
         """A timed forward is over."""
         tape = frame.times.close(frame)
-        if self._on_timed is not None:
-            self._on_timed(region, frame, tape)
+        if self.on_timed is not None:
+            self.on_timed(region, frame, tape)
 
     def restore(self, frame: Any, region: Region) -> None:
         """Run a frame's recompute pass, where that takes more than the tape's operators."""
