@@ -220,13 +220,6 @@ def describe(name: str, overload: str) -> int:
     return sum(1 << bit for bit, holds in enumerate(traits) if holds)
 
 
-def splits_by_rows(func: Any, dimensions: Sequence[int]) -> bool:
-    """Whether a call of a `ROWS` operator on tensors of so many dimensions can be recomputed from any row on: not a
-    grouped mm over 3-D inputs.
-    """
-    return func._schema.name != "aten::_grouped_mm" or tuple(dimensions[:2]) == (2, 3)
-
-
 def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that a mutable operator writes in place."""
     if is_exchange(func):
