@@ -104,9 +104,14 @@ class Executor:
         """Recompute passes under way on this thread that run the module again."""
         return self._threads.recomputing
 
-    @recomputing.setter
-    def recomputing(self, passes: int) -> None:
-        self._threads.recomputing = passes
+    @contextlib.contextmanager
+    def rerunning(self) -> Iterator[None]:
+        """Such a pass is under way."""
+        self._threads.recomputing += 1
+        try:
+            yield
+        finally:
+            self._threads.recomputing -= 1
 
     def run(self, region: Region, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
