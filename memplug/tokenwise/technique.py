@@ -98,7 +98,8 @@ class TokenWise(AgreedTechnique[Decisions]):
                 self._regions, self.executor, self.observer, self._config, self._ranks, self._step_peak, self.may_keep
             )
             return None
-        if not search.end_step():
+        decisions = search.end_step()
+        if decisions is None:
             return None
         if not search.fits and self._ranks.first:
             log.warning(
@@ -106,7 +107,7 @@ class TokenWise(AgreedTechnique[Decisions]):
                 'least on the device is used: set "device_budget_gib" or "host_budget_gib" to what there is'
             )
         self.outcome = search.outcome
-        return search.decisions
+        return decisions
 
     def judge(self, part: Decisions) -> str:
         """See `memplug.plan.replay_decisions`."""
@@ -203,11 +204,10 @@ class TokenWise(AgreedTechnique[Decisions]):
     def keep(self, part: Decisions, plan: MemoryPlan) -> MemoryPlan:
         """The plan with these decisions, what forwards have shown under them, and the link that they were made for."""
         d2h, h2d = link_rates(self.executor.device.torch_device)
-        names = {region.name: region for region in self._regions}
         settings = {
-            name: replace(setting, learnt=_learnt(names[name]))
-            for name, setting in part.settings.items()
-            if name in names
+            region.name: replace(part.settings[region.name], learnt=_learnt(region))
+            for region in self._regions
+            if region.name in part.settings
         }
         decisions = replace(part, settings=settings)
         training = replace(plan.training, decisions=decisions, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d)
