@@ -175,8 +175,9 @@ def decisions_of(
             input_bytes = observer.input_bytes[region.name] if solution.inputs_swapped else 0
             frame_bytes = max(frame_bytes, _frame_bytes(tape, group, observer, region.name))
             swapped = _swapped_bytes(tape, group)
-            # of an opaque region all that backward asks for; of others what the operators make that run
-            run_bytes = sum(_output_bytes(tape, index) - swapped.get(index, 0) for index in group.runs)
+            recomputed_bytes = saved_bytes  # of an opaque region all that backward asks for
+            if not region.opaque:  # of others what the operators make that run
+                recomputed_bytes = sum(_output_bytes(tape, index) - swapped.get(index, 0) for index in group.runs)
             settings[region.name] = Setting(
                 key,
                 _mean_fraction(tape, group),
@@ -185,7 +186,7 @@ def decisions_of(
                 input_bytes + sum(swapped.values()),
                 tape.native.fingerprint,
                 kept_bytes=sum(_output_bytes(tape, index) for index in group.keep),
-                recomputed_bytes=saved_bytes if region.opaque else run_bytes,
+                recomputed_bytes=recomputed_bytes,
             )
     return Decisions(
         solution=solution,
