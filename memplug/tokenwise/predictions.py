@@ -22,9 +22,6 @@ TOLERANCE = 0.02
 class Predictions:
     """Called at the end of every step.
 
-    Args:
-        executor: which counts the bytes that it offloads, and those that it was to offload.
-
     Attributes:
         expected_bytes, offloaded_bytes: of the last step that was compared; None so far.
     """

@@ -12,13 +12,7 @@ from memplug.tokenwise import budgets
 
 
 class Room:
-    """Called at the end of the same steps on all ranks.
-
-    Args:
-        config: its device budget counts.
-        device: whose allocator tells when it had to empty its cache.
-        ranks: who plan anew together.
-    """
+    """Called at the end of the same steps on all ranks. The device's allocator tells when it had to empty its cache."""
 
     def __init__(self, config: MemplugConfig, device: Device, ranks: Ranks):
         self._config, self._device, self._ranks = config, device, ranks

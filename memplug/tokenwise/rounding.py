@@ -25,8 +25,6 @@ class Rounding:
     """Called at the end of every step.
 
     Args:
-        config: its device budget counts.
-        executor: whose transfers use the buffers.
         planned: there will be a plan, and nothing is reserved without one.
     """
 

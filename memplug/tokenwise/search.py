@@ -65,7 +65,6 @@ class Search:
         executor: which runs them; from now on with device times around every operator.
         observer: listens to the executor.
         config: budgets, and how many plans to try; with none, or only one, the optimum is taken as it is.
-        ranks: who plan together.
         step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
         keeps: whether plans may keep outputs on the device.
 

@@ -21,12 +21,7 @@ LEAST_RISE = 1.02  # a smaller one would change what is swapped for next to noth
 
 
 class Shortage:
-    """Called at the end of the same steps on all ranks.
-
-    Args:
-        executor: whose `share` is set.
-        ranks: who agree.
-    """
+    """Called at the end of the same steps on all ranks; sets `share` of the executor's flow."""
 
     def __init__(self, executor: Executor, ranks: Ranks):
         self._executor = executor

@@ -41,13 +41,10 @@ class TokenWise(AgreedTechnique[Decisions]):
     """See the module's text.
 
     Args:
-        config: the block.
         regions: the modules' regions, in forward order.
-        device: where they run.
         regathers: forward gathers parameters (ZeRO 3).
         explain: an error of the device's memory passes, in a phase of a region.
         own: `with own():` around operators that are no part of the program.
-        ranks: who agree.
         step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
 
     Attributes:
