@@ -103,7 +103,6 @@ def kind_of(func: Any) -> Kind | None:
     return Kind.CHOICE if name in _CHOICE or f"{name}.{func._overloadname}" in _CHOICE else None
 
 
-@functools.cache
 def is_communication(func: Any) -> bool:
     """Whether other ranks take part: such an operator runs on every rank or on none."""
     if not isinstance(func, torch._ops.OpOverload) or func._schema.name in _WITHOUT_COMMUNICATION:
@@ -117,7 +116,6 @@ def is_exchange(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d"
 
 
-@functools.cache
 def fills(func: Any) -> bool:
     """Whether the operator writes all elements of the tensors that it writes to, and reads none of them.
 
@@ -131,7 +129,6 @@ def fills(func: Any) -> bool:
     return func._schema.name in _OVERWRITES or all(each.kwarg_only or each.name == "out" for each in written)
 
 
-@functools.cache
 def fills_in_part(func: Any) -> bool:
     """Whether the operator reads none of the tensor that it writes to, but may write a part of it, or nothing: the
     elements that indices name, or another shape.
@@ -141,19 +138,16 @@ def fills_in_part(func: Any) -> bool:
     return func._schema.name in _PARTIAL or torch.Tag.inplace_view in func.tags
 
 
-@functools.cache
 def is_random(func: Any) -> bool:
     """Whether the operator may advance a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-@functools.cache
 def has_effects(func: Any) -> bool:
     """Whether the operator may do more than its outputs show: assertions, printing, higher-order operators."""
     return not isinstance(func, torch._ops.OpOverload) or not func._schema.returns
 
 
-@functools.cache
 def gives_python_value(func: Any) -> bool:
     """Whether Python gets a number from the values that the operator reads (`item`, `equal`)."""
     return torch.Tag.data_dependent_output in getattr(func, "tags", ())
@@ -172,7 +166,6 @@ def is_factory(func: Any) -> bool:
     return not reads or operator.endswith("_like") or operator.startswith("new_")
 
 
-@functools.cache
 def leaves_memory_blank(func: Any) -> bool:
     """Whether the output is memory that another operator has to fill (`empty`)."""
     return isinstance(func, torch._ops.OpOverload) and func._schema.name in _EMPTY
