@@ -253,7 +253,8 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes
 
 def _capture(record: Record, kind: Kind | None, output_bytes: int, min_offload_bytes: int) -> str:
     small = output_bytes < max(1, min_offload_bytes)
-    if small or kind is Kind.CHOICE or record.form is not Form.PURE or not record.capturable:
+    blank = kind is None and operators.is_factory(record.func)
+    if small or blank or kind is Kind.CHOICE or record.form is not Form.PURE:
         return "never"
     return "rows" if kind is Kind.ROWS else "whole"
 

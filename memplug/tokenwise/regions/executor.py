@@ -36,7 +36,7 @@ from memplug.tokenwise.regions.core import core
 from memplug.tokenwise.regions.hooks import Hooks
 from memplug.tokenwise.regions.region import Region
 from memplug.tokenwise.regions.rerun import as_before, rerun
-from memplug.tokenwise.regions.tape import Tape, reasons
+from memplug.tokenwise.regions.tape import REASONS, Tape
 from memplug.tokenwise.regions.times import Times
 from memplug.tokenwise.regions.watch import AddressMode
 
@@ -196,7 +196,9 @@ class Executor:
 
     def note_opaque(self, region: Region, why: int | str) -> None:
         """No tape tells what the region does: the reason, or bits of reasons."""
-        region.opaque = region.opaque or (why if isinstance(why, str) else reasons(why))
+        if not isinstance(why, str):
+            why = ", ".join(text for bit, text in REASONS.items() if why & bit)
+        region.opaque = region.opaque or why
         self.opaque[region.opaque] += 1
         if self.opaque_regions == 1:
             log.warning(
