@@ -132,9 +132,6 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     def has_lost_room(self) -> bool:
         """See `memplug.tokenwise.room`."""
-        if self.decisions is None:
-            self._room.skip_step()
-            return False
         return self._room.is_short(self.decisions)
 
     def retain(self, parts: Iterable[Decisions]) -> None:
@@ -166,10 +163,7 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     def compare(self, program: Program, planned_from: Program | None) -> None:
         """Compare what the step moved with what its plan said; `planned_from` is of the step that was observed."""
-        if self.decisions is None or planned_from is None:
-            self.predictions.skip_step()
-        else:
-            self.predictions.end_step(self.decisions, program, planned_from)
+        self.predictions.end_step(self.decisions, program, planned_from)
 
     def settle(self, stable: bool, has_arena: bool) -> None:
         """What the next step is to run by is in force."""
