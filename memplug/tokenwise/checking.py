@@ -74,7 +74,7 @@ class AlphaCheck:
         groups = planning.group_regions(self._regions, self._observer)
         if not groups:
             return None
-        described = planning.describe(groups, self._observer, self._executor, seconds)
+        described = planning.describe(groups, self._observer, self._executor)
         tapes = self._observer.tapes
         unhindered = [
             replace(

@@ -71,10 +71,9 @@ def fingerprint(tape: Tape) -> str:
     return hashlib.sha256(f"{text}|{sorted(tape.asked)}".encode()).hexdigest()[:12]
 
 
-def describe(
-    groups: dict[str, list[Region]], observer: Observer, executor: Executor, seconds: Seconds
-) -> list[plan.Region]:
+def describe(groups: dict[str, list[Region]], observer: Observer, executor: Executor) -> list[plan.Region]:
     """The planner's regions, with measured times and bytes: one per key, times are medians over its regions."""
+    seconds = executor.device.seconds_between
     backwards_s = _backward_seconds(observer, seconds)
     with executor.hooks.own():
         host = host_time.measure()

@@ -142,7 +142,7 @@ class Search:
         """
         device = self.executor.device
         groups = planning.group_regions(self.regions, self.observer)
-        described = planning.describe(groups, self.observer, self.executor, device.seconds_between) if groups else []
+        described = planning.describe(groups, self.observer, self.executor) if groups else []
         budget = budgets.budget(self.config, device, self.executor.pool.budget_bytes, peak_bytes)
         own = described, budget if self.keeps else replace(budget, device_bytes=0)
         most, alpha = max(1, self.config.profiler.policy_steps), self.config.tokenwise.alpha
