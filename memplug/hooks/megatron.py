@@ -118,11 +118,10 @@ class Megatron(Framework):
         check_version()
         for name, layer in self.layers(target.model):
             config = layer.config
-            asked = {key: getattr(config, key, None) for key in _CONFLICTS}
             reasons = [
-                f"{key}={value!r}: {_CONFLICTS[key]}"
-                for key, value in asked.items()
-                if value not in (None, False, "none")
+                f"{key}={value!r}: {why}"
+                for key, why in _CONFLICTS.items()
+                if (value := getattr(config, key, None)) not in (None, False, "none")
             ]
             if reasons:
                 raise ConflictError(f"layer {name} is handled by Megatron-Core too: {'; '.join(reasons)}")

@@ -219,12 +219,8 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         return [] if func._schema.name in _WRITES_NOTHING else list(tensors_in(args[:1]))
     written: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, torch.Tensor):
-                written.append(tensor)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += tensors_in([args[position] if position < len(args) else kwargs.get(argument.name)])
     return written
 
 
