@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +96,7 @@ class Arena:
         cuda = self.device.type == "cuda"
         if cuda:
             _check_cuda(self._native)
+        self._stand_in_front = self._native.stand_before_cuda if cuda else self._native.stand_before_cpu
         index = torch.cuda.current_device() if cuda and self.device.index is None else self.device.index or 0
         try:
             self._native.open_arena(cuda, index, checks)
@@ -126,14 +127,18 @@ class Arena:
                 tables.streams,
             )
             if self._leave is None:
-                _stand_in_front(self._native, self.device.type, True)
-                self._leave = weakref.finalize(self, _leave, self._native, self.device.type)
+                self._stand_in_front(True)
+                self._leave = weakref.finalize(self, _leave, self._native, self._stand_in_front)
                 self._leave.atexit = False
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
             self.close()
             self._native.close_arena()
             needed_gib = (tables.reused_bytes + tables.kept_bytes) / 2**30
-            raise ArenaError(f"{needed_gib:.2f} GiB for the arena: {_first_line(error)}", _ROOM) from None
+            raise ArenaError(
+                f"{needed_gib:.2f} GiB for the arena: {_first_line(error)}",
+                'Lower "device_budget_gib", so that less is kept on the device; or set "arena": {"enabled": false}, '
+                "which leaves all memory to torch's own allocator.",
+            ) from None
 
     @property
     def serving(self) -> bool:
@@ -179,21 +184,10 @@ class Arena:
         return torch.cuda.memory_allocated(self.device) - self.counters().live_size
 
 
-def _leave(core: object, device_type: str) -> None:
+def _leave(core: object, stand_in_front: Callable[[bool], None]) -> None:
     """Memory that is not in use goes back, and the allocator is torch's own again: on CUDA with the last block."""
     core.close_arena()
-    _stand_in_front(core, device_type, False)
-
-
-def _stand_in_front(core: object, device_type: str, on: bool) -> None:
-    stand = core.stand_before_cuda if device_type == "cuda" else core.stand_before_cpu
-    stand(on)
-
-
-_ROOM = (
-    'Lower "device_budget_gib", so that less is kept on the device; or set "arena": {"enabled": false}, which leaves '
-    "all memory to torch's own allocator."
-)
+    stand_in_front(False)
 
 
 def _check_cuda(core: object) -> None:

@@ -11,7 +11,6 @@ from memplug.plan.layout.problem import Problem
 from memplug.plan.schema import MemoryPlan
 from memplug.profile.trace import Trace
 
-LONGEST_S = auto.TIME_LIMIT_S
 AMENDING_S = 2.0
 PLANNING_BYTES_PER_S = 64 << 20  # of an arena: the smaller it is, the less time is its plan worth
 
@@ -31,8 +30,7 @@ def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None
     step = last_step(trace)
     # a validation in this step may not come in the next: it is served from reusable space instead
     problem = problem_of(step, margin_bytes=MARGIN_BYTES if checks else 0, without_gradients=False)
-    worth_s = _worth_s(problem, LONGEST_S)
-    solution = shared.solve_once(problem, planner, worth_s, folder)
+    solution = shared.solve_once(problem, planner, _worth_s(problem, auto.TIME_LIMIT_S), folder)
     plan = dynamic.plan_with_spaces(step, problem, solution)
     return plan, tables_of(plan)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -170,10 +171,7 @@ def _dynamic(plan: MemoryPlan) -> tuple[np.ndarray, list[Spaces]]:
     rows: list[tuple[int, int, int]] = []
     for (phase, layer), numbers in of_place.items():
         groups = {member: number for number in numbers for member in plan.dynamic[number].members}
-        common = spaces[numbers[0]]
-        for number in numbers[1:]:
-            common = _common(common, spaces[number])
-        spaces.append(common)
+        spaces.append(functools.reduce(_common, [spaces[number] for number in numbers]))
         encoded = (plan.problem.phases[phase].micro_batch + 1) * 8 + int(plan.problem.phases[phase].kind)
         rows += [(encoded, layer, groups.get(member, -1)) for member in range(max(groups) + 1)]
         rows.append((encoded, layer, len(spaces) - 1))

@@ -73,9 +73,6 @@ class PlannedAddresses(Technique[Addresses]):
     """See the module's text.
 
     Args:
-        config: the block's section.
-        arena: of the device that trains.
-        beside: runs what plans.
         tell: the user, in one line of a level of logging.
         folder: in which ranks that run the same share addresses; None: each plans for itself.
 
@@ -114,16 +111,11 @@ class PlannedAddresses(Technique[Addresses]):
 
     @classmethod
     def is_wanted(cls, config: MemplugConfig) -> bool:
-        """See `Technique`."""
         return config.arena.enabled
 
     @classmethod
     def make(cls, given: Given) -> PlannedAddresses:
-        """See `Technique`.
-
-        Raises:
-            ArenaError: memplug cannot stand in front of this device's allocator.
-        """
+        """Raises `ArenaError` where memplug cannot stand in front of this device's allocator."""
         config = given.config
         arena = Arena(given.device, config.arena.checks)
         has_others = dist.is_initialized() and dist.get_world_size() > 1
@@ -132,7 +124,6 @@ class PlannedAddresses(Technique[Addresses]):
 
     @property
     def state(self) -> State:
-        """See `State`."""
         return State.OFF if self.off_because else self._state
 
     @property
@@ -142,7 +133,6 @@ class PlannedAddresses(Technique[Addresses]):
 
     @property
     def native_bytes(self) -> int | None:
-        """See `Arena.native_bytes`."""
         return self._arena.native_bytes()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -172,7 +162,16 @@ class PlannedAddresses(Technique[Addresses]):
         self.step, self._before = _difference(counters, self._before), counters
         self._was_withheld, self._withheld, self._is_first = bool(self._withheld), (), False
         self._steps += 1
-        self._check(self.step)
+        for count, how in (
+            (self.step.written_freed, "after it was freed"),
+            (self.step.written_beyond, "beyond its end"),
+        ):
+            if count:
+                raise ArenaError(
+                    f"{count} time{'s' if count > 1 else ''} in this step memory of the arena was written to {how}",
+                    "Look for a kernel that writes outside of its tensors, or uses one that is freed: "
+                    "`CUDA_LAUNCH_BLOCKING=1` and `compute-sanitizer` name it.",
+                )
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
@@ -306,15 +305,6 @@ class PlannedAddresses(Technique[Addresses]):
         self.plans += not self._amending
         self.amendments += bool(self._amending)
         return Addresses(plan, tables, self._amending, f"planned in {plan.solution.seconds:.1f} s")
-
-    def _check(self, step: Counters) -> None:
-        for count, how in ((step.written_freed, "after it was freed"), (step.written_beyond, "beyond its end")):
-            if count:
-                raise ArenaError(
-                    f"{count} time{'s' if count > 1 else ''} in this step memory of the arena was written to {how}",
-                    "Look for a kernel that writes outside of its tensors, or uses one that is freed: "
-                    "`CUDA_LAUNCH_BLOCKING=1` and `compute-sanitizer` name it.",
-                )
 
 
 def _alike(one: Trace, other: Trace) -> bool:

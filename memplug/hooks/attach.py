@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from memplug.hooks.framework import Layers, Target
 from memplug.hooks.job import job_of
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Recorder
-from memplug.profile.records import Fingerprint
 from memplug.session import Session, initial_regions
 from memplug.session.recording import Recording
 from memplug.stages.table import Stage
@@ -137,18 +135,18 @@ def _attach(target: Target, config: MemplugConfig, device: Device) -> Session:
             framework.hook(target, modules, session)
         layout = dict(pair for framework in used for pair in framework.layout(target).items())
         job = job_of(target.chunks[0], target.model, found, device.torch_device, config, layout)
-        session.watch(functools.partial(_make_recording, target, found, device, job))
+
+        def make_recording() -> Recording:
+            recorder = Recorder(device.torch_device)
+            return Recording(recorder, Places(target.model, found, recorder, target.chunks, job))
+
+        session.watch(make_recording)
         if session.resume(job):
             first_forward.watch(target.chunks, session)
     except BaseException:
         session.detach()
         raise
     return session
-
-
-def _make_recording(target: Target, layers: Layers, device: Device, job: Fingerprint) -> Recording:
-    recorder = Recorder(device.torch_device)
-    return Recording(recorder, Places(target.model, layers, recorder, target.chunks, job))
 
 
 def _find(model: nn.Module, config: MemplugConfig) -> Layers:

@@ -62,7 +62,7 @@ class DeepSpeed(Framework):
             log.warning('memplug: off: the engine\'s configuration has no "memplug" block; pass {"enabled": true}')
 
     def check_attached(self, target: Target) -> None:
-        if not is_hooked(target.engine):
+        if not is_patched(target.engine, "step"):
             raise ConflictError(
                 "the engine's model was attached by itself, so that the session does not see the engine's steps",
                 "Detach that session and attach to the engine, or leave it to `memplug.install()`.",
@@ -196,11 +196,6 @@ def trains(engine: Any) -> bool:
     """Whether an engine has an optimizer; without one, DeepSpeed may put something else in its place."""
     optimizer = getattr(engine, "basic_optimizer", engine.optimizer)
     return type(optimizer).__name__ not in ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
-
-
-def is_hooked(engine: Any) -> bool:
-    """Whether a session sees the engine's steps."""
-    return is_patched(engine, "step")
 
 
 def _hook_gathering(engine: Any, session: Session, modules: Mapping[str, nn.Module]) -> None:

@@ -20,9 +20,8 @@ Layers = Sequence[tuple[str, nn.Module]]
 """Modules with their qualified names."""
 
 
-def outermost(model: nn.Module, path: str) -> Layers:
-    """Of `instances`, those that lie in no other."""
-    found = instances(model, path)
+def outermost(found: Layers) -> Layers:
+    """Those modules that lie in no other one of them."""
     return [(name, module) for name, module in found if not any(lies_in(name, outer) for outer, _ in found)]
 
 

@@ -41,7 +41,7 @@ from torch import nn
 
 from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
-from memplug.hooks.framework import Framework, Layers, Target, outermost
+from memplug.hooks.framework import Framework, Layers, Target, instances, outermost
 from memplug.hooks.patching import patch, unnoticed
 from memplug.hooks.regions import Prepare
 from memplug.session import Session
@@ -82,7 +82,7 @@ class Megatron(Framework):
         return bool(self.layers(target.model))
 
     def layers(self, model: nn.Module) -> Layers:
-        return outermost(model, LAYER_CLASS)
+        return outermost(instances(model, LAYER_CLASS))
 
     def is_expert(self, module: nn.Module) -> bool:
         return type(module).__name__ in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
@@ -118,11 +118,10 @@ class Megatron(Framework):
         check_version()
         for name, layer in self.layers(target.model):
             config = layer.config
-            asked = {key: getattr(config, key, None) for key in _CONFLICTS}
             reasons = [
-                f"{key}={value!r}: {_CONFLICTS[key]}"
-                for key, value in asked.items()
-                if value not in (None, False, "none")
+                f"{key}={value!r}: {why}"
+                for key, why in _CONFLICTS.items()
+                if (value := getattr(config, key, None)) not in (None, False, "none")
             ]
             if reasons:
                 raise ConflictError(f"layer {name} is handled by Megatron-Core too: {'; '.join(reasons)}")
@@ -168,7 +167,7 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
         raise RegionError("the same model chunk is in the list twice", "Pass each chunk of the model once.")
     shapes = []
     for number, chunk in enumerate(chunks):
-        layers = outermost(chunk, LAYER_CLASS)
+        layers = outermost(instances(chunk, LAYER_CLASS))
         if not layers:
             raise RegionError(
                 f"chunk {number} of the list, a {type(chunk).__name__}, has no Megatron-Core transformer layers",

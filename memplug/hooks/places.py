@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
 
+from memplug.hooks.framework import outermost
 from memplug.hooks.frameworks import holds_experts
 from memplug.hooks.job import job_of
 from memplug.profile.recorder import Place, Recorder
@@ -136,17 +137,12 @@ def _with_experts(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn
     found: list[tuple[str, nn.Module, bool]] = []
     for name, layer in layers:
         found.append((name, layer, holds_experts(layer)))
-        for inner, module in layer.named_modules() if not holds_experts(layer) else ():
-            if inner and holds_experts(module) and not any(holds_experts(p) for p in _parents(layer, inner)):
+        for inner, module in outermost([each for each in layer.named_modules() if holds_experts(each[1])]):
+            if inner:
                 # a list of experts is never called itself, its members are
                 members = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]
                 found += [(".".join(filter(None, (name, inner, part))), member, True) for part, member in members]
     return found
-
-
-def _parents(layer: nn.Module, name: str) -> list[nn.Module]:
-    parts = name.split(".")[:-1]
-    return [layer.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
 
 
 def shapes(values: Sequence[Any]) -> str:

@@ -22,7 +22,7 @@ class Transformers(Framework):
 
     def layers(self, model: nn.Module) -> Layers:
         """The outermost modules of the class that transformers gives every checkpointable layer."""
-        return outermost(model, LAYER_CLASS)
+        return outermost(instances(model, LAYER_CLASS))
 
     def is_expert(self, module: nn.Module) -> bool:
         return "Experts" in type(module).__name__

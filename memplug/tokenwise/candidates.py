@@ -54,14 +54,8 @@ def agree(
     if not all(keys for keys, _ in everyone):
         return None
     budgets = [other for keys, other in everyone if keys == mine]
-    smallest = plan.Budget(
-        d2h_bytes_per_s=min(b.d2h_bytes_per_s for b in budgets),
-        h2d_bytes_per_s=min(b.h2d_bytes_per_s for b in budgets),
-        host_bytes=min(b.host_bytes for b in budgets),
-        padding_bytes=budget.padding_bytes,
-        device_bytes=min(b.device_bytes for b in budgets),
-        buffers=budget.buffers,
-    )
+    shared = ("d2h_bytes_per_s", "h2d_bytes_per_s", "host_bytes", "device_bytes")
+    smallest = replace(budget, **{name: min(getattr(other, name) for other in budgets) for name in shared})
     fraction = min(gather(memo.fraction_of(regions, smallest.with_buffers(regions)))) if alpha == "memo" else None
     solver = next(rank for rank, (keys, _) in enumerate(everyone) if keys == mine)
     return Task(regions, smallest, fraction, most, solver)

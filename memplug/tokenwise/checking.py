@@ -33,12 +33,6 @@ SLACK = 0.01  # by which alpha may exceed what fits: one step's times are no bet
 class AlphaCheck:
     """Called at the end of the same steps on all ranks; does nothing unless the block has a number above 0 for alpha.
 
-    Args:
-        config: the block.
-        regions: all of the session's.
-        executor: which runs them.
-        ranks: who agree.
-
     Attributes:
         by_link: the largest fraction, the same for all regions, whose copies fit the forward of each, on every rank;
             None so far, or without a check.
@@ -80,7 +74,7 @@ class AlphaCheck:
         groups = planning.group_regions(self._regions, self._observer)
         if not groups:
             return None
-        described = planning.describe(groups, self._observer, self._executor, seconds)
+        described = planning.describe(groups, self._observer, self._executor)
         tapes = self._observer.tapes
         unhindered = [
             replace(

@@ -55,7 +55,9 @@ class PlainRegions:
         first: set[str] = set()
         for region in self._regions:
             if region.is_plain and region.key in first:
-                self._leave(region)
+                module = self._modules.get(region.name)
+                if region.name not in self._left and module is not None and module.leave():
+                    self._left.add(region.name)
             elif region.name in self._left:
                 self._enter(region)
             if region.is_plain:
@@ -71,11 +73,6 @@ class PlainRegions:
         for region in self._regions:
             if region.name in self._left and not region.native.communicates:
                 self._enter(region)
-
-    def _leave(self, region: Region) -> None:
-        module = self._modules.get(region.name)
-        if region.name not in self._left and module is not None and module.leave():
-            self._left.add(region.name)
 
     def _enter(self, region: Region) -> None:
         if self._modules[region.name].enter():

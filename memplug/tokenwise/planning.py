@@ -71,10 +71,9 @@ def fingerprint(tape: Tape) -> str:
     return hashlib.sha256(f"{text}|{sorted(tape.asked)}".encode()).hexdigest()[:12]
 
 
-def describe(
-    groups: dict[str, list[Region]], observer: Observer, executor: Executor, seconds: Seconds
-) -> list[plan.Region]:
+def describe(groups: dict[str, list[Region]], observer: Observer, executor: Executor) -> list[plan.Region]:
     """The planner's regions, with measured times and bytes: one per key, times are medians over its regions."""
+    seconds = executor.device.seconds_between
     backwards_s = _backward_seconds(observer, seconds)
     with executor.hooks.own():
         host = host_time.measure()
@@ -84,27 +83,28 @@ def describe(
         in_flight = max(1, max(region.native.peak for region in members))
         span_s, launched = median(seconds(*tape.span) for tape in tapes), len(tapes[0].records)
         busy_s = median(sum(seconds(*stamp) for stamp in tape.stamps) for tape in tapes)
-        forward_s, backward_s = (
-            host.forward_s(launched, span_s, busy_s),
-            median(backwards_s[region.name] for region in members),
+        forward_s = host.forward_s(launched, span_s, busy_s)
+        backward_s = median(backwards_s[region.name] for region in members)
+        sending = _sending(members)
+        overhead_forward_s, overhead_backward_s = host.overhead_s(
+            launched, forward_s, backward_s, waits=executor.device.kind == "cuda"
         )
-        overhead_s = host.overhead_s(launched, forward_s, backward_s, waits=executor.device.kind == "cuda")
         operations, saved, given = (
             _module(forward_s) if members[0].opaque else _replayed(tapes, seconds, executor.min_offload_bytes)
         )
         described.append(
             plan.Region(
                 key=key,
-                instances=len(_sending(members)) * in_flight,
+                instances=len(sending) * in_flight,
                 operators=operations,
                 saved=saved,
                 given=given,
-                input_bytes=ceil(fmean(observer.input_bytes[region.name] for region in _sending(members))),
-                input_tensors=max(observer.input_tensors[region.name] for region in _sending(members)),
+                input_bytes=ceil(fmean(observer.input_bytes[region.name] for region in sending)),
+                input_tensors=max(observer.input_tensors[region.name] for region in sending),
                 forward_s=forward_s,
                 backward_s=backward_s,
-                overhead_forward_s=overhead_s[0],
-                overhead_backward_s=overhead_s[1],
+                overhead_forward_s=overhead_forward_s,
+                overhead_backward_s=overhead_backward_s,
                 saved_bytes=max(observer.saved_bytes[region.name] for region in members),
             )
         )
@@ -163,32 +163,35 @@ def decisions_of(
             ordinal = sending.index(region) if region in sending else len(sending)
             group = region_plan.group(ordinal * instances // len(sending))
             tape = observer.tapes[region.name]
+            saved_bytes = observer.saved_bytes[region.name]
             if group.plain:
-                given_bytes = observer.given_bytes[region.name]
                 settings[region.name] = Setting(
-                    key, plain_bytes=given_bytes, kept_bytes=observer.saved_bytes[region.name]
+                    key, plain_bytes=observer.given_bytes[region.name], kept_bytes=saved_bytes
                 )
                 continue
             captured = {i: Decision(_name_of(tape, i), fraction) for i, fraction in group.fractions.items()}
             captured.update({i: Decision(_name_of(tape, i), 1.0, keep=True) for i in group.keep})
             input_bytes = observer.input_bytes[region.name] if solution.inputs_swapped else 0
             frame_bytes = max(frame_bytes, _frame_bytes(tape, group, observer, region.name))
+            swapped = _swapped_bytes(tape, group)
+            recomputed_bytes = saved_bytes  # of an opaque region all that backward asks for
+            if not region.opaque:  # of others what the operators make that run
+                recomputed_bytes = sum(_output_bytes(tape, index) - swapped.get(index, 0) for index in group.runs)
             settings[region.name] = Setting(
                 key,
-                _mean_fraction(tape.records, group, tape),
+                _mean_fraction(tape, group),
                 captured,
                 solution.inputs_swapped,
-                input_bytes + _swapped_bytes(tape, group),
+                input_bytes + sum(swapped.values()),
                 tape.native.fingerprint,
                 kept_bytes=sum(_output_bytes(tape, index) for index in group.keep),
-                recomputed_bytes=_recomputed_bytes(region, tape, group, observer),
+                recomputed_bytes=recomputed_bytes,
             )
-    peak_bytes = None if observed_peak_bytes is None else observed_peak_bytes + solution.device_bytes
     return Decisions(
         solution=solution,
         settings=settings,
         frame_bytes=frame_bytes,
-        peak_bytes=peak_bytes,
+        peak_bytes=None if observed_peak_bytes is None else observed_peak_bytes + solution.device_bytes,
         full_recomputation_s=full_recomputation_s,
     )
 
@@ -203,23 +206,14 @@ def _output_bytes(tape: Tape, index: int) -> int:
     return sum(tape.bytes[number] for number in tape.records[index].outputs)
 
 
-def _recomputed_bytes(region: Region, tape: Tape, group: plan.Group, observer: Observer) -> int:
-    """Of an opaque region all that backward asks for; of others what the operators make that run."""
-    if region.opaque:
-        return observer.saved_bytes[region.name]
-    swapped = {
-        index: part_bytes(_output_bytes(tape, index), tape.records[index].rows, group.fractions[index])
-        for index in group.fractions
-    }
-    return sum(_output_bytes(tape, index) - swapped.get(index, 0) for index in group.runs)
-
-
-def _swapped_bytes(tape: Tape, group: plan.Group) -> int:
-    """By the region's own tape: the experts of a mixture have more tokens in one layer than in another."""
-    return sum(
-        part_bytes(_output_bytes(tape, index), tape.records[index].rows, fraction)
+def _swapped_bytes(tape: Tape, group: plan.Group) -> dict[int, int]:
+    """Of each operator's outputs, by the region's own tape: the experts of a mixture have more tokens in one layer than
+    in another.
+    """
+    return {
+        index: part_bytes(_output_bytes(tape, index), tape.records[index].rows, fraction)
         for index, fraction in group.fractions.items()
-    )
+    }
 
 
 def _frame_bytes(tape: Tape, group: plan.Group, observer: Observer, name: str) -> int:
@@ -240,7 +234,7 @@ def put(decisions: Decisions | None, regions: Sequence[Region]) -> None:
 
 def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes: int) -> plan.Operator:
     record = tapes[0].records[index]
-    output_bytes = round(fmean(sum(tape.bytes[number] for number in record.outputs) for tape in tapes))
+    output_bytes = round(fmean(_output_bytes(tape, index) for tape in tapes))
     kind = operators.kind_of(record.func)
     view = record.form is Form.VIEW
     return plan.Operator(
@@ -258,15 +252,16 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes
 
 def _capture(record: Record, kind: Kind | None, output_bytes: int, min_offload_bytes: int) -> str:
     small = output_bytes < max(1, min_offload_bytes)
-    if small or kind is Kind.CHOICE or record.form is not Form.PURE or not record.capturable:
+    blank = kind is None and operators.is_factory(record.func)
+    if small or blank or kind is Kind.CHOICE or record.form is not Form.PURE:
         return "never"
     return "rows" if kind is Kind.ROWS else "whole"
 
 
-def _mean_fraction(records: list[Record], group: plan.Group, tape: Tape) -> float:
+def _mean_fraction(tape: Tape, group: plan.Group) -> float:
     """For forwards that run other operators than the observed one: the plan's share of matmul output bytes."""
-    matmuls = [(i, record) for i, record in enumerate(records) if operators.kind_of(record.func) is Kind.ROWS]
-    sizes = {i: sum(tape.bytes[number] for number in record.outputs) for i, record in matmuls}
+    matmuls = [i for i, record in enumerate(tape.records) if operators.kind_of(record.func) is Kind.ROWS]
+    sizes = {i: _output_bytes(tape, i) for i in matmuls}
     total = sum(sizes.values())
     return sum(group.fractions.get(i, 0.0) * size for i, size in sizes.items()) / total if total else 0.0
 

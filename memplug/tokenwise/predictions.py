@@ -22,9 +22,6 @@ TOLERANCE = 0.02
 class Predictions:
     """Called at the end of every step.
 
-    Args:
-        executor: which counts the bytes that it offloads, and those that it was to offload.
-
     Attributes:
         expected_bytes, offloaded_bytes: of the last step that was compared; None so far.
     """
@@ -38,8 +35,8 @@ class Predictions:
         self.expected_bytes: int | None = None
         self.offloaded_bytes: int | None = None
 
-    def end_step(self, decisions: Decisions, program: Program, planned_from: Program) -> None:
-        """A step is over that ran `program`, by `decisions` from its beginning.
+    def end_step(self, decisions: Decisions | None, program: Program, planned_from: Program | None) -> None:
+        """A step is over that ran `program`, by `decisions` from its beginning; None: by none, or by some only tried.
 
         One that was short of host memory, or had a region that no plan knows, or was given more or less than the step
         that the plan was made from, says nothing of the plan: the next one is compared. Only where every region did the
@@ -48,6 +45,8 @@ class Predictions:
         if self._is_settled and decisions is self._compared:
             return
         before, self._before = self._before, self._counts()
+        if decisions is None or planned_from is None:
+            return
         if decisions is not self._compared:
             self._compared, self._is_settled = decisions, False
             self.expected_bytes = self.offloaded_bytes = None
@@ -63,10 +62,6 @@ class Predictions:
             self.expected_bytes, self.offloaded_bytes = expected, offloaded
         if self._is_settled and abs(offloaded - expected) > TOLERANCE * max(offloaded, expected):
             self.warn(offloaded, expected)
-
-    def skip_step(self) -> None:
-        """A step is over that ran by no decisions, or by some that were only tried."""
-        self._before = self._counts()
 
     def warn(self, offloaded: int, expected: int) -> None:
         """Once: a plan was wrong."""

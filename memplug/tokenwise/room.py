@@ -12,35 +12,25 @@ from memplug.tokenwise import budgets
 
 
 class Room:
-    """Called at the end of the same steps on all ranks.
-
-    Args:
-        config: its device budget counts.
-        device: whose allocator tells when it had to empty its cache.
-        ranks: who plan anew together.
-    """
+    """Called at the end of the same steps on all ranks. The device's allocator tells when it had to empty its cache."""
 
     def __init__(self, config: MemplugConfig, device: Device, ranks: Ranks):
         self._config, self._device, self._ranks = config, device, ranks
         self._retries = 0
         self._agreed: Callable[[], float] | None = None
 
-    def is_short(self, decisions: Decisions) -> bool:
+    def is_short(self, decisions: Decisions | None) -> bool:
         """A step ran by `decisions`: whether that of a rank, in the step before this one, keeps more than there is room
-        for.
+        for. None: no plan was made for the step.
         """
         if self._device.kind != "cuda":
             return False
-        retries, before = budgets.allocation_retries(self._device), self._retries
-        self._retries = retries
-        agreed = self._agreed
-        self._agreed = self._ranks.least(0.0 if retries > before and self._lacks(decisions) else 1.0)
+        before, self._retries = self._retries, budgets.allocation_retries(self._device)
+        agreed, self._agreed = self._agreed, None
+        if decisions is None:
+            return False
+        self._agreed = self._ranks.least(0.0 if self._retries > before and self._lacks(decisions) else 1.0)
         return agreed is not None and agreed() < 1.0
-
-    def skip_step(self) -> None:
-        """A step is over that no plan was made for."""
-        self._agreed = None
-        self._retries = budgets.allocation_retries(self._device)
 
     def _lacks(self, decisions: Decisions) -> bool:
         if decisions.peak_bytes is None:

@@ -25,8 +25,6 @@ class Rounding:
     """Called at the end of every step.
 
     Args:
-        config: its device budget counts.
-        executor: whose transfers use the buffers.
         planned: there will be a plan, and nothing is reserved without one.
     """
 
@@ -63,27 +61,21 @@ class Rounding:
     def _reserve(self, frame_bytes: int, step_bytes: int | None) -> None:
         executor = self._executor
         total_bytes = executor.buffers * frame_bytes
-        if frame_bytes and not budgets.has_room_for_buffers(
+        has_room = not frame_bytes or budgets.has_room_for_buffers(
             self._config, executor.device, total_bytes, total_bytes - self._most_bytes, step_bytes
-        ):
-            self._refuse(total_bytes)
-            return
-        with executor.hooks.own():
-            executor.flow.reserve(0)  # the former ones' memory is part of what is free
-            try:
-                has_room = executor.flow.reserve(frame_bytes)
-            except torch.OutOfMemoryError:  # of a device in Python
-                has_room = False
-        self._frame_bytes = frame_bytes
-        self._most_bytes = max(self._most_bytes, executor.transfer.buffer_bytes)
-        if not has_room:
-            self._refuse(total_bytes)
-
-    def _refuse(self, total_bytes: int) -> None:
-        if self._told:
-            return
-        self._told = True
-        log.warning(
-            "memplug: no room on the device for rounding buffers of %s: each prefetched tensor is allocated anew",
-            size(total_bytes),
         )
+        if has_room:
+            with executor.hooks.own():
+                executor.flow.reserve(0)  # the former ones' memory is part of what is free
+                try:
+                    has_room = executor.flow.reserve(frame_bytes)
+                except torch.OutOfMemoryError:  # of a device in Python
+                    has_room = False
+            self._frame_bytes = frame_bytes
+            self._most_bytes = max(self._most_bytes, executor.transfer.buffer_bytes)
+        if not (has_room or self._told):
+            self._told = True
+            log.warning(
+                "memplug: no room on the device for rounding buffers of %s: each prefetched tensor is allocated anew",
+                size(total_bytes),
+            )

@@ -8,6 +8,7 @@ are tried from the step on at which they are there for all ranks.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -40,16 +41,6 @@ class Trial:
     """What the plan keeps on the device."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Planning:
-    """What was observed, while plans are made of it."""
-
-    task: candidates.Task
-    groups: dict[str, list[Region]]
-    observed_peak_bytes: int | None
-    full_recomputation_s: float
-
-
 def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
     """The best plan, and whether it fits; the same on every rank.
 
@@ -74,12 +65,10 @@ class Search:
         executor: which runs them; from now on with device times around every operator.
         observer: listens to the executor.
         config: budgets, and how many plans to try; with none, or only one, the optimum is taken as it is.
-        ranks: who plan together.
         step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
         keeps: whether plans may keep outputs on the device.
 
     Attributes:
-        decisions: that were found, None so far.
         outcome: how it did, for people.
         fits: False: every plan that was tried needed more memory than it should have.
     """
@@ -92,16 +81,16 @@ class Search:
         config: MemplugConfig,
         ranks: Ranks,
         step_peak: Callable[[], int | None],
-        keeps: bool = True,
+        keeps: bool,
     ):
         self.keeps = keeps
         self.regions, self.executor, self.observer, self.config = regions, executor, observer, config
-        self.decisions: Decisions | None = None
         self.outcome = ""
         self.fits = True
         self._ranks, self._gather, self._step_peak = ranks, ranks.gather, step_peak
         self._beside = Beside(config.profiler.wait_for_plans)
-        self._planning: _Planning | None = None
+        self._task: candidates.Task | None = None  # while plans are made of what was observed
+        self._decisions_of: Callable[[plan.TokenwisePlan], Decisions]
         self._candidates: list[Decisions] = []
         self._trials: list[Trial] = []
         self._refused = 0
@@ -117,21 +106,20 @@ class Search:
         self.executor.device.synchronize()
         self._begun = time.perf_counter()
 
-    def end_step(self) -> bool:
-        """A step of the program is over. True: `decisions` are known; else the regions run the next plan."""
+    def end_step(self) -> Decisions | None:
+        """A step of the program is over. None: nothing is decided yet, and the regions run the next plan."""
         self.executor.device.synchronize()
         seconds = time.perf_counter() - self._begun
         peak_bytes = self._step_peak()
         if self._candidates:
             self._note(seconds, peak_bytes)
-        elif not (self._planning is not None or self._begin_planning(peak_bytes)) or not self._is_planned():
-            return False
+        elif not (self._task is not None or self._begin_planning(peak_bytes)) or not self._is_planned():
+            return None
         if len(self._candidates) > max(1, len(self._trials)) and not self._is_out_of_the_way():
             self._refused = self.executor.transfer.refused
             planning.put(self._candidates[len(self._trials)], self.regions)
-            return False
-        self._choose()
-        return True
+            return None
+        return self._choose()
 
     def stop(self) -> None:
         """Nothing is observed any more."""
@@ -144,7 +132,7 @@ class Search:
         """How the next step is to be recorded: the one that plans are made from in full, those that try them for their
         peaks.
         """
-        if self._planning is not None:
+        if self._task is not None:
             return None
         return Detail.REQUESTS if self._candidates else Detail.TENSORS
 
@@ -154,7 +142,7 @@ class Search:
         """
         device = self.executor.device
         groups = planning.group_regions(self.regions, self.observer)
-        described = planning.describe(groups, self.observer, self.executor, device.seconds_between) if groups else []
+        described = planning.describe(groups, self.observer, self.executor) if groups else []
         budget = budgets.budget(self.config, device, self.executor.pool.budget_bytes, peak_bytes)
         own = described, budget if self.keeps else replace(budget, device_bytes=0)
         most, alpha = max(1, self.config.profiler.policy_steps), self.config.tokenwise.alpha
@@ -166,7 +154,14 @@ class Search:
             return False
         budgets.require_device_bytes(self.config, peak_bytes, self._gather)
         total_bytes = budgets.peak_bytes(device) if peak_bytes is None else peak_bytes
-        self._planning = _Planning(task, groups, total_bytes, plan.full_recomputation(*own).step_s)
+        self._task = task
+        self._decisions_of = functools.partial(
+            planning.decisions_of,
+            groups=groups,
+            observer=self.observer,
+            observed_peak_bytes=total_bytes,
+            full_recomputation_s=plan.full_recomputation(*own).step_s,
+        )
         self.executor.on_timed = None
         if task.solver == self._ranks.rank:
             self._beside.begin(candidates.solve, task)
@@ -176,13 +171,10 @@ class Search:
         """Whether there are plans to try by now, for all ranks."""
         if not all(self._gather(not self._beside.is_busy or self._beside.is_done)):
             return False
-        made, self._planning = self._planning, None
+        task, self._task = self._task, None
         solved = self._beside.take() if self._beside.is_busy else None
-        solutions = candidates.choose(made.task, solved, self._gather)
-        self._candidates = [
-            planning.decisions_of(one, made.groups, self.observer, made.observed_peak_bytes, made.full_recomputation_s)
-            for one in solutions
-        ]
+        solutions = candidates.choose(task, solved, self._gather)
+        self._candidates = [self._decisions_of(one) for one in solutions]
         self.executor.pool.reserve(max(one.host_bytes for one in solutions))
         self.stop()
         return True
@@ -199,15 +191,14 @@ class Search:
         tried = len(self._trials) == 1 and plain.is_plain(self._candidates[0].solution)
         return tried and all(self._gather(self._trials[0].fits))
 
-    def _choose(self) -> None:
+    def _choose(self) -> Decisions:
         if not self._trials:
-            self.decisions = self._candidates[0]
-            return
+            return self._candidates[0]
         trials = self._gather(self._trials)
         chosen, self.fits = choose(trials)
-        self.decisions = self._candidates[chosen]
         seconds = [max(trial.seconds for trial in ranks) for ranks in zip(*trials, strict=True)]
         self.outcome = (
             f"plan {chosen + 1} of {len(seconds)} tried took {seconds[chosen]:.3f} s a step, "
             f"all of them {min(seconds):.3f} to {max(seconds):.3f} s"
         )
+        return self._candidates[chosen]

@@ -21,12 +21,7 @@ LEAST_RISE = 1.02  # a smaller one would change what is swapped for next to noth
 
 
 class Shortage:
-    """Called at the end of the same steps on all ranks.
-
-    Args:
-        executor: whose `share` is set.
-        ranks: who agree.
-    """
+    """Called at the end of the same steps on all ranks; sets `share` of the executor's flow."""
 
     def __init__(self, executor: Executor, ranks: Ranks):
         self._executor = executor
@@ -37,19 +32,19 @@ class Shortage:
 
     def end_step(self) -> None:
         """A step is over; what it asks for is agreed while the next one runs, and counts from the one after."""
-        executor = self._executor
-        asked = self._asked(executor.flow.share)
+        flow = self._executor.flow
+        asked = self._asked(flow.share)
         if self._agreed is not None:
             share = self._agreed()
-            if share < min(executor.flow.share, self._lowest) and self._ranks.first:
+            if share < min(flow.share, self._lowest) and self._ranks.first:
                 log.warning(
                     "memplug: the host memory of a rank ran out: all ranks swap %.0f %% of the rows that were to be "
                     'swapped, and recompute the rest; "host_budget_gib" says what they may use',
                     100 * share,
                 )
-            executor.flow.share = share
+            flow.share = share
             self._lowest = min(self._lowest, share)
-        self._agreed = self._ranks.least(executor.flow.share if asked is None else asked)
+        self._agreed = self._ranks.least(flow.share if asked is None else asked)
 
     def skip_step(self) -> None:
         """A step is over that no plan, or one that was only tried, was made for: nothing is short yet."""

@@ -41,13 +41,10 @@ class TokenWise(AgreedTechnique[Decisions]):
     """See the module's text.
 
     Args:
-        config: the block.
         regions: the modules' regions, in forward order.
-        device: where they run.
         regathers: forward gathers parameters (ZeRO 3).
         explain: an error of the device's memory passes, in a phase of a region.
         own: `with own():` around operators that are no part of the program.
-        ranks: who agree.
         step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
 
     Attributes:
@@ -98,7 +95,8 @@ class TokenWise(AgreedTechnique[Decisions]):
                 self._regions, self.executor, self.observer, self._config, self._ranks, self._step_peak, self.may_keep
             )
             return None
-        if not search.end_step():
+        decisions = search.end_step()
+        if decisions is None:
             return None
         if not search.fits and self._ranks.first:
             log.warning(
@@ -106,7 +104,7 @@ class TokenWise(AgreedTechnique[Decisions]):
                 'least on the device is used: set "device_budget_gib" or "host_budget_gib" to what there is'
             )
         self.outcome = search.outcome
-        return search.decisions
+        return decisions
 
     def judge(self, part: Decisions) -> str:
         """See `memplug.plan.replay_decisions`."""
@@ -134,9 +132,6 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     def has_lost_room(self) -> bool:
         """See `memplug.tokenwise.room`."""
-        if self.decisions is None:
-            self._room.skip_step()
-            return False
         return self._room.is_short(self.decisions)
 
     def retain(self, parts: Iterable[Decisions]) -> None:
@@ -168,10 +163,7 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     def compare(self, program: Program, planned_from: Program | None) -> None:
         """Compare what the step moved with what its plan said; `planned_from` is of the step that was observed."""
-        if self.decisions is None or planned_from is None:
-            self.predictions.skip_step()
-        else:
-            self.predictions.end_step(self.decisions, program, planned_from)
+        self.predictions.end_step(self.decisions, program, planned_from)
 
     def settle(self, stable: bool, has_arena: bool) -> None:
         """What the next step is to run by is in force."""
@@ -203,11 +195,10 @@ class TokenWise(AgreedTechnique[Decisions]):
     def keep(self, part: Decisions, plan: MemoryPlan) -> MemoryPlan:
         """The plan with these decisions, what forwards have shown under them, and the link that they were made for."""
         d2h, h2d = link_rates(self.executor.device.torch_device)
-        names = {region.name: region for region in self._regions}
         settings = {
-            name: replace(setting, learnt=_learnt(names[name]))
-            for name, setting in part.settings.items()
-            if name in names
+            region.name: replace(part.settings[region.name], learnt=_learnt(region))
+            for region in self._regions
+            if region.name in part.settings
         }
         decisions = replace(part, settings=settings)
         training = replace(plan.training, decisions=decisions, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d)

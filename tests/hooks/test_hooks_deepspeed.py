@@ -12,8 +12,7 @@ import torch
 
 import memplug
 from memplug.errors import ConfigError, ConflictError, PatchError
-from memplug.hooks import deepspeed as deepspeed_hooks
-from memplug.hooks.patching import ORIGINAL
+from memplug.hooks.patching import ORIGINAL, is_patched
 from memplug.session import Session
 from tests.support.hosts import DISABLED, block, ds_config, make_engine, tiny_llama, train_engine
 
@@ -67,7 +66,7 @@ def test_detach_puts_an_engine_back_and_it_trains_on_as_it_would_have(cpu_engine
     types = [type(module) for module in engine.modules()]
     attributes = [set(one.__dict__) for one in patchable]
     session = memplug.attach(engine)
-    assert deepspeed_hooks.is_hooked(engine)
+    assert is_patched(engine, "step")
     losses = train_engine(engine, 2)
     assert session.report()["steps"] == 2 and session.report()["offloaded_bytes"] > 0
     session.detach()
@@ -99,7 +98,7 @@ def test_configured_deepspeed_checkpointing_is_refused(cpu_engine: None, monkeyp
     with pytest.raises(ConflictError, match="activation checkpointing is configured") as error:
         memplug.attach(engine)
     assert "checkpointing.configure" in error.value.advice
-    assert not deepspeed_hooks.is_hooked(engine)
+    assert not is_patched(engine, "step")
 
 
 @pytest.mark.parametrize("alpha", [0.4, 1, "auto"])
@@ -184,7 +183,7 @@ def test_a_missing_symbol_of_the_engine_leaves_nothing_patched(
     with pytest.raises(PatchError, match="backward") as error:
         memplug.attach(engine)
     assert "deepspeed" in str(error.value)
-    assert not deepspeed_hooks.is_hooked(engine)
+    assert not is_patched(engine, "step")
     assert {type(layer) for layer in engine.module.model.layers} == {type(tiny_llama().model.layers[0])}
 
 

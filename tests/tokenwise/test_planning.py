@@ -50,7 +50,7 @@ class Observed:
         return decisions
 
     def describe(self) -> list[plan.Region]:
-        return planning.describe(self.groups, self.observer, self.executor, Device().seconds_between)
+        return planning.describe(self.groups, self.observer, self.executor)
 
 
 def budget(host: int = GIB, device: int = 0, d2h: float = 1e12, h2d: float = 1e12) -> plan.Budget:

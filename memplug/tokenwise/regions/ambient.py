@@ -16,6 +16,13 @@ from torch.utils._device import DeviceContext
 from memplug.device.device import Device
 from memplug.tokenwise.regions.core import core
 
+_ATTENTION = (
+    tuple(  # whether a back end of attention is on, and what turns it; in the order of memplug/native/ambient.cpp
+        (getattr(torch.backends.cuda, f"{name}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{name}_sdp"))
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+    )
+)
+
 
 @contextlib.contextmanager
 def restored(
@@ -31,7 +38,6 @@ def restored(
     that the model compiles inside of a region as they are written, since compiled code has no operators to see.
 
     Args:
-        device: where the training runs.
         surroundings: states of the host that random operators depend on, each as a function that gives a context
             manager in which that state is back.
         cpu_rng, device_rng: generator states; of the device none where that is the CPU.
@@ -46,10 +52,10 @@ def restored(
             stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
         if default_device is not None:
             stack.enter_context(default_device)
-        now = _attention_backends()
-        if now != attention:
-            _set_attention_backends(attention)
-            stack.callback(_set_attention_backends, now)
+        for (is_on, turn), on in zip(_ATTENTION, attention, strict=True):
+            if (now := is_on()) != on:
+                turn(on)
+                stack.callback(turn, now)
         stack.callback(torch.set_rng_state, torch.get_rng_state())
         torch.set_rng_state(cpu_rng)
         if device_rng is not None:
@@ -64,23 +70,3 @@ def default_device() -> torch.device | None:
     """Of factory functions, where one was set; `torch.get_default_device` would make a tensor to find out."""
     modes = reversed(_get_current_function_mode_stack())
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
-
-
-def _attention_backends() -> tuple[bool, ...]:
-    cuda = torch.backends.cuda
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
-
-
-def _set_attention_backends(enabled: tuple[bool, ...]) -> None:
-    cuda = torch.backends.cuda
-    for setter, value in zip(
-        (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp),
-        enabled,
-        strict=True,
-    ):
-        setter(value)

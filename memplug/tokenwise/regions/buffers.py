@@ -24,12 +24,9 @@ class Buffers:
         """The forward is about to write to the tensor, for the first time."""
         self._before.append((alias_of(tensor), tensor.untyped_storage().clone()))
 
-    def as_before(self) -> contextlib.AbstractContextManager[None]:
-        """Every buffer has its former value meanwhile, and no version of it counts."""
-        return self._as_before() if self._before else contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _as_before(self) -> Iterator[None]:
+    def as_before(self) -> Iterator[None]:
+        """Every buffer has its former value meanwhile, and no version of it counts."""
         now = [(tensor, before, tensor.untyped_storage().clone()) for tensor, before in self._before]
         with torch.autograd._unsafe_preserve_version_counter(tuple(tensor for tensor, _ in self._before)):
             try:

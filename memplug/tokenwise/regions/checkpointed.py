@@ -161,9 +161,9 @@ class Checkpointed:
         executor, region = self.executor, self.region
         for tensor, version in self._held:
             check_version(tensor, version)
-        executor.recomputing += 1
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(executor.rerunning())
                 stack.enter_context(executor.standing_around("recompute", region))
                 stack.enter_context(self._buffers.as_before())
                 for again in self._surroundings:
@@ -172,5 +172,3 @@ class Checkpointed:
         except torch.OutOfMemoryError as error:
             executor.explain("recompute", region, error)
             raise
-        finally:
-            executor.recomputing -= 1

@@ -36,7 +36,7 @@ from memplug.tokenwise.regions.core import core
 from memplug.tokenwise.regions.hooks import Hooks
 from memplug.tokenwise.regions.region import Region
 from memplug.tokenwise.regions.rerun import as_before, rerun
-from memplug.tokenwise.regions.tape import Tape, reasons
+from memplug.tokenwise.regions.tape import REASONS, Tape
 from memplug.tokenwise.regions.times import Times
 from memplug.tokenwise.regions.watch import AddressMode
 
@@ -104,9 +104,14 @@ class Executor:
         """Recompute passes under way on this thread that run the module again."""
         return self._threads.recomputing
 
-    @recomputing.setter
-    def recomputing(self, passes: int) -> None:
-        self._threads.recomputing = passes
+    @contextlib.contextmanager
+    def rerunning(self) -> Iterator[None]:
+        """Such a pass is under way."""
+        self._threads.recomputing += 1
+        try:
+            yield
+        finally:
+            self._threads.recomputing -= 1
 
     def run(self, region: Region, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
@@ -191,7 +196,9 @@ class Executor:
 
     def note_opaque(self, region: Region, why: int | str) -> None:
         """No tape tells what the region does: the reason, or bits of reasons."""
-        region.opaque = region.opaque or (why if isinstance(why, str) else reasons(why))
+        if not isinstance(why, str):
+            why = ", ".join(text for bit, text in REASONS.items() if why & bit)
+        region.opaque = region.opaque or why
         self.opaque[region.opaque] += 1
         if self.opaque_regions == 1:
             log.warning(

@@ -103,7 +103,6 @@ def kind_of(func: Any) -> Kind | None:
     return Kind.CHOICE if name in _CHOICE or f"{name}.{func._overloadname}" in _CHOICE else None
 
 
-@functools.cache
 def is_communication(func: Any) -> bool:
     """Whether other ranks take part: such an operator runs on every rank or on none."""
     if not isinstance(func, torch._ops.OpOverload) or func._schema.name in _WITHOUT_COMMUNICATION:
@@ -117,7 +116,6 @@ def is_exchange(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d"
 
 
-@functools.cache
 def fills(func: Any) -> bool:
     """Whether the operator writes all elements of the tensors that it writes to, and reads none of them.
 
@@ -131,7 +129,6 @@ def fills(func: Any) -> bool:
     return func._schema.name in _OVERWRITES or all(each.kwarg_only or each.name == "out" for each in written)
 
 
-@functools.cache
 def fills_in_part(func: Any) -> bool:
     """Whether the operator reads none of the tensor that it writes to, but may write a part of it, or nothing: the
     elements that indices name, or another shape.
@@ -141,19 +138,16 @@ def fills_in_part(func: Any) -> bool:
     return func._schema.name in _PARTIAL or torch.Tag.inplace_view in func.tags
 
 
-@functools.cache
 def is_random(func: Any) -> bool:
     """Whether the operator may advance a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-@functools.cache
 def has_effects(func: Any) -> bool:
     """Whether the operator may do more than its outputs show: assertions, printing, higher-order operators."""
     return not isinstance(func, torch._ops.OpOverload) or not func._schema.returns
 
 
-@functools.cache
 def gives_python_value(func: Any) -> bool:
     """Whether Python gets a number from the values that the operator reads (`item`, `equal`)."""
     return torch.Tag.data_dependent_output in getattr(func, "tags", ())
@@ -172,7 +166,6 @@ def is_factory(func: Any) -> bool:
     return not reads or operator.endswith("_like") or operator.startswith("new_")
 
 
-@functools.cache
 def leaves_memory_blank(func: Any) -> bool:
     """Whether the output is memory that another operator has to fill (`empty`)."""
     return isinstance(func, torch._ops.OpOverload) and func._schema.name in _EMPTY
@@ -220,25 +213,14 @@ def describe(name: str, overload: str) -> int:
     return sum(1 << bit for bit, holds in enumerate(traits) if holds)
 
 
-def splits_by_rows(func: Any, dimensions: Sequence[int]) -> bool:
-    """Whether a call of a `ROWS` operator on tensors of so many dimensions can be recomputed from any row on: not a
-    grouped mm over 3-D inputs.
-    """
-    return func._schema.name != "aten::_grouped_mm" or tuple(dimensions[:2]) == (2, 3)
-
-
 def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that a mutable operator writes in place."""
     if is_exchange(func):
         return [] if func._schema.name in _WRITES_NOTHING else list(tensors_in(args[:1]))
     written: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, torch.Tensor):
-                written.append(tensor)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += tensors_in([args[position] if position < len(args) else kwargs.get(argument.name)])
     return written
 
 

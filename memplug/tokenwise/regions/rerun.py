@@ -40,13 +40,9 @@ def rerun(executor: Executor, frame: Any, region: Region) -> None:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
     ambient = restored(executor.device, frame.surroundings, *frame.ambient)
-    executor.recomputing += 1
-    try:
-        with as_before(frame.buffers), ambient, torch.enable_grad(), hooks:
-            args, kwargs = frame.arguments()
-            frame.call(*args, **kwargs)
-    finally:
-        executor.recomputing -= 1
+    with executor.rerunning(), as_before(frame.buffers), ambient, torch.enable_grad(), hooks:
+        args, kwargs = frame.arguments()
+        frame.call(*args, **kwargs)
     if count != frame.saved:
         raise RecomputeError(
             f"region {region.name}: forward saved {frame.saved} tensors for backward, the recompute pass {count}"

@@ -53,24 +53,15 @@ class Record(NamedTuple):
     results: tuple[int, ...]
     dimensions: tuple[int, ...]
 
-    @property
-    def capturable(self) -> bool:
-        """Whether its outputs can be substituted in a recompute pass."""
-        return (self.form is Form.PURE and not operators.is_factory(self.func)) or (
-            operators.kind_of(self.func) is not None
-        )
-
-
-def record_of(described: tuple[Any, ...]) -> Record:
-    """A record as the native core describes it."""
-    name, overload, form, root, draws, rows, *storages = described
-    return Record(operators.named(name, overload), _FORMS[form], root, draws, rows, *map(tuple, storages))
-
 
 def records_of(tape: Any) -> list[Record]:
     """All records of a native tape; made once."""
     if not hasattr(tape, "records"):
-        tape.records = [record_of(tape.record(index)) for index in range(len(tape))]
+        tape.records = []
+        for index in range(len(tape)):
+            name, overload, form, root, draws, rows, *storages = tape.record(index)
+            func = operators.named(name, overload)
+            tape.records.append(Record(func, _FORMS[form], root, draws, rows, *map(tuple, storages)))
     return tape.records
 
 
@@ -88,14 +79,14 @@ class Tape:
         span, recompute_span: (begin, end) of the forward and of the recompute pass, likewise.
     """
 
-    def __init__(self, tape: Any, asked: set[int]):
-        self.native = tape
+    def __init__(self, frame: Any):
+        self.native = tape = frame.tape
         self.records = records_of(tape)
-        self.asked = asked
+        self.asked: set[int] = {frame.storage_of(saved) for saved in range(frame.saved)} - {-1}
         self.given = {storage for storage, given in enumerate(tape.given) if given}
         self.bytes: list[int] = tape.nbytes
-        self.spared: set[int] = set()
-        self.received: set[int] = set()
+        self.spared: set[int] = frame.spared
+        self.received: set[int] = frame.received
         self.stamps: list[tuple[Any, Any]] = []
         self.span: Any = None
         self.recompute_span: Any = None
@@ -105,8 +96,3 @@ class Tape:
 def storage_of(tensor: torch.Tensor) -> int:
     """Address of the tensor's storage object: valid as a name only while the tensor lives."""
     return tensor.untyped_storage()._cdata
-
-
-def reasons(bits: int) -> str:
-    """Why a forward was opaque, in words."""
-    return ", ".join(text for bit, text in REASONS.items() if bits & bit)

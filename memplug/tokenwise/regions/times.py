@@ -31,9 +31,8 @@ class Times:
 
     def close(self, frame: Any) -> Tape:
         """The forward is over: its tape, for the planner."""
-        self.tape = Tape(frame.tape, {frame.storage_of(i) for i in range(frame.saved)} - {-1})
+        self.tape = Tape(frame)
         self.tape.stamps, self.tape.span = self._stamps, (self._begin, self.device.stamp())
-        self.tape.spared, self.tape.received = frame.spared, frame.received
         return self.tape
 
     def begin_backward(self) -> None:

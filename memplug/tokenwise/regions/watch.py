@@ -47,7 +47,7 @@ class WriteMode(TorchDispatchMode):
                     self._before_write(tensor)
         before = {storage_of(tensor) for tensor in operators.tensors_in([*args, *kwargs.values()])}
         out = func(*args, **kwargs)
-        for tensor in operators.tensors_in(out if isinstance(out, (tuple, list)) else [out]):
+        for tensor in operators.tensors_in([out]):
             if storage_of(tensor) not in before:
                 self._know(tensor)
         return out
