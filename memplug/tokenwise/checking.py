@@ -55,14 +55,14 @@ class AlphaCheck:
             return
         self._steps += 1
         if self._steps == 1:
-            self._executor.on_timed = self._observer
+            self._executor.time_forwards(self._observer)
             return
         self._executor.device.synchronize()
         everyone = self._ranks.gather(self._fitting())
         known = all(everyone)
         self._is_over = known or self._steps == LAST_STEP
         if self._is_over:
-            self._executor.on_timed = None
+            self._executor.time_forwards(None)
             self._observer.clear()
         if known:
             self.by_link, self.by_host = (min(fractions) for fractions in zip(*everyone, strict=True))

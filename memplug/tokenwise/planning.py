@@ -27,7 +27,7 @@ Seconds = Callable[[Any, Any], float]
 
 
 class Observer:
-    """Keeps the last timed tape of every region; `Executor.on_timed` calls it."""
+    """Keeps the last timed tape of every region: a listener of `Executor.time_forwards`."""
 
     def __init__(self, min_offload_bytes: int = 1) -> None:
         self.min_offload_bytes = max(1, min_offload_bytes)

@@ -96,7 +96,7 @@ class Search:
         self._refused = 0
         self._begun = 0.0
         self._warned = False
-        executor.on_timed = observer
+        executor.time_forwards(observer)
         for region in self.regions:
             region.native.peak = 0  # forwards in flight of this program, not of another
         step_peak()
@@ -123,7 +123,7 @@ class Search:
 
     def stop(self) -> None:
         """Nothing is observed any more."""
-        self.executor.on_timed = None
+        self.executor.time_forwards(None)
         self.observer.clear()
         self._beside.stop()
 
@@ -162,7 +162,7 @@ class Search:
             observed_peak_bytes=total_bytes,
             full_recomputation_s=plan.full_recomputation(*own).step_s,
         )
-        self.executor.on_timed = None
+        self.executor.time_forwards(None)
         if task.solver == self._ranks.rank:
             self._beside.begin(candidates.solve, task)
         return True

@@ -76,9 +76,9 @@ class Measured:
     def _observed(self) -> tuple[Any, torch.Tensor]:
         """The frame of a forward, and its output: of a frame without a graph, a recompute pass restores nothing."""
         frames: list[Any] = []
-        self.executor.on_timed = lambda region, frame, tape: frames.append(frame)
+        self.executor.time_forwards(lambda region, frame, tape: frames.append(frame))
         out = self.executor.run(self.region, self.call, (self.x,), {})
-        self.executor.on_timed = None
+        self.executor.time_forwards(None)
         return frames[0], out
 
     def take_turns(self) -> None:

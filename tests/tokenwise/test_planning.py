@@ -31,7 +31,7 @@ class Observed:
     def __init__(self, model: nn.Module, forwards: int = 1, width: int = 16, backward: bool = True):
         self.executor = Executor(Device(), GIB, min_offload_bytes=1)
         self.observer = planning.Observer()
-        self.executor.on_timed = self.observer
+        self.executor.time_forwards(self.observer)
         self.regions = [Region(f"layers.{i}", type(layer).__name__, 0.0) for i, layer in enumerate(model.layers)]
         for layer, region in zip(model.layers, self.regions, strict=True):
             layer.forward = self._through(region, layer.forward)
@@ -60,7 +60,7 @@ def budget(host: int = GIB, device: int = 0, d2h: float = 1e12, h2d: float = 1e1
 def test_only_forwards_with_times_are_kept() -> None:
     observed = Observed(Stack(2))
     kept = dict(observed.observer.tapes)
-    observed.executor.on_timed = None
+    observed.executor.time_forwards(None)
     observed.model(torch.randn(2, 6, 16)).backward()
     assert observed.observer.tapes == kept
 

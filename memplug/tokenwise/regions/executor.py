@@ -64,8 +64,7 @@ class Executor:
         transfer: copies between device and host, and their counters (memplug/native/transfer.h).
         flow: frames in flight, in order, and the share of the rows that are swapped of those that regions say, below 1
             where host memory has run out (memplug/native/flow.h).
-        on_timed: set by whoever wants device times around every operator of a region, from the next forward on; is
-            told of each forward: region, frame, tape.
+        on_timed: what `time_forwards` was given.
     """
 
     def __init__(
@@ -98,6 +97,12 @@ class Executor:
         self.on_timed: Callable[[Region, Any, Tape], None] | None = None
         self._warned = False
         self._told_of_capture = False
+
+    def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
+        """Take device times around every operator of a region, from the next forward on, each of which the listener is
+        given, with its frame and tape; None: no more.
+        """
+        self.on_timed = listener
 
     @property
     def recomputing(self) -> int:

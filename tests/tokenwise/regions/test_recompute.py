@@ -95,7 +95,7 @@ def test_attention_is_run_again_where_it_is_not_captured() -> None:
     reference = twin(model)
     executor = tokenwise(model, 0.0)
     x = torch.randn(2, 6, 16)
-    executor.on_timed = lambda region, frame, tape: region.set(Setting("captures nothing", plan={}))
+    executor.time_forwards(lambda region, frame, tape: region.set(Setting("captures nothing", plan={})))
     model(x)
     loss = model(x)
     with Counter() as counter:
