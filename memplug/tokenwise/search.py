@@ -154,7 +154,6 @@ class Search:
             return False
         budgets.require_device_bytes(self.config, peak_bytes, self._gather)
         total_bytes = budgets.peak_bytes(device) if peak_bytes is None else peak_bytes
-        self._task = task
         self._decisions_of = functools.partial(
             planning.decisions_of,
             groups=groups,
@@ -162,6 +161,7 @@ class Search:
             observed_peak_bytes=total_bytes,
             full_recomputation_s=plan.full_recomputation(*own).step_s,
         )
+        self._task = task
         self.executor.time_forwards(None)
         if task.solver == self._ranks.rank:
             self._beside.begin(candidates.solve, task)
