@@ -26,7 +26,7 @@ def outermost(found: Layers) -> Layers:
 
 
 def instances(model: nn.Module, path: str) -> Layers:
-    """A model's modules of a class, given by its dotted path, in the model's order; none where nobody imported it."""
+    """A model's modules of a class, given by its dotted path, in the model's order; none before its import."""
     package, _, name = path.rpartition(".")
     kind = getattr(sys.modules.get(package), name, ())  # nothing is an instance of the empty tuple
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
