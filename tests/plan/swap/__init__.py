@@ -1,0 +1,1 @@
+"""Addresses: planners, problems, and what planners share."""

@@ -1,0 +1,116 @@
+"""The judge of swap lists: it accepts those of the planner, and none that is broken."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplug.plan.replay_swaps import JudgedSwap, Limits, mistakes_of_swaps
+from memplug.plan.swap.from_trace import Link, swap_problem
+from memplug.plan.swap.policy import swap_list
+from memplug.plan.swap.problem import least_budget
+from tests.support.swapping import three_tensors
+from tests.support.traces import recordings
+
+FIRST = JudgedSwap(tensor=0, nbytes=30, last_use=0, release=4, prefetch=7, next_use=10)
+SECOND = JudgedSwap(tensor=1, nbytes=20, last_use=1, release=6, prefetch=7, next_use=9)
+SOUND = [FIRST, SECOND]
+
+
+def limits(**changes):
+    n = 12
+    sound = Limits(67, 50, 10.0, 10.0, 2.0, np.ones(n), np.zeros(n), np.zeros(n))
+    return sound._replace(**changes)
+
+
+def test_a_sound_list_is_accepted():
+    assert list(mistakes_of_swaps(SOUND, three_tensors(), limits())) == []
+    assert list(mistakes_of_swaps([], three_tensors(), limits())) == []
+    # Two gaps of one tensor.
+    twice = [JudgedSwap(2, 10, 2, 3, 4, 4)]
+    assert list(mistakes_of_swaps(twice, three_tensors(), limits())) == []
+
+
+BROKEN = {
+    "a tensor that the step has not": ([FIRST._replace(tensor=4)], {}, "is of tensor 4"),
+    "a tensor below the first": ([FIRST._replace(tensor=-1)], {}, "is of tensor -1"),
+    "fewer bytes than the tensor has": ([FIRST._replace(nbytes=29)], {}, "its tensor of 30"),
+    "more bytes than the tensor has": ([FIRST._replace(nbytes=31)], {}, "its tensor of 30"),
+    "no bytes": ([FIRST._replace(nbytes=0)], {}, "of 0 bytes"),
+    "another tensor's size": ([FIRST._replace(tensor=1)], {}, "its tensor of 20"),
+    "a tensor of another technique": (SOUND, {"others": (1,)}, "another technique"),
+    "released while it is still used": ([FIRST._replace(release=0)], {}, "not in order"),
+    "prefetched before it is released": ([FIRST._replace(release=8)], {}, "not in order"),
+    "away for no operator": ([FIRST._replace(release=7)], {}, "not in order"),
+    "prefetched after its next use": ([FIRST._replace(prefetch=11)], {}, "not in order"),
+    "used again before it leaves": ([FIRST._replace(last_use=10, next_use=0)], {}, "not in order"),
+    "a last use before the step": ([FIRST._replace(last_use=-1)], {}, "not in order"),
+    "a next use behind the step": ([FIRST._replace(next_use=12)], {}, "not in order"),
+    "a last use that uses something else": ([SECOND._replace(last_use=2)], {}, "its last use, does not use it"),
+    "a next use that uses something else": ([SECOND._replace(next_use=8)], {}, "its next use, does not use it"),
+    "a use in between": ([JudgedSwap(2, 10, 2, 3, 5, 5)], {}, "used while it is away"),
+    "the same swap twice": ([FIRST, FIRST], {"host_bytes": 99, "stall_s": 99.0}, "before it is back"),
+    "one tensor away twice at a time": (
+        [FIRST, FIRST._replace(release=8, prefetch=9)],
+        {"host_bytes": 99, "stall_s": 99.0},
+        "before it is back",
+    ),
+    "an operator above the budget": (SOUND, {"device_bytes": 66}, "operator 3 has 67 bytes in use"),
+    "more than the host has": (SOUND, {"host_bytes": 49}, "the host has 49"),
+    "a copy to the host that is late": ([FIRST._replace(release=3)], {"stall_s": 0.5}, "copies to the host"),
+    "a copy to the device that is late": ([FIRST._replace(prefetch=8)], {"stall_s": 0.5}, "copies to the device"),
+    "copies that are late together": (SOUND, {"stall_s": 0.9}, "copies to the device"),
+    "a link that others have": (
+        [FIRST],
+        {"stall_s": 0.0, "d2h_busy_s": np.full(12, 0.5)},
+        "copies to the host",
+    ),
+    "a slower link": ([FIRST], {"stall_s": 0.0, "h2d_bytes_per_s": 9.0}, "copies to the device"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_list_is_refused_for_what_is_wrong_with_it(kind):
+    swaps, changes, words = BROKEN[kind]
+    found = list(mistakes_of_swaps(swaps, three_tensors(), limits(**changes)))
+    assert any(words in mistake for mistake in found), found
+
+
+def judged(found, problem):
+    return [
+        JudgedSwap(each.tensor, each.nbytes, each.last_use, swap.release, swap.prefetch, each.next_use)
+        for swap in found.swaps
+        for each in [problem.candidates[swap.candidate]]
+    ]
+
+
+@given(recordings(), st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([1.0, 20.0, 1000.0]))
+@settings(max_examples=200, deadline=None)
+def test_what_the_planner_finds_is_accepted_and_with_less_memory_refused(recording, share, rate):
+    trace = recording.trace()
+    if not len(trace.operators):
+        return
+    seconds = np.full(len(trace.operators), 0.1)
+    everything = swap_problem(trace, Link(rate, rate), budget_bytes=-(10**9), host_bytes=10**9, operator_s=seconds)
+    least, most = least_budget(everything).nbytes, int(everything.in_use_bytes.max())
+    problem = replace(everything, budget_bytes=least + int(share * (most - least)))
+    found = swap_list(problem)
+    allowed = Limits(
+        problem.budget_bytes,
+        found.swapped_bytes,
+        rate,
+        rate,
+        found.simulation.stall_s,
+        seconds,
+        0 * seconds,
+        0 * seconds,
+    )
+    swaps = judged(found, problem)
+    assert list(mistakes_of_swaps(swaps, trace, allowed)) == []
+    peak = int(found.simulation.in_use_bytes.max())
+    assert list(mistakes_of_swaps(swaps, trace, allowed._replace(device_bytes=peak))) == []
+    assert any(
+        "in use" in mistake for mistake in mistakes_of_swaps(swaps, trace, allowed._replace(device_bytes=peak - 1))
+    )

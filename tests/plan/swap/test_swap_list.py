@@ -1,0 +1,167 @@
+"""Swap lists: each equation and algorithm by hand, and as few bytes as trying all subsets finds."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from memplug.plan.swap.policy import (
+    NEGLIGIBLE_S,
+    algorithm_2,
+    candidate_list,
+    forced,
+    reductions,
+    score,
+    swap_list,
+    without_redundant,
+)
+from memplug.plan.swap.problem import Least, OverBudgetError, Swap, least_budget
+from memplug.plan.swap.simulator import NOT_FORCED, place, simulate
+from tests.support.swapping import fewest_bytes, step, steps
+
+THREE = ((30, 0, 10), (20, 1, 9), (10, 2, 5))
+"""In use: 30 bytes at operator 0, 50 at 1, 60 from 2 to 5, 50 from 6 to 9, 30 at 10, none at 11."""
+
+
+def test_the_memory_reduction_list_has_what_each_operator_is_above_the_budget():
+    problem = step(THREE, budget_bytes=40)
+    assert reductions(problem).tolist() == [0, 10, 20, 20, 20, 20, 10, 10, 10, 10, 0, 0]
+    assert reductions(problem, (Swap(0, 4, 7),)).tolist() == [0, 10, 20, 20, 0, 0, 0, 10, 10, 10, 0, 0]
+
+
+def test_the_score_is_the_share_of_entries_in_the_gap_and_the_share_of_the_largest_size():
+    problem = step(THREE, budget_bytes=40)
+    scores = [score(each, reductions(problem), 30) for each in problem.candidates]
+    assert scores == pytest.approx([9 / 9 + 30 / 30, 7 / 9 + 20 / 30, 2 / 9 + 10 / 30])
+
+
+def test_the_candidate_list_leaves_out_gaps_without_entries_and_what_is_chosen():
+    problem = step((*THREE, (40, 10, 11), (50, 0, 2)), other_bytes=0, budget_bytes=80)
+    excess = reductions(problem)
+    assert np.flatnonzero(excess).tolist() == [1, 2]
+    # The gap of the fourth is empty, that of the third lies behind; the last one is the largest.
+    assert candidate_list(problem, excess, {}) == [0, 4, 1]
+    assert candidate_list(problem, excess, {0: NOT_FORCED}) == [4, 1]
+
+
+def test_a_copy_takes_its_size_over_the_rate_of_what_others_leave():
+    problem = step(THREE, budget_bytes=40, busy_s=0.5)
+    assert problem.out_link.seconds(30) == 3.0
+    assert problem.out_link.finish_s(1.0, 30) == 7.0  # half of each second is left
+    assert problem.in_link.start_s(10.0, 30) == 4.0
+    assert problem.out_link.finish_s(11.0, 30) == 14.5  # behind the step the link is free
+    assert problem.in_link.start_s(1.0, 30) == -2.5
+    assert problem.in_link.bytes_between(2.0, 6.0) == 20.0
+
+
+def test_a_copy_waits_while_others_have_the_whole_link():
+    busy = np.array([0.0, 1.0, 1.0, *[0.0] * 9])
+    problem = step(THREE, budget_bytes=40, d2h_busy_s=busy, h2d_busy_s=busy)
+    assert problem.out_link.finish_s(0.5, 10) == 3.5
+    assert problem.in_link.start_s(3.5, 10) == 0.5
+    assert problem.out_link.finish_s(0.0, 10) == 1.0  # done before the others begin
+    assert problem.in_link.start_s(4.0, 10) == 3.0
+
+
+def test_offloads_follow_one_another_and_prefetches_end_where_the_next_one_begins():
+    problem = step(THREE, budget_bytes=40, rate=20.0)
+    # Out: [1, 2.5), [2.5, 3.5), [3.5, 4). In, from the last: [8.5, 10), [7.5, 8.5), [4.5, 5).
+    swaps = place(problem, dict.fromkeys(range(3), NOT_FORCED))
+    assert swaps == (Swap(0, 3, 8), Swap(1, 4, 7), Swap(2, 4, 4))
+    assert simulate(problem, swaps).stall_s == 0.0
+
+
+def test_needed_operators_are_covered_and_what_that_waits_for_is_predicted():
+    problem = step(THREE, budget_bytes=40)
+    swaps = place(problem, {0: (1, 10)})
+    assert swaps == (Swap(0, 1, 10),)
+    simulation = simulate(problem, swaps)
+    # Three seconds until the copy begun at 1 is done; three for the one back, from operator 10 on.
+    assert (simulation.release_stalls_s, simulation.use_stalls_s, simulation.step_s) == ((3.0,), (3.0,), 18.0)
+    assert simulation.in_use_bytes.tolist() == [30, 20, 30, 30, 30, 30, 20, 20, 20, 20, 30, 0]
+
+
+def test_a_stall_moves_what_comes_after_it():
+    problem = step(((30, 0, 10), (20, 1, 9)), budget_bytes=40)
+    simulation = simulate(problem, (Swap(0, 2, 7), Swap(1, 3, 6)))
+    # Operator 2 begins at 4 instead of 2. The second copy, from 4 to 6, is waited for from 5; in: 9 to 11, 11 to 14.
+    assert simulation.release_stalls_s == (2.0, 1.0)
+    assert simulation.use_stalls_s == pytest.approx((1.0, 0.0))
+    assert simulation.step_s == pytest.approx(16.0)
+
+
+def test_algorithm_2_takes_the_highest_score_that_nothing_waits_for():
+    problem = step(THREE, budget_bytes=50, rate=100.0)
+    assert algorithm_2(problem) == {0: NOT_FORCED}
+
+
+def test_algorithm_2_lets_the_step_wait_where_nothing_else_is_left():
+    problem = step(THREE, budget_bytes=40)
+    # Of the three only the first helps without waiting, for operators 4 to 6; then it is needed for all of 1 to 9.
+    assert algorithm_2(problem) == {0: (1, 10)}
+    assert swap_list(problem).swaps == (Swap(0, 1, 10),)
+
+
+def test_fewer_bytes_are_found_than_the_highest_score_has():
+    problem = step(((30, 0, 10), (20, 0, 9), (10, 2, 5)), budget_bytes=50, rate=100.0)
+    assert algorithm_2(problem) == {0: NOT_FORCED}
+    found = swap_list(problem)
+    assert (found.swaps, found.swapped_bytes, found.simulation.step_s) == ((Swap(1, 2, 8),), 20, 12.0)
+
+
+def test_the_redundant_are_left_out_the_largest_first():
+    problem = step(((30, 0, 10), (20, 0, 10), (10, 0, 10)), budget_bytes=60, rate=100.0)
+    assert without_redundant(problem, dict.fromkeys(range(3), NOT_FORCED)) == {}
+    problem = step(
+        ((30, 0, 10), (20, 0, 10), (10, 0, 10)), budget_bytes=60, other_bytes=[0, 0, *[10] * 6, *[0] * 4], rate=100.0
+    )
+    assert without_redundant(problem, dict.fromkeys(range(3), NOT_FORCED)) == {2: NOT_FORCED}
+    problem = step(((30, 0, 10), (20, 4, 9)), budget_bytes=40, rate=100.0)
+    assert without_redundant(problem, {0: (1, 10), 1: NOT_FORCED}) == {0: (1, 10)}
+
+
+def test_what_fits_swaps_nothing():
+    found = swap_list(step(THREE, budget_bytes=60))
+    assert (found.swaps, found.swapped_bytes, found.simulation.stall_s) == ((), 0, 0.0)
+
+
+def test_an_impossible_budget_names_the_least_one_and_the_operator_that_needs_it():
+    problem = step(THREE, other_bytes=7, budget_bytes=36)
+    # Operators 0 and 10 use the first tensor, and 1 needs the second one beside.
+    with pytest.raises(OverBudgetError) as refused:
+        swap_list(problem)
+    assert (refused.value.least, refused.value.host_limited) == (Least(37, 0), False)
+    assert least_budget(step(THREE, other_bytes=7, budget_bytes=10**9)) == Least(37, 0)
+    assert swap_list(step(THREE, other_bytes=7, budget_bytes=37)).swapped_bytes == 30
+
+
+def test_host_memory_bounds_what_is_swapped():
+    with pytest.raises(OverBudgetError) as refused:
+        swap_list(step(THREE, budget_bytes=30, host_bytes=29))
+    assert refused.value.host_limited
+    assert swap_list(step(THREE, budget_bytes=30, host_bytes=30)).swapped_bytes == 30
+
+
+@given(steps(most=8))
+@settings(max_examples=150, deadline=None)
+def test_no_operator_is_above_the_budget_and_nothing_waits_where_nothing_has_to(problem):
+    found = swap_list(problem)
+    assert (found.simulation.in_use_bytes <= problem.budget_bytes).all()
+    waits = found.simulation.stall_s > NEGLIGIBLE_S
+    assert waits == (fewest_bytes(problem, longest_stall_s=0.0) is None)
+
+
+@given(steps(most=20))
+@settings(max_examples=60, deadline=None)
+def test_the_bytes_are_at_most_a_tenth_more_than_the_best_of_all_subsets_swaps(problem):
+    found = swap_list(problem)
+    best = fewest_bytes(problem, longest_stall_s=found.simulation.stall_s)
+    # None: every subset waits longer than the list that was found.
+    assert best is None or found.swapped_bytes <= 1.1 * best
+
+
+@given(steps(most=8))
+@settings(max_examples=100, deadline=None)
+def test_forcing_covers_every_operator_that_any_swap_list_can(problem):
+    waiting = forced(problem, {})
+    assert waiting is not None, "the budget is at least the least one"
+    assert not reductions(problem, place(problem, waiting)).any()

@@ -1,0 +1,63 @@
+"""Swap problems of recorded steps: memory without swaps, gaps between uses."""
+
+import numpy as np
+from hypothesis import given
+
+from memplug.plan.swap.from_trace import Away, Link, gaps, in_use_without_swaps, swap_problem
+from memplug.plan.swap.problem import Candidate
+from tests.support.swapping import three_tensors
+from tests.support.traces import recordings
+
+IN_USE = [37, 57, 67, 67, 67, 67, 57, 57, 57, 57, 37, 7]
+
+
+def test_memory_in_use_is_the_most_while_an_operator_runs():
+    assert in_use_without_swaps(three_tensors()).tolist() == IN_USE
+
+
+def test_what_swaps_had_freed_counts_as_in_use():
+    away = (Away(30, 4, 7), Away(5, 6, 8))
+    expected = [37, 57, 67, 67, 97, 97, 92, 62, 57, 57, 37, 7]
+    assert in_use_without_swaps(three_tensors(), away).tolist() == expected
+
+
+def test_gaps_lie_between_two_uses_in_a_row_of_tensors_made_in_the_step():
+    # The third is used at 2, 4 and 5; the parameter was there before.
+    assert gaps(three_tensors(), 1) == [Candidate(0, 30, 0, 10), Candidate(1, 20, 1, 9), Candidate(2, 10, 2, 4)]
+    assert gaps(three_tensors(), 20, others=(0,)) == [Candidate(1, 20, 1, 9)]
+
+
+@given(recordings())
+def test_no_tensor_is_used_in_its_gap_and_none_was_there_before(recording):
+    trace = recording.trace()
+    for each in gaps(trace, 1):
+        users = trace.uses[trace.uses["tensor"] == each.tensor]
+        inside = (users["operator"] > each.last_use) & (users["operator"] < each.next_use)
+        assert not inside.any() and each.next_use > each.last_use + 1
+        assert {each.last_use, each.next_use} <= set(users["operator"].tolist())
+        assert users[users["operator"] == users["operator"].min()]["output"].all()
+
+
+@given(recordings())
+def test_memory_in_use_is_that_of_a_loop_over_the_events(recording):
+    trace = recording.trace()
+    expected = []
+    for operator in range(len(trace.operators)):
+        until = [i for i, event in enumerate(trace.events) if max(event["operator"], 0) < operator]
+        during = [i for i, event in enumerate(trace.events) if max(event["operator"], 0) == operator]
+        begins = trace.live_bytes[until[-1]] if until else trace.base_bytes
+        expected.append(max([begins, *trace.live_bytes[during]]))
+    assert in_use_without_swaps(trace).tolist() == expected
+
+
+def test_a_problem_has_the_candidates_whose_gap_is_above_the_budget():
+    problem = swap_problem(three_tensors(), Link(10.0, 20.0), budget_bytes=60, host_bytes=99)
+    assert problem.in_use_bytes.tolist() == IN_USE
+    assert [each.tensor for each in problem.candidates] == [0, 1, 2]
+    assert problem.begin_s.tolist() == list(range(13))
+    assert (problem.d2h_bytes_per_s, problem.h2d_bytes_per_s, problem.host_bytes) == (10.0, 20.0, 99)
+    assert swap_problem(three_tensors(), Link(1.0, 1.0), budget_bytes=67, host_bytes=0).candidates == ()
+    longer = np.arange(12.0)
+    problem = swap_problem(three_tensors(), Link(1.0, 1.0, 0.5), budget_bytes=60, host_bytes=0, operator_s=longer)
+    assert problem.begin_s.tolist() == [0.0, *np.cumsum(longer).tolist()]
+    assert problem.d2h_busy_s.tolist() == [0.5] * 12 and problem.h2d_busy_s.tolist() == [0.0] * 12
