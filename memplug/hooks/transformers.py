@@ -12,6 +12,7 @@ from memplug.hooks.framework import Framework, Layers, Target, instances, lies_i
 from memplug.hooks.regions import Prepare
 
 LAYER_CLASS = "transformers.modeling_layers.GradientCheckpointingLayer"  # transformers >= 4.53
+CACHE_ARGUMENTS = ("cache", "past_key_values")  # of a layer's forward: since transformers 5.24, and before
 
 
 class Transformers(Framework):
@@ -69,9 +70,10 @@ def arguments(
         ConflictError: the cache holds tokens of this layer already, or checkpointing was switched on since attaching.
     """
     check_checkpointing_is_off(layers)
-    cache = kwargs.get("past_key_values")
-    if cache is None:
+    name = next((name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+    if name is None:
         return args, kwargs
+    cache = kwargs[name]
     index = next((part.layer_idx for part in module.modules() if hasattr(part, "layer_idx")), 0)
     if cache.get_seq_length(index):
         raise ConflictError(
@@ -79,4 +81,4 @@ def arguments(
             "it again",
             'Train with `use_cache=False`, or leave these layers out of "tokenwise.regions".',
         )
-    return args, {**kwargs, "past_key_values": None}
+    return args, {**kwargs, name: None}
