@@ -20,6 +20,7 @@ class Allowed:
 Integral = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 
 Switch = Annotated[bool, Field(strict=True), Allowed("true or false")]
+WhereNeeded = Annotated[Switch | Literal["auto"], Allowed('true, false or "auto"')]
 Number = Annotated[float, Field(strict=True)]
 Text = Annotated[str, Field(strict=True, pattern=r"\S")]
 
@@ -143,6 +144,19 @@ class ArenaConfig(Section):
     one was written over: for finding kernels that write where they must not. Slow."""
 
 
+class SwapConfig(Section):
+    """The swap list: tensors of any kind that are away from the device, whole, between two uses (Chameleon)."""
+
+    unbuilt = ("states",)
+
+    enabled: WhereNeeded = False
+    """false, true or "auto". Swaps tensors that no region swaps or recomputes, whole, where a step takes more of the
+    device than its budget without: logits, embeddings, whatever models without regions save for backward. With "auto"
+    nothing is said where there is no budget, or torch is too old; with true a warning says so."""
+    min_bytes: Bytes = 1 << 20
+    """Tensors below this many bytes are never swapped. A whole number, 0 or more, in bytes."""
+
+
 class ReportConfig(Section):
     """Where memplug's counters go."""
 
@@ -157,8 +171,6 @@ class ReportConfig(Section):
 
 class MemplugConfig(Section):
     """The "memplug" block. Frozen; every field has a default, and `{"enabled": true}` is the useful block."""
-
-    unbuilt = ("swap",)
 
     enabled: Switch = False
     """true or false. Without it, or with false, memplug leaves the training run untouched."""
@@ -177,6 +189,8 @@ class MemplugConfig(Section):
     """Row-cached recompute. An object."""
     profiler: Annotated[ProfilerConfig, Allowed('an object such as {"warmup_steps": 2}')] = ProfilerConfig()
     """When to plan, and when to plan anew. An object."""
+    swap: Annotated[SwapConfig, Allowed('an object such as {"enabled": "auto"}')] = SwapConfig()
+    """The swap list. An object."""
     arena: Annotated[ArenaConfig, Allowed('an object such as {"planner": "auto"}')] = ArenaConfig()
     """The planned arena. An object."""
     report: Annotated[ReportConfig, Allowed('an object such as {"monitor": true}')] = ReportConfig()
@@ -185,12 +199,13 @@ class MemplugConfig(Section):
     @property
     def active(self) -> bool:
         """Whether there is anything to do: enabled, and one of the techniques is."""
-        return self.enabled and (self.tokenwise.enabled or self.arena.enabled)
+        return self.enabled and bool(self.tokenwise.enabled or self.arena.enabled or self.swap.enabled)
 
 
 SECTIONS = {
     "report.": ReportConfig,
     "arena.": ArenaConfig,
+    "swap.": SwapConfig,
     "profiler.": ProfilerConfig,
     "tokenwise.": TokenwiseConfig,
     "": MemplugConfig,

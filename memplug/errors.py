@@ -161,6 +161,12 @@ class RecorderError(MemplugError):
     default_advice = "There is one recorder in a process: detach the session that has it first."
 
 
+class SwapError(MemplugError):
+    """No swap list keeps a step to its budgets, or none can be in force here."""
+
+    default_advice = 'Set "swap": {"enabled": false}, which leaves all tensors where they are.'
+
+
 class ArenaError(MemplugError):
     """The planned arena cannot serve here, or a write went to memory of it that belongs to another block."""
 

@@ -29,8 +29,8 @@ FOLDER = Path(__file__).parent
 TOGETHER = tuple(
     tuple(names.split())
     for names in (
-        "ambient arguments as_written forward_module module running saved_type transfer_module",
-        "captures decisions flow forward frame observer operators saving sequence storages tape unfilled",
+        "ambient arguments as_written forward_module module running saved_type swap_module transfer_module",
+        "captures decisions flow forward frame observer operators saving sequence storage_swapper storages swap_list tape unfilled",
         "clock exchange host_rows replay rounding streams transfer",
         "arena arena_plan cpu_allocator requests serving",
         "cuda_allocator cuda_arena cuda_device",

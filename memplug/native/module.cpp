@@ -15,6 +15,8 @@
 #include "sequence.h"
 #include "serving.h"
 #include "forward_module.h"
+#include "swap_list.h"
+#include "swap_module.h"
 #include "transfer_module.h"
 
 namespace py = pybind11;
@@ -111,6 +113,7 @@ py::dict arena_counters() {
 }
 
 void before_fork() {
+  memplug::lock_swap_list_for_fork();
   memplug::lock_arenas_for_fork();
   memplug::lock_requests_for_fork();
   memplug::lock_records_for_fork();
@@ -122,6 +125,7 @@ void after_fork() {
   memplug::unlock_records_after_fork();
   memplug::unlock_requests_after_fork();
   memplug::unlock_arenas_after_fork();
+  memplug::unlock_swap_list_after_fork();
 }
 
 // A child process is not recorded or served: its allocator is torch's, and the callback records nothing.
@@ -132,6 +136,7 @@ void after_fork_in_child() {
   memplug::uninstall_cpu(memplug::RECORDER);
   memplug::uninstall_cpu(memplug::ARENA);
   memplug::release_in_child();
+  memplug::silence_swap_list();
 }
 
 } // namespace
@@ -230,6 +235,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   add_transfers(module);
   add_forwards(module);
+  add_swaps(module);
 
   py::class_<Suspended>(module, "Suspended")
       .def(py::init<>())

@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "operators.h"
 #include "requests.h"
 
 namespace memplug {
@@ -22,7 +23,6 @@ namespace {
 constexpr int64_t CAPACITY = 1 << 22; // operators of one step; pages that no step reaches are never touched
 constexpr size_t NAMES = 1 << 13; // operators of different names; torch has some 3,000
 
-constexpr int32_t NOT_AN_OPERATOR = -1; // a label, such as those that autograd's engine puts around a node
 constexpr int32_t UNNAMED = 0; // there were more names than fit
 
 // Numbers by the address of an operator's name, which its schema owns: found without locks or allocation.
@@ -138,6 +138,7 @@ Recording& recording() {
   return *instance;
 }
 
+thread_local int32_t depth = 0; // operators that the calling thread is inside of, while recording
 std::atomic<int64_t> running{-1};
 std::atomic<int32_t> detail{SEQUENCE};
 std::atomic<bool> deaf{false}; // in the child of a fork, until it watches by itself
@@ -145,7 +146,7 @@ at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE; // this and `claimed`: 
 bool claimed = false;
 
 void use(Recording& r, int64_t index, const at::Tensor& tensor, bool output) {
-  if (!tensor.defined() || !tensor.has_storage() || tensor.device().type() != r.device_type) {
+  if (!tensor.has_storage() || tensor.device().type() != r.device_type) {
     return;
   }
   const auto& storage = tensor.storage();
@@ -163,13 +164,7 @@ void use(Recording& r, int64_t index, const at::Tensor& tensor, bool output) {
 }
 
 void use(Recording& r, int64_t index, const c10::IValue& value, bool output) {
-  if (value.isTensor()) {
-    use(r, index, value.toTensor(), output);
-  } else if (value.isTensorList() || value.isOptionalTensorList() || value.isList()) {
-    for (const c10::IValue& element : value.toListRef()) {
-      use(r, index, element, output);
-    }
-  }
+  each_tensor(value, [&](const at::Tensor& tensor) { use(r, index, tensor, output); });
 }
 
 // From an operator's beginning to its end, which may come after the recording's.
@@ -205,18 +200,24 @@ int64_t add_operator(Recording& r, int32_t number) {
        pack(place),
        place.layer,
        std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count(),
-       in_use_bytes()});
+       in_use_bytes(),
+       static_cast<int16_t>(in_program() ? depth : -1)});
   const auto index = static_cast<int64_t>(r.records.operators.size()) - 1;
   running = index;
   return index;
 }
 
 std::unique_ptr<at::ObserverContext> on_recorded_operator(const at::RecordFunction& function) {
-  if (deaf || !trains()) {
-    return nullptr;
-  }
   const int32_t number = names().number(function);
   if (number == NOT_AN_OPERATOR) {
+    return nullptr;
+  }
+  struct Enters {
+    ~Enters() {
+      ++depth;
+    }
+  } const enters;
+  if (deaf || !trains()) {
     return nullptr;
   }
   if (in_program()) {
@@ -238,6 +239,10 @@ std::unique_ptr<at::ObserverContext> on_recorded_operator(const at::RecordFuncti
 }
 
 void on_recorded_end(const at::RecordFunction& function, at::ObserverContext* context) {
+  if (names().number(function) == NOT_AN_OPERATOR) {
+    return;
+  }
+  --depth;
   const auto* inside = static_cast<const Inside*>(context);
   auto& r = recording();
   const std::lock_guard<std::mutex> lock(r.mutex);
@@ -260,7 +265,7 @@ void set_callback(Detail level) {
   remove_callback();
   at::RecordFunctionCallback callback(on_operator);
   if (level >= OPERATORS) {
-    callback = at::RecordFunctionCallback(on_recorded_operator, level >= TENSORS ? on_recorded_end : nullptr);
+    callback = at::RecordFunctionCallback(on_recorded_operator, on_recorded_end);
     callback.needsInputs(level >= TENSORS).needsOutputs(level >= TENSORS);
   }
   detail = level;
@@ -325,6 +330,10 @@ std::pair<std::vector<int32_t>, int64_t> take_sequence() {
 
 std::vector<std::string> operator_names() {
   return names().all();
+}
+
+int32_t number_of(const at::RecordFunction& function) {
+  return names().number(function);
 }
 
 std::vector<int32_t> operator_numbers(const std::vector<std::string>& texts) {

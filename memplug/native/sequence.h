@@ -1,6 +1,8 @@
 // The operators that the training thread and autograd's threads run, as integers, and in detail while recording.
 #pragma once
 
+#include <ATen/record_function.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -24,6 +26,7 @@ struct OperatorRecord {
   int32_t layer;
   int64_t time_ns;
   int64_t in_use_bytes;
+  int16_t depth;
 };
 struct UseRecord {
   int32_t operator_index;
@@ -55,6 +58,10 @@ void watch(bool on);
 // Operators since the last call, and how many there were: more than fit where the two differ.
 std::pair<std::vector<int32_t>, int64_t> take_sequence();
 std::vector<std::string> operator_names();
+
+// An operator's number, found without a lock.
+constexpr int32_t NOT_AN_OPERATOR = -1; // a label, such as those that autograd's engine puts around a node
+int32_t number_of(const at::RecordFunction& function);
 
 // The numbers of operators of these names, given to those that have none yet.
 std::vector<int32_t> operator_numbers(const std::vector<std::string>& names);

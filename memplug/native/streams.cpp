@@ -4,6 +4,9 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#ifdef MEMPLUG_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
 
 #include <cstring>
 
@@ -60,6 +63,11 @@ class AcceleratorStreams final : public Streams {
     event->record(of(stream));
     return event;
   }
+#ifdef MEMPLUG_CUDA
+  bool is_capturing() override {
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  }
+#endif
   void copy(const StreamRef& stream, const at::Tensor& destination, const at::Tensor& source) override {
     const at::AutoDispatchBelowADInplaceOrView below;
     const On on(backend_, of(stream));

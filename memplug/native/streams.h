@@ -48,6 +48,11 @@ class Streams {
     }
   }
 
+  // Whether the current stream's work is captured into a graph instead of run.
+  virtual bool is_capturing() {
+    return false;
+  }
+
   // Queues a copy between tensors of one shape and dtype.
   virtual void copy(const StreamRef& stream, const at::Tensor& destination, const at::Tensor& source) = 0;
 

@@ -6,7 +6,7 @@ It shares no code with the planner, `plan/swap`, and takes the step from its tra
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,8 +14,8 @@ from memplug.profile.trace import Event, Trace
 
 
 class JudgedSwap(NamedTuple):
-    """One tensor's way, by operators of the step: offloaded after `last_use`, its memory free for [release, prefetch),
-    its content back at `next_use`.
+    """One tensor's way, by outermost operators of the step: offloaded after `last_use`, its memory free for [release,
+    prefetch), its content back at `next_use`.
     """
 
     tensor: int
@@ -26,6 +26,26 @@ class JudgedSwap(NamedTuple):
     next_use: int
 
 
+class Placed(Protocol):
+    """A tensor of a part that is in a plan, see `memplug.plan.swap.part`."""
+
+    nbytes: int
+    operator: str
+    last_use: int
+    release: int
+    prefetch: int
+    next_use: int
+
+
+class Part(Protocol):
+    """A swap list in a plan, see there."""
+
+    names: tuple[str, ...]
+    program: tuple[int, ...]
+    targets: tuple[Placed, ...]
+    host_bytes: int
+
+
 class Limits(NamedTuple):
     """What a list has to keep to.
 
@@ -33,7 +53,7 @@ class Limits(NamedTuple):
         device_bytes, host_bytes: budgets.
         d2h_bytes_per_s, h2d_bytes_per_s: of the link.
         stall_s: that the plan promises not to exceed: seconds in which the device waits for copies.
-        operator_s: float64[n]: duration of each operator without waiting.
+        operator_s: float64[n]: duration of each outermost operator without waiting.
         d2h_busy_s, h2d_busy_s: float64[n]: link time that other copies take while each operator runs.
         others: tensors that another technique decides on.
     """
@@ -61,31 +81,56 @@ def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: Limits) 
         step: one step, without swaps, with tensors.
         limits: see there.
     """
-    misplaced = [sentence for number, swap in enumerate(swaps) for sentence in _of_one(number, swap, step, limits)]
+    is_outermost = step.operators["depth"] == 0
+    place_of = np.maximum(np.add.accumulate(is_outermost, dtype=np.int64) - 1, 0)
+    count = int(is_outermost.sum())
+    misplaced = [
+        sentence
+        for number, swap in enumerate(swaps)
+        for sentence in _of_one(number, swap, step, place_of, count, limits.others)
+    ]
     yield from misplaced
     if misplaced:
         return
     yield from _twice_away(swaps)
-    yield from _above_the_budget(swaps, step, limits.device_bytes)
+    yield from _above_the_budget(swaps, step, place_of, count, limits.device_bytes)
     swapped = sum(swap.nbytes for swap in swaps)
     if swapped > limits.host_bytes:
         yield f"{swapped} bytes are swapped, and the host has {limits.host_bytes} for them"
     yield from _late(swaps, limits)
 
 
-def _of_one(number: int, swap: JudgedSwap, step: Trace, limits: Limits) -> Iterator[str]:
+def mistakes_of_places(part: Part) -> Iterator[str]:
+    """What is wrong with a list by itself, without the step that it was made from."""
+    operators = len(part.program)
+    for number, target in enumerate(part.targets):
+        if target.nbytes <= 0:
+            yield f"swap {number} is of {target.nbytes} bytes"
+        if not 0 <= target.last_use < target.release < target.prefetch <= target.next_use < operators:
+            yield f"swap {number} is not in order: used, released, prefetched, used again"
+        if target.operator not in part.names:
+            yield f"swap {number} is used last by {target.operator}, which the program does not run"
+    if any(not 0 <= name < len(part.names) for name in part.program):
+        yield "the program runs operators without a name"
+    if sum(target.nbytes for target in part.targets) > part.host_bytes:
+        yield f"{part.host_bytes} bytes of the host are too few for what is swapped"
+
+
+def _of_one(
+    number: int, swap: JudgedSwap, step: Trace, place_of: np.ndarray, count: int, others: Collection[int]
+) -> Iterator[str]:
     name = f"swap {number}"
     if not 0 <= swap.tensor < len(step.tensors):
         yield f"{name} is of tensor {swap.tensor}, which the step has not"
         return
     if swap.nbytes != step.tensors["nbytes"][swap.tensor] or swap.nbytes <= 0:
         yield f"{name} is of {swap.nbytes} bytes, and its tensor of {step.tensors['nbytes'][swap.tensor]}"
-    if swap.tensor in limits.others:
+    if swap.tensor in others:
         yield f"{name} is of a tensor that another technique decides on"
-    if not 0 <= swap.last_use < swap.release < swap.prefetch <= swap.next_use < len(step.operators):
+    if not 0 <= swap.last_use < swap.release < swap.prefetch <= swap.next_use < count:
         yield f"{name} is not in order: used, released, prefetched, used again"
         return
-    using = step.uses["operator"][step.uses["tensor"] == swap.tensor]
+    using = place_of[step.uses["operator"][step.uses["tensor"] == swap.tensor]]
     for what, operator in (("last", swap.last_use), ("next", swap.next_use)):
         if operator not in using:
             yield f"{name}: operator {operator}, its {what} use, does not use it"
@@ -100,9 +145,11 @@ def _twice_away(swaps: Sequence[JudgedSwap]) -> Iterator[str]:
             yield f"tensor {one.tensor} leaves again before it is back"
 
 
-def _above_the_budget(swaps: Sequence[JudgedSwap], step: Trace, budget_bytes: int) -> Iterator[str]:
+def _above_the_budget(
+    swaps: Sequence[JudgedSwap], step: Trace, place_of: np.ndarray, count: int, budget_bytes: int
+) -> Iterator[str]:
     """Walks through the requests of the step, in order, with what is away at the operator of each."""
-    away = [0] * len(step.operators)
+    away = [0] * count
     for swap in swaps:
         for operator in range(swap.release, swap.prefetch):
             away[operator] += swap.nbytes
@@ -111,6 +158,7 @@ def _above_the_budget(swaps: Sequence[JudgedSwap], step: Trace, budget_bytes: in
     sizes = step.requests["nbytes"]
     for event in step.events.tolist():
         kind, request, nbytes, _, operator = event[:5]
+        operator = int(place_of[operator]) if operator >= 0 else -1
         # Operators without requests are passed with what was in use before them.
         for passed in range(at, min(max(operator, 0) + 1, len(away))):
             worst, where = max((worst, where), (in_use - away[passed], passed))

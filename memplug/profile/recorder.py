@@ -12,6 +12,7 @@ import enum
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -226,6 +227,11 @@ class Recorder:
 
     def _end_requests(self) -> bytes:
         return _end_requests(self._native, self.device.type)
+
+
+def dtype_numbers(core: Any) -> dict[str, int]:
+    """torch's numbers of scalar types, by the names that traces have."""
+    return {_DTYPES.get(name, name.lower()): number for number, name in enumerate(core.scalar_types())}
 
 
 def _header_advice(cuda: str | None) -> str:

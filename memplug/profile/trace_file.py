@@ -23,8 +23,8 @@ from memplug.errors import TraceError
 from memplug.files import opened, write_whole
 from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Event, Fingerprint, Layer, Pass, Phase, Trace
 
-FORMAT = 1
-"""Version of the files that `save` writes; `load` reads them and all before."""
+FORMAT = 2
+"""Version of the files that `save` writes; `load` reads them, and those of format 0."""
 
 _ARRAYS = ("operators", "uses", "tensors", "events")
 _MEMBERS = ("meta", *_ARRAYS, "sha256")
@@ -79,8 +79,8 @@ def load(path: str | Path) -> Trace:
         The very trace that was saved.
 
     Raises:
-        TraceError: There is no such file, it is something else, it is damaged or truncated, or it was written by a
-            newer memplug.
+        TraceError: There is no such file, it is something else, it is damaged or truncated, or it was written by
+            another version of memplug.
     """
     path = Path(path)
     with opened(path, "trace (.npz)", TraceError) as file:
@@ -102,8 +102,8 @@ def _read(arrays: dict[str, np.ndarray]) -> Trace:
         raise TraceError("not a trace of memplug: its `meta` is something else") from None
     if version != FORMAT:
         raise TraceError(
-            f"a trace of format {version}, and this memplug reads formats up to {FORMAT}",
-            "Install the memplug that recorded it or a newer one, or record it again with this one.",
+            f"a trace of format {version}, and this memplug reads format {FORMAT}",
+            "Install the memplug that recorded it, an older or a newer one, or record it again with this one.",
         )
     missing = [name for name in _MEMBERS if name not in arrays]
     if missing:

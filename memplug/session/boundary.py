@@ -49,6 +49,7 @@ from memplug.stages.plan_store import PlanStore
 from memplug.stages.ranks import Ranks
 from memplug.stages.table import Stage
 from memplug.stages.technique import Given
+from memplug.swap.technique import SwapsWhole
 from memplug.tokenwise.regions.region import Region
 from memplug.tokenwise.technique import TokenWise
 
@@ -108,7 +109,7 @@ class Boundary:
         self.claim = Claim(
             make,
             [technique for technique in FOLLOWING if technique.is_wanted(config)],
-            Given(config, self._device.torch_device, self.adjuster.tell),
+            Given(config, self._device.torch_device, self.adjuster.tell, self._free_host_bytes),
             watches=self.watches,
             # they plan for a program under its decisions, which come after steps enough
             warmup_steps=0 if self.tokenwise.plans else config.profiler.warmup_steps,
@@ -227,6 +228,11 @@ class Boundary:
         """None without the arena."""
         return self.followers.find(PlannedAddresses.name)
 
+    @property
+    def swapping(self) -> SwapsWhole | None:
+        """None without the swap list."""
+        return self.followers.find(SwapsWhole.name)
+
     def demand_recording(self) -> Recording:
         """Claims the recorder, if that was not done yet; raises as `Claim.demand` does."""
         if self.recording is None:
@@ -238,6 +244,10 @@ class Boundary:
         """Operators inside are memplug's own."""
         recording = self.recording
         return contextlib.nullcontext() if recording is None else recording.recorder.suspended
+
+    def _free_host_bytes(self) -> int:
+        pool = self.tokenwise.executor.pool
+        return pool.budget_bytes - pool.capacity_bytes
 
     def _take_claim(self) -> bool:
         """Returns whether the recorder was got by this call."""

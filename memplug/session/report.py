@@ -15,6 +15,7 @@ from memplug.tokenwise.regions.region import Region
 if TYPE_CHECKING:
     from memplug.arena.technique import PlannedAddresses
     from memplug.plan.decisions import Decisions
+    from memplug.swap.technique import SwapsWhole
     from memplug.tokenwise.predictions import Predictions
     from memplug.tokenwise.rounding import Rounding
 
@@ -98,6 +99,31 @@ def arena(serving: PlannedAddresses | None, why: str) -> dict[str, Any]:
         "arena_fallback_bytes": counters.native_bytes,
         "native_bytes": serving.native_bytes if serving else None,
         "arena_step_served": step.served / asked if asked else None,
+    }
+
+
+def swaps(technique: SwapsWhole | None, why: str) -> dict[str, Any]:
+    """What the swap list did so far and promises; counts, bytes and seconds.
+
+    `swap_found` and `swap_missed` count its tensors over all steps, `swap_cancelled` those that were used again before
+    their memory was released, `swap_demanded` those that were used before they were to be back.
+
+    Args:
+        technique: None: there is none, or none yet.
+        why: there is none; "": there may be one, once the model trains.
+    """
+    part, counters = (technique.part, technique.counters) if technique else (None, {})
+    return {
+        "swap": technique.state.value if technique else "off" if why else "waiting",
+        "swap_off_because": why or None,
+        "swap_tensors": len(part.targets) if part else 0,
+        "swap_planned_bytes": part.swapped_bytes if part else 0,
+        "predicted_swap_peak_bytes": part.predicted_peak_bytes if part else None,
+        "predicted_swap_stall_s": part.predicted_stall_s if part else None,
+        **{
+            f"swap_{name}": counters.get(name, 0)
+            for name in (*("found", "missed", "released_bytes", "prefetched_bytes"), "cancelled", "demanded", "refused")
+        },
     }
 
 

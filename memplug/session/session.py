@@ -141,6 +141,7 @@ class Session:
             "recorded_steps": recording.steps if recording is not None else 0,
             "profiler": "operators" if recording is not None and boundary.watches else "sizes",
             "profiler_off_because": (claim.profiler_off_because or None) if claim else None,
+            **report.swaps(boundary.swapping, claim.why_off("swap") if claim else ""),
             **report.arena(boundary.serving, claim.why_off("arena") if claim else ""),
         }
 

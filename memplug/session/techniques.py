@@ -9,5 +9,6 @@ from typing import Any
 
 from memplug.arena.technique import PlannedAddresses
 from memplug.stages.technique import Technique
+from memplug.swap.technique import SwapsWhole
 
-FOLLOWING: tuple[type[Technique[Any]], ...] = (PlannedAddresses,)
+FOLLOWING: tuple[type[Technique[Any]], ...] = (SwapsWhole, PlannedAddresses)

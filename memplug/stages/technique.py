@@ -27,11 +27,13 @@ class Given:
         config: the block.
         device: that trains.
         tell: the user, in one line of a level of logging.
+        host_bytes: host memory that nothing else of the session holds, within its budget.
     """
 
     config: MemplugConfig
     device: torch.device
     tell: Callable[[str, int], None]
+    host_bytes: Callable[[], int]
 
 
 Part = TypeVar("Part")

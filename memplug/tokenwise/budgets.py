@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from memplug.config import MemplugConfig
+from memplug.device import capacity
+from memplug.device.capacity import DEVICE_SHARE
 from memplug.device.device import Device
 from memplug.device.host_pool import ALIGNMENT_BYTES
 from memplug.errors import BudgetError
@@ -17,7 +19,6 @@ from memplug.profile.hardware import host_available_bytes, link_rates
 
 GIB = 2**30
 HOST_SHARE = 0.8  # of the memory that is available now, shared by the processes of this machine
-DEVICE_SHARE = 0.92  # of the device's memory, that a plan may fill
 # processes of this machine, as torchrun, DeepSpeed's launcher, Open MPI, MVAPICH and Slurm tell them
 LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",
@@ -73,11 +74,7 @@ def device_room_bytes(config: MemplugConfig, device: Device, observed_peak_bytes
 
 def device_bytes(config: MemplugConfig, device: Device) -> int | None:
     """The most that a plan's step may have in use on the device; None: nothing was asked for on the CPU."""
-    asked = config.device_budget_gib
-    if device.kind != "cuda":
-        return None if asked == "auto" else int(asked * GIB)
-    ours_bytes = _ours_bytes(device)
-    return int(ours_bytes * DEVICE_SHARE if asked == "auto" else min(asked * GIB, ours_bytes))
+    return capacity.device_bytes(config.device_budget_gib, device)
 
 
 def require_device_bytes(
@@ -119,13 +116,7 @@ def has_room_for_buffers(
         return False
     if device.kind != "cuda":
         return True
-    return torch.cuda.max_memory_reserved(device.torch_device) + more_bytes <= _ours_bytes(device) * DEVICE_SHARE
-
-
-def _ours_bytes(device: Device) -> int:
-    """All that other processes do not hold."""
-    free_bytes, _ = torch.cuda.mem_get_info(device.torch_device)
-    return free_bytes + torch.cuda.memory_reserved(device.torch_device)
+    return torch.cuda.max_memory_reserved(device.torch_device) + more_bytes <= capacity.own_bytes(device) * DEVICE_SHARE
 
 
 def allocation_retries(device: Device) -> int:

@@ -152,7 +152,8 @@ class Search:
             log.warning("memplug: no region ran in the step to plan from, for example %s", self.regions[0].name)
         if task is None:
             return False
-        budgets.require_device_bytes(self.config, peak_bytes, self._gather)
+        if not self.config.swap.enabled:  # else the swap list says what is possible
+            budgets.require_device_bytes(self.config, peak_bytes, self._gather)
         total_bytes = budgets.peak_bytes(device) if peak_bytes is None else peak_bytes
         self._decisions_of = functools.partial(
             planning.decisions_of,

@@ -217,7 +217,7 @@ def test_a_newer_format_is_refused_with_both_versions(path, monkeypatch):
     monkeypatch.setattr(trace_file, "FORMAT", 7)
     save(training().trace(), path)
     monkeypatch.undo()
-    with pytest.raises(TraceError, match="format 7.*up to 1") as refused:
+    with pytest.raises(TraceError, match="format 7.*reads format 2") as refused:
         load(path)
     assert "newer" in refused.value.advice
 

@@ -15,7 +15,7 @@ class OpEvent:
     Attributes:
         index: into `Trace.operators`.
         layer: None outside of layers.
-        time_ns, in_use_bytes: see `OPERATOR`.
+        time_ns, in_use_bytes, depth: see `OPERATOR`.
         reads, writes: its storages, as indices into `Trace.tensors`, in the order of its arguments and results.
     """
 
@@ -25,6 +25,7 @@ class OpEvent:
     layer: Layer | None
     time_ns: int
     in_use_bytes: int
+    depth: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
@@ -73,7 +74,7 @@ class Request:
 
 def operator(trace: Trace, index: int) -> OpEvent:
     """One row of `trace.operators`; IndexError: there is no such row."""
-    name, phase, layer, time_ns, in_use_bytes = trace.operators[index].item()
+    name, phase, layer, time_ns, in_use_bytes, depth = trace.operators[index].item()
     index = range(len(trace.operators))[index]
     uses = trace.uses[trace.uses["operator"] == index]
     return OpEvent(
@@ -83,6 +84,7 @@ def operator(trace: Trace, index: int) -> OpEvent:
         layer=_layer(trace, layer),
         time_ns=time_ns,
         in_use_bytes=in_use_bytes,
+        depth=depth,
         reads=tuple(uses["tensor"][~uses["output"]].tolist()),
         writes=tuple(uses["tensor"][uses["output"]].tolist()),
     )

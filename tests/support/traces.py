@@ -48,7 +48,7 @@ class Recording:
 
     def op(self, name: str, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> int:
         number = len(self.operators)
-        self.operators.append((_index(self.names, name), self.in_phase, self.in_layer, 1000 * number, 0))
+        self.operators.append((_index(self.names, name), self.in_phase, self.in_layer, 1000 * number, 0, 0))
         self.uses += [(number, tensor, False) for tensor in reads] + [(number, tensor, True) for tensor in writes]
         return number
 

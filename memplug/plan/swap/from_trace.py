@@ -1,4 +1,9 @@
-"""The swap problem of a recorded step: memory in use without swaps, tensors with a gap (Chameleon, 4, 5.1 to 5.3)."""
+"""The swap problem of a recorded step: memory in use without swaps, tensors with a gap (Chameleon, 4, 5.1 to 5.3).
+
+The clock of a swap list is the program's outermost operators: what an operator runs inside of it, and what runs without
+gradients after it, counts to it. Memory is asked for inside of operators, and a tensor leaves or comes back only between
+two of them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,9 @@ import numpy as np
 
 from memplug.plan.swap.problem import Candidate, SwapProblem
 from memplug.profile.trace import Trace
+
+COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::")
+"""Operators whose tensors other streams may use for as long as nothing waits for them: they never leave."""
 
 
 class Away(NamedTuple):
@@ -21,13 +29,37 @@ class Away(NamedTuple):
 
 class Link(NamedTuple):
     """Rates while both directions run, in bytes per second, and the link time that other copies take while each
-    operator runs: float64[n], or one number for all of them.
+    outermost operator runs: float64[n], or one number for all of them.
     """
 
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
     d2h_busy_s: np.ndarray | float = 0.0
     h2d_busy_s: np.ndarray | float = 0.0
+
+
+class Clock(NamedTuple):
+    """The outermost operators of a step's program.
+
+    Attributes:
+        outermost: int64[n]: where they are in `Trace.operators`.
+        now: int64[operators]: by operator of the trace, the outermost one that runs then, or ran last; 0 before the
+            first.
+    """
+
+    outermost: np.ndarray
+    now: np.ndarray
+
+    @property
+    def ticks(self) -> int:
+        """How many there are."""
+        return len(self.outermost)
+
+
+def clock_of(step: Trace) -> Clock:
+    """The clock of one step."""
+    is_outermost = step.operators["depth"] == 0
+    return Clock(np.flatnonzero(is_outermost), np.maximum(is_outermost.cumsum() - 1, 0))
 
 
 def swap_problem(
@@ -48,14 +80,16 @@ def swap_problem(
         link: between host and device.
         budget_bytes, host_bytes: as in `SwapProblem`.
         min_bytes: Of a candidate.
-        operator_s: float64[n], duration of each operator; without it all last equally long (Eq. 1).
+        operator_s: float64[n], duration of each outermost operator; without it all last equally long (Eq. 1).
         away: of the swaps that were in force in the step.
         others: Tensors, by index, that another technique decides on, or that live from step to step.
 
     Returns:
-        Candidates are the gaps of tensors made in the step, in program order, with an operator above the budget.
+        Its operators are the outermost ones of the step. Candidates are the gaps of tensors made in the step, in program
+        order, with an operator above the budget.
     """
-    count = len(step.operators)
+    clock = clock_of(step)
+    count = clock.ticks
     seconds = np.full(count, step.steps[0][2] / max(count, 1)) if operator_s is None else operator_s
     in_use = in_use_without_swaps(step, away)
     above = np.concatenate(([0], np.cumsum(in_use > budget_bytes)))
@@ -73,18 +107,24 @@ def swap_problem(
     )
 
 
+def dispatched_s(step: Trace) -> np.ndarray:
+    """float64[n]: from the dispatch of each outermost operator to that of the next: how long each takes on the CPU."""
+    times_s = step.operators["time_ns"][clock_of(step).outermost] / 1e9
+    return np.diff(times_s, append=max(step.steps[0][2], times_s[-1] if len(times_s) else 0.0))
+
+
 def in_use_without_swaps(step: Trace, away: Iterable[Away] = ()) -> np.ndarray:
-    """int64[n]: the most device memory in use while each operator ran, as if nothing had been away (Figure 3).
+    """int64[n]: the most device memory in use while each outermost operator ran, as if nothing had been away (Figure 3).
 
     Requests between two operators count to the one before them.
     """
-    count = len(step.operators)
-    operator = np.maximum(step.events["operator"], 0)
-    in_use = np.zeros(count, np.int64)
-    if not count:
+    clock = clock_of(step)
+    in_use = np.zeros(clock.ticks, np.int64)
+    if not clock.ticks:
         return in_use
+    operator = clock.now[np.maximum(step.events["operator"], 0)]
     # In use as an operator begins is what the last event before it left.
-    before = np.searchsorted(operator, np.arange(count))
+    before = np.searchsorted(operator, np.arange(clock.ticks))
     live = np.concatenate(([step.base_bytes], step.live_bytes))
     in_use[:] = live[before]
     np.maximum.at(in_use, operator, step.live_bytes)
@@ -94,25 +134,29 @@ def in_use_without_swaps(step: Trace, away: Iterable[Away] = ()) -> np.ndarray:
 
 
 def gaps(step: Trace, min_bytes: int, others: Collection[int] = ()) -> list[Candidate]:
-    """Tensors between two uses with an operator in between, by first and then second use.
+    """Tensors between two uses by the program with an outermost operator in between, by first and then second use.
 
-    Left out are tensors that were there before the step: whose first use is not an operator's output.
+    Left out are tensors that were there before the step (whose first use is not an operator's output), and those of
+    collectives.
     """
-    uses = step.uses
+    uses, now = step.uses, clock_of(step).now
     order = np.argsort(uses["tensor"], kind="stable")
     tensor, operator, output = (uses[column][order] for column in ("tensor", "operator", "output"))
     begins = np.concatenate(([True], tensor[1:] != tensor[:-1]))[: len(tensor)]
     # An operator may read what it writes: made in the step is what no use at its first operator reads.
     first_operator = operator[np.flatnonzero(begins)][np.cumsum(begins) - 1]
-    read_first = np.zeros(len(step.tensors), bool)
-    read_first[tensor[(operator == first_operator) & ~output]] = True
-    large = step.tensors["nbytes"] >= max(min_bytes, 1)
-    excluded = np.zeros(len(step.tensors), bool)
-    excluded[list(others)] = True
-    wanted = large & ~read_first & ~excluded
-    here = np.flatnonzero(~begins & (operator > np.roll(operator, 1) + 1) & wanted[tensor])
+    wanted = step.tensors["nbytes"] >= max(min_bytes, 1)
+    wanted[tensor[(operator == first_operator) & ~output]] = False
+    wanted[list(others)] = False
+    collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
+    wanted[tensor[collective[step.operators["name"][operator]]]] = False
+    is_program = step.operators["depth"][operator] >= 0
+    time = now[operator]
+    here = np.flatnonzero(
+        ~begins & (time > np.roll(time, 1) + 1) & wanted[tensor] & is_program & np.roll(is_program, 1)
+    )
     found = (
-        Candidate(int(tensor[at]), int(step.tensors["nbytes"][tensor[at]]), int(operator[at - 1]), int(operator[at]))
+        Candidate(int(tensor[at]), int(step.tensors["nbytes"][tensor[at]]), int(time[at - 1]), int(time[at]))
         for at in here
     )
     return sorted(found, key=lambda each: (each.last_use, each.next_use, each.tensor))

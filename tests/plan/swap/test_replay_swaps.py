@@ -93,7 +93,7 @@ def test_what_the_planner_finds_is_accepted_and_with_less_memory_refused(recordi
     if not len(trace.operators):
         return
     seconds = np.full(len(trace.operators), 0.1)
-    everything = swap_problem(trace, Link(rate, rate), budget_bytes=-(10**9), host_bytes=10**9, operator_s=seconds)
+    everything = swap_problem(trace, Link(rate, rate), budget_bytes=-(10**9), host_bytes=2**62, operator_s=seconds)
     least, most = least_budget(everything).nbytes, int(everything.in_use_bytes.max())
     problem = replace(everything, budget_bytes=least + int(share * (most - least)))
     found = swap_list(problem)

@@ -1,0 +1,110 @@
+// Storages that are away from the device, whole, between two uses (Chameleon, section 6.2).
+//
+//     resident ──offload()──► leaving ──release()──► away ──prefetch()──► returning ──restore()──► resident
+//        ▲                       │                     │                      │
+//        └── a use of it, or a pointer to write to ────┴──────────────────────┘
+//
+// The storage itself changes: while it is away, its pointer is that of its pinned host memory, which the device can read
+// (unified addressing). So every view, alias and version counter of every graph goes along; code that no operator shows
+// (Triton, extensions) reads the right values, slowly; and a storage that dies gives its host memory back by its deleter.
+// Whatever asks a storage for a pointer that it may write to is seen by torch (`StorageImpl::set_materializer`): before it
+// gets one, the storage is restored. So whatever a plan says, no value is lost, and none is read that is not the last.
+//
+// Streams are ordered by events alone, by the rules and the names (`Wait`) of transfer.h. Device memory belongs to the
+// stream that the storage left on; where another one is current, nothing is released or prefetched.
+#pragma once
+
+#include <c10/core/Storage.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "host_rows.h"
+#include "streams.h"
+
+#if __has_include(<c10/core/StorageMaterializer.h>)
+#define MEMPLUG_SWAPS_STORAGES // torch >= 2.13
+#endif
+
+namespace memplug {
+
+// Counts and bytes since the swapper was made.
+struct SwapCounters {
+  int64_t offloads = 0, offloaded_bytes = 0; // copies out that were started
+  int64_t releases = 0, released_bytes = 0;
+  int64_t prefetches = 0, prefetched_bytes = 0; // copies in that were started
+  int64_t cancelled = 0; // storages that were used again before they were released
+  int64_t demanded = 0; // storages that came back before their plan had them back
+  int64_t refused = 0; // the host had no room, or the device none for the way back
+};
+
+class StorageSwapper {
+ public:
+  // `slab`: pinned host memory, 1-D uint8, for all that is away at a time.
+  StorageSwapper(std::shared_ptr<Streams> streams, at::Tensor slab);
+  ~StorageSwapper();
+  StorageSwapper(const StorageSwapper&) = delete;
+  StorageSwapper& operator=(const StorageSwapper&) = delete;
+
+  // Whether torch says who asks for a pointer to write to.
+  static bool is_possible();
+
+  // Starts the copy out of a storage of torch's own allocator that is not on its way already; `key` names it until it is
+  // back. False: it stays.
+  bool offload(const c10::Storage& storage, int64_t key);
+
+  // Its device memory is free for what the current stream does next, which waits for the copy out.
+  void release(int64_t key);
+
+  // Starts the copy in.
+  void prefetch(int64_t key);
+
+  // From here on it is on the device for the current stream, wherever it was.
+  void restore(int64_t key);
+
+  // An operator that is about to run uses a storage, which is restored if it is on its way.
+  void use(const c10::StorageImpl* storage);
+
+  // All that is away comes back. False: the device has no room for some of it, which stays where the device can read it.
+  bool restore_all();
+
+  // Of the host, in use.
+  int64_t host_bytes();
+  SwapCounters counters();
+
+  static void lock_for_fork();
+  static void unlock_after_fork();
+
+ private:
+  enum class State : uint8_t { LEAVING, AWAY, RETURNING };
+  struct Absent;
+  struct HostMemory;
+
+  static ska::flat_hash_map<const c10::StorageImpl*, Absent*>& absents();
+  static void before_write(c10::StorageImpl* storage);
+  static void forget(void* host_memory);
+
+  Absent* find(int64_t key) const;
+  bool is_current(const Absent& absent);
+  bool start_return(Absent& absent);
+  void leave(Absent& absent);
+  void arrive(Absent& absent);
+  void stay(Absent& absent);
+  bool bring_back(Absent& absent);
+  void wait_on_its_streams(const Absent& absent, const EventRef& event, Wait why);
+  std::unique_ptr<Absent> take(Absent& absent);
+  void drain();
+
+  std::shared_ptr<Streams> streams_;
+  HostRows pool_;
+  StreamRef offload_stream_, prefetch_stream_;
+  std::vector<StreamRef> compute_streams_; // that storages have left on
+  std::vector<std::unique_ptr<Absent>> all_;
+  std::vector<std::unique_ptr<Absent>> gone_; // their storages died while they returned
+  SwapCounters counters_;
+};
+
+} // namespace memplug

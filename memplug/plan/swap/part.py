@@ -1,0 +1,211 @@
+"""A swap list as a part of a plan: the tensors that it names, when they leave and return, and what it promises."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memplug.errors import SwapError
+from memplug.plan.replay_swaps import JudgedSwap, Limits, mistakes_of_swaps
+from memplug.plan.swap.features import last_uses, ranks
+from memplug.plan.swap.from_trace import Link, clock_of, swap_problem
+from memplug.plan.swap.policy import swap_list
+from memplug.plan.swap.problem import OverBudgetError
+from memplug.profile.trace import Trace
+
+GIB = 2**30
+HOST_ALIGNMENT_BYTES = 512  # of what is cut out of pinned memory (memplug/native/host_rows.h)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """One tensor between two uses. Places are outermost operators of the program.
+
+    Attributes:
+        nbytes, dtype: of its storage; the dtype is that of the first tensor in it.
+        operator: name of the one that uses it last.
+        output, slot: whether it is an output of that, else an input, and which one.
+        uses, kinds, recent: see `memplug.plan.swap.features`.
+        tolerance: places by which its last use may be off.
+        last_use, release, prefetch, next_use: places: it leaves after the first, its memory is free for [release,
+            prefetch), and it is back at the last.
+    """
+
+    nbytes: int
+    dtype: str
+    operator: str
+    output: bool
+    slot: int
+    uses: int
+    kinds: int
+    recent: int
+    tolerance: int
+    last_use: int
+    release: int
+    prefetch: int
+    next_use: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwapPart:
+    """See the module's text.
+
+    Attributes:
+        names: of operators.
+        program: the outermost operators, in order, into `names`.
+        ranks: by name.
+        targets: by last use, rising; none: the step fits without.
+        host_bytes: that they take at most.
+        predicted_peak_bytes, predicted_stall_s, predicted_step_s: of a step.
+    """
+
+    names: tuple[str, ...] = ()
+    program: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    targets: tuple[Target, ...] = ()
+    host_bytes: int = 0
+    predicted_peak_bytes: int = 0
+    predicted_stall_s: float = 0.0
+    predicted_step_s: float = 0.0
+
+    @property
+    def swapped_bytes(self) -> int:
+        """That leave in a step, and return."""
+        return sum(target.nbytes for target in self.targets)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a plan's file has it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> SwapPart:
+        """What `to_json` gave.
+
+        Raises:
+            TypeError, KeyError: it is something else.
+        """
+        targets = tuple(Target(**target) for target in data["targets"])
+        lists = {name: tuple(data[name]) for name in ("names", "program", "ranks")}
+        return cls(**{**data, **lists, "targets": targets})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwapBudgets:
+    """What a list may take.
+
+    Attributes:
+        device_bytes, host_bytes: see `SwapProblem`.
+        min_bytes: of a tensor.
+        d2h_bytes_per_s, h2d_bytes_per_s: of the link, while both directions run.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    min_bytes: int
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+
+
+def plan_part(
+    step: Trace, budgets: SwapBudgets, operator_s: np.ndarray | None = None, others: Collection[int] = ()
+) -> SwapPart:
+    """The swap list of a recorded step, as a part.
+
+    Args:
+        step: one step with tensors.
+        budgets: see there.
+        operator_s, others: as of `swap_problem`.
+
+    Raises:
+        SwapError: there is no list that keeps to the budgets; says what is possible, and what holds it up.
+        ValueError: the judge refuses it: a defect.
+    """
+    clock = clock_of(step)
+    problem = swap_problem(
+        step,
+        Link(budgets.d2h_bytes_per_s, budgets.h2d_bytes_per_s),
+        budget_bytes=budgets.device_bytes,
+        host_bytes=budgets.host_bytes,
+        min_bytes=budgets.min_bytes,
+        operator_s=operator_s,
+        others=others,
+    )
+    looks = last_uses(step, {(each.tensor, each.last_use) for each in problem.candidates})
+    told_apart = tuple(each for each in problem.candidates if (each.tensor, each.last_use) in looks)
+    problem = dataclasses.replace(problem, candidates=told_apart)
+    try:
+        found = swap_list(problem)
+    except OverBudgetError as error:
+        raise _impossible(error, step, budgets) from None
+    placed = [(problem.candidates[swap.candidate], swap) for swap in found.swaps]
+    rank_of = ranks(step)
+    targets = []
+    for candidate, swap in placed:
+        use, tolerance = looks[candidate.tensor, candidate.last_use]
+        target = Target(
+            nbytes=candidate.nbytes,
+            dtype=step.dtypes[step.tensors["dtype"][candidate.tensor]],
+            operator=step.names[use.name],
+            output=use.output,
+            slot=use.slot,
+            **use.features._asdict(),
+            tolerance=tolerance,
+            last_use=candidate.last_use,
+            release=swap.release,
+            prefetch=swap.prefetch,
+            next_use=candidate.next_use,
+        )
+        targets.append(target)
+    seconds = np.diff(problem.begin_s)
+    mistakes = mistakes_of_swaps(
+        [
+            JudgedSwap(each.tensor, each.nbytes, each.last_use, swap.release, swap.prefetch, each.next_use)
+            for each, swap in placed
+        ],
+        step,
+        Limits(
+            budgets.device_bytes,
+            budgets.host_bytes,
+            budgets.d2h_bytes_per_s,
+            budgets.h2d_bytes_per_s,
+            found.simulation.stall_s,
+            seconds,
+            problem.d2h_busy_s,
+            problem.h2d_busy_s,
+            others,
+        ),
+    )
+    if wrong := next(mistakes, ""):
+        raise ValueError(wrong)
+    aligned = (-(-target.nbytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES for target in targets)
+    return SwapPart(
+        names=step.names,
+        program=tuple(step.operators["name"][clock.outermost].tolist()),
+        ranks=tuple(rank_of.get(name, 0) for name in range(len(step.names))),
+        targets=tuple(sorted(targets, key=lambda target: target.last_use)),
+        host_bytes=sum(aligned),
+        predicted_peak_bytes=int(found.simulation.in_use_bytes.max(initial=0)),
+        predicted_stall_s=found.simulation.stall_s,
+        predicted_step_s=found.simulation.step_s,
+    )
+
+
+def _impossible(error: OverBudgetError, step: Trace, budgets: SwapBudgets) -> SwapError:
+    least = error.least
+    name = step.names[step.operators["name"][clock_of(step).outermost[least.operator]]]
+    if error.host_limited:
+        return SwapError(
+            f"{budgets.host_bytes / GIB:.3g} GiB of host memory are too little to keep a step to "
+            f"{budgets.device_bytes / GIB:.3g} GiB of the device, which would take {least.nbytes / GIB:.3g} GiB with enough",
+            'Raise "host_budget_gib", or "device_budget_gib"; or let a step take less.',
+        )
+    return SwapError(
+        f"{budgets.device_bytes / GIB:.3g} GiB of the device are too little: operator {least.operator:,} ({name}) needs "
+        f"{least.nbytes / GIB:.3g} GiB while all that can be swapped is away",
+        f'Set "device_budget_gib" to {least.nbytes / GIB:.3g} or more; or lower "swap.min_bytes", or let a step take less: '
+        "a shorter sequence, a smaller micro-batch.",
+    )

@@ -1,0 +1,63 @@
+"""A swap list as the native core reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memplug.plan.swap.part import SwapPart
+
+TARGET = np.dtype(  # SwapTarget in memplug/native/swap_list.h
+    [
+        ("nbytes", "<i8"),
+        ("dtype", "<i4"),
+        ("operator_number", "<i4"),
+        ("output", "u1"),
+        ("slot", "<i4"),
+        ("uses", "<u4"),
+        ("kinds", "<u4"),
+        ("recent", "<u8"),
+        ("tolerance", "<i4"),
+        ("last_use", "<i4"),
+        ("release", "<i4"),
+        ("prefetch", "<i4"),
+        ("next_use", "<i4"),
+    ]
+)
+RARE = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Of one part, in the numbers of this process.
+
+    Attributes:
+        program: numbers of the program's outermost operators.
+        ranks: uint8 by operator number.
+        targets: rows of TARGET.
+    """
+
+    program: list[int]
+    ranks: bytes
+    targets: bytes
+
+
+def tables_of(part: SwapPart, core: Any, dtypes: dict[str, int]) -> Tables:
+    """The tables of a part.
+
+    Args:
+        core: the native core, which numbers operators.
+        dtypes: numbers of scalar types, by the names that traces have.
+    """
+    numbers = core.operator_numbers(list(part.names))
+    ranks = np.full(max(numbers, default=0) + 1, RARE, np.uint8)
+    ranks[numbers] = part.ranks
+    number_of = dict(zip(part.names, numbers, strict=True))
+    targets = np.zeros(len(part.targets), TARGET)
+    for row, target in zip(targets, part.targets, strict=True):
+        row["dtype"], row["operator_number"] = dtypes[target.dtype], number_of[target.operator]
+        for name in set(TARGET.names) - {"dtype", "operator_number"}:
+            row[name] = getattr(target, name)
+    return Tables([numbers[name] for name in part.program], ranks.tobytes(), targets.tobytes())

@@ -1,0 +1,255 @@
+"""The swap list as a technique: of one program, made of a step that was recorded of it.
+
+waiting ──a program lasts──► recording ──► planning, beside training ──► swapping
+                 └──────── the step fits without ─────────────────────► fits
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from memplug import native
+from memplug.beside import Beside
+from memplug.config import MemplugConfig
+from memplug.device.capacity import device_bytes
+from memplug.device.device import Device, device_of
+from memplug.device.host_pool import HostPool
+from memplug.errors import SwapError
+from memplug.plan.replay_swaps import mistakes_of_places
+from memplug.plan.schema import MemoryPlan
+from memplug.plan.swap.from_trace import dispatched_s
+from memplug.plan.swap.part import SwapBudgets, SwapPart, plan_part
+from memplug.profile.hardware import link_rates
+from memplug.profile.recorder import Detail, dtype_numbers
+from memplug.profile.trace import Trace
+from memplug.show.words import size
+from memplug.stages.technique import Given, Technique
+from memplug.swap.tables import tables_of
+
+
+class State(enum.Enum):
+    """What the technique is doing."""
+
+    WAITING = "waiting"  # for a program that repeats
+    RECORDING = "recording"  # a step to plan from
+    PLANNING = "planning"  # while training goes on
+    FITS = "fits"  # the step keeps to its budget without
+    SWAPPING = "swapping"
+    OFF = "off"
+
+
+class SwapsWhole(Technique[SwapPart]):
+    """See the module's text.
+
+    Args:
+        config: the block.
+        device: that trains.
+        tell: the user, in one line of a level of logging.
+        host_bytes: see `Given`.
+
+    Attributes:
+        part: in force; None: none is.
+    """
+
+    name = "swap"
+
+    def __init__(
+        self,
+        config: MemplugConfig,
+        device: Device,
+        tell: Callable[[str, int], None],
+        host_bytes: Callable[[], int],
+    ):
+        self.part: SwapPart | None = None
+        self._config, self._device, self._tell, self._host_bytes = config, device, tell, host_bytes
+        self._core = native.load()
+        self._beside = Beside(config.profiler.wait_for_plans)
+        self._state = State.WAITING
+        self._pool: HostPool | None = None
+        self._swapper: Any = None
+        self._former: dict[str, int] = {}  # counters of lists that are in force no more
+
+    @classmethod
+    def is_wanted(cls, config: MemplugConfig) -> bool:
+        return bool(config.swap.enabled)
+
+    @classmethod
+    def make(cls, given: Given) -> SwapsWhole:
+        """Raises `SwapError` where nothing can be swapped, if the block says `true`."""
+        technique = cls(given.config, device_of(given.device), given.tell, given.host_bytes)
+        why = technique._why_impossible()
+        if why and given.config.swap.enabled is True:
+            raise SwapError(f"no tensor is swapped whole: {why}")
+        technique.off_because = why
+        return technique
+
+    @property
+    def state(self) -> State:
+        return State.OFF if self.off_because else self._state
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Over all steps of the session."""
+        return {name: count + self._former.get(name, 0) for name, count in self._counters().items()} or self._former
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def detail(self) -> Detail | None:
+        """A step to plan from is recorded with its tensors."""
+        return Detail.TENSORS if self.state is State.RECORDING else None
+
+    def begin_step(self) -> None:
+        """Tensors leave and return from here on."""
+        if self.state is State.SWAPPING:
+            self._core.begin_swap_step()
+
+    def end_step(self) -> None:
+        """Between two steps nothing is away, unless the device has no room for it."""
+        if self.state is State.SWAPPING:
+            self._core.end_swap_step()
+
+    # -- the four verbs ------------------------------------------------------------------------------------------------
+
+    def propose(self, trace: Trace | None) -> SwapPart | None:
+        """A list for the step that was recorded, or an empty one where that keeps to its budget.
+
+        Raises:
+            SwapError: there is none that keeps to the budgets.
+        """
+        if self.part is not None:
+            return None
+        if self._beside.is_busy:
+            return self._beside.take() if self._beside.is_done else None
+        if self._state is State.WAITING:
+            if self._fits():
+                return SwapPart()
+            self._state = State.RECORDING
+        elif self._state is State.RECORDING and trace is not None:
+            return self._plan(trace)
+        return None
+
+    def judge(self, part: SwapPart) -> str:
+        """Whether its places are in order; against the recorded step it was judged as it was made, by
+        `memplug.plan.replay_swaps`.
+        """
+        return next(mistakes_of_places(part), "")
+
+    def install(self, part: SwapPart) -> None:
+        """Swap by this list.
+
+        Raises:
+            SwapError: the host has no memory for it.
+        """
+        self._beside.stop()
+        self._unload()
+        if part.targets:
+            self._load(part)
+            self._tell(
+                f"swap list: {len(part.targets)} tensors, {size(part.swapped_bytes)} away between two uses; predicted peak "
+                f"{size(part.predicted_peak_bytes)}, waiting {part.predicted_stall_s:.3g} s of {part.predicted_step_s:.3g}",
+                logging.INFO,
+            )
+        self.part, self._state = part, State.SWAPPING if part.targets else State.FITS
+
+    def withdraw(self) -> None:
+        """All tensors stay where they are."""
+        self._beside.stop()
+        self._unload()
+        self.part, self._state = None, State.WAITING
+
+    # -- from run to run -----------------------------------------------------------------------------------------------
+
+    def kept(self, plan: MemoryPlan) -> SwapPart | None:
+        """The part of an earlier run."""
+        data = plan.parts.get(self.name)
+        return None if data is None else SwapPart.from_json(data)
+
+    def keep(self, part: SwapPart, plan: MemoryPlan) -> MemoryPlan:
+        """As JSON."""
+        return super().keep(part.to_json(), plan)
+
+    # -- budgets -------------------------------------------------------------------------------------------------------
+
+    def _why_impossible(self) -> str:
+        if not self._core.StorageSwapper.is_possible():
+            return f"torch {torch.__version__} does not say who writes to a tensor: 2.13 does"
+        if self._budget_bytes() is None:
+            return '"device_budget_gib" sets no limit for this CPU'
+        return ""
+
+    def _budget_bytes(self) -> int | None:
+        return device_bytes(self._config.device_budget_gib, self._device)
+
+    def _fits(self) -> bool:
+        """Whether the device's own count says so."""
+        if self._device.kind != "cuda":
+            return False
+        return torch.cuda.max_memory_reserved(self._device.torch_device) <= self._budget_bytes()
+
+    def _requested_share(self) -> float:
+        """Of what the device's allocator has reserved, what was asked for."""
+        if self._device.kind != "cuda":
+            return 1.0
+        which = self._device.torch_device
+        return torch.cuda.max_memory_allocated(which) / max(torch.cuda.max_memory_reserved(which), 1)
+
+    def _plan(self, trace: Trace) -> SwapPart | None:
+        budget_bytes = int(self._budget_bytes() * self._requested_share())
+        if int(trace.live_bytes.max(initial=0)) <= budget_bytes:
+            return SwapPart()
+        d2h, h2d = link_rates(self._device.torch_device)
+        budgets = SwapBudgets(
+            device_bytes=budget_bytes,
+            host_bytes=self._host_bytes(),
+            min_bytes=self._config.swap.min_bytes,
+            d2h_bytes_per_s=d2h,
+            h2d_bytes_per_s=h2d,
+        )
+        # On the CPU operators take as long as it takes to get to the next one; on a device nothing is known (Eq. 1).
+        seconds = dispatched_s(trace) if self._device.kind == "cpu" else None
+        self._state = State.PLANNING
+        self._beside.begin(plan_part, trace, budgets, seconds, _of_regions(trace, self._config))
+        return self._beside.take() if self._beside.is_done else None
+
+    # -- in force ------------------------------------------------------------------------------------------------------
+
+    def _load(self, part: SwapPart) -> None:
+        self._pool = HostPool(self._device, self._host_bytes(), self._core)
+        self._pool.reserve(part.host_bytes)
+        if self._pool.capacity_bytes < part.host_bytes:
+            raise SwapError(f"the host has no {size(part.host_bytes)} for the swap list")
+        self._swapper = self._core.StorageSwapper(self._device.streams(self._core), self._pool.slabs[0])
+        tables = tables_of(part, self._core, dtype_numbers(self._core))
+        device_type = 0 if self._device.kind == "cpu" else 1
+        smallest = min(target.nbytes for target in part.targets)
+        self._core.load_swap_list(tables.program, tables.ranks, tables.targets, smallest, self._swapper, device_type)
+
+    def _unload(self) -> None:
+        if self._swapper is None:
+            return
+        self._core.end_swap_step()
+        self._former = self.counters
+        is_empty = self._swapper.restore_all()
+        self._core.unload_swap_list()
+        swapper, pool, self._swapper, self._pool = self._swapper, self._pool, None, None
+        if is_empty:
+            del swapper
+            pool.close()
+        else:
+            self._tell("the device has no room for tensors that were swapped: they stay on the host", logging.WARNING)
+
+    def _counters(self) -> dict[str, int]:
+        return {**self._swapper.counters, **self._core.swap_list_counters()} if self._swapper is not None else {}
+
+
+def _of_regions(trace: Trace, config: MemplugConfig) -> frozenset[int]:
+    """Tensors that regions use, and that are the token-wise technique's where it is on; and those of dynamic layers."""
+    taken = np.array([config.tokenwise.enabled or layer.dynamic for layer in trace.layers] + [False], bool)
+    return frozenset(trace.uses["tensor"][taken[trace.operators["layer"][trace.uses["operator"]]]].tolist())
