@@ -99,7 +99,7 @@ class HostPool:
         """One slab more."""
         capacity = self.capacity_bytes
         try:
-            slab = torch.empty(nbytes, dtype=torch.uint8)
+            slab = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:  # the system has less than the budget promised
             log.warning("memplug: no host memory for another %.2f GiB: %s", nbytes / 2**30, error)
             self.budget_bytes = capacity

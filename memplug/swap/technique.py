@@ -17,7 +17,7 @@ import torch
 from memplug import native
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
-from memplug.device.capacity import device_bytes
+from memplug.device.capacity import GIB, device_bytes
 from memplug.device.device import Device, device_of
 from memplug.device.host_pool import HostPool
 from memplug.errors import SwapError
@@ -185,23 +185,25 @@ class SwapsWhole(Technique[SwapPart]):
         return ""
 
     def _budget_bytes(self) -> int | None:
-        return device_bytes(self._config.device_budget_gib, self._device)
+        """What a step may have asked for at a time; None: nothing was set on the CPU. A number counts as it is; what the
+        device has, less its allocator's share of it that no tensor has.
+        """
+        asked_gib = self._config.device_budget_gib
+        if self._device.kind != "cuda":
+            return device_bytes(asked_gib, self._device)
+        which = self._device.torch_device
+        requested_share = torch.cuda.max_memory_allocated(which) / max(torch.cuda.max_memory_reserved(which), 1)
+        room_bytes = int(device_bytes("auto", self._device) * requested_share)
+        return room_bytes if asked_gib == "auto" else min(int(asked_gib * GIB), room_bytes)
 
     def _fits(self) -> bool:
-        """Whether the device's own count says so."""
+        """Whether the device's own count of what was in use at most says so."""
         if self._device.kind != "cuda":
             return False
-        return torch.cuda.max_memory_reserved(self._device.torch_device) <= self._budget_bytes()
-
-    def _requested_share(self) -> float:
-        """Of what the device's allocator has reserved, what was asked for."""
-        if self._device.kind != "cuda":
-            return 1.0
-        which = self._device.torch_device
-        return torch.cuda.max_memory_allocated(which) / max(torch.cuda.max_memory_reserved(which), 1)
+        return torch.cuda.max_memory_allocated(self._device.torch_device) <= self._budget_bytes()
 
     def _plan(self, trace: Trace) -> SwapPart | None:
-        budget_bytes = int(self._budget_bytes() * self._requested_share())
+        budget_bytes = self._budget_bytes()
         if int(trace.live_bytes.max(initial=0)) <= budget_bytes:
             return SwapPart()
         d2h, h2d = link_rates(self._device.torch_device)
