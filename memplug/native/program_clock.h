@@ -2,6 +2,7 @@
 // long.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -10,11 +11,12 @@ namespace memplug {
 
 // Counts a step's operators in the numbering of the planned step.
 //
-// Where an operator is not the planned one, the clock goes on one by one until the last `kAlike` operators are those that
-// the plan has at a place at most `kReach` away, and continues from there; of several such places, from the nearest.
+// Where an operator is not the planned one, the clock goes on one by one until the last operators, two and one more for each
+// place that it is off by, at most `kAlike`, are those that the plan has there, and continues from that place; of several
+// from the nearest. It is off by no more places than there were operators since, and looks no farther.
 class ProgramClock {
  public:
-  static constexpr int kAlike = 4, kReach = 64;
+  static constexpr int32_t kAlike = 4, kReach = 64;
 
   // The numbers of its operators, see sequence.h.
   void load(std::vector<int32_t> program) {
@@ -25,7 +27,7 @@ class ProgramClock {
   // A step begins.
   void begin() {
     now_ = -1;
-    is_off_ = false;
+    off_for_ = ticks_ = departures_ = 0;
     recent_.fill(-1);
   }
 
@@ -36,7 +38,10 @@ class ProgramClock {
     }
     recent_[0] = number;
     ++now_;
-    if (is_off_ || !is_at(now_, number)) {
+    ++ticks_;
+    if (off_for_ > 0 || !is_at(now_, number)) {
+      departures_ += off_for_ == 0;
+      ++off_for_;
       find();
     }
     return now_;
@@ -46,9 +51,14 @@ class ProgramClock {
     return now_;
   }
 
-  // Whether the last operators are not the planned ones.
-  bool is_off() const {
-    return is_off_;
+  // Whether so many operators of the step were not the planned ones that it tells little: some, and more than a fortieth.
+  bool is_lost() const {
+    return kLeast + ticks_ < 40 * departures_;
+  }
+
+  // By how many places it may be off.
+  int32_t error() const {
+    return off_for_;
   }
 
  private:
@@ -56,8 +66,8 @@ class ProgramClock {
     return place >= 0 && place < static_cast<int32_t>(program_.size()) && program_[place] == number;
   }
 
-  bool is_alike(int32_t place) const {
-    for (int i = 0; i < kAlike; ++i) {
+  bool is_alike(int32_t place, int32_t count) const {
+    for (int32_t i = 0; i < count; ++i) {
       if (!is_at(place - i, recent_[i])) {
         return false;
       }
@@ -66,12 +76,11 @@ class ProgramClock {
   }
 
   void find() {
-    is_off_ = true;
-    for (int32_t distance = 0; distance <= kReach; ++distance) {
+    for (int32_t distance = 0; distance <= std::min(off_for_, kReach); ++distance) {
       for (const int32_t place : {now_ + distance, now_ - distance}) {
-        if (is_alike(place)) {
+        if (is_alike(place, std::min(kAlike, 2 + distance))) {
           now_ = place;
-          is_off_ = false;
+          off_for_ = 0;
           return;
         }
       }
@@ -81,7 +90,10 @@ class ProgramClock {
   std::vector<int32_t> program_;
   std::array<int32_t, kAlike> recent_{}; // the latest first
   int32_t now_ = -1;
-  bool is_off_ = false;
+  static constexpr int32_t kLeast = 160;
+
+  int32_t ticks_ = 0, departures_ = 0; // operators of the step, and how often one was not the planned one
+  int32_t off_for_ = 0; // operators, since the last one that was where the plan has it
 };
 
 } // namespace memplug

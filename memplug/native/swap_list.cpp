@@ -1,7 +1,6 @@
 #include "swap_list.h"
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,16 +9,10 @@
 
 #include "clock.h"
 #include "operators.h"
-#include "program_clock.h"
 #include "sequence.h"
 
 namespace memplug {
 namespace {
-
-struct Seen {
-  Features features;
-  int32_t dtype;
-};
 
 // What happens to a target at a place.
 struct Turn {
@@ -33,8 +26,7 @@ struct Turn {
 class SwapStep {
  public:
   SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c10::DeviceType device)
-      : plan_(std::move(plan)), swapper_(std::move(swapper)), device_(device), found_(plan_.targets.size()) {
-    clock_.load(plan_.program);
+      : plan_(std::move(plan)), swapper_(std::move(swapper)), device_(device), finder_(plan_) {
     for (size_t i = 0; i < plan_.targets.size(); ++i) {
       const SwapTarget& target = plan_.targets[i];
       const auto index = static_cast<int32_t>(i);
@@ -48,24 +40,20 @@ class SwapStep {
   }
 
   void begin() {
-    clock_.begin();
-    seen_.clear();
+    finder_.begin();
     alive_.clear();
     leaving_.clear();
-    std::fill(found_.begin(), found_.end(), false);
-    next_target_ = next_turn_ = 0;
+    next_turn_ = 0;
     is_running_ = true;
   }
 
   bool end() {
     if (is_running_) {
-      const auto found = std::count(found_.begin(), found_.end(), true);
-      counters.found += found;
-      counters.missed += static_cast<int64_t>(found_.size()) - found;
+      counters.found += finder_.found();
+      counters.missed += static_cast<int64_t>(plan_.targets.size()) - finder_.found();
       ++counters.steps;
     }
     is_running_ = false;
-    seen_.clear();
     alive_.clear();
     leaving_.clear();
     return swapper_->restore_all();
@@ -77,7 +65,7 @@ class SwapStep {
 
   // An outermost operator begins.
   void tick(int32_t number) {
-    const int32_t place = clock_.tick(number);
+    const int32_t place = finder_.tick(number);
     for (; next_turn_ < turns_.size() && turns_[next_turn_].place <= place; ++next_turn_) {
       take(turns_[next_turn_]);
     }
@@ -85,23 +73,18 @@ class SwapStep {
 
   // Any operator begins.
   void read(const at::RecordFunction& function, int32_t number) {
-    const uint8_t rank = number < static_cast<int32_t>(plan_.ranks.size()) ? plan_.ranks[number] : 255;
-    for (const c10::IValue& value : function.inputs()) {
-      each_tensor(value, [&](const at::Tensor& tensor) {
-        if (Seen* const seen = see(tensor)) {
-          seen->features.read_by(rank);
-          swapper_->use(tensor.storage().unsafeGetStorageImpl());
-        }
-      });
-    }
-    match(function.inputs(), number, false);
+    each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t) {
+      see(tensor);
+      const auto* const storage = tensor.storage().unsafeGetStorageImpl();
+      finder_.read(storage, number);
+      swapper_->use(storage);
+    });
+    find(function.inputs(), number, false);
   }
 
   void wrote(const at::RecordFunction& function, int32_t number) {
-    for (const c10::IValue& value : function.outputs()) {
-      each_tensor(value, [&](const at::Tensor& tensor) { see(tensor); });
-    }
-    match(function.outputs(), number, true);
+    each_storage(function.outputs(), [&](const at::Tensor& tensor, int32_t) { see(tensor); });
+    find(function.outputs(), number, true);
   }
 
   // An outermost operator has ended: what it was the last to use leaves.
@@ -125,71 +108,48 @@ class SwapStep {
     }
   }
 
-  // Null: it is none that a list could name.
-  Seen* see(const at::Tensor& tensor) {
-    if (!tensor.has_storage() || tensor.device().type() != device_) {
-      return nullptr;
+  // Calls `visit(tensor, slot)` for each tensor on the device.
+  template <typename Values, typename Visit>
+  void each_storage(const Values& values, const Visit& visit) const {
+    int32_t slot = 0;
+    for (const c10::IValue& value : values) {
+      each_tensor(value, [&](const at::Tensor& tensor) {
+        if (tensor.has_storage() && tensor.device().type() == device_) {
+          visit(tensor, slot++);
+        }
+      });
     }
+  }
+
+  void see(const at::Tensor& tensor) {
     const c10::Storage& storage = tensor.storage();
-    if (static_cast<int64_t>(storage.nbytes()) < plan_.min_bytes) {
-      return nullptr;
-    }
-    const auto [found, fresh] = seen_.emplace(storage.unsafeGetStorageImpl(), Seen{});
-    if (fresh) {
-      found->second.dtype = static_cast<int32_t>(tensor.scalar_type());
+    if (finder_.see(
+            storage.unsafeGetStorageImpl(),
+            static_cast<int64_t>(storage.nbytes()),
+            static_cast<int32_t>(tensor.scalar_type()))) {
       alive_.push_back(storage.getWeakStorageImpl()); // its address is no other's in this step
     }
-    return &found->second;
   }
 
-  // Whether an operator's tensors are targets that it is the last to use.
+  // Of an operator's tensors, those that it is the last to use.
   template <typename Values>
-  void match(const Values& values, int32_t number, bool output) {
-    const int32_t place = clock_.now();
-    const auto& targets = plan_.targets;
-    while (next_target_ < targets.size() && targets[next_target_].last_use < place - ProgramClock::kReach) {
-      ++next_target_;
-    }
-    for (size_t i = next_target_; i < targets.size() && targets[i].last_use <= place + ProgramClock::kReach; ++i) {
-      const SwapTarget& target = targets[i];
-      if (found_[i] || target.operator_number != number || (target.output != 0) != output ||
-          std::abs(target.last_use - place) > target.tolerance || place >= target.next_use) {
-        continue;
+  void find(const Values& values, int32_t number, bool output) {
+    each_storage(values, [&](const at::Tensor& tensor, int32_t slot) {
+      const c10::Storage& storage = tensor.storage();
+      const int32_t target = finder_.find(
+          storage.unsafeGetStorageImpl(), static_cast<int64_t>(storage.nbytes()), number, output, slot);
+      if (target >= 0) {
+        leaving_.emplace_back(target, storage);
       }
-      int32_t slot = 0;
-      for (const c10::IValue& value : values) {
-        each_tensor(value, [&](const at::Tensor& tensor) {
-          const bool counts = tensor.has_storage() && tensor.device().type() == device_;
-          if (counts && slot++ == target.slot && !found_[i] && is(target, tensor)) {
-            found_[i] = true;
-            leaving_.emplace_back(static_cast<int32_t>(i), tensor.storage());
-          }
-        });
-      }
-    }
-  }
-
-  bool is(const SwapTarget& target, const at::Tensor& tensor) const {
-    if (static_cast<int64_t>(tensor.storage().nbytes()) != target.nbytes) {
-      return false;
-    }
-    const auto* const storage = tensor.storage().unsafeGetStorageImpl();
-    const auto seen = seen_.find(storage);
-    return seen != seen_.end() && seen->second.dtype == target.dtype &&
-        seen->second.features == Features{target.uses, target.kinds, target.recent} &&
-        std::none_of(leaving_.begin(), leaving_.end(), [&](const auto& each) {
-             return each.second.unsafeGetStorageImpl() == storage;
-           });
+    });
   }
 
   const SwapListPlan plan_;
   const std::shared_ptr<StorageSwapper> swapper_;
   const c10::DeviceType device_;
-  ProgramClock clock_;
+  Finder finder_;
   std::vector<Turn> turns_;
-  std::vector<bool> found_;
-  size_t next_target_ = 0, next_turn_ = 0;
-  ska::flat_hash_map<const c10::StorageImpl*, Seen> seen_;
+  size_t next_turn_ = 0;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> alive_;
   std::vector<std::pair<int32_t, c10::Storage>> leaving_; // when the operator that runs is done
   bool is_running_ = false;

@@ -6,8 +6,10 @@
 #include <cstring>
 #include <memory>
 #include <string_view>
+#include <tuple>
+#include <utility>
 
-#include "program_clock.h"
+#include "finder.h"
 #include "saved_type.h"
 #include "swap_list.h"
 
@@ -22,6 +24,12 @@ std::vector<T> rows_in(const py::bytes& bytes) {
   std::vector<T> rows(view.size() / sizeof(T));
   std::memcpy(rows.data(), view.data(), rows.size() * sizeof(T));
   return rows;
+}
+
+using Named = std::tuple<int64_t, int64_t, int32_t>;
+
+const void* key_of(int64_t id) {
+  return reinterpret_cast<const void*>(static_cast<uintptr_t>(id));
 }
 
 py::dict named(const SwapCounters& c) {
@@ -81,7 +89,7 @@ void add_swaps(py::module_& module) {
     return all;
   });
 
-  // In tests: where a program's operators are taken to be.
+  // In tests: where a step's operators are taken to be.
   module.def("program_places", [](std::vector<int32_t> program, const std::vector<int32_t>& operators) {
     ProgramClock clock;
     clock.load(std::move(program));
@@ -91,6 +99,51 @@ void add_swaps(py::module_& module) {
     }
     return places;
   });
+
+  // In tests, without tensors: `step` has (number, depth, inputs, outputs) of each operator, tensors as (identity, bytes,
+  // dtype). Returns the identity of the tensor that each target was taken for, -1: of none.
+  module.def(
+      "found_in",
+      [](std::vector<int32_t> program,
+         const py::bytes& ranks,
+         const py::bytes& targets,
+         const std::vector<std::tuple<int32_t, int32_t, std::vector<Named>, std::vector<Named>>>& step) {
+        const SwapListPlan plan{std::move(program), rows_in<uint8_t>(ranks), rows_in<SwapTarget>(targets), 0};
+        Finder finder(plan);
+        finder.begin();
+        std::vector<int64_t> found(plan.targets.size(), -1);
+        const auto find = [&](const std::vector<Named>& values, int32_t number, bool output) {
+          int32_t slot = 0;
+          for (const auto& [id, nbytes, dtype] : values) {
+            finder.see(key_of(id), nbytes, dtype);
+            const int32_t target = finder.find(key_of(id), nbytes, number, output, slot++);
+            if (target >= 0) {
+              found[target] = id;
+            }
+          }
+        };
+        std::vector<size_t> running;
+        const auto end = [&](int32_t depth) {
+          for (; !running.empty() && std::get<1>(step[running.back()]) >= depth; running.pop_back()) {
+            find(std::get<3>(step[running.back()]), std::get<0>(step[running.back()]), true);
+          }
+        };
+        for (size_t i = 0; i < step.size(); ++i) {
+          const auto& [number, depth, inputs, outputs] = step[i];
+          end(depth);
+          running.push_back(i);
+          if (depth == 0) {
+            finder.tick(number);
+          }
+          for (const auto& [id, nbytes, dtype] : inputs) {
+            finder.see(key_of(id), nbytes, dtype);
+            finder.read(key_of(id), number);
+          }
+          find(inputs, number, false);
+        }
+        end(0);
+        return found;
+      });
 }
 
 } // namespace memplug

@@ -33,6 +33,10 @@ from memplug.stages.technique import Given, Technique
 from memplug.swap.tables import tables_of
 
 
+MISSED_SHARE = 0.05  # of a list's tensors, above which a step counts against it
+MISSED_STEPS = 3  # in a row
+
+
 class State(enum.Enum):
     """What the technique is doing."""
 
@@ -74,6 +78,8 @@ class SwapsWhole(Technique[SwapPart]):
         self._pool: HostPool | None = None
         self._swapper: Any = None
         self._former: dict[str, int] = {}  # counters of lists that are in force no more
+        self._missed = self._missing_steps = 0
+        self._sizes_vary = False  # of what layers ask for that are dynamic
 
     @classmethod
     def is_wanted(cls, config: MemplugConfig) -> bool:
@@ -124,6 +130,10 @@ class SwapsWhole(Technique[SwapPart]):
             SwapError: there is none that keeps to the budgets.
         """
         if self.part is not None:
+            if self._departs():
+                self._tell("swap list: tensors of experts have other sizes in every step: they stay", logging.INFO)
+                self.withdraw()
+                self._state, self._sizes_vary = State.RECORDING, True
             return None
         if self._beside.is_busy:
             return self._beside.take() if self._beside.is_done else None
@@ -157,6 +167,7 @@ class SwapsWhole(Technique[SwapPart]):
                 logging.INFO,
             )
         self.part, self._state = part, State.SWAPPING if part.targets else State.FITS
+        self._missed = self._missing_steps = 0
 
     def withdraw(self) -> None:
         """All tensors stay where they are."""
@@ -174,6 +185,15 @@ class SwapsWhole(Technique[SwapPart]):
     def keep(self, part: SwapPart, plan: MemoryPlan) -> MemoryPlan:
         """As JSON."""
         return super().keep(part.to_json(), plan)
+
+    def _departs(self) -> bool:
+        """Whether tensors of dynamic layers may be why many are not found, step after step."""
+        if not self.part.targets:
+            return False
+        missed = self._core.swap_list_counters()["missed"]
+        missing = missed - self._missed > MISSED_SHARE * len(self.part.targets)
+        self._missed, self._missing_steps = missed, self._missing_steps + 1 if missing else 0
+        return self._missing_steps >= MISSED_STEPS and not self._sizes_vary
 
     # -- budgets -------------------------------------------------------------------------------------------------------
 
@@ -217,7 +237,8 @@ class SwapsWhole(Technique[SwapPart]):
         # On the CPU operators take as long as it takes to get to the next one; on a device nothing is known (Eq. 1).
         seconds = dispatched_s(trace) if self._device.kind == "cpu" else None
         self._state = State.PLANNING
-        self._beside.begin(plan_part, trace, budgets, seconds, _of_regions(trace, self._config))
+        others = _others(trace, self._config.tokenwise.enabled, self._sizes_vary)
+        self._beside.begin(plan_part, trace, budgets, seconds, others)
         return self._beside.take() if self._beside.is_done else None
 
     # -- in force ------------------------------------------------------------------------------------------------------
@@ -251,7 +272,7 @@ class SwapsWhole(Technique[SwapPart]):
         return {**self._swapper.counters, **self._core.swap_list_counters()} if self._swapper is not None else {}
 
 
-def _of_regions(trace: Trace, config: MemplugConfig) -> frozenset[int]:
-    """Tensors that regions use, and that are the token-wise technique's where it is on; and those of dynamic layers."""
-    taken = np.array([config.tokenwise.enabled or layer.dynamic for layer in trace.layers] + [False], bool)
+def _others(trace: Trace, of_regions: bool, of_dynamic: bool) -> frozenset[int]:
+    """Tensors that are used in layers which are the token-wise technique's, or in those whose sizes depend on data."""
+    taken = np.array([of_regions or (of_dynamic and layer.dynamic) for layer in trace.layers] + [False], bool)
     return frozenset(trace.uses["tensor"][taken[trace.operators["layer"][trace.uses["operator"]]]].tolist())

@@ -183,7 +183,7 @@ def test_a_whole_deepspeed_dict_in_place_of_the_block_says_so():
     assert "pass the block itself" in problems[0]
 
 
-UNBUILT = ["swap", "report.snapshot_on_oom"]
+UNBUILT = ["swap.states", "report.snapshot_on_oom"]
 
 
 @pytest.mark.parametrize("path", UNBUILT)
@@ -240,7 +240,7 @@ def test_a_block_that_is_no_object_is_refused(block):
 
 
 def test_any_mapping_is_read_and_none_is_changed():
-    block = {"enabled": True, "tokenwise": MappingProxyType({"alpha": 0.25}), "swap": False}
+    block = {"enabled": True, "tokenwise": MappingProxyType({"alpha": 0.25}), "report": MappingProxyType({"snapshot_on_oom": False})}
     before = dict(block)
     assert parse_block(MappingProxyType(block)).tokenwise.alpha == 0.25
     assert block == before
@@ -333,11 +333,13 @@ def test_the_schema_knows_every_field_its_bounds_and_no_others():
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["properties"]["memplug"] == {"$ref": "#/$defs/MemplugConfig"}
     block, tokenwise = schema["$defs"]["MemplugConfig"], schema["$defs"]["TokenwiseConfig"]
-    assert set(MemplugConfig.model_fields) | {"swap"} == set(block["properties"])
+    assert set(MemplugConfig.model_fields) == set(block["properties"])
     assert block["additionalProperties"] is False and tokenwise["additionalProperties"] is False
     assert schema["$defs"]["ProfilerConfig"]["properties"]["policy_steps"]["minimum"] == 0
     assert {"type": "number", "minimum": 0, "maximum": 1} in tokenwise["properties"]["alpha"]["anyOf"]
-    assert block["properties"]["swap"]["anyOf"][0] == {"const": False}
+    swap = schema["$defs"]["SwapConfig"]["properties"]
+    assert swap["states"]["anyOf"][0] == {"const": False}
+    assert [kind.get("const", kind.get("type")) for kind in swap["enabled"]["anyOf"]] == ["boolean", "auto"]
 
 
 def test_the_text_of_an_error_shows_each_problem_and_the_advice():

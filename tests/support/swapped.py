@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memplug
+from memplug.profile.trace import Trace
 
 GIB = 2**30
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
@@ -151,3 +152,18 @@ def train(kind: str, config: dict[str, Any] | None, steps: int = 12) -> Trained:
         trained.report, trained.peak_bytes = session.report(), int(session.trace.live_bytes.max())
         session.detach()
     return trained
+
+
+def trace_of(kind: str, config: dict[str, Any]) -> Trace:
+    """One step of a training, recorded with its tensors."""
+    make, batch = MODELS[kind]
+    torch.manual_seed(0)
+    model = make().train()
+    generator = torch.Generator("cpu").manual_seed(1)
+    with memplug.attach(model, config) as session:
+        for step in range(2):
+            model(**batch(generator)).backward()
+            if step == 0:
+                session.record()
+            session.step()
+        return session.trace

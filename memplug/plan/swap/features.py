@@ -18,6 +18,8 @@ KINDS = 32
 """Operators that have a bit each, the commonest first."""
 RARE = 255
 """Rank of all operators that are rarer than the 254 commonest."""
+EDITS = 3
+"""Operators more or less, of which a tensor may not become another one's double."""
 REACH = 32
 """Places by which a tensor may be off at most. Half of what the native clock looks around by."""
 
@@ -61,53 +63,73 @@ def ranks(step: Trace) -> dict[int, int]:
 
 
 def uses_of(step: Trace) -> Iterator[tuple[int, Use]]:
-    """Every use of a tensor by the program, with the tensor, in program order.
-
-    Several uses by one operator come in the order of its inputs, with the features that it has after all of them.
+    """Every use of a tensor by the program, with the tensor, in the order in which they are seen: inputs as an operator
+    begins, with the features after all of them; outputs as it ends, behind what ran inside of it.
     """
     rank_of, now = ranks(step), clock_of(step).now.tolist()
     features: dict[int, Features] = {}
-    operators = step.operators[["name", "depth"]].tolist()
-    by_operator: dict[int, list[tuple[int, bool]]] = {}
+    used: dict[int, tuple[list[int], list[int]]] = {}
     for operator, tensor, output in step.uses.tolist():
-        by_operator.setdefault(operator, []).append((tensor, output))
-    for operator, used in by_operator.items():
-        name, depth = operators[operator]
+        used.setdefault(operator, ([], []))[output].append(tensor)
+
+    def seen(operator: int, name: int, output: bool) -> Iterator[tuple[int, Use]]:
+        for slot, tensor in enumerate(used[operator][output] if operator in used else ()):
+            yield tensor, Use(now[operator], name, output, slot, features.get(tensor, Features()))
+
+    running: list[tuple[int, int, int]] = []
+    for operator, (name, depth) in enumerate(step.operators[["name", "depth"]].tolist()):
         if depth < 0:
             continue
-        for tensor, output in used:
-            if not output:
-                features[tensor] = features.get(tensor, Features()).read_by(rank_of[name])
-        for kind in (False, True):
-            tensors = [tensor for tensor, output in used if output is kind]
-            for slot, tensor in enumerate(tensors):
-                yield tensor, Use(now[operator], name, kind, slot, features.get(tensor, Features()))
+        while running and running[-1][2] >= depth:
+            yield from seen(*running.pop()[:2], True)
+        running.append((operator, name, depth))
+        for tensor in used[operator][False] if operator in used else ():
+            features[tensor] = features.get(tensor, Features()).read_by(rank_of[name])
+        yield from seen(operator, name, False)
+    while running:
+        yield from seen(*running.pop()[:2], True)
 
 
 def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[Use, int]]:
-    """How tensors are told apart from others at a use.
+    """How tensors are told apart from others at an outermost operator that uses them.
+
+    Two uses look alike if the operators, the slots, sizes and dtypes are the same, and if the tensors would have the same
+    features after as few as three operators were left out or inserted: their numbers of uses differ by three at most.
 
     Args:
         step: one step with tensors.
         wanted: (tensor, place) pairs.
 
     Returns:
-        By pair the last use there, and by how many places it may be off at most: less than half way to the nearest use
-        of another tensor, or at another place, that looks the same. Pairs are missing that look like another one at the
-        same place.
+        By pair the use there, by the outermost operator or one inside of it, from which the nearest that looks alike, of
+        another tensor, is farthest; and by how many places it may be off at most: less than half way to that one, and too
+        few for three operators to close the rest. Pairs are missing that are not told apart.
     """
-    found: dict[tuple[int, int], Use] = {}
-    alike: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+    found: dict[tuple[int, int], list[Use]] = {}
+    alike: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
     for tensor, use in uses_of(step):
-        nbytes, dtype = step.tensors[tensor].item()
-        alike.setdefault((*use[1:], nbytes, dtype), []).append((use.place, tensor))
+        alike.setdefault(_kind(step, tensor, use), []).append((use.place, tensor, use.features.uses))
         if (tensor, use.place) in wanted:
-            found[tensor, use.place] = use
+            found.setdefault((tensor, use.place), []).append(use)
     result = {}
-    for (tensor, place), use in found.items():
-        nbytes, dtype = step.tensors[tensor].item()
-        others = [abs(at - place) for at, other in alike[*use[1:], nbytes, dtype] if (other, at) != (tensor, place)]
-        nearest = min(others, default=2 * REACH + 1)
-        if nearest > 0:
-            result[tensor, place] = (use, min(REACH, (nearest - 1) // 2))
+    for (tensor, place), uses in found.items():
+        distances = [_nearest(tensor, use, alike[_kind(step, tensor, use)]) for use in uses]
+        nearest = max(distances)
+        if nearest > EDITS:
+            tolerance = min(REACH, (nearest - 1) // 2, nearest - EDITS - 1)
+            result[tensor, place] = (uses[distances.index(nearest)], tolerance)
     return result
+
+
+def _kind(step: Trace, tensor: int, use: Use) -> tuple[object, ...]:
+    return use.name, use.output, use.slot, *step.tensors[tensor].item()
+
+
+def _nearest(tensor: int, use: Use, alike: list[tuple[int, int, int]]) -> int:
+    """Places to the nearest use of another tensor that looks alike."""
+    distances = (
+        abs(place - use.place)
+        for place, other, uses in alike
+        if other != tensor and abs(uses - use.features.uses) <= EDITS
+    )
+    return min(distances, default=2 * REACH + 1)

@@ -1,0 +1,233 @@
+"""Storages on their way to the host and back: whoever uses them, whenever, finds the values of the last write."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from memplug import native
+from memplug.device.device import Device, device_of
+from memplug.device.host_pool import HostPool
+
+pytestmark = pytest.mark.device
+
+SLAB_BYTES = 1 << 20
+
+
+@pytest.fixture
+def pool() -> Iterator[HostPool]:
+    pool = HostPool(this_device(), SLAB_BYTES, native.load())
+    pool.reserve(SLAB_BYTES)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def swapper(pool: HostPool) -> Iterator[Any]:
+    core = native.load()
+    swapper = core.StorageSwapper(this_device().streams(core), pool.slabs[0])
+    yield swapper
+    assert swapper.restore_all()
+    assert swapper.host_bytes == 0
+
+
+def this_device() -> Device:
+    return device_of(torch.get_default_device())
+
+
+def sample(seed: int = 0, count: int = 1000) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(
+        torch.get_default_device(), copy=True
+    )
+
+
+def away(swapper: Any, tensor: torch.Tensor, key: int = 1) -> None:
+    assert swapper.offload(tensor, key)
+    swapper.release(key)
+
+
+def test_a_storage_that_is_away_comes_back_whole(swapper: Any) -> None:
+    tensor, before = sample(), sample()
+    away(swapper, tensor)
+    assert swapper.host_bytes == 4096
+    swapper.prefetch(1)
+    swapper.restore(1)
+    assert swapper.host_bytes == 0
+    assert torch.equal(tensor, before)
+    counters = swapper.counters
+    assert counters["released_bytes"] == counters["prefetched_bytes"] == 4000
+    assert counters["demanded"] == counters["cancelled"] == counters["refused"] == 0
+
+
+def test_it_is_read_where_it_is(swapper: Any) -> None:
+    tensor, before = sample(), sample()
+    away(swapper, tensor)
+    assert torch.equal(tensor + 1, before + 1)
+    assert torch.equal(tensor[10:20].clone(), before[10:20])
+
+
+WRITES = {
+    "in place": lambda tensor: tensor.add_(1),
+    "a view": lambda tensor: tensor[100:].mul_(2),
+    "an alias with another version": lambda tensor: tensor.data.mul_(3),
+    "a copy into it": lambda tensor: tensor.copy_(torch.arange(1000.0)),
+    "an output": lambda tensor: torch.mul(tensor.clone(), 5, out=tensor),
+    "zeros": lambda tensor: tensor.zero_(),
+}
+
+
+@pytest.mark.parametrize("when", ["leaving", "away", "returning"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_while_it_is_on_its_way_is_not_lost(swapper: Any, write: str, when: str) -> None:
+    tensor, expected = sample(), sample()
+    assert swapper.offload(tensor, 1)
+    if when != "leaving":
+        swapper.release(1)
+    if when == "returning":
+        swapper.prefetch(1)
+    WRITES[write](tensor)
+    WRITES[write](expected)
+    for step in (swapper.release, swapper.prefetch, swapper.restore):
+        step(1)
+    assert torch.equal(tensor, expected)
+    counters = swapper.counters
+    assert counters["cancelled"] == (when == "leaving") and counters["demanded"] == (when != "leaving")
+
+
+@pytest.mark.parametrize("when", ["leaving", "away", "returning"])
+def test_a_storage_that_dies_on_its_way_gives_everything_back(swapper: Any, when: str) -> None:
+    tensor = sample()
+    assert swapper.offload(tensor, 1)
+    if when != "leaving":
+        swapper.release(1)
+    if when == "returning":
+        swapper.prefetch(1)
+    del tensor
+    for step in (swapper.release, swapper.prefetch, swapper.restore):
+        step(1)
+    other, before = sample(1), sample(1)
+    away(swapper, other, 2)
+    swapper.restore(2)
+    assert torch.equal(other, before)
+    assert swapper.host_bytes == 0
+
+
+@pytest.mark.cpu("torch's resize copies from it as from device memory; the swap list sees the operator, and restores it")
+@pytest.mark.parametrize("when", ["leaving", "away", "returning"])
+def test_a_storage_that_gets_other_memory_goes_on_with_it(swapper: Any, when: str) -> None:
+    tensor, before = sample(), sample()
+    assert swapper.offload(tensor, 1)
+    if when != "leaving":
+        swapper.release(1)
+    if when == "returning":
+        swapper.prefetch(1)
+    tensor.resize_(3000)
+    tensor[1000:] = 7
+    for step in (swapper.release, swapper.prefetch, swapper.restore):
+        step(1)
+    assert torch.equal(tensor[:1000], before) and bool((tensor[1000:] == 7).all())
+
+
+def test_the_host_has_no_room_for_more(swapper: Any) -> None:
+    large, small = torch.zeros(SLAB_BYTES // 4), sample()
+    away(swapper, large)
+    assert not swapper.offload(small, 2)
+    assert swapper.counters["refused"] == 1
+    swapper.restore(1)
+    assert swapper.offload(small, 2)
+
+
+def test_memory_that_is_not_the_allocators_stays(swapper: Any) -> None:
+    tensor = torch.from_dlpack(sample()) if torch.get_default_device().type == "cpu" else torch.empty(0)
+    assert not swapper.offload(tensor, 1)
+    assert not swapper.offload(torch.empty(0), 2)
+
+
+def test_it_stays_on_the_host_where_its_swapper_is_gone(pool: HostPool) -> None:
+    core = native.load()
+    swapper = core.StorageSwapper(this_device().streams(core), pool.slabs[0])
+    tensor, before = sample(), sample()
+    away(swapper, tensor)
+    del swapper
+    gc.collect()
+    tensor.add_(1)
+    assert torch.equal(tensor, before + 1)
+    del tensor
+
+
+def test_autograd_saves_storages_that_are_away(swapper: Any) -> None:
+    """Views, several graphs and a write that autograd itself refuses are as without."""
+    weight = sample(2).requires_grad_()
+    graphs = []
+    for seed in range(3):
+        hidden = (weight * seed).exp()
+        graphs.append((hidden, hidden[:500].square().sum() + hidden.sin().sum()))
+        away(swapper, hidden.detach(), seed)
+    for seed, (_, loss) in reversed(list(enumerate(graphs))):
+        if seed:
+            swapper.prefetch(seed)
+        loss.backward()
+    plain = sample(2).requires_grad_()
+    for seed in (2, 1, 0):
+        hidden = (plain * seed).exp()
+        (hidden[:500].square().sum() + hidden.sin().sum()).backward()
+    assert torch.equal(weight.grad, plain.grad)
+    swapper.restore_all()
+    hidden = (weight * 2).exp()
+    loss = hidden.sum()
+    away(swapper, hidden.detach(), 9)
+    hidden.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_another_stream_finds_the_values_too(swapper: Any) -> None:
+    if torch.get_default_device().type != "cuda":
+        pytest.skip("the CPU has one stream")
+    tensor, before = sample(), sample()
+    away(swapper, tensor)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        swapper.prefetch(1)  # not here
+        assert swapper.counters["prefetches"] == 0
+        doubled = tensor * 2
+        tensor.mul_(3)
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(doubled, before * 2) and torch.equal(tensor, before * 3)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_in_any_order_no_value_is_lost(swapper: Any, seed: int) -> None:
+    chance = random.Random(seed)
+    tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    keys = {}
+    for number in range(300):
+        which = chance.randrange(4)
+        if which not in tensors:
+            tensors[which] = sample(number, 200 + which), sample(number, 200 + which)
+        tensor, twin = tensors[which]
+        kind = chance.choice(["offload", "release", "prefetch", "restore", "read", "write", "view", "data", "drop"])
+        if kind == "offload" and swapper.offload(tensor, number):
+            keys[which] = number
+        elif kind in ("release", "prefetch", "restore") and which in keys:
+            getattr(swapper, kind)(keys[which])
+        elif kind == "read":
+            assert torch.equal(tensor * 2, twin * 2)
+        elif kind == "write":
+            tensor.add_(number), twin.add_(number)
+        elif kind == "view":
+            tensor.view(-1)[3:50].mul_(0.5), twin.view(-1)[3:50].mul_(0.5)
+        elif kind == "data":
+            tensor.data.sub_(1), twin.data.sub_(1)
+        elif kind == "drop":
+            del tensors[which], tensor, twin
+            keys.pop(which, None)
+    swapper.restore_all()
+    for tensor, twin in tensors.values():
+        assert torch.equal(tensor, twin)
