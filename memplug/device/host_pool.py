@@ -126,7 +126,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    """Whole pages of the system's, not of torch's allocator: where the CPU trains, that one's memory is the device's."""
+    """Whole pages of the system, not of torch's allocator, whose memory is the device's where the CPU trains."""
     memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
     begin = -memory.ctypes.data % PAGE_BYTES
     return torch.from_numpy(memory[begin : begin + nbytes])

@@ -30,7 +30,8 @@ TOGETHER = tuple(
     tuple(names.split())
     for names in (
         "ambient arguments as_written forward_module module running saved_type swap_module transfer_module",
-        "captures decisions flow forward frame observer operators saving sequence storage_swapper storages swap_list tape unfilled",
+        "captures decisions flow forward frame observer operators saving sequence storages tape unfilled",
+        "storage_swapper swap_list",
         "clock exchange host_rows replay rounding streams transfer",
         "arena arena_plan cpu_allocator requests serving",
         "cuda_allocator cuda_arena cuda_device",

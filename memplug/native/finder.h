@@ -1,7 +1,7 @@
 // Finds the tensors of a swap list in a step as it runs; of tensors it knows no more than an identity, a size and a dtype.
 //
 // The clock is the program's outermost operators (program_clock.h). A tensor is found at its last use by its features
-// (features.h), its size, its dtype, the operator that uses it and its place among that one's tensors, near where it was in
+// (tensor_features.h), its size, its dtype, the operator that uses it and its place among that one's tensors, near where it was in
 // the planned step: nearer than half way to the next one that looks the same there. No match is better than a wrong one.
 #pragma once
 
@@ -12,7 +12,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "features.h"
+#include "tensor_features.h"
 #include "program_clock.h"
 
 namespace memplug {
@@ -32,10 +32,19 @@ struct SwapTarget {
 };
 #pragma pack(pop)
 
+// Packed as ANCHOR there: a tensor that is there from step to step is read by the outermost operator at that place.
+#pragma pack(push, 1)
+struct Anchor {
+  int32_t place, slot; // among its inputs
+  int32_t key; // of the tensor
+};
+#pragma pack(pop)
+
 struct SwapListPlan {
   std::vector<int32_t> program; // numbers of its operators
   std::vector<uint8_t> ranks; // by number, see `Features::read_by`; 255 beyond the end
   std::vector<SwapTarget> targets; // by last use, rising
+  std::vector<Anchor> anchors; // by place, rising
   int64_t min_bytes = 0; // smaller storages are not looked at
 };
 
@@ -43,33 +52,78 @@ class Finder {
  public:
   explicit Finder(const SwapListPlan& plan) : plan_(plan), found_(plan.targets.size()) {
     clock_.load(plan.program);
+    for (const Anchor& anchor : plan.anchors) {
+      places_[anchor.key].push_back(anchor.place);
+    }
   }
 
   // A step begins.
   void begin() {
+    if (keys_.empty() && clock_.is_true() && clock_.is_at_end()) {
+      keys_ = learnt_;
+    }
+    learnt_.clear();
     clock_.begin();
     seen_.clear();
     std::fill(found_.begin(), found_.end(), false);
     next_ = 0;
   }
 
-  // An outermost operator begins; returns its place in the planned step.
-  int32_t tick(int32_t number) {
-    return clock_.tick(number);
+  // An outermost operator begins.
+  void tick(int32_t number) {
+    clock_.tick(number);
   }
 
-  // A storage is met. Whether it was not met before.
-  bool see(const void* storage, int64_t nbytes, int32_t dtype) {
-    return nbytes >= plan_.min_bytes && seen_.emplace(storage, Seen{{}, dtype}).second;
+  // Its place in the planned step.
+  int32_t now() const {
+    return clock_.now();
   }
 
-  // An operator of that number reads it.
-  void read(const void* storage, int32_t number) {
-    const auto seen = seen_.find(storage);
-    if (seen != seen_.end()) {
-      seen->second.features.read_by(
-          number < static_cast<int32_t>(plan_.ranks.size()) ? plan_.ranks[number] : UINT8_MAX);
+  // The outermost operator that begins, of that number, reads a storage in that slot. Parameters are there from step to
+  // step: from one that is the planned one to its end it is learnt which ones are read where, and then they tell the time.
+  // Whether the storage was learnt now.
+  bool anchor(const void* storage, int32_t slot, int32_t number) {
+    const auto known = keys_.find(storage);
+    if (known != keys_.end()) {
+      const int32_t place = clock_.nearest(places_.at(known->second), number);
+      if (place >= 0) {
+        clock_.move_to(place);
+      }
+      return false;
     }
+    if (!keys_.empty() || !clock_.is_true()) {
+      return false;
+    }
+    const auto& anchors = plan_.anchors;
+    auto here = std::lower_bound(anchors.begin(), anchors.end(), clock_.now(), [](const Anchor& one, int32_t place) {
+      return one.place < place;
+    });
+    for (; here != anchors.end() && here->place == clock_.now(); ++here) {
+      if (here->slot == slot) {
+        return learnt_.emplace(storage, here->key).second;
+      }
+    }
+    return false;
+  }
+
+  // An operator on a stream uses a storage. Whether it was not met before.
+  bool see(const void* storage, int64_t nbytes, int32_t dtype, int64_t stream) {
+    if (nbytes < plan_.min_bytes) {
+      return false;
+    }
+    const auto [seen, fresh] = seen_.emplace(storage, Seen{{}, dtype, stream, false, false});
+    seen->second.is_shared |= seen->second.stream != stream;
+    return fresh;
+  }
+
+  // An operator of that number reads it. Whether it was found before, and may be away.
+  bool read(const void* storage, int32_t number) {
+    const auto seen = seen_.find(storage);
+    if (seen == seen_.end()) {
+      return false;
+    }
+    seen->second.features.read_by(number < static_cast<int32_t>(plan_.ranks.size()) ? plan_.ranks[number] : UINT8_MAX);
+    return seen->second.is_found;
   }
 
   // The target that an operator's tensor is, in that slot of its inputs or outputs; -1: none.
@@ -87,15 +141,11 @@ class Finder {
       if (!found_[i] && target.operator_number == number && (target.output != 0) == output && target.slot == slot &&
           target.nbytes == nbytes && std::abs(target.last_use - place) + clock_.error() <= target.tolerance && looks(target, storage)) {
         found_[i] = true;
+        seen_.find(storage)->second.is_found = true;
         return static_cast<int32_t>(i);
       }
     }
     return -1;
-  }
-
-  // Whether any may still be found.
-  bool is_looking() const {
-    return next_ < plan_.targets.size();
   }
 
   int64_t found() const {
@@ -106,11 +156,14 @@ class Finder {
   struct Seen {
     Features features;
     int32_t dtype;
+    int64_t stream; // of its first use
+    bool is_shared; // used on another one too: nothing says when that is done with it
+    bool is_found;
   };
 
   bool looks(const SwapTarget& target, const void* storage) const {
     const auto seen = seen_.find(storage);
-    return seen != seen_.end() && seen->second.dtype == target.dtype &&
+    return seen != seen_.end() && !seen->second.is_shared && seen->second.dtype == target.dtype &&
         seen->second.features == Features{target.uses, target.kinds, target.recent};
   }
 
@@ -119,6 +172,8 @@ class Finder {
   std::vector<bool> found_;
   size_t next_ = 0;
   ska::flat_hash_map<const void*, Seen> seen_;
+  ska::flat_hash_map<const void*, int32_t> keys_, learnt_; // of anchors; in this step
+  ska::flat_hash_map<int32_t, std::vector<int32_t>> places_; // by key, where it is read
 };
 
 } // namespace memplug

@@ -120,17 +120,17 @@ void before_fork() {
   memplug::lock_places_for_fork();
 }
 
-void after_fork() {
+void after_fork(bool in_child) {
   memplug::unlock_places_after_fork();
   memplug::unlock_records_after_fork();
   memplug::unlock_requests_after_fork();
   memplug::unlock_arenas_after_fork();
-  memplug::unlock_swap_list_after_fork();
+  memplug::unlock_swap_list_after_fork(in_child);
 }
 
 // A child process is not recorded or served: its allocator is torch's, and the callback records nothing.
 void after_fork_in_child() {
-  after_fork();
+  after_fork(true);
   memplug::end_requests();
   memplug::serve(false);
   memplug::uninstall_cpu(memplug::RECORDER);
@@ -143,7 +143,7 @@ void after_fork_in_child() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace memplug;
-  pthread_atfork(before_fork, after_fork, after_fork_in_child);
+  pthread_atfork(before_fork, [] { after_fork(false); }, after_fork_in_child);
 
   module.def("claim", &claim);
   module.def("release", &release);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstdlib>
 #include <vector>
 
 namespace memplug {
@@ -45,6 +46,34 @@ class ProgramClock {
       find();
     }
     return now_;
+  }
+
+  // It is known where the program is.
+  void move_to(int32_t place) {
+    departures_ += place != now_ && off_for_ == 0;
+    now_ = place;
+    off_for_ = 0;
+  }
+
+  // Of several places of the planned step at which that operator runs, the one that is nearest to now; -1: none.
+  int32_t nearest(const std::vector<int32_t>& places, int32_t number) const {
+    int32_t found = -1;
+    for (const int32_t place : places) {
+      if (is_at(place, number) && (found < 0 || std::abs(place - now_) < std::abs(found - now_))) {
+        found = place;
+      }
+    }
+    return found;
+  }
+
+  // Whether the last operator was the plan's last.
+  bool is_at_end() const {
+    return now_ >= 0 && now_ + 1 == static_cast<int32_t>(program_.size());
+  }
+
+  // Whether all operators of the step so far were the planned ones.
+  bool is_true() const {
+    return departures_ == 0;
   }
 
   int32_t now() const {

@@ -164,7 +164,7 @@ void use(Recording& r, int64_t index, const at::Tensor& tensor, bool output) {
 }
 
 void use(Recording& r, int64_t index, const c10::IValue& value, bool output) {
-  each_tensor(value, [&](const at::Tensor& tensor) { use(r, index, tensor, output); });
+  each_tensor_or_number(value, [&](const at::Tensor& tensor) { use(r, index, tensor, output); });
 }
 
 // From an operator's beginning to its end, which may come after the recording's.

@@ -82,8 +82,8 @@ void StorageSwapper::lock_for_fork() {
   mutex().lock();
 }
 
-void StorageSwapper::unlock_after_fork() {
-  mutex().unlock();
+void StorageSwapper::unlock_after_fork(bool in_child) {
+  unlock(mutex(), in_child);
 }
 
 int64_t StorageSwapper::host_bytes() {

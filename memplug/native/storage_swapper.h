@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #include "host_rows.h"
@@ -40,6 +41,15 @@ struct SwapCounters {
   int64_t demanded = 0; // storages that came back before their plan had them back
   int64_t refused = 0; // the host had no room, or the device none for the way back
 };
+
+// A lock that was taken before a fork. In the child its owner is another thread, which cannot give it back.
+inline void unlock(std::recursive_mutex& mutex, bool in_child) {
+  if (in_child) {
+    new (&mutex) std::recursive_mutex();
+  } else {
+    mutex.unlock();
+  }
+}
 
 class StorageSwapper {
  public:
@@ -71,12 +81,17 @@ class StorageSwapper {
   // All that is away comes back. False: the device has no room for some of it, which stays where the device can read it.
   bool restore_all();
 
+  // That operators run on now, by number.
+  int64_t current_stream() {
+    return streams_->current_number();
+  }
+
   // Of the host, in use.
   int64_t host_bytes();
   SwapCounters counters();
 
   static void lock_for_fork();
-  static void unlock_after_fork();
+  static void unlock_after_fork(bool in_child);
 
  private:
   enum class State : uint8_t { LEAVING, AWAY, RETURNING };

@@ -63,6 +63,9 @@ class AcceleratorStreams final : public Streams {
     event->record(of(stream));
     return event;
   }
+  int64_t current_number() override {
+    return backend_.getStream(device_).id();
+  }
 #ifdef MEMPLUG_CUDA
   bool is_capturing() override {
     return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;

@@ -35,6 +35,11 @@ class Streams {
   // That this thread's operators run on now.
   virtual StreamRef current() = 0;
 
+  // The same, as a number.
+  virtual int64_t current_number() {
+    return 0;
+  }
+
   virtual bool same(const StreamRef& one, const StreamRef& other) = 0;
 
   // An event that completes when the work queued on the stream so far is done.

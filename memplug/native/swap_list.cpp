@@ -64,8 +64,15 @@ class SwapStep {
   }
 
   // An outermost operator begins.
-  void tick(int32_t number) {
-    const int32_t place = finder_.tick(number);
+  void tick(const at::RecordFunction& function, int32_t number) {
+    stream_ = swapper_->current_stream();
+    finder_.tick(number);
+    each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t slot) {
+      if (finder_.anchor(tensor.storage().unsafeGetStorageImpl(), slot, number)) {
+        anchors_.push_back(tensor.storage().getWeakStorageImpl()); // its address is no other's
+      }
+    });
+    const int32_t place = finder_.now();
     for (; next_turn_ < turns_.size() && turns_[next_turn_].place <= place; ++next_turn_) {
       take(turns_[next_turn_]);
     }
@@ -76,8 +83,9 @@ class SwapStep {
     each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t) {
       see(tensor);
       const auto* const storage = tensor.storage().unsafeGetStorageImpl();
-      finder_.read(storage, number);
-      swapper_->use(storage);
+      if (finder_.read(storage, number)) {
+        swapper_->use(storage);
+      }
     });
     find(function.inputs(), number, false);
   }
@@ -113,7 +121,7 @@ class SwapStep {
   void each_storage(const Values& values, const Visit& visit) const {
     int32_t slot = 0;
     for (const c10::IValue& value : values) {
-      each_tensor(value, [&](const at::Tensor& tensor) {
+      each_tensor_or_number(value, [&](const at::Tensor& tensor) {
         if (tensor.has_storage() && tensor.device().type() == device_) {
           visit(tensor, slot++);
         }
@@ -126,7 +134,8 @@ class SwapStep {
     if (finder_.see(
             storage.unsafeGetStorageImpl(),
             static_cast<int64_t>(storage.nbytes()),
-            static_cast<int32_t>(tensor.scalar_type()))) {
+            static_cast<int32_t>(tensor.scalar_type()),
+            stream_)) {
       alive_.push_back(storage.getWeakStorageImpl()); // its address is no other's in this step
     }
   }
@@ -150,7 +159,8 @@ class SwapStep {
   Finder finder_;
   std::vector<Turn> turns_;
   size_t next_turn_ = 0;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> alive_;
+  int64_t stream_ = 0; // that the outermost operator runs on
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> alive_, anchors_;
   std::vector<std::pair<int32_t, c10::Storage>> leaving_; // when the operator that runs is done
   bool is_running_ = false;
 };
@@ -183,7 +193,7 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function
   SwapStep* const step = in_force().step.get();
   if (step != nullptr && step->is_running()) {
     if (outside == 0) {
-      step->tick(number);
+      step->tick(function, number);
     }
     step->read(function, number);
   }
@@ -269,9 +279,9 @@ void lock_swap_list_for_fork() {
   StorageSwapper::lock_for_fork();
 }
 
-void unlock_swap_list_after_fork() {
-  StorageSwapper::unlock_after_fork();
-  in_force().mutex.unlock();
+void unlock_swap_list_after_fork(bool in_child) {
+  StorageSwapper::unlock_after_fork(in_child);
+  unlock(in_force().mutex, in_child);
 }
 
 } // namespace memplug

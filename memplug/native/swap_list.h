@@ -29,6 +29,6 @@ SwapListCounters swap_list_counters();
 // In the child of a fork: nothing more is swapped.
 void silence_swap_list();
 void lock_swap_list_for_fork();
-void unlock_swap_list_after_fork();
+void unlock_swap_list_after_fork(bool in_child);
 
 } // namespace memplug

@@ -32,6 +32,65 @@ const void* key_of(int64_t id) {
   return reinterpret_cast<const void*>(static_cast<uintptr_t>(id));
 }
 
+// In tests: a list and steps without tensors.
+class Rehearsal {
+ public:
+  // Number, depth, inputs and outputs as (identity, bytes, dtype).
+  using Step = std::vector<std::tuple<int32_t, int32_t, std::vector<Named>, std::vector<Named>>>;
+
+  explicit Rehearsal(SwapListPlan plan) : plan_(std::move(plan)), finder_(plan_) {}
+
+  // The identity of the tensor that each target is taken for in a step, -1: of none.
+  std::vector<int64_t> run(const Step& step) {
+    finder_.begin();
+    places.clear();
+    std::vector<int64_t> found(plan_.targets.size(), -1);
+    std::vector<size_t> running;
+    const auto end = [&](int32_t depth) {
+      for (; !running.empty() && std::get<1>(step[running.back()]) >= depth; running.pop_back()) {
+        find(std::get<3>(step[running.back()]), std::get<0>(step[running.back()]), true, found);
+      }
+    };
+    for (size_t i = 0; i < step.size(); ++i) {
+      const auto& [number, depth, inputs, outputs] = step[i];
+      end(depth);
+      running.push_back(i);
+      if (depth == 0) {
+        finder_.tick(number);
+        int32_t slot = 0;
+        for (const auto& [id, nbytes, dtype] : inputs) {
+          finder_.anchor(key_of(id), slot++, number);
+        }
+        places.push_back(finder_.now());
+      }
+      for (const auto& [id, nbytes, dtype] : inputs) {
+        finder_.see(key_of(id), nbytes, dtype, 0);
+        finder_.read(key_of(id), number);
+      }
+      find(inputs, number, false, found);
+    }
+    end(0);
+    return found;
+  }
+
+  std::vector<int32_t> places; // of the outermost operators of the last step
+
+ private:
+  void find(const std::vector<Named>& values, int32_t number, bool output, std::vector<int64_t>& found) {
+    int32_t slot = 0;
+    for (const auto& [id, nbytes, dtype] : values) {
+      finder_.see(key_of(id), nbytes, dtype, 0);
+      const int32_t target = finder_.find(key_of(id), nbytes, number, output, slot++);
+      if (target >= 0) {
+        found[target] = id;
+      }
+    }
+  }
+
+  const SwapListPlan plan_;
+  Finder finder_;
+};
+
 py::dict named(const SwapCounters& c) {
   py::dict all;
   all["offloads"] = c.offloads;
@@ -60,6 +119,9 @@ void add_swaps(py::module_& module) {
       .def("release", &StorageSwapper::release)
       .def("prefetch", &StorageSwapper::prefetch)
       .def("restore", &StorageSwapper::restore)
+      .def("use", [](StorageSwapper& swapper, py::handle tensor) {
+        swapper.use(tensor_of(tensor).storage().unsafeGetStorageImpl());
+      })
       .def("restore_all", &StorageSwapper::restore_all)
       .def_property_readonly("host_bytes", &StorageSwapper::host_bytes)
       .def_property_readonly("counters", [](StorageSwapper& swapper) { return named(swapper.counters()); });
@@ -69,11 +131,12 @@ void add_swaps(py::module_& module) {
       [](std::vector<int32_t> program,
          const py::bytes& ranks,
          const py::bytes& targets,
+         const py::bytes& anchors,
          int64_t min_bytes,
          std::shared_ptr<StorageSwapper> swapper,
          int32_t device_type) {
         load_swap_list(
-            {std::move(program), rows_in<uint8_t>(ranks), rows_in<SwapTarget>(targets), min_bytes},
+            {std::move(program), rows_in<uint8_t>(ranks), rows_in<SwapTarget>(targets), rows_in<Anchor>(anchors), min_bytes},
             std::move(swapper),
             device_type);
       });
@@ -100,50 +163,13 @@ void add_swaps(py::module_& module) {
     return places;
   });
 
-  // In tests, without tensors: `step` has (number, depth, inputs, outputs) of each operator, tensors as (identity, bytes,
-  // dtype). Returns the identity of the tensor that each target was taken for, -1: of none.
-  module.def(
-      "found_in",
-      [](std::vector<int32_t> program,
-         const py::bytes& ranks,
-         const py::bytes& targets,
-         const std::vector<std::tuple<int32_t, int32_t, std::vector<Named>, std::vector<Named>>>& step) {
-        const SwapListPlan plan{std::move(program), rows_in<uint8_t>(ranks), rows_in<SwapTarget>(targets), 0};
-        Finder finder(plan);
-        finder.begin();
-        std::vector<int64_t> found(plan.targets.size(), -1);
-        const auto find = [&](const std::vector<Named>& values, int32_t number, bool output) {
-          int32_t slot = 0;
-          for (const auto& [id, nbytes, dtype] : values) {
-            finder.see(key_of(id), nbytes, dtype);
-            const int32_t target = finder.find(key_of(id), nbytes, number, output, slot++);
-            if (target >= 0) {
-              found[target] = id;
-            }
-          }
-        };
-        std::vector<size_t> running;
-        const auto end = [&](int32_t depth) {
-          for (; !running.empty() && std::get<1>(step[running.back()]) >= depth; running.pop_back()) {
-            find(std::get<3>(step[running.back()]), std::get<0>(step[running.back()]), true);
-          }
-        };
-        for (size_t i = 0; i < step.size(); ++i) {
-          const auto& [number, depth, inputs, outputs] = step[i];
-          end(depth);
-          running.push_back(i);
-          if (depth == 0) {
-            finder.tick(number);
-          }
-          for (const auto& [id, nbytes, dtype] : inputs) {
-            finder.see(key_of(id), nbytes, dtype);
-            finder.read(key_of(id), number);
-          }
-          find(inputs, number, false);
-        }
-        end(0);
-        return found;
-      });
+  py::class_<Rehearsal>(module, "Rehearsal")
+      .def(py::init([](std::vector<int32_t> program, const py::bytes& ranks, const py::bytes& targets, const py::bytes& anchors) {
+        return std::make_unique<Rehearsal>(SwapListPlan{
+            std::move(program), rows_in<uint8_t>(ranks), rows_in<SwapTarget>(targets), rows_in<Anchor>(anchors)});
+      }))
+      .def("run", &Rehearsal::run)
+      .def_readonly("places", &Rehearsal::places);
 }
 
 } // namespace memplug

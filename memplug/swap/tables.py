@@ -26,6 +26,7 @@ TARGET = np.dtype(  # SwapTarget in memplug/native/swap_list.h
         ("next_use", "<i4"),
     ]
 )
+ANCHOR = np.dtype([("place", "<i4"), ("slot", "<i4"), ("key", "<i4")])
 RARE = 255
 
 
@@ -36,12 +37,13 @@ class Tables:
     Attributes:
         program: numbers of the program's outermost operators.
         ranks: uint8 by operator number.
-        targets: rows of TARGET.
+        targets, anchors: rows of TARGET and ANCHOR.
     """
 
     program: list[int]
     ranks: bytes
     targets: bytes
+    anchors: bytes
 
 
 def tables_of(part: SwapPart, core: Any, dtypes: dict[str, int]) -> Tables:
@@ -60,4 +62,5 @@ def tables_of(part: SwapPart, core: Any, dtypes: dict[str, int]) -> Tables:
         row["dtype"], row["operator_number"] = dtypes[target.dtype], number_of[target.operator]
         for name in set(TARGET.names) - {"dtype", "operator_number"}:
             row[name] = getattr(target, name)
-    return Tables([numbers[name] for name in part.program], ranks.tobytes(), targets.tobytes())
+    program = [numbers[name] for name in part.program]
+    return Tables(program, ranks.tobytes(), targets.tobytes(), np.array(list(part.anchors), ANCHOR).tobytes())

@@ -32,7 +32,6 @@ from memplug.show.words import size
 from memplug.stages.technique import Given, Technique
 from memplug.swap.tables import tables_of
 
-
 MISSED_SHARE = 0.05  # of a list's tensors, above which a step counts against it
 MISSED_STEPS = 3  # in a row
 
@@ -91,7 +90,7 @@ class SwapsWhole(Technique[SwapPart]):
         technique = cls(given.config, device_of(given.device), given.tell, given.host_bytes)
         why = technique._why_impossible()
         if why and given.config.swap.enabled is True:
-            raise SwapError(f"no tensor is swapped whole: {why}")
+            raise SwapError(f"there is no swap list: {why}")
         technique.off_because = why
         return technique
 
@@ -162,8 +161,8 @@ class SwapsWhole(Technique[SwapPart]):
         if part.targets:
             self._load(part)
             self._tell(
-                f"swap list: {len(part.targets)} tensors, {size(part.swapped_bytes)} away between two uses; predicted peak "
-                f"{size(part.predicted_peak_bytes)}, waiting {part.predicted_stall_s:.3g} s of {part.predicted_step_s:.3g}",
+                f"swap list: {len(part.targets)} tensors, {size(part.swapped_bytes)} away between two uses; predicted "
+                f"peak {size(part.predicted_peak_bytes)}, waiting {part.predicted_stall_s:.3g} s a step",
                 logging.INFO,
             )
         self.part, self._state = part, State.SWAPPING if part.targets else State.FITS
@@ -205,8 +204,9 @@ class SwapsWhole(Technique[SwapPart]):
         return ""
 
     def _budget_bytes(self) -> int | None:
-        """What a step may have asked for at a time; None: nothing was set on the CPU. A number counts as it is; what the
-        device has, less its allocator's share of it that no tensor has.
+        """What a step may have asked for at a time; None: nothing was set on the CPU.
+
+        A number counts as it is; of what the device has, the allocator's share that no tensor has does not.
         """
         asked_gib = self._config.device_budget_gib
         if self._device.kind != "cuda":
@@ -252,7 +252,9 @@ class SwapsWhole(Technique[SwapPart]):
         tables = tables_of(part, self._core, dtype_numbers(self._core))
         device_type = 0 if self._device.kind == "cpu" else 1
         smallest = min(target.nbytes for target in part.targets)
-        self._core.load_swap_list(tables.program, tables.ranks, tables.targets, smallest, self._swapper, device_type)
+        self._core.load_swap_list(
+            tables.program, tables.ranks, tables.targets, tables.anchors, smallest, self._swapper, device_type
+        )
 
     def _unload(self) -> None:
         if self._swapper is None:

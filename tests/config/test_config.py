@@ -240,7 +240,8 @@ def test_a_block_that_is_no_object_is_refused(block):
 
 
 def test_any_mapping_is_read_and_none_is_changed():
-    block = {"enabled": True, "tokenwise": MappingProxyType({"alpha": 0.25}), "report": MappingProxyType({"snapshot_on_oom": False})}
+    off = MappingProxyType({"snapshot_on_oom": False})
+    block = {"enabled": True, "tokenwise": MappingProxyType({"alpha": 0.25}), "report": off}
     before = dict(block)
     assert parse_block(MappingProxyType(block)).tokenwise.alpha == 0.25
     assert block == before

@@ -90,8 +90,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "memplug" / "toy.py").write_text(TOY)
     entries = tmp_path / "memplug" / "session" / "techniques.py"
     text = entries.read_text()
-    assert text.count("] = (PlannedAddresses,)") == 1
-    text = text.replace("] = (PlannedAddresses,)", "] = (Toy, PlannedAddresses)")
+    assert text.count("] = (SwapsWhole, PlannedAddresses)") == 1
+    text = text.replace("] = (SwapsWhole, PlannedAddresses)", "] = (SwapsWhole, Toy, PlannedAddresses)")
     entries.write_text(text.replace("\nFOLLOWING", "\nfrom memplug.toy import Toy\n\nFOLLOWING", 1))
     return tmp_path
 

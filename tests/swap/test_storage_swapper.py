@@ -117,7 +117,7 @@ def test_a_storage_that_dies_on_its_way_gives_everything_back(swapper: Any, when
     assert swapper.host_bytes == 0
 
 
-@pytest.mark.cpu("torch's resize copies from it as from device memory; the swap list sees the operator, and restores it")
+@pytest.mark.cpu("torch copies what it resizes as device memory; where that operator is seen, it is restored before")
 @pytest.mark.parametrize("when", ["leaving", "away", "returning"])
 def test_a_storage_that_gets_other_memory_goes_on_with_it(swapper: Any, when: str) -> None:
     tensor, before = sample(), sample()

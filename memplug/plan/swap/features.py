@@ -1,11 +1,12 @@
 """What the uses of a tensor say of it, so that it is found again in another step (Chameleon, appendix A).
 
 Exact integers: how many operators have read it, which of the commonest ones, and the last eight. The native core keeps
-the same of every tensor while a step runs (memplug/native/features.h).
+the same of every tensor while a step runs (memplug/native/tensor_features.h).
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -93,18 +94,21 @@ def uses_of(step: Trace) -> Iterator[tuple[int, Use]]:
 def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[Use, int]]:
     """How tensors are told apart from others at an outermost operator that uses them.
 
-    Two uses look alike if the operators, the slots, sizes and dtypes are the same, and if the tensors would have the same
-    features after as few as three operators were left out or inserted: their numbers of uses differ by three at most.
+    Two uses look alike if the operators, the slots, sizes and dtypes are the same, and if the tensors would have the
+    same features after as few as three operators were left out or inserted: their uses differ by three at most. An
+    anchor between the two tells them apart.
 
     Args:
         step: one step with tensors.
         wanted: (tensor, place) pairs.
 
     Returns:
-        By pair the use there, by the outermost operator or one inside of it, from which the nearest that looks alike, of
-        another tensor, is farthest; and by how many places it may be off at most: less than half way to that one, and too
-        few for three operators to close the rest. Pairs are missing that are not told apart.
+        By pair the use there, by the outermost operator or one inside of it, that is told apart best, and by how many
+        places it may be off at most: less than half way to the nearest use of another tensor that looks alike, and too
+        few for three operators to close the rest, unless an anchor lies in between. Pairs are missing that are not told
+        apart.
     """
+    anchored = sorted({place for place, _, _ in anchors(step)})
     found: dict[tuple[int, int], list[Use]] = {}
     alike: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
     for tensor, use in uses_of(step):
@@ -113,23 +117,54 @@ def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int]
             found.setdefault((tensor, use.place), []).append(use)
     result = {}
     for (tensor, place), uses in found.items():
-        distances = [_nearest(tensor, use, alike[_kind(step, tensor, use)]) for use in uses]
-        nearest = max(distances)
-        if nearest > EDITS:
-            tolerance = min(REACH, (nearest - 1) // 2, nearest - EDITS - 1)
-            result[tensor, place] = (uses[distances.index(nearest)], tolerance)
+        tolerance, use = max(
+            ((_tolerance(tensor, use, alike[_kind(step, tensor, use)], anchored), use) for use in uses),
+            key=lambda each: each[0],
+        )
+        if tolerance >= 0:
+            result[tensor, place] = (use, tolerance)
     return result
+
+
+def anchors(step: Trace) -> list[tuple[int, int, int]]:
+    """Tensors that are there from step to step, such as parameters, tell how far a step has come.
+
+    Returns:
+        (place, slot among the inputs, tensor) of each that an outermost operator reads, in order.
+    """
+    first = np.full(len(step.tensors), -1)
+    before = set()
+    for operator, tensor, output in step.uses.tolist():
+        if first[tensor] in (-1, operator) and not output:
+            before.add(tensor)
+        if first[tensor] == -1:
+            first[tensor] = operator
+    place_of = {operator: place for place, operator in enumerate(clock_of(step).outermost.tolist())}
+    found, slots = [], dict.fromkeys(place_of, 0)
+    for operator, tensor, output in step.uses.tolist():
+        if operator not in place_of or output:
+            continue
+        if tensor in before:
+            found.append((place_of[operator], slots[operator], tensor))
+        slots[operator] += 1
+    return found
 
 
 def _kind(step: Trace, tensor: int, use: Use) -> tuple[object, ...]:
     return use.name, use.output, use.slot, *step.tensors[tensor].item()
 
 
-def _nearest(tensor: int, use: Use, alike: list[tuple[int, int, int]]) -> int:
-    """Places to the nearest use of another tensor that looks alike."""
-    distances = (
-        abs(place - use.place)
-        for place, other, uses in alike
-        if other != tensor and abs(uses - use.features.uses) <= EDITS
-    )
-    return min(distances, default=2 * REACH + 1)
+def _tolerance(tensor: int, use: Use, alike: list[tuple[int, int, int]], anchored: list[int]) -> int:
+    """See `last_uses`; below 0: it is not told apart."""
+    nearest = nearest_without_anchor = 2 * REACH + 1
+    for place, other, uses in alike:
+        distance = abs(place - use.place)
+        if other == tensor or abs(uses - use.features.uses) > EDITS or distance >= nearest_without_anchor:
+            continue
+        nearest = min(nearest, distance)
+        # One that is read by the earlier operator alone does not help where that is this one: it may be left out.
+        first = place if place < use.place else use.place + 1
+        after = bisect.bisect_left(anchored, first)
+        if after == len(anchored) or anchored[after] > place:
+            nearest_without_anchor = distance
+    return min(REACH, (nearest + 1) // 2 - 1, nearest_without_anchor - EDITS - 1)

@@ -1,8 +1,8 @@
 """The swap problem of a recorded step: memory in use without swaps, tensors with a gap (Chameleon, 4, 5.1 to 5.3).
 
-The clock of a swap list is the program's outermost operators: what an operator runs inside of it, and what runs without
-gradients after it, counts to it. Memory is asked for inside of operators, and a tensor leaves or comes back only between
-two of them.
+The clock of a swap list is the program's outermost operators: what an operator runs inside of it, and what runs
+without gradients after it, counts to it. Memory is asked for inside of operators, and a tensor leaves or comes back
+only between two of them.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def swap_problem(
         others: Tensors, by index, that another technique decides on, or that live from step to step.
 
     Returns:
-        Its operators are the outermost ones of the step. Candidates are the gaps of tensors made in the step, in program
-        order, with an operator above the budget.
+        Its operators are the outermost ones of the step. Candidates are the gaps of tensors made in the step, in
+        program order, with an operator above the budget.
     """
     clock = clock_of(step)
     count = clock.ticks
@@ -114,7 +114,7 @@ def dispatched_s(step: Trace) -> np.ndarray:
 
 
 def in_use_without_swaps(step: Trace, away: Iterable[Away] = ()) -> np.ndarray:
-    """int64[n]: the most device memory in use while each outermost operator ran, as if nothing had been away (Figure 3).
+    """int64[n]: the most device memory in use while each outermost operator ran, had nothing been away (Figure 3).
 
     Requests between two operators count to the one before them.
     """

@@ -11,7 +11,7 @@ import numpy as np
 
 from memplug.errors import SwapError
 from memplug.plan.replay_swaps import JudgedSwap, Limits, mistakes_of_swaps
-from memplug.plan.swap.features import last_uses, ranks
+from memplug.plan.swap.features import anchors, last_uses, ranks
 from memplug.plan.swap.from_trace import Link, clock_of, swap_problem
 from memplug.plan.swap.policy import swap_list
 from memplug.plan.swap.problem import OverBudgetError
@@ -59,6 +59,7 @@ class SwapPart:
         program: the outermost operators, in order, into `names`.
         ranks: by name.
         targets: by last use, rising; none: the step fits without.
+        anchors: (place, slot, tensor): see `memplug.plan.swap.features.anchors`.
         host_bytes: that they take at most.
         predicted_peak_bytes, predicted_stall_s, predicted_step_s: of a step.
     """
@@ -67,6 +68,7 @@ class SwapPart:
     program: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     targets: tuple[Target, ...] = ()
+    anchors: tuple[tuple[int, int, int], ...] = ()
     host_bytes: int = 0
     predicted_peak_bytes: int = 0
     predicted_stall_s: float = 0.0
@@ -90,7 +92,7 @@ class SwapPart:
         """
         targets = tuple(Target(**target) for target in data["targets"])
         lists = {name: tuple(data[name]) for name in ("names", "program", "ranks")}
-        return cls(**{**data, **lists, "targets": targets})
+        return cls(**{**data, **lists, "targets": targets, "anchors": tuple(map(tuple, data["anchors"]))})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +189,7 @@ def plan_part(
         program=tuple(step.operators["name"][clock.outermost].tolist()),
         ranks=tuple(rank_of.get(name, 0) for name in range(len(step.names))),
         targets=tuple(sorted(targets, key=lambda target: target.last_use)),
+        anchors=tuple(anchors(step)),
         host_bytes=sum(aligned),
         predicted_peak_bytes=int(found.simulation.in_use_bytes.max(initial=0)),
         predicted_stall_s=found.simulation.stall_s,
@@ -197,15 +200,18 @@ def plan_part(
 def _impossible(error: OverBudgetError, step: Trace, budgets: SwapBudgets) -> SwapError:
     least = error.least
     name = step.names[step.operators["name"][clock_of(step).outermost[least.operator]]]
+    device_gib, host_gib, least_gib = (
+        f"{nbytes / GIB:.3g} GiB" for nbytes in (budgets.device_bytes, budgets.host_bytes, least.nbytes)
+    )
     if error.host_limited:
         return SwapError(
-            f"{budgets.host_bytes / GIB:.3g} GiB of host memory are too little to keep a step to "
-            f"{budgets.device_bytes / GIB:.3g} GiB of the device, which would take {least.nbytes / GIB:.3g} GiB with enough",
+            f"{host_gib} of host memory are too little to keep a step to {device_gib} of the device; with more, as "
+            f"little as {least_gib} could do",
             'Raise "host_budget_gib", or "device_budget_gib"; or let a step take less.',
         )
     return SwapError(
-        f"{budgets.device_bytes / GIB:.3g} GiB of the device are too little: operator {least.operator:,} ({name}) needs "
-        f"{least.nbytes / GIB:.3g} GiB while all that can be swapped is away",
-        f'Set "device_budget_gib" to {least.nbytes / GIB:.3g} or more; or lower "swap.min_bytes", or let a step take less: '
-        "a shorter sequence, a smaller micro-batch.",
+        f"{device_gib} of the device are too little: operator {least.operator:,} ({name}) takes {least_gib} with all "
+        "that can be swapped away",
+        f'Set "device_budget_gib" to {least.nbytes / GIB:.3g} or more; or lower "swap.min_bytes", or let a step take '
+        "less: a shorter sequence, a smaller micro-batch.",
     )

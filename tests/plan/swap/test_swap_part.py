@@ -1,0 +1,146 @@
+"""A swap list as a part of a plan: what it says of a recorded step, what is impossible, what a file may hold."""
+
+import json
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from memplug.errors import SwapError
+from memplug.plan.replay_swaps import mistakes_of_places
+from memplug.plan.swap.features import Features, anchors, last_uses, ranks, uses_of
+from memplug.plan.swap.part import SwapBudgets, SwapPart, plan_part
+from tests.support.swapping import three_tensors
+from tests.support.traces import Recording
+
+GIB = 2**30
+
+
+def budgets(device_bytes, host_bytes=99, rate=100.0):
+    return SwapBudgets(
+        device_bytes=device_bytes, host_bytes=host_bytes, min_bytes=1, d2h_bytes_per_s=rate, h2d_bytes_per_s=rate
+    )
+
+
+def distinct():
+    """The step of `three_tensors`, with operators that differ: every use is told apart."""
+    step = three_tensors()
+    operators = step.operators.copy()
+    operators["name"] = range(len(operators))
+    return replace(step, names=tuple(f"aten::op{index}" for index in range(len(operators))), operators=operators)
+
+
+def test_a_part_has_where_tensors_leave_and_return_and_what_that_promises():
+    part = plan_part(distinct(), budgets(57))
+    (target,) = part.targets
+    assert (target.nbytes, target.dtype, target.operator, target.output) == (30, "float32", "aten::op0", True)
+    assert (target.last_use, target.next_use) == (0, 10) and target.last_use < target.release < target.prefetch
+    assert (part.swapped_bytes, part.host_bytes, part.predicted_stall_s) == (30, 512, 0.0)
+    assert part.predicted_peak_bytes <= 57 and part.predicted_step_s == 12.0
+    assert [part.names[name] for name in part.program] == [f"aten::op{index}" for index in range(12)]
+
+
+def test_a_step_that_fits_has_a_list_of_nothing():
+    assert plan_part(distinct(), budgets(67)).targets == ()
+
+
+def test_an_impossible_budget_names_the_least_one_and_the_operator_that_holds_it_up():
+    with pytest.raises(SwapError, match="operator 0 .aten::op0. takes 3.45e-08 GiB") as refused:
+        plan_part(distinct(), budgets(36))
+    assert "3.45e-08" in refused.value.advice
+    assert float("3.45e-08") * GIB == pytest.approx(37, abs=0.1)
+    with pytest.raises(SwapError, match="host memory are too little"):
+        plan_part(distinct(), budgets(40, host_bytes=10))
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
+
+
+def test_tensors_of_another_technique_are_left_alone():
+    assert [target.nbytes for target in plan_part(distinct(), budgets(57), others=(1, 2)).targets] == [30]
+    with pytest.raises(SwapError):
+        plan_part(distinct(), budgets(50), others=(0, 1, 2))
+
+
+def test_a_part_is_the_same_after_it_was_a_file():
+    part = plan_part(distinct(), budgets(50))
+    assert SwapPart.from_json(json.loads(json.dumps(part.to_json()))) == part
+    assert SwapPart.from_json(json.loads(json.dumps(SwapPart().to_json()))) == SwapPart()
+    with pytest.raises(KeyError):
+        SwapPart.from_json({})
+
+
+BROKEN = {
+    "of 0 bytes": {"nbytes": 0},
+    "not in order": {"release": 0},
+    "is not in order": {"prefetch": 11, "next_use": 10},
+    "in order: used": {"next_use": 12},
+    "which the program does not run": {"operator": "aten::none"},
+    "too few for what is swapped": {"nbytes": 513},
+}
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_a_part_that_cannot_be_is_refused(words):
+    part = plan_part(distinct(), budgets(50))
+    assert list(mistakes_of_places(part)) == []
+    broken = replace(part, targets=(replace(part.targets[0], **BROKEN[words]),))
+    assert any(words in mistake for mistake in mistakes_of_places(broken))
+
+
+def test_features_are_how_many_operators_have_read_a_tensor_which_ones_and_the_last_eight():
+    features = Features()
+    for rank in (1, 2, 2, 33, 255, 1, 1, 1, 1):
+        features = features.read_by(rank)
+    assert features == Features(uses=9, kinds=0b11, recent=int("020221ff01010101", 16))
+
+
+def test_the_commonest_operator_has_the_first_rank():
+    recording = Recording()
+    recording.step()
+    for name in ("b", "a", "b", "c", "b", "a"):
+        recording.op(name)
+    assert {recording.names[name]: rank for name, rank in ranks(recording.trace()).items()} == {"b": 1, "a": 2, "c": 3}
+
+
+def test_outputs_are_seen_behind_what_runs_inside_of_an_operator():
+    recording = Recording()
+    recording.step()
+    tensor = recording.tensor(100)
+    outer = recording.op("outer", (), (tensor,))
+    recording.op("inner", (tensor,), (tensor,))
+    recording.op("next", (tensor,))
+    trace = recording.trace()
+    operators = trace.operators.copy()
+    operators["depth"] = (0, 1, 0)
+    seen = [
+        (trace.names[use.name], use.output, use.place, use.features.uses)
+        for _, use in uses_of(replace(trace, operators=operators))
+    ]
+    assert outer == 0
+    assert seen == [("inner", False, 0, 1), ("inner", True, 0, 1), ("outer", True, 0, 1), ("next", False, 1, 2)]
+
+
+def doubles(anchored):
+    """Three tensors that are made alike and read alike, two of them three places apart; with an anchor in between."""
+    recording = Recording()
+    recording.step()
+    tensors, weight = [recording.tensor(100) for _ in range(3)], recording.tensor(64)
+    reads = {10: (tensors[0],), 40: (tensors[1],), 43: (tensors[2],), **({42: (weight,)} if anchored else {})}
+    for place in range(50):
+        name = "aten::mul" if place in (10, 40, 43) else f"aten::other{place}"
+        recording.op(name, reads.get(place, ()), (tensors[place],) if place < 3 else ())
+    looks = last_uses(recording.trace(), {(tensors[0], 10), (tensors[1], 40), (tensors[2], 43)})
+    return {tensor: tolerance for (tensor, _), (_, tolerance) in looks.items()}
+
+
+def test_a_use_is_told_apart_by_how_far_the_nearest_double_is():
+    # As many operators more or less as lie between them make one of the other two the other.
+    assert doubles(anchored=False) == {0: 14}
+
+
+def test_an_operator_that_reads_a_parameter_tells_its_neighbours_apart():
+    # The last one is not: operators that come in before the second one would make that it.
+    assert doubles(anchored=True) == {0: 14, 1: 1}
+
+
+def test_parameters_are_anchors_where_outermost_operators_read_them():
+    assert anchors(distinct()) == [(place, 0, 3) for place in (0, 1, 2, 3, 6, 7, 8, 11)]

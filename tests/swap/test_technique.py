@@ -1,0 +1,268 @@
+"""When the swap list is made, in force and gone; and that training is right whatever happens to it."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from memplug.errors import SwapError
+from tests.support.swapped import GIB, block
+
+pytestmark = pytest.mark.device
+
+LAYERS, WIDTH, ROWS = 12, 32, 256
+PEAK_BYTES = LAYERS * ROWS * WIDTH * 4 * 8 // 5
+"""Of what a step takes, some two thirds."""
+
+
+class Deep(nn.Module):
+    """Linear layers and activations; `noise`: the share of places at which operators come in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.noise, self.fails = 0.0, False
+        self.chance = random.Random(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = self.wander(layer(x))
+            x = torch.nn.functional.gelu(x)
+            if self.fails and index == LAYERS // 2:
+                raise KeyError("in the middle")
+        return x.square().mean()
+
+    def wander(self, x: torch.Tensor) -> torch.Tensor:
+        if self.chance.random() >= self.noise:
+            return x
+        kind = self.chance.randrange(3)
+        if kind == 0:
+            return x.clone()
+        torch.empty(self.chance.randrange(1, 9999)).zero_()
+        return x if kind == 1 else x + 0
+
+
+class Training:
+    """With memplug and without, side by side."""
+
+    def __init__(self, **parts: Any):
+        self.model, self.plain = Deep(), Deep()
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.model, self.plain)]
+        self.session = memplug.attach(self.model, block(PEAK_BYTES / GIB, **parts))
+        self.steps = 0
+
+    def inputs(self, rows: int = ROWS) -> torch.Tensor:
+        generator = torch.Generator("cpu").manual_seed(self.steps)
+        return torch.randn(rows, WIDTH, generator=generator, device="cpu").to(torch.get_default_device())
+
+    def step(self, rows: int = ROWS) -> None:
+        x = self.inputs(rows)
+        for model, optimizer in zip((self.model, self.plain), self.optimizers, strict=True):
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        self.end()
+
+    def end(self) -> None:
+        self.steps += 1
+        self.session.step()
+        for one, other in zip(self.model.parameters(), self.plain.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+    def until_it_swaps(self) -> None:
+        while self.report["swap"] != "swapping":
+            assert self.steps < 10
+            self.step()
+
+    def away_bytes(self) -> int:
+        swapper = self.session._boundary.swapping._swapper
+        return swapper.host_bytes if swapper is not None else 0
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return self.session.report()
+
+
+@pytest.fixture
+def training() -> Training:
+    training = Training()
+    training.until_it_swaps()
+    return training
+
+
+def test_a_list_is_in_force_from_the_step_after_it_was_made(training: Training) -> None:
+    assert training.report["swap_tensors"] > 2
+    for _ in range(4):
+        training.step()
+    report = training.report
+    assert report["swap_found"] == 4 * report["swap_tensors"] and report["swap_missed"] == 0
+    assert report["swap_released_bytes"] == 4 * report["swap_planned_bytes"]
+
+
+def test_a_budget_that_nothing_keeps_to_is_told_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    model = Deep()
+    with memplug.attach(model, block(1e-6)) as session:
+        for _ in range(6):
+            model(torch.randn(ROWS, WIDTH)).backward()
+            session.step()
+        report = session.report()
+    assert report["swap"] == "off" and "are too little: operator" in report["swap_off_because"]
+    assert "are too little" in caplog.text and "device_budget_gib" in caplog.text
+
+
+@pytest.mark.cpu("a device has a budget by itself")
+def test_without_a_budget_auto_is_silent_and_true_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    for enabled in ("auto", True):
+        config = {**block(1.0), "device_budget_gib": "auto", "swap": {"enabled": enabled}}
+        model = Deep()
+        with memplug.attach(model, config) as session:
+            model(torch.randn(4, WIDTH)).backward()
+            session.step()
+            assert session.report()["swap"] == "off"
+            assert "sets no limit" in session.report()["swap_off_because"]
+        assert ("sets no limit" in caplog.text) is (enabled is True)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_a_program_that_wanders_costs_swaps_and_no_values(training: Training, share: float) -> None:
+    training.model.noise = share
+    training.plain.noise = share
+    for _ in range(15):
+        training.step()
+
+
+def test_an_exception_in_the_middle_of_a_forward_leaves_nothing_away(training: Training) -> None:
+    for fails in (True, False, True):
+        training.model.fails = fails
+        if fails:
+            with pytest.raises(KeyError):
+                training.model(training.inputs())
+            training.session.step()
+            training.model.fails = False
+        training.step()
+    assert training.away_bytes() == 0
+
+
+def test_an_exception_in_the_middle_of_a_backward_leaves_nothing_away(training: Training) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise KeyError("in backward")
+
+    layer = training.model.layers[3]
+    handle = layer.register_forward_hook(lambda module, args, out: Fails.apply(out))
+    with pytest.raises(KeyError):
+        training.model(training.inputs()).backward()
+    handle.remove()
+    training.model.zero_grad()
+    training.session.step()
+    assert training.away_bytes() == 0
+    training.step()
+
+
+def test_detached_with_tensors_away_the_backward_is_right(training: Training) -> None:
+    x = training.inputs()
+    loss, plain = training.model(x), training.plain(x)
+    assert training.away_bytes() > 0
+    training.session.detach()
+    loss.backward()
+    plain.backward()
+    for one, other in zip(training.model.parameters(), training.plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_graphs_that_outlive_their_step_are_right(training: Training) -> None:
+    x = training.inputs()
+    losses = [model(x) for model in (training.model, training.plain)]
+    training.session.step()
+    other = [model(x * 2) for model in (training.model, training.plain)]
+    for early, late in zip(losses, other, strict=True):
+        late.backward(retain_graph=True)
+        early.backward()
+        late.backward()
+    training.end()
+    grads = [[parameter.grad for parameter in model.parameters()] for model in (training.model, training.plain)]
+    assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
+
+
+def test_a_validation_and_another_length_between_steps_change_nothing(training: Training) -> None:
+    for rows in (ROWS, ROWS // 2, ROWS, 2 * ROWS, ROWS):
+        with torch.no_grad():
+            x = training.inputs(64)
+            assert torch.equal(training.model(x), training.plain(x))
+        training.step(rows)
+
+
+def test_saved_tensors_of_functions_that_no_operator_shows_are_right(training: Training) -> None:
+    """A custom function reads what it saved by its address, as Triton's kernels do."""
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            assert x.data_ptr() != 0
+            return gradient * x.cos()
+
+    for model in (training.model, training.plain):
+        model.layers[2].register_forward_hook(lambda module, args, out: Scale.apply(out))
+    for _ in range(8):
+        training.step()
+
+
+@pytest.mark.cpu("a child has no device")
+def test_a_child_of_a_fork_swaps_nothing(training: Training) -> None:
+    x = training.inputs()
+    loss, plain = training.model(x), training.plain(x)
+    child = os.fork()
+    if child == 0:
+        loss.backward()
+        plain.backward()
+        pairs = zip(training.model.parameters(), training.plain.parameters(), strict=True)
+        os._exit(0 if all(torch.equal(one.grad, other.grad) for one, other in pairs) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    loss.backward()
+    plain.backward()
+    training.end()
+
+
+def test_a_second_run_swaps_from_its_first_step_on(tmp_path: Path) -> None:
+    first = Training(plan_dir=str(tmp_path))
+    first.until_it_swaps()
+    for _ in range(3):
+        first.step()
+    planned = first.report["swap_planned_bytes"]
+    first.session.detach()
+    second = Training(plan_dir=str(tmp_path))
+    assert second.report["resumed_from"] is not None
+    for _ in range(3):
+        second.step()
+    report = second.report
+    assert report["swap_planned_bytes"] == planned and report["recorded_steps"] == 0
+    # What precedes the first forward of a run is not seen: until the clock is right, a few are not found.
+    assert report["swap_found"] + report["swap_missed"] == 3 * report["swap_tensors"]
+    assert 2 * report["swap_tensors"] < report["swap_found"]
+
+
+def test_a_list_with_no_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(host_budget_gib=1e-6)
+    for _ in range(6):
+        training.step()
+    assert "host memory are too little" in training.report["swap_off_because"]
+    assert issubclass(SwapError, memplug.errors.MemplugError)
