@@ -43,7 +43,6 @@ class Rehearsal {
   // The identity of the tensor that each target is taken for in a step, -1: of none.
   std::vector<int64_t> run(const Step& step) {
     finder_.begin();
-    places.clear();
     std::vector<int64_t> found(plan_.targets.size(), -1);
     std::vector<size_t> running;
     const auto end = [&](int32_t depth) {
@@ -61,7 +60,6 @@ class Rehearsal {
         for (const auto& [id, nbytes, dtype] : inputs) {
           finder_.anchor(key_of(id), slot++, number);
         }
-        places.push_back(finder_.now());
       }
       for (const auto& [id, nbytes, dtype] : inputs) {
         finder_.see(key_of(id), nbytes, dtype, 0);
@@ -72,8 +70,6 @@ class Rehearsal {
     end(0);
     return found;
   }
-
-  std::vector<int32_t> places; // of the outermost operators of the last step
 
  private:
   void find(const std::vector<Named>& values, int32_t number, bool output, std::vector<int64_t>& found) {
@@ -168,8 +164,7 @@ void add_swaps(py::module_& module) {
         return std::make_unique<Rehearsal>(SwapListPlan{
             std::move(program), rows_in<uint8_t>(ranks), rows_in<SwapTarget>(targets), rows_in<Anchor>(anchors)});
       }))
-      .def("run", &Rehearsal::run)
-      .def_readonly("places", &Rehearsal::places);
+      .def("run", &Rehearsal::run);
 }
 
 } // namespace memplug
