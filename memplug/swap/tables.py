@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from memplug.plan.swap.features import RARE
 from memplug.plan.swap.part import SwapPart
 
 TARGET = np.dtype(  # SwapTarget in memplug/native/swap_list.h
@@ -27,7 +28,6 @@ TARGET = np.dtype(  # SwapTarget in memplug/native/swap_list.h
     ]
 )
 ANCHOR = np.dtype([("place", "<i4"), ("slot", "<i4"), ("key", "<i4")])
-RARE = 255
 
 
 @dataclass(frozen=True, slots=True)

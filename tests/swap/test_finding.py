@@ -11,7 +11,7 @@ import pytest
 from memplug import native
 from memplug.plan.swap.features import anchors, last_uses, ranks
 from memplug.plan.swap.from_trace import clock_of, gaps
-from memplug.plan.swap.part import SwapPart, Target
+from memplug.plan.swap.part import SwapPart, target_of
 from memplug.profile.recorder import dtype_numbers
 from memplug.profile.trace import Trace
 from memplug.swap.tables import tables_of
@@ -40,23 +40,9 @@ def listed(kind: str) -> tuple[Any, tuple[int, ...], list[list[Operator]]]:
     for each in candidates:
         if (each.tensor, each.last_use) not in looks:
             continue
-        use, tolerance = looks[each.tensor, each.last_use]
+        look = looks[each.tensor, each.last_use]
         tensors.append(each.tensor)
-        targets.append(
-            Target(
-                nbytes=each.nbytes,
-                dtype=step.dtypes[step.tensors["dtype"][each.tensor]],
-                operator=step.names[use.name],
-                output=use.output,
-                slot=use.slot,
-                **use.features._asdict(),
-                tolerance=tolerance,
-                last_use=each.last_use,
-                release=each.last_use + 1,
-                prefetch=each.next_use,
-                next_use=each.next_use,
-            )
-        )
+        targets.append(target_of(step, each, look, each.last_use + 1, each.next_use))
     rank_of = ranks(step)
     part = SwapPart(
         names=step.names,

@@ -186,9 +186,8 @@ def test_autograd_saves_storages_that_are_away(swapper: Any) -> None:
         loss.backward()
 
 
+@pytest.mark.gpu
 def test_another_stream_finds_the_values_too(swapper: Any) -> None:
-    if torch.get_default_device().type != "cuda":
-        pytest.skip("the CPU has one stream")
     tensor, before = sample(), sample()
     away(swapper, tensor)
     side = torch.cuda.Stream()

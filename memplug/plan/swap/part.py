@@ -11,10 +11,10 @@ import numpy as np
 
 from memplug.errors import SwapError
 from memplug.plan.replay_swaps import JudgedSwap, Limits, mistakes_of_swaps
-from memplug.plan.swap.features import anchors, last_uses, ranks
+from memplug.plan.swap.features import Use, anchors, last_uses, ranks
 from memplug.plan.swap.from_trace import Link, clock_of, swap_problem
 from memplug.plan.swap.policy import swap_list
-from memplug.plan.swap.problem import OverBudgetError
+from memplug.plan.swap.problem import Candidate, OverBudgetError
 from memplug.profile.trace import Trace
 
 GIB = 2**30
@@ -147,21 +147,8 @@ def plan_part(
     rank_of = ranks(step)
     targets = []
     for candidate, swap in placed:
-        use, tolerance = looks[candidate.tensor, candidate.last_use]
-        target = Target(
-            nbytes=candidate.nbytes,
-            dtype=step.dtypes[step.tensors["dtype"][candidate.tensor]],
-            operator=step.names[use.name],
-            output=use.output,
-            slot=use.slot,
-            **use.features._asdict(),
-            tolerance=tolerance,
-            last_use=candidate.last_use,
-            release=swap.release,
-            prefetch=swap.prefetch,
-            next_use=candidate.next_use,
-        )
-        targets.append(target)
+        look = looks[candidate.tensor, candidate.last_use]
+        targets.append(target_of(step, candidate, look, swap.release, swap.prefetch))
     seconds = np.diff(problem.begin_s)
     mistakes = mistakes_of_swaps(
         [
@@ -194,6 +181,24 @@ def plan_part(
         predicted_peak_bytes=int(found.simulation.in_use_bytes.max(initial=0)),
         predicted_stall_s=found.simulation.stall_s,
         predicted_step_s=found.simulation.step_s,
+    )
+
+
+def target_of(step: Trace, candidate: Candidate, look: tuple[Use, int], release: int, prefetch: int) -> Target:
+    """A candidate that is away for [release, prefetch); `look`: see `memplug.plan.swap.features.last_uses`."""
+    use, tolerance = look
+    return Target(
+        nbytes=candidate.nbytes,
+        dtype=step.dtypes[step.tensors["dtype"][candidate.tensor]],
+        operator=step.names[use.name],
+        output=use.output,
+        slot=use.slot,
+        **use.features._asdict(),
+        tolerance=tolerance,
+        last_use=candidate.last_use,
+        release=release,
+        prefetch=prefetch,
+        next_use=candidate.next_use,
     )
 
 
