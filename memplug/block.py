@@ -160,13 +160,14 @@ class SwapConfig(Section):
 class ReportConfig(Section):
     """Where memplug's counters go."""
 
-    unbuilt = ("snapshot_on_oom",)
-
     monitor: Switch = True
     """true or false. Writes memplug's metrics to the monitor that DeepSpeed is configured with."""
     timeline: Timeline = False
     """false, or the folder that a trace of one step goes to after each plan, for `memplug show`: operators, requests
     for memory, phases, layers. true stands for "memplug_timeline", in the working directory."""
+    snapshot_on_oom: Timeline = False
+    """false, or the folder that a snapshot of torch's CUDA allocator goes to when a step runs out of memory for good, for
+    pytorch.org/memory_viz. true stands for "memplug_snapshots", in the working directory."""
 
 
 class MemplugConfig(Section):

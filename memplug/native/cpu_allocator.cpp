@@ -2,12 +2,17 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <c10/util/flat_hash_map.h>
+
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
 
+#include "relief.h"
 #include "requests.h"
 #include "serving.h"
 
@@ -18,8 +23,68 @@ c10::Allocator* native = nullptr;
 c10::DeleterFnPtr native_deleter = nullptr;
 int wanted_by = 0; // a bit for each `User`
 
+// What is in use under a limit.
+class Limited {
+ public:
+  bool is_on() const {
+    return limit_.load(std::memory_order_relaxed) >= 0;
+  }
+
+  void set(int64_t nbytes) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    limit_ = nbytes;
+    bytes_.peak = bytes_.in_use;
+  }
+
+  // False: so many bytes more would be too many.
+  bool take(int64_t nbytes) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (is_on() && bytes_.in_use + nbytes > limit_) {
+      return false;
+    }
+    bytes_.in_use += nbytes;
+    bytes_.peak = std::max(bytes_.peak, bytes_.in_use);
+    return true;
+  }
+
+  void add(void* block, int64_t nbytes) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    sizes_[block] = nbytes;
+  }
+
+  // Its bytes; 0: it was not counted.
+  int64_t remove(void* block) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = sizes_.find(block);
+    if (found == sizes_.end()) {
+      return 0;
+    }
+    const int64_t nbytes = found->second;
+    bytes_.in_use -= nbytes;
+    sizes_.erase(found);
+    return nbytes;
+  }
+
+  CpuBytes bytes() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return bytes_;
+  }
+
+  std::mutex mutex;
+
+ private:
+  std::atomic<int64_t> limit_{-1};
+  CpuBytes bytes_{0, 0};
+  ska::flat_hash_map<void*, int64_t> sizes_;
+};
+
+Limited& limited() {
+  static auto* instance = new Limited(); // never destroyed: blocks may be freed after static destruction
+  return *instance;
+}
+
 void free_noted(void* pointer) {
-  note_free(pointer, 0);
+  note_free(pointer, limited().remove(pointer));
   native_deleter(pointer);
 }
 
@@ -41,12 +106,10 @@ class DelegatingAllocator final : public c10::Allocator {
         return {block, block, &give_back_served, c10::Device(c10::DeviceType::CPU)};
       }
     }
-    c10::DataPtr block = native->allocate(nbytes);
-    if (nbytes > 0 && recording_requests() && block.get() == block.get_context() &&
-        block.compare_exchange_deleter(native_deleter, &free_noted)) {
-      note_malloc(block.get(), nbytes, nullptr);
+    if (limited().is_on() && nbytes > 0) {
+      return with_relief(nbytes, [&] { return noted(nbytes, allocate_limited(nbytes)); });
     }
-    return block;
+    return noted(nbytes, native->allocate(nbytes));
   }
 
   c10::DeleterFnPtr raw_deleter() const override {
@@ -59,6 +122,34 @@ class DelegatingAllocator final : public c10::Allocator {
 
   void copy_data(void* destination, const void* source, size_t nbytes) const override {
     native->copy_data(destination, source, nbytes);
+  }
+
+ private:
+  static c10::DataPtr noted(size_t nbytes, c10::DataPtr block) {
+    if (nbytes > 0 && recording_requests() && block.get() == block.get_context() &&
+        (block.get_deleter() == &free_noted || block.compare_exchange_deleter(native_deleter, &free_noted))) {
+      note_malloc(block.get(), nbytes, nullptr);
+    }
+    return block;
+  }
+
+  static c10::DataPtr allocate_limited(size_t nbytes) {
+    const auto size = static_cast<int64_t>(nbytes);
+    if (!limited().take(size)) {
+      TORCH_CHECK_WITH(
+          OutOfMemoryError,
+          false,
+          "CPU out of memory. Tried to allocate ",
+          nbytes,
+          " bytes, and ",
+          limited().bytes().in_use,
+          " are in use (\"device_budget_gib\" of memplug)");
+    }
+    c10::DataPtr block = native->allocate(nbytes);
+    if (block.get() == block.get_context() && block.compare_exchange_deleter(native_deleter, &free_noted)) {
+      limited().add(block.get(), size);
+    }
+    return block;
   }
 };
 
@@ -146,6 +237,33 @@ void uninstall_cpu(User user) {
   if (wanted_by == 0 && c10::GetCPUAllocator() == &delegating()) {
     c10::SetCPUAllocator(native);
   }
+}
+
+void limit_cpu(int64_t nbytes) {
+  const bool is_user = (wanted_by & RELIEF) != 0 && c10::GetCPUAllocator() == &delegating();
+  if (nbytes >= 0 && !is_user) {
+    install_cpu(RELIEF);
+  }
+  limited().set(nbytes);
+  if (nbytes < 0 && is_user) {
+    uninstall_cpu(RELIEF);
+  }
+}
+
+CpuBytes cpu_bytes() {
+  return limited().bytes();
+}
+
+bool is_cpu_limited() {
+  return limited().is_on();
+}
+
+void lock_cpu_for_fork() {
+  limited().mutex.lock();
+}
+
+void unlock_cpu_after_fork() {
+  limited().mutex.unlock();
 }
 
 Device& cpu_device() {

@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "relief.h"
 #include "serving.h"
 
 namespace memplug {
@@ -109,7 +110,7 @@ class InFront final : public Base {
         }
       }
     }
-    return native_->allocate(nbytes);
+    return with_relief(nbytes, [&] { return native_->allocate(nbytes); });
   }
 
   void raw_delete(void* block) override {
@@ -156,7 +157,7 @@ class InFront final : public Base {
 
   DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     DeviceStats stats = native_->getDeviceStats(device);
-    if (device == device_) {
+    if (device == device_ && the_arena() != nullptr) {
       count_arena(stats, device_peak());
     }
     return stats;
@@ -171,10 +172,10 @@ class InFront final : public Base {
   // -- what is handed on --
 
   void* raw_alloc(size_t nbytes) override {
-    return native_->raw_alloc(nbytes); // never the arena's: a native `raw_delete` may end it
+    return with_relief(nbytes, [&] { return native_->raw_alloc(nbytes); }); // never the arena's: a native `raw_delete` may end it
   }
   void* raw_alloc_with_stream(size_t nbytes, cudaStream_t stream) override {
-    return native_->raw_alloc_with_stream(nbytes, stream);
+    return with_relief(nbytes, [&] { return native_->raw_alloc_with_stream(nbytes, stream); });
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return native_->raw_deleter(); // what graphs know their blocks by
@@ -351,6 +352,7 @@ Base* in_front(Base* native, int device) {
 
 Native* native_allocator = nullptr;
 Native* standing = nullptr;
+int used_by = 0; // a bit for each `User`
 std::atomic<int> reserved_parts{0};
 std::atomic<bool> leaves{false}; // once nothing is reserved
 
@@ -376,7 +378,9 @@ void prepare_cuda_allocator(int device) {
   }
 }
 
-void stand_before_cuda(bool on) {
+void stand_before_cuda(User user, bool wanted) {
+  used_by = wanted ? used_by | user : used_by & ~user;
+  const bool on = used_by != 0;
   leaves = !on && reserved_parts.load() > 0;
   if (!leaves && !swap(on ? native_allocator : standing, on ? standing : native_allocator)) {
     throw std::runtime_error("the CUDA allocator was changed by another library");

@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "requests.h"
+
 #ifndef MEMPLUG_WITHOUT_CUDA_ARENA
 #define MEMPLUG_CUDA_ARENA // this version of torch has an allocator that can be stood in front of
 #endif
@@ -40,10 +42,10 @@ struct Unheard {
 };
 
 // What stands in front of the device's allocator, made and not put there yet; throws where this version of torch has
-// calls that are not known. Then `stand_before_cuda` puts it there and takes it off again: as soon as there is no memory of
-// an arena any more, since `record_stream` of its blocks is nothing that the native allocator listens to.
+// calls that are not known. Then `stand_before_cuda` puts it there and takes it off again: once nobody uses it, as soon as
+// there is no memory of an arena any more, since `record_stream` of its blocks is nothing that the native allocator listens to.
 void prepare_cuda_allocator(int device);
-void stand_before_cuda(bool on);
+void stand_before_cuda(User user, bool on);
 void note_arena_memory(int parts); // that are reserved now
 c10::cuda::CUDACachingAllocator::CUDAAllocator& native_cuda_allocator();
 

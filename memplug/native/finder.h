@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <utility>
 #include <vector>
 
 #include "tensor_features.h"
@@ -46,6 +47,11 @@ struct SwapListPlan {
   std::vector<SwapTarget> targets; // by last use, rising
   std::vector<Anchor> anchors; // by place, rising
   int64_t min_bytes = 0; // smaller storages are not looked at
+};
+
+// An outermost operator of any thread: how many there were before, and its stream.
+struct Moment {
+  int64_t number = 0, stream = 0;
 };
 
 class Finder {
@@ -106,24 +112,44 @@ class Finder {
     return false;
   }
 
-  // An operator on a stream uses a storage. Whether it was not met before.
-  bool see(const void* storage, int64_t nbytes, int32_t dtype, int64_t stream) {
+  // An operator uses a storage, which it or one that it runs inside of has made, if that was not met before. Whether it was
+  // not.
+  bool see(const void* storage, int64_t nbytes, int32_t dtype, const Moment& now, bool made = false) {
     if (nbytes < plan_.min_bytes) {
       return false;
     }
-    const auto [seen, fresh] = seen_.emplace(storage, Seen{{}, dtype, stream, false, false});
-    seen->second.is_shared |= seen->second.stream != stream;
+    const auto [seen, fresh] = seen_.emplace(storage, Seen{{}, nbytes, dtype, now.stream, now.number, made});
+    seen->second.use(now);
     return fresh;
   }
 
-  // An operator of that number reads it. Whether it was found before, and may be away.
-  bool read(const void* storage, int32_t number) {
+  // One that is no part of the program uses a storage, or a collective does.
+  void pass(const void* storage, const Moment& now, bool collective) {
     const auto seen = seen_.find(storage);
-    if (seen == seen_.end()) {
-      return false;
+    if (seen != seen_.end()) {
+      seen->second.use(now);
+      seen->second.is_shared |= collective;
     }
-    seen->second.features.read_by(number < static_cast<int32_t>(plan_.ranks.size()) ? plan_.ranks[number] : UINT8_MAX);
-    return seen->second.is_found;
+  }
+
+  // Bytes of a storage that the program has made in this step, on this stream alone, and used last before that moment; and
+  // that moment. 0: it is none.
+  std::pair<int64_t, int64_t> idle(const void* storage, const Moment& now) const {
+    const auto seen = seen_.find(storage);
+    if (seen == seen_.end() || !seen->second.is_made || seen->second.is_shared || seen->second.stream != now.stream ||
+        seen->second.last_use >= now.number) {
+      return {0, 0};
+    }
+    return {seen->second.nbytes, seen->second.last_use};
+  }
+
+  // An operator of that number reads it.
+  void read(const void* storage, int32_t number) {
+    const auto seen = seen_.find(storage);
+    if (seen != seen_.end()) {
+      seen->second.features.read_by(
+          number < static_cast<int32_t>(plan_.ranks.size()) ? plan_.ranks[number] : UINT8_MAX);
+    }
   }
 
   // The target that an operator's tensor is, in that slot of its inputs or outputs; -1: none.
@@ -141,7 +167,6 @@ class Finder {
       if (!found_[i] && target.operator_number == number && (target.output != 0) == output && target.slot == slot &&
           target.nbytes == nbytes && std::abs(target.last_use - place) + clock_.error() <= target.tolerance && looks(target, storage)) {
         found_[i] = true;
-        seen_.find(storage)->second.is_found = true;
         return static_cast<int32_t>(i);
       }
     }
@@ -155,10 +180,17 @@ class Finder {
  private:
   struct Seen {
     Features features;
+    int64_t nbytes;
     int32_t dtype;
     int64_t stream; // of its first use
-    bool is_shared; // used on another one too: nothing says when that is done with it
-    bool is_found;
+    int64_t last_use; // by any operator
+    bool is_made; // in this step
+    bool is_shared = false; // used on another one too: nothing says when that is done with it
+
+    void use(const Moment& now) {
+      last_use = now.number;
+      is_shared |= stream != now.stream;
+    }
   };
 
   bool looks(const SwapTarget& target, const void* storage) const {

@@ -115,6 +115,7 @@ py::dict arena_counters() {
 void before_fork() {
   memplug::lock_swap_list_for_fork();
   memplug::lock_arenas_for_fork();
+  memplug::lock_cpu_for_fork();
   memplug::lock_requests_for_fork();
   memplug::lock_records_for_fork();
   memplug::lock_places_for_fork();
@@ -124,6 +125,7 @@ void after_fork(bool in_child) {
   memplug::unlock_places_after_fork();
   memplug::unlock_records_after_fork();
   memplug::unlock_requests_after_fork();
+  memplug::unlock_cpu_after_fork();
   memplug::unlock_arenas_after_fork();
   memplug::unlock_swap_list_after_fork(in_child);
 }
@@ -135,6 +137,7 @@ void after_fork_in_child() {
   memplug::serve(false);
   memplug::uninstall_cpu(memplug::RECORDER);
   memplug::uninstall_cpu(memplug::ARENA);
+  memplug::limit_cpu(-1);
   memplug::release_in_child();
   memplug::silence_swap_list();
 }
@@ -211,7 +214,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #ifdef MEMPLUG_CUDA_ARENA
   module.def("stand_before_cuda", [](bool on) {
     serve(false);
-    stand_before_cuda(on);
+    stand_before_cuda(ARENA, on);
   });
 #endif
 

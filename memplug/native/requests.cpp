@@ -39,6 +39,7 @@ Log& log() {
 
 std::atomic<bool> recording{false};
 std::atomic<int64_t> in_use{0}; // of the log's usage, readable without its lock
+thread_local bool moving = false;
 
 int64_t number_of(Log& l, const void* stream) {
   const auto found = std::find(l.streams.begin(), l.streams.end(), stream);
@@ -62,7 +63,8 @@ void add(Log& l, int32_t kind, Block block, int64_t nbytes) {
 } // namespace
 
 void begin_requests(int64_t base_bytes) {
-  const int64_t unrecorded = unrecorded_bytes(); // before the lock: the arena tells of its blocks under its own
+  // Before the lock: the arena and the limit tell of their blocks under their own.
+  const int64_t unrecorded = unrecorded_bytes(), counted = is_cpu_limited() ? cpu_bytes().in_use : -1;
   auto& l = log();
   const std::lock_guard<std::mutex> lock(l.mutex);
   for (auto& [pointer, block] : l.alive) {
@@ -72,7 +74,7 @@ void begin_requests(int64_t base_bytes) {
   l.events.reserve(1 << 16);
   l.streams.clear();
   l.requests = 0;
-  base_bytes = base_bytes < 0 ? l.tracked_bytes + unrecorded : base_bytes;
+  base_bytes = base_bytes < 0 ? (counted < 0 ? l.tracked_bytes : counted) + unrecorded : base_bytes;
   l.usage = {base_bytes, base_bytes, base_bytes, base_bytes};
   in_use = base_bytes;
   recording = true;
@@ -86,7 +88,27 @@ bool recording_requests() {
   return recording.load(std::memory_order_relaxed);
 }
 
+Moving::Moving(bool on) : before_(std::exchange(moving, on)) {}
+
+Moving::~Moving() {
+  moving = before_;
+}
+
+void note_moved(void* from, void* to) {
+  auto& l = log();
+  const std::lock_guard<std::mutex> lock(l.mutex);
+  const auto found = l.alive.find(from);
+  if (found != l.alive.end()) {
+    const Block block = found->second;
+    l.alive.erase(found);
+    l.alive[to] = block;
+  }
+}
+
 void note_malloc(void* pointer, size_t nbytes, const void* stream) {
+  if (moving) {
+    return;
+  }
   auto& l = log();
   const std::lock_guard<std::mutex> lock(l.mutex);
   if (!recording_requests()) {
@@ -99,6 +121,9 @@ void note_malloc(void* pointer, size_t nbytes, const void* stream) {
 }
 
 void note_free(void* pointer, size_t nbytes) {
+  if (moving) {
+    return;
+  }
   auto& l = log();
   const std::lock_guard<std::mutex> lock(l.mutex);
   Block block{BEFORE, static_cast<int64_t>(nbytes), 0};

@@ -29,7 +29,7 @@ struct Usage {
 };
 
 // Begin a recording. `base_bytes`: in use on the device now, as its allocator counts, of which what was recorded earlier
-// and is still alive is part; -1: where nothing counts, that and the arena's alone.
+// and is still alive is part; -1: where nothing counts, that and the arena's alone, or what a limit of the CPU counts.
 void begin_requests(int64_t base_bytes);
 void end_requests();
 bool recording_requests();
@@ -38,6 +38,22 @@ bool recording_requests();
 void note_malloc(void* pointer, size_t nbytes, const void* stream);
 // `nbytes`: size of the block where the allocator knows it; only used for blocks from before the recording.
 void note_free(void* pointer, size_t nbytes);
+
+// While one lives, what the calling thread asks for and gives back is not noted, if `on`: the step is recorded as if it
+// had not happened.
+class Moving {
+ public:
+  explicit Moving(bool on);
+  ~Moving();
+  Moving(const Moving&) = delete;
+  Moving& operator=(const Moving&) = delete;
+
+ private:
+  const bool before_;
+};
+
+// A block that was noted is at another address from now on.
+void note_moved(void* from, void* to);
 
 // No frees will be seen any more: what is alive now is unknown from here on.
 void forget_blocks();
@@ -54,9 +70,21 @@ void lock_requests_for_fork();
 void unlock_requests_after_fork();
 
 // The allocators, which delegate requests that no arena serves. A second `install` for the same user throws.
-enum User : int { RECORDER = 1, ARENA = 2 };
+enum User : int { RECORDER = 1, ARENA = 2, RELIEF = 4 };
 void install_cpu(User user);
 void uninstall_cpu(User user);
+
+// A CPU that stands in for a device: what is asked for from now on may take so many bytes at a time, and a request beyond
+// fails as one of a device does; -1: no limit. Memory that an arena reserves does not count, nor what it serves.
+void limit_cpu(int64_t nbytes);
+
+struct CpuBytes {
+  int64_t in_use, peak; // of what was asked for under a limit; the peak since the limit was set
+};
+CpuBytes cpu_bytes();
+bool is_cpu_limited();
+void lock_cpu_for_fork();
+void unlock_cpu_after_fork();
 #ifdef MEMPLUG_CUDA
 void install_cuda(int device);
 void uninstall_cuda();

@@ -7,17 +7,15 @@
 
 #include "clock.h"
 #include "observer.h"
+#include "requests.h"
 
 namespace memplug {
 namespace {
 
-using Lock = std::lock_guard<std::recursive_mutex>; // memory that is freed may free other memory
+using Lock = std::lock_guard<std::recursive_mutex>;
 
-// One for all swappers of the process: a storage that is written to does not know whose it is.
-std::recursive_mutex& mutex() {
-  static auto* instance = new std::recursive_mutex(); // never destroyed: storages outlive static destruction
-  return *instance;
-}
+constexpr int64_t kHostSlab = 64 << 20; // bytes
+constexpr int64_t kPassive = -1; // in place of a key
 
 // Operators inside are memplug's own.
 struct Own {
@@ -32,6 +30,11 @@ at::Tensor bytes_at(const void* memory, int64_t nbytes, c10::Device device) {
 
 } // namespace
 
+std::recursive_mutex& swap_mutex() {
+  static auto* instance = new std::recursive_mutex(); // never destroyed: storages outlive static destruction
+  return *instance;
+}
+
 // A storage on its way.
 struct StorageSwapper::Absent {
   StorageSwapper* swapper;
@@ -45,6 +48,7 @@ struct StorageSwapper::Absent {
   State state = State::LEAVING;
   EventRef offloaded, prefetched; // that its stream has not waited for yet
   HostMemory* host = nullptr; // the context of its pointer while it is away
+  bool passive = false; // no plan has it
   bool written = false; // to its memory of the host, since the device had no room: it returns in no operator's time
   c10::DataPtr arriving; // device memory that it returns to
 };
@@ -59,16 +63,19 @@ ska::flat_hash_map<const c10::StorageImpl*, StorageSwapper::Absent*>& StorageSwa
   return *instance;
 }
 
-StorageSwapper::StorageSwapper(std::shared_ptr<Streams> streams, at::Tensor slab)
+StorageSwapper::StorageSwapper(std::shared_ptr<Streams> streams, at::Tensor slab, int64_t passive_bytes)
     : streams_(std::move(streams)),
-      pool_([](int64_t) { return false; }),
+      pool_([this](int64_t nbytes) { return add_host_memory(nbytes); }),
       offload_stream_(streams_->make()),
-      prefetch_stream_(streams_->make()) {
-  pool_.add(std::move(slab));
+      prefetch_stream_(streams_->make()),
+      passive_room_(passive_bytes) {
+  if (slab.defined()) {
+    pool_.add(std::move(slab));
+  }
 }
 
 StorageSwapper::~StorageSwapper() {
-  const Lock lock(mutex());
+  const Lock lock(swap_mutex());
   drain();
   for (const auto& absent : all_) { // where the device has no room: on the host, for good
     absents().erase(absent->storage);
@@ -78,21 +85,30 @@ StorageSwapper::~StorageSwapper() {
   }
 }
 
-void StorageSwapper::lock_for_fork() {
-  mutex().lock();
-}
-
-void StorageSwapper::unlock_after_fork(bool in_child) {
-  unlock(mutex(), in_child);
+bool StorageSwapper::add_host_memory(int64_t nbytes) {
+  const int64_t room = passive_room_ / kRowAlignment * kRowAlignment;
+  if (nbytes > room) {
+    return false;
+  }
+  const int64_t size = std::min(room, std::max(nbytes, kHostSlab));
+  const Own own;
+  try {
+    pool_.add(streams_->host_memory(size));
+  } catch (const std::exception&) { // the system has less
+    passive_room_ = 0;
+    return false;
+  }
+  passive_room_ -= size;
+  return true;
 }
 
 int64_t StorageSwapper::host_bytes() {
-  const Lock lock(mutex());
+  const Lock lock(swap_mutex());
   return pool_.used_bytes;
 }
 
 SwapCounters StorageSwapper::counters() {
-  const Lock lock(mutex());
+  const Lock lock(swap_mutex());
   return counters_;
 }
 
@@ -128,19 +144,19 @@ bool StorageSwapper::is_possible() {
   return true;
 }
 
-bool StorageSwapper::offload(const c10::Storage& storage, int64_t key) {
-  const Lock lock(mutex());
+// Starts the copy out; null: it stays.
+StorageSwapper::Absent* StorageSwapper::start_leaving(const c10::Storage& storage, int64_t key) {
   drain();
   auto* const impl = storage.unsafeGetStorageImpl();
   const auto nbytes = static_cast<int64_t>(impl->nbytes());
   if (nbytes == 0 || impl->data() == nullptr || impl->allocator() == nullptr || !impl->resizable() ||
       impl->has_materializer() || streams_->is_capturing()) {
-    return false;
+    return nullptr;
   }
   const std::optional<Slot> slot = pool_.take(nbytes);
   if (!slot) {
     ++counters_.refused;
-    return false;
+    return nullptr;
   }
   const Own own;
   auto absent = std::make_unique<Absent>();
@@ -166,17 +182,54 @@ bool StorageSwapper::offload(const c10::Storage& storage, int64_t key) {
   impl->set_materializer(&before_write);
   absents()[impl] = absent.get();
   all_.push_back(std::move(absent));
-  ++counters_.offloads;
-  counters_.offloaded_bytes += nbytes;
-  return true;
+  return all_.back().get();
+}
+
+bool StorageSwapper::offload(const c10::Storage& storage, int64_t key) {
+  const Lock lock(swap_mutex());
+  const Absent* const absent = start_leaving(storage, key);
+  if (absent != nullptr) {
+    ++counters_.offloads;
+    counters_.offloaded_bytes += absent->nbytes;
+  }
+  return absent != nullptr;
 }
 
 void StorageSwapper::release(int64_t key) {
-  const Lock lock(mutex());
+  const Lock lock(swap_mutex());
   Absent* const absent = find(key);
   if (absent != nullptr && absent->state == State::LEAVING && is_current(*absent) && !streams_->is_capturing()) {
     leave(*absent);
   }
+}
+
+int64_t StorageSwapper::release_leaving() {
+  const Lock lock(swap_mutex());
+  const int64_t before = counters_.released_bytes;
+  std::vector<Absent*> leaving;
+  for (const auto& absent : all_) {
+    if (absent->state == State::LEAVING && is_current(*absent) && !streams_->is_capturing()) {
+      leaving.push_back(absent.get());
+    }
+  }
+  for (Absent* const absent : leaving) {
+    leave(*absent);
+  }
+  return counters_.released_bytes - before;
+}
+
+int64_t StorageSwapper::leave_now(const c10::Storage& storage) {
+  const Lock lock(swap_mutex());
+  Absent* const absent = start_leaving(storage, kPassive);
+  if (absent == nullptr) {
+    return 0;
+  }
+  absent->passive = true;
+  const int64_t nbytes = absent->nbytes;
+  ++counters_.passive;
+  counters_.passive_bytes += nbytes;
+  leave(*absent);
+  return nbytes;
 }
 
 void StorageSwapper::leave(Absent& absent) {
@@ -192,14 +245,19 @@ void StorageSwapper::leave(Absent& absent) {
   absent.host = new HostMemory{&absent, slab};
   c10::DataPtr host(
       static_cast<char*>(slab.mutable_data_ptr()) + absent.slot.offset, absent.host, &forget, storage.device());
-  ++counters_.releases;
-  counters_.released_bytes += absent.nbytes;
+  if (absent.passive) {
+    note_moved(const_cast<void*>(absent.memory), host.get());
+  } else {
+    ++counters_.releases;
+    counters_.released_bytes += absent.nbytes;
+  }
+  const Moving moving(absent.passive);
   const c10::DataPtr released = std::exchange(storage._mutable_data_ptr_no_checks(), std::move(host));
   const auto held = std::move(absent.held); // if it is the last one, `forget` is called
 }
 
 void StorageSwapper::prefetch(int64_t key) {
-  const Lock lock(mutex());
+  const Lock lock(swap_mutex());
   Absent* const absent = find(key);
   if (absent != nullptr && absent->state == State::AWAY && !absent->written && is_current(*absent) &&
       !streams_->is_capturing()) {
@@ -211,6 +269,7 @@ void StorageSwapper::prefetch(int64_t key) {
 bool StorageSwapper::start_return(Absent& absent) {
   drain();
   const Own own;
+  const Moving moving(absent.passive);
   try {
     const at::Tensor memory = streams_->empty(absent.stream, {absent.nbytes}, {1}, at::kByte);
     absent.arriving = std::move(memory.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks());
@@ -224,8 +283,10 @@ bool StorageSwapper::start_return(Absent& absent) {
   streams_->copy(prefetch_stream_, device, host);
   absent.prefetched = streams_->record(prefetch_stream_);
   absent.state = State::RETURNING;
-  ++counters_.prefetches;
-  counters_.prefetched_bytes += absent.nbytes;
+  if (!absent.passive) {
+    ++counters_.prefetches;
+    counters_.prefetched_bytes += absent.nbytes;
+  }
   return true;
 }
 
@@ -235,7 +296,11 @@ void StorageSwapper::arrive(Absent& absent) {
   record->host->absent = nullptr;
   record->storage->clear_materializer();
   pool_.give(record->slot);
-  std::swap(record->storage->_mutable_data_ptr_no_checks(), record->arriving);
+  c10::DataPtr& pointer = record->storage->_mutable_data_ptr_no_checks();
+  if (record->passive) {
+    note_moved(pointer.get(), record->arriving.get());
+  }
+  std::swap(pointer, record->arriving);
 }
 
 // It has not left, and does not.
@@ -261,28 +326,28 @@ bool StorageSwapper::bring_back(Absent& absent) {
 }
 
 void StorageSwapper::restore(int64_t key) {
-  const Lock lock(mutex());
+  const Lock lock(swap_mutex());
   if (Absent* const absent = find(key)) {
     bring_back(*absent);
   }
 }
 
 void StorageSwapper::use(const c10::StorageImpl* storage) {
-  const Lock lock(mutex());
+  const Lock lock(swap_mutex());
   const auto found = absents().find(storage);
   if (found != absents().end() && found->second->swapper == this) {
-    counters_.demanded += found->second->state != State::LEAVING;
+    counters_.demanded += found->second->state != State::LEAVING && !found->second->passive;
     bring_back(*found->second);
   }
 }
 
 // Torch is about to hand out a pointer to write to.
 void StorageSwapper::before_write(c10::StorageImpl* storage) {
-  const Lock lock(mutex());
+  const Lock lock(swap_mutex());
   const auto found = absents().find(storage);
   if (found != absents().end()) {
     Absent& absent = *found->second;
-    absent.swapper->counters_.demanded += absent.state != State::LEAVING;
+    absent.swapper->counters_.demanded += absent.state != State::LEAVING && !absent.passive;
     if (!absent.swapper->bring_back(absent)) {
       absent.written = true;
     }
@@ -290,7 +355,7 @@ void StorageSwapper::before_write(c10::StorageImpl* storage) {
 }
 
 bool StorageSwapper::restore_all() {
-  const Lock lock(mutex());
+  const Lock lock(swap_mutex());
   drain();
   std::vector<Absent*> away;
   for (const auto& absent : all_) {
@@ -311,6 +376,12 @@ bool StorageSwapper::is_possible() {
 bool StorageSwapper::offload(const c10::Storage&, int64_t) {
   return false;
 }
+int64_t StorageSwapper::release_leaving() {
+  return 0;
+}
+int64_t StorageSwapper::leave_now(const c10::Storage&) {
+  return 0;
+}
 void StorageSwapper::release(int64_t) {}
 void StorageSwapper::prefetch(int64_t) {}
 void StorageSwapper::restore(int64_t) {}
@@ -323,13 +394,16 @@ bool StorageSwapper::restore_all() {
 
 // What deletes the pointer of a storage that is away: the storage is back, dies, or has got other memory.
 void StorageSwapper::forget(void* host_memory) {
-  const Lock lock(mutex());
+  const Lock lock(swap_mutex());
   const std::unique_ptr<HostMemory> host(static_cast<HostMemory*>(host_memory));
   if (host->absent == nullptr) {
     return;
   }
   StorageSwapper& swapper = *host->absent->swapper;
   auto record = swapper.take(*host->absent);
+  if (record->passive) {
+    note_free(static_cast<char*>(host->slab.mutable_data_ptr()) + record->slot.offset, 0);
+  }
   if (record->state == State::RETURNING) {
     swapper.gone_.push_back(std::move(record));
   } else {
@@ -342,6 +416,8 @@ void StorageSwapper::drain() {
   for (auto& record : std::exchange(gone_, {})) {
     streams_->wait(record->stream, record->prefetched, Wait::DISCARD_FOR_PREFETCH);
     pool_.give(record->slot);
+    const Moving moving(record->passive);
+    record.reset();
   }
 }
 

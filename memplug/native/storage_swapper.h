@@ -10,6 +10,9 @@
 // Whatever asks a storage for a pointer that it may write to is seen by torch (`StorageImpl::set_materializer`): before it
 // gets one, the storage is restored. So whatever a plan says, no value is lost, and none is read that is not the last.
 //
+// Where a request for memory has failed, one leaves at once (`leave_now`): to a recording it stays, so that a plan is made for
+// the step as it would be with memory enough.
+//
 // Streams are ordered by events alone, by the rules and the names (`Wait`) of transfer.h. Device memory belongs to the
 // stream that the storage left on; where another one is current, nothing is released or prefetched.
 #pragma once
@@ -40,6 +43,7 @@ struct SwapCounters {
   int64_t cancelled = 0; // storages that were used again before they were released
   int64_t demanded = 0; // storages that came back before their plan had them back
   int64_t refused = 0; // the host had no room, or the device none for the way back
+  int64_t passive = 0, passive_bytes = 0; // that left because a request failed: none of the above
 };
 
 // A lock that was taken before a fork. In the child its owner is another thread, which cannot give it back.
@@ -51,10 +55,15 @@ inline void unlock(std::recursive_mutex& mutex, bool in_child) {
   }
 }
 
+// Of all swappers of the process, since a storage that is written to does not know whose it is. Recursive: memory that is
+// freed may free other memory.
+std::recursive_mutex& swap_mutex();
+
 class StorageSwapper {
  public:
-  // `slab`: pinned host memory, 1-D uint8, for all that is away at a time.
-  StorageSwapper(std::shared_ptr<Streams> streams, at::Tensor slab);
+  // `slab`: pinned host memory, 1-D uint8, for all that a plan has away at a time; may be undefined. `passive_bytes`: of the
+  // host, that storages may take besides which leave because memory is short.
+  StorageSwapper(std::shared_ptr<Streams> streams, at::Tensor slab, int64_t passive_bytes);
   ~StorageSwapper();
   StorageSwapper(const StorageSwapper&) = delete;
   StorageSwapper& operator=(const StorageSwapper&) = delete;
@@ -68,6 +77,12 @@ class StorageSwapper {
 
   // Its device memory is free for what the current stream does next, which waits for the copy out.
   void release(int64_t key);
+
+  // The same for all that are on their way out: how many bytes.
+  int64_t release_leaving();
+
+  // It leaves at once, for no plan, until it is used. Bytes that are free for what the current stream does next, 0: it stays.
+  int64_t leave_now(const c10::Storage& storage);
 
   // Starts the copy in.
   void prefetch(int64_t key);
@@ -86,12 +101,14 @@ class StorageSwapper {
     return streams_->current_number();
   }
 
+  // Nothing is on its way.
+  bool is_empty() const {
+    return all_.empty();
+  }
+
   // Of the host, in use.
   int64_t host_bytes();
   SwapCounters counters();
-
-  static void lock_for_fork();
-  static void unlock_after_fork(bool in_child);
 
  private:
   enum class State : uint8_t { LEAVING, AWAY, RETURNING };
@@ -103,6 +120,8 @@ class StorageSwapper {
   static void forget(void* host_memory);
 
   Absent* find(int64_t key) const;
+  Absent* start_leaving(const c10::Storage& storage, int64_t key);
+  bool add_host_memory(int64_t nbytes);
   bool is_current(const Absent& absent);
   bool start_return(Absent& absent);
   void leave(Absent& absent);
@@ -119,6 +138,7 @@ class StorageSwapper {
   std::vector<StreamRef> compute_streams_; // that storages have left on
   std::vector<std::unique_ptr<Absent>> all_;
   std::vector<std::unique_ptr<Absent>> gone_; // their storages died while they returned
+  int64_t passive_room_; // bytes of the host that may be added
   SwapCounters counters_;
 };
 

@@ -2,13 +2,16 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #ifdef MEMPLUG_CUDA
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #endif
 
+#include <cstdlib>
 #include <cstring>
+#include <new>
 
 namespace memplug {
 namespace {
@@ -81,6 +84,11 @@ class AcceleratorStreams final : public Streams {
     const On on(backend_, of(stream));
     return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype).device(device_));
   }
+  at::Tensor host_memory(int64_t nbytes) override {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return at::empty_strided(
+        {nbytes}, {1}, at::TensorOptions().dtype(at::kByte).device(at::kCPU).pinned_memory(true));
+  }
 
  private:
   void order(const StreamRef& stream, const EventRef& event) override {
@@ -108,6 +116,14 @@ class AcceleratorStreams final : public Streams {
 };
 
 } // namespace
+
+at::Tensor Streams::host_memory(int64_t nbytes) {
+  void* const memory = std::malloc(nbytes);
+  if (memory == nullptr) {
+    throw std::bad_alloc();
+  }
+  return at::from_blob(memory, {nbytes}, [](void* begin) { std::free(begin); }, at::TensorOptions().dtype(at::kByte));
+}
 
 std::shared_ptr<Streams> cpu_streams() {
   return std::make_shared<CpuStreams>();

@@ -65,6 +65,9 @@ class Streams {
   virtual at::Tensor empty(
       const StreamRef& stream, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) = 0;
 
+  // 1-D uint8 of the host, pinned where the device can; never the training allocator's. Throws where there is none.
+  virtual at::Tensor host_memory(int64_t nbytes);
+
   std::array<int64_t, kWaits> waits{}; // how often each kind was asked for
   std::optional<Wait> left_out; // tests leave out one kind, everywhere, and show that something breaks
 

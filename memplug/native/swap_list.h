@@ -6,15 +6,10 @@
 #include <cstdint>
 #include <memory>
 
-#include "finder.h"
-#include "storage_swapper.h"
+#include "relief.h"
+#include "swap_step.h"
 
 namespace memplug {
-
-struct SwapListCounters {
-  int64_t steps = 0;
-  int64_t found = 0, missed = 0; // targets, over all steps
-};
 
 // Of the process, for the threads that train (clock.h): there is one list at a time.
 void load_swap_list(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, int32_t device_type);
@@ -25,6 +20,10 @@ void begin_swap_step();
 bool end_swap_step();
 
 SwapListCounters swap_list_counters();
+
+// Whether requests that fail, of this CUDA device or with -1 of the CPU where that has a limit, are tried again once
+// tensors of the step have left. `explain`: see relief.h. Throws where the device's allocator cannot be stood in front of.
+void catch_out_of_memory(bool on, int device, Explanation explain);
 
 // In the child of a fork: nothing more is swapped.
 void silence_swap_list();

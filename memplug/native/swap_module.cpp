@@ -1,6 +1,7 @@
 // What Python sees of swap lists: they are added to the module of module.cpp.
 #include "swap_module.h"
 
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <cstring>
@@ -10,6 +11,8 @@
 #include <utility>
 
 #include "finder.h"
+#include "relief.h"
+#include "requests.h"
 #include "saved_type.h"
 #include "swap_list.h"
 
@@ -62,7 +65,7 @@ class Rehearsal {
         }
       }
       for (const auto& [id, nbytes, dtype] : inputs) {
-        finder_.see(key_of(id), nbytes, dtype, 0);
+        finder_.see(key_of(id), nbytes, dtype, {});
         finder_.read(key_of(id), number);
       }
       find(inputs, number, false, found);
@@ -75,7 +78,7 @@ class Rehearsal {
   void find(const std::vector<Named>& values, int32_t number, bool output, std::vector<int64_t>& found) {
     int32_t slot = 0;
     for (const auto& [id, nbytes, dtype] : values) {
-      finder_.see(key_of(id), nbytes, dtype, 0);
+      finder_.see(key_of(id), nbytes, dtype, {});
       const int32_t target = finder_.find(key_of(id), nbytes, number, output, slot++);
       if (target >= 0) {
         found[target] = id;
@@ -98,6 +101,8 @@ py::dict named(const SwapCounters& c) {
   all["cancelled"] = c.cancelled;
   all["demanded"] = c.demanded;
   all["refused"] = c.refused;
+  all["passive"] = c.passive;
+  all["passive_bytes"] = c.passive_bytes;
   return all;
 }
 
@@ -105,14 +110,23 @@ py::dict named(const SwapCounters& c) {
 
 void add_swaps(py::module_& module) {
   py::class_<StorageSwapper, std::shared_ptr<StorageSwapper>>(module, "StorageSwapper")
-      .def(py::init([](std::shared_ptr<Streams> streams, py::handle slab) {
-        return std::make_shared<StorageSwapper>(std::move(streams), tensor_of(slab));
-      }))
+      .def(
+          py::init([](std::shared_ptr<Streams> streams, const py::object& slab, int64_t passive_bytes) {
+            return std::make_shared<StorageSwapper>(
+                std::move(streams), slab.is_none() ? at::Tensor() : tensor_of(slab), passive_bytes);
+          }),
+          py::arg("streams"),
+          py::arg("slab") = py::none(),
+          py::arg("passive_bytes") = 0)
       .def_static("is_possible", &StorageSwapper::is_possible)
       .def("offload", [](StorageSwapper& swapper, py::handle tensor, int64_t key) {
         return swapper.offload(tensor_of(tensor).storage(), key);
       })
       .def("release", &StorageSwapper::release)
+      .def("release_leaving", &StorageSwapper::release_leaving)
+      .def("leave_now", [](StorageSwapper& swapper, py::handle tensor) {
+        return swapper.leave_now(tensor_of(tensor).storage());
+      })
       .def("prefetch", &StorageSwapper::prefetch)
       .def("restore", &StorageSwapper::restore)
       .def("use", [](StorageSwapper& swapper, py::handle tensor) {
@@ -136,9 +150,24 @@ void add_swaps(py::module_& module) {
             std::move(swapper),
             device_type);
       });
-  module.def("unload_swap_list", &unload_swap_list);
-  module.def("begin_swap_step", &begin_swap_step);
-  module.def("end_swap_step", &end_swap_step);
+  using Released = py::call_guard<py::gil_scoped_release>; // an operator of another thread may wait for both locks
+  module.def("unload_swap_list", &unload_swap_list, Released());
+  module.def("begin_swap_step", &begin_swap_step, Released());
+  module.def("end_swap_step", &end_swap_step, Released());
+  module.def("catch_out_of_memory", &catch_out_of_memory);
+  module.def("take_relief_events", [] {
+    static constexpr const char* kNames[] = {"failed", "released", "left", "served"}; // in the order of ReliefEvent::Kind
+    py::list all;
+    for (const ReliefEvent& event : take_relief_events()) {
+      all.append(py::make_tuple(kNames[event.kind], event.nbytes));
+    }
+    return all;
+  });
+  module.def("limit_cpu", &limit_cpu);
+  module.def("cpu_bytes", [] {
+    const CpuBytes bytes = cpu_bytes();
+    return py::make_tuple(bytes.in_use, bytes.peak);
+  });
   module.def("swap_list_counters", [] {
     const SwapListCounters c = swap_list_counters();
     py::dict all;

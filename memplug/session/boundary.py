@@ -67,6 +67,7 @@ class Boundary:
         device: where they run.
         regathers: forward gathers parameters (ZeRO 3).
         explain: an error of the device's memory passes, in a phase of a region.
+        request_failed: what is known as a request for device memory fails for good; on any thread.
 
     Attributes:
         tokenwise: swaps and recomputes.
@@ -84,8 +85,10 @@ class Boundary:
         device: Device,
         regathers: bool,
         explain: Callable[[str, Region, BaseException], None],
+        request_failed: Callable[[], str],
     ):
         self._config, self._device, self._ranks = config, device, Ranks()
+        self._request_failed = request_failed
         self.tokenwise = TokenWise(
             config, regions, device, regathers, explain, self.unrecorded, self._ranks, self._step_peak
         )
@@ -109,7 +112,7 @@ class Boundary:
         self.claim = Claim(
             make,
             [technique for technique in FOLLOWING if technique.is_wanted(config)],
-            Given(config, self._device.torch_device, self.adjuster.tell, self._free_host_bytes),
+            Given(config, self._device.torch_device, self.adjuster.tell, self._free_host_bytes, self._request_failed),
             watches=self.watches,
             # they plan for a program under its decisions, which come after steps enough
             warmup_steps=0 if self.tokenwise.plans else config.profiler.warmup_steps,
@@ -150,7 +153,10 @@ class Boundary:
         if self._in_program:
             return
         self._in_program = True
-        if not self._take_claim() and self.recording is not None:
+        if self._take_claim():
+            for follower in self.followers:
+                follower.technique.begin_step()
+        elif self.recording is not None:
             self.recording.recorder.begin_program()
         self.tokenwise.begin_program()
 

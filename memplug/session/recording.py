@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from memplug.errors import MemplugError, RecorderError
 from memplug.profile.recorder import Detail, Recorder
-from memplug.profile.trace import Fingerprint, Layer, Trace
+from memplug.profile.trace import Fingerprint, Layer, Pass, Trace
 from memplug.profile.trace_file import save
 
 log = logging.getLogger("memplug")
@@ -71,6 +71,13 @@ class Recording:
     def gradients_stay(self) -> bool:
         """Parameters had gradients as the last step that was recorded began."""
         return self._places.gradients_stay
+
+    @property
+    def here(self) -> tuple[str, str | None]:
+        """Which pass the calling thread is in, for people; and in which layer, None where that is not known."""
+        which, _, layer = self.recorder.here()
+        name = self._places.layers[layer].name if self.placed and 0 <= layer < len(self._places.layers) else None
+        return Pass(which).name.lower().replace("_", " "), name
 
     def begin_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         """A forward of the model has begun, before the recorder was told where training is."""

@@ -1,4 +1,4 @@
-"""What memplug tells: the counters of a report, events for DeepSpeed's monitor, the note on an out-of-memory error."""
+"""What memplug tells: the counters of a report, and events for DeepSpeed's monitor."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from memplug.swap.technique import SwapsWhole
     from memplug.tokenwise.predictions import Predictions
     from memplug.tokenwise.rounding import Rounding
-
-GIB = 2**30
-
 
 def counters(executor: Executor) -> dict[str, Any]:
     """What the executor did so far and holds now; bytes, counts, and why regions are opaque.
@@ -106,7 +103,8 @@ def swaps(technique: SwapsWhole | None, why: str) -> dict[str, Any]:
     """What the swap list did so far and promises; counts, bytes and seconds.
 
     `swap_found` and `swap_missed` count its tensors over all steps, `swap_cancelled` those that were used again before
-    their memory was released, `swap_demanded` those that were used before they were to be back.
+    their memory was released, `swap_demanded` those that were used before they were to be back, `swap_passive` those
+    that left, for no plan, because a request for memory had failed.
 
     Args:
         technique: None: there is none, or none yet.
@@ -122,7 +120,10 @@ def swaps(technique: SwapsWhole | None, why: str) -> dict[str, Any]:
         "predicted_swap_stall_s": part.predicted_stall_s if part else None,
         **{
             f"swap_{name}": counters.get(name, 0)
-            for name in (*("found", "missed", "released_bytes", "prefetched_bytes"), "cancelled", "demanded", "refused")
+            for name in (
+                *("found", "missed", "released_bytes", "prefetched_bytes"),
+                *("cancelled", "demanded", "refused", "passive", "passive_bytes"),
+            )
         },
     }
 
@@ -140,42 +141,3 @@ def monitor_events(report: dict[str, Any], samples: int) -> list[tuple[str, floa
         key: value for key, value in report.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
     return [(f"Train/memplug/{key}", float(value), samples) for key, value in numbers.items()]
-
-
-def out_of_memory_note(phase: str, region: str | None, report: dict[str, Any], peak_bytes: int | None) -> str:
-    """What memplug knew when the device ran out of memory, and three things to change.
-
-    Args:
-        phase: "forward", "recompute", "backward" or "step".
-        region: qualified name of the module, None outside regions.
-        report: of the session.
-        peak_bytes: largest allocation total of the device so far, None where the device does not count.
-    """
-    lines = [
-        f"memplug: out of memory in {phase}" + (f" of region {region}" if region else ""),
-        f"  peak: predicted {_gib(report['predicted_peak_bytes'])}, measured {_gib(peak_bytes)} (allocated in all)",
-        f"  memplug holds on the device: {_gib(report['prefetched_live_bytes'])} prefetched, "
-        f"{_gib(report['predicted_kept_bytes'])} kept by plan, {_gib(report['buffer_bytes'])} in rounding buffers",
-        f"  memplug holds on the host: {_gib(report['host_used_bytes'])} of {_gib(report['host_budget_bytes'])}",
-        f"  stage {report['stage']}, alpha {report['alpha']}, {report['forwards_in_flight']} region forwards in flight",
-        "  Three things to change, the cheapest first:",
-        '    1. set "device_budget_gib" below what the device has, so that the plan keeps less there',
-        '    2. add host memory ("host_budget_gib"), or set "tokenwise": {"alpha": 0}: recomputation needs the least',
-        "    3. halve the micro-batch or the sequence; raise gradient accumulation or the ZeRO stage instead",
-    ]
-    return "\n".join(lines)
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Attach a note to an exception once; Python 3.10 gets it appended to the message."""
-    if getattr(error, "_memplug_note", False):
-        return
-    error._memplug_note = True
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:
-        error.args = (f"{error.args[0] if error.args else ''}\n{note}", *error.args[1:])
-
-
-def _gib(nbytes: int | float | None) -> str:
-    return "unknown" if nbytes is None else f"{nbytes / GIB:.2f} GiB"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from memplug.errors import RecorderError
 from memplug.plan import tokenwise as plan
 from memplug.profile.records import Fingerprint
 from memplug.profile.trace import Trace
-from memplug.session import closing, report
+from memplug.session import closing, out_of_memory, report
 from memplug.session.boundary import Boundary
 from memplug.session.recording import Recording, of_rank
 from memplug.stages.table import Stage
@@ -47,7 +48,15 @@ class Session:
         self.config = config
         self.regions = list(regions)
         self.device = device
-        self._boundary = Boundary(config, self.regions, device, regathers, self._explain)
+        request_failed = weakref.WeakMethod(self._request_failed)  # the native core keeps it
+        self._boundary = Boundary(
+            config,
+            self.regions,
+            device,
+            regathers,
+            self._explain,
+            lambda: "" if (explain := request_failed()) is None else explain(),
+        )
         self._tokenwise = self._boundary.tokenwise
         self.executor, self.plain = self._tokenwise.executor, self._tokenwise.plain
         self.forwards = 0  # with gradients, of regions, or of a model that has none
@@ -261,8 +270,18 @@ class Session:
             raise
 
     def _explain(self, phase: str, region: Region | None, error: BaseException) -> None:
-        peak_bytes, name = budgets.peak_bytes(self.device), region.name if region else None
-        report.add_note(error, report.out_of_memory_note(phase, name, self.report(), peak_bytes))
+        out_of_memory.add_note(error, lambda: self._out_of_memory(phase, region.name if region else None))
+
+    def _request_failed(self) -> str:
+        """A request for memory has failed for good, inside of an operator of a thread that trains."""
+        recording = self._boundary.recording
+        phase, layer = recording.here if recording is not None else ("a step", None)
+        return self._out_of_memory(phase, layer)
+
+    def _out_of_memory(self, phase: str, region: str | None) -> str:
+        note = out_of_memory.note(phase, region, self.report(), budgets.peak_bytes(self.device))
+        snapshot = out_of_memory.save_snapshot(self.config.report.snapshot_on_oom, self.device, self.steps + 1)
+        return "\n".join(filter(None, (note, snapshot)))
 
     def tell(self, text: str) -> None:
         """One line, on rank 0."""

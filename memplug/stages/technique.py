@@ -28,12 +28,14 @@ class Given:
         device: that trains.
         tell: the user, in one line of a level of logging.
         host_bytes: host memory that nothing else of the session holds, within its budget.
+        explain: what is known as a request for device memory fails for good, for people; on any thread.
     """
 
     config: MemplugConfig
     device: torch.device
     tell: Callable[[str, int], None]
     host_bytes: Callable[[], int]
+    explain: Callable[[], str]
 
 
 Part = TypeVar("Part")

@@ -45,6 +45,11 @@ class Tables:
     targets: bytes
     anchors: bytes
 
+    @classmethod
+    def empty(cls) -> Tables:
+        """Of no list."""
+        return cls([], b"", b"", b"")
+
 
 def tables_of(part: SwapPart, core: Any, dtypes: dict[str, int]) -> Tables:
     """The tables of a part.

@@ -2,6 +2,8 @@
 
 waiting ──a program lasts──► recording ──► planning, beside training ──► swapping
                  └──────── the step fits without ─────────────────────► fits
+
+Until there is a list, a step that does not fit completes slowly: tensors leave where a request for memory fails.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,21 +20,21 @@ from memplug.beside import Beside
 from memplug.config import MemplugConfig
 from memplug.device.capacity import GIB, device_bytes
 from memplug.device.device import Device, device_of
-from memplug.device.host_pool import HostPool
 from memplug.errors import SwapError
 from memplug.plan.replay_swaps import mistakes_of_places
 from memplug.plan.schema import MemoryPlan
 from memplug.plan.swap.from_trace import dispatched_s
 from memplug.plan.swap.part import SwapBudgets, SwapPart, plan_part
 from memplug.profile.hardware import link_rates
-from memplug.profile.recorder import Detail, dtype_numbers
+from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
 from memplug.show.words import size
 from memplug.stages.technique import Given, Technique
-from memplug.swap.tables import tables_of
+from memplug.swap.in_force import InForce, Relief
 
 MISSED_SHARE = 0.05  # of a list's tensors, above which a step counts against it
 MISSED_STEPS = 3  # in a row
+UNLIMITED_BYTES = 1 << 62
 
 
 class State(enum.Enum):
@@ -53,8 +54,7 @@ class SwapsWhole(Technique[SwapPart]):
     Args:
         config: the block.
         device: that trains.
-        tell: the user, in one line of a level of logging.
-        host_bytes: see `Given`.
+        tell, host_bytes, explain: see `Given`.
 
     Attributes:
         part: in force; None: none is.
@@ -68,15 +68,14 @@ class SwapsWhole(Technique[SwapPart]):
         device: Device,
         tell: Callable[[str, int], None],
         host_bytes: Callable[[], int],
+        explain: Callable[[], str],
     ):
         self.part: SwapPart | None = None
         self._config, self._device, self._tell, self._host_bytes = config, device, tell, host_bytes
         self._core = native.load()
         self._beside = Beside(config.profiler.wait_for_plans)
         self._state = State.WAITING
-        self._pool: HostPool | None = None
-        self._swapper: Any = None
-        self._former: dict[str, int] = {}  # counters of lists that are in force no more
+        self._in_force = InForce(device, self._core, config.swap.min_bytes, host_bytes, explain)
         self._missed = self._missing_steps = 0
         self._sizes_vary = False  # of what layers ask for that are dynamic
 
@@ -87,11 +86,13 @@ class SwapsWhole(Technique[SwapPart]):
     @classmethod
     def make(cls, given: Given) -> SwapsWhole:
         """Raises `SwapError` where nothing can be swapped, if the block says `true`."""
-        technique = cls(given.config, device_of(given.device), given.tell, given.host_bytes)
+        technique = cls(given.config, device_of(given.device), given.tell, given.host_bytes, given.explain)
         why = technique._why_impossible()
         if why and given.config.swap.enabled is True:
             raise SwapError(f"there is no swap list: {why}")
         technique.off_because = why
+        if not why:
+            technique._watch()
         return technique
 
     @property
@@ -101,7 +102,12 @@ class SwapsWhole(Technique[SwapPart]):
     @property
     def counters(self) -> dict[str, int]:
         """Over all steps of the session."""
-        return {name: count + self._former.get(name, 0) for name, count in self._counters().items()} or self._former
+        return self._in_force.counters
+
+    @property
+    def relief(self) -> list[Relief]:
+        """What was done in the last step in which a request failed, in order."""
+        return self._in_force.relief
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -112,13 +118,15 @@ class SwapsWhole(Technique[SwapPart]):
 
     def begin_step(self) -> None:
         """Tensors leave and return from here on."""
-        if self.state is State.SWAPPING:
-            self._core.begin_swap_step()
+        if self._device.kind == "cpu" and not self.off_because:
+            self._core.limit_cpu(self._budget_bytes())  # it stands in for a device that has no more
+        self._in_force.begin_step()
 
     def end_step(self) -> None:
         """Between two steps nothing is away, unless the device has no room for it."""
-        if self.state is State.SWAPPING:
-            self._core.end_swap_step()
+        self._in_force.end_step()
+        if self._device.kind == "cpu" and not self.off_because:
+            self._core.limit_cpu(UNLIMITED_BYTES)  # what memplug itself does between two steps is no part of the device's
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
@@ -157,9 +165,9 @@ class SwapsWhole(Technique[SwapPart]):
             SwapError: the host has no memory for it.
         """
         self._beside.stop()
-        self._unload()
+        self._end()
         if part.targets:
-            self._load(part)
+            self._in_force.swap(part)
             self._tell(
                 f"swap list: {len(part.targets)} tensors, {size(part.swapped_bytes)} away between two uses; predicted "
                 f"peak {size(part.predicted_peak_bytes)}, waiting {part.predicted_stall_s:.3g} s a step",
@@ -169,10 +177,24 @@ class SwapsWhole(Technique[SwapPart]):
         self._missed = self._missing_steps = 0
 
     def withdraw(self) -> None:
-        """All tensors stay where they are."""
+        """All tensors stay where they are, unless a request fails."""
         self._beside.stop()
-        self._unload()
+        self._end()
         self.part, self._state = None, State.WAITING
+        if not self.off_because:
+            self._watch()
+        elif self._device.kind == "cpu":
+            self._core.limit_cpu(-1)
+
+    def _watch(self) -> None:
+        try:
+            self._in_force.watch()
+        except SwapError as error:
+            self._tell(f"a step that does not fit before there is a swap list fails: {error.problem}", logging.INFO)
+
+    def _end(self) -> None:
+        if not self._in_force.end():
+            self._tell("the device has no room for tensors that were swapped: they stay on the host", logging.WARNING)
 
     # -- from run to run -----------------------------------------------------------------------------------------------
 
@@ -189,7 +211,7 @@ class SwapsWhole(Technique[SwapPart]):
         """Whether tensors of dynamic layers may be why many are not found, step after step."""
         if not self.part.targets:
             return False
-        missed = self._core.swap_list_counters()["missed"]
+        missed = self._in_force.missed
         missing = missed - self._missed > MISSED_SHARE * len(self.part.targets)
         self._missed, self._missing_steps = missed, self._missing_steps + 1 if missing else 0
         return self._missing_steps >= MISSED_STEPS and not self._sizes_vary
@@ -218,7 +240,7 @@ class SwapsWhole(Technique[SwapPart]):
 
     def _fits(self) -> bool:
         """Whether the device's own count of what was in use at most says so."""
-        if self._device.kind != "cuda":
+        if self._device.kind != "cuda" or self.counters.get("passive"):
             return False
         return torch.cuda.max_memory_allocated(self._device.torch_device) <= self._budget_bytes()
 
@@ -240,38 +262,6 @@ class SwapsWhole(Technique[SwapPart]):
         others = _others(trace, self._config.tokenwise.enabled, self._sizes_vary)
         self._beside.begin(plan_part, trace, budgets, seconds, others)
         return self._beside.take() if self._beside.is_done else None
-
-    # -- in force ------------------------------------------------------------------------------------------------------
-
-    def _load(self, part: SwapPart) -> None:
-        self._pool = HostPool(self._device, self._host_bytes(), self._core)
-        self._pool.reserve(part.host_bytes)
-        if self._pool.capacity_bytes < part.host_bytes:
-            raise SwapError(f"the host has no {size(part.host_bytes)} for the swap list")
-        self._swapper = self._core.StorageSwapper(self._device.streams(self._core), self._pool.slabs[0])
-        tables = tables_of(part, self._core, dtype_numbers(self._core))
-        device_type = 0 if self._device.kind == "cpu" else 1
-        smallest = min(target.nbytes for target in part.targets)
-        self._core.load_swap_list(
-            tables.program, tables.ranks, tables.targets, tables.anchors, smallest, self._swapper, device_type
-        )
-
-    def _unload(self) -> None:
-        if self._swapper is None:
-            return
-        self._core.end_swap_step()
-        self._former = self.counters
-        is_empty = self._swapper.restore_all()
-        self._core.unload_swap_list()
-        swapper, pool, self._swapper, self._pool = self._swapper, self._pool, None, None
-        if is_empty:
-            del swapper
-            pool.close()
-        else:
-            self._tell("the device has no room for tensors that were swapped: they stay on the host", logging.WARNING)
-
-    def _counters(self) -> dict[str, int]:
-        return {**self._swapper.counters, **self._core.swap_list_counters()} if self._swapper is not None else {}
 
 
 def _others(trace: Trace, of_regions: bool, of_dynamic: bool) -> frozenset[int]:

@@ -1,0 +1,244 @@
+#include "swap_step.h"
+
+#include <algorithm>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "operators.h"
+#include "relief.h"
+
+namespace memplug {
+namespace {
+
+constexpr int64_t kSoon = 8; // outermost operators; what was used that lately is likely to be used again at once
+
+} // namespace
+
+SwapStep::SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c10::DeviceType device)
+    : plan_(std::move(plan)), swapper_(std::move(swapper)), device_(device), finder_(plan_) {
+  for (size_t i = 0; i < plan_.targets.size(); ++i) {
+    const SwapTarget& target = plan_.targets[i];
+    const auto index = static_cast<int32_t>(i);
+    turns_.push_back({target.release, Turn::RELEASE, index});
+    turns_.push_back({target.prefetch, Turn::PREFETCH, index});
+    turns_.push_back({target.next_use, Turn::RESTORE, index});
+  }
+  std::stable_sort(turns_.begin(), turns_.end(), [](const Turn& one, const Turn& other) {
+    return std::pair(one.place, one.kind) < std::pair(other.place, other.kind);
+  });
+}
+
+void SwapStep::begin() {
+  finder_.begin();
+  alive_.clear();
+  leaving_.clear();
+  running_.clear();
+  next_turn_ = 0;
+  is_running_ = true;
+}
+
+bool SwapStep::end() {
+  if (is_running_) {
+    counters.found += finder_.found();
+    counters.missed += static_cast<int64_t>(plan_.targets.size()) - finder_.found();
+    ++counters.steps;
+  }
+  is_running_ = false;
+  alive_.clear();
+  leaving_.clear();
+  return swapper_->restore_all();
+}
+
+Moment SwapStep::enter() {
+  running_.insert(++moments_);
+  return {moments_, swapper_->current_stream()};
+}
+
+void SwapStep::leave(const Moment& moment) {
+  running_.erase(moment.number);
+}
+
+void SwapStep::tick(const at::RecordFunction& function, int32_t number) {
+  if (plan_.targets.empty()) {
+    return;
+  }
+  finder_.tick(number);
+  each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t slot) {
+    if (finder_.anchor(tensor.storage().unsafeGetStorageImpl(), slot, number)) {
+      anchors_.push_back(tensor.storage().getWeakStorageImpl()); // its address is no other's
+    }
+  });
+  const int32_t place = finder_.now();
+  for (; next_turn_ < turns_.size() && turns_[next_turn_].place <= place; ++next_turn_) {
+    take(turns_[next_turn_]);
+  }
+}
+
+// What an operator inside of another one reads, and that one does not, was made in between: not each of them is shown.
+void SwapStep::read(const at::RecordFunction& function, int32_t number, const Moment& moment, bool outermost) {
+  const bool collective = is_collective(function, number);
+  each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t) {
+    see(tensor, moment, !outermost);
+    const auto* const storage = tensor.storage().unsafeGetStorageImpl();
+    finder_.read(storage, number);
+    if (collective) {
+      finder_.pass(storage, moment, true);
+    }
+  });
+  use(function);
+  find(function.inputs(), number, false);
+}
+
+void SwapStep::wrote(const at::RecordFunction& function, int32_t number, const Moment& moment) {
+  const bool collective = is_collective(function, number);
+  each_storage(function.outputs(), [&](const at::Tensor& tensor, int32_t) {
+    see(tensor, moment, true);
+    if (collective) {
+      finder_.pass(tensor.storage().unsafeGetStorageImpl(), moment, true);
+    }
+  });
+  find(function.outputs(), number, true);
+}
+
+void SwapStep::pass(const at::RecordFunction& function, int32_t number, const Moment& moment) {
+  const bool collective = is_collective(function, number);
+  each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t) {
+    finder_.pass(tensor.storage().unsafeGetStorageImpl(), moment, collective);
+  });
+}
+
+void SwapStep::done() {
+  for (auto& [target, storage] : std::exchange(leaving_, {})) {
+    swapper_->offload(storage, target);
+  }
+}
+
+// -- memory is short --------------------------------------------------------------------------------------------------------
+
+bool SwapStep::relieve(int64_t nbytes, int failures) {
+  if (!is_running_) {
+    return false;
+  }
+  if (failures == 1) {
+    const int64_t released = swapper_->release_leaving();
+    if (released > 0) {
+      note_relief({ReliefEvent::RELEASED, released});
+      return true;
+    }
+  }
+  std::vector<Idle> all = idle();
+  // What was not used lately comes first. Of that, the one that is closest in size and large enough; where none is, the
+  // largest ones. Of several of one size the one that was used first: backward needs it last.
+  const auto rank = [&](const Idle& each) {
+    const bool soon = each.last_use + kSoon >= moments_, small = each.nbytes < nbytes;
+    return std::tuple(soon, small, small ? -each.nbytes : each.nbytes, each.last_use);
+  };
+  std::sort(all.begin(), all.end(), [&](const Idle& one, const Idle& other) { return rank(one) < rank(other); });
+  int64_t freed = 0;
+  for (const Idle& each : all) {
+    if (freed >= nbytes) {
+      break;
+    }
+    const int64_t left = swapper_->leave_now(each.storage);
+    if (left > 0) {
+      note_relief({ReliefEvent::LEFT, left});
+    }
+    freed += left;
+  }
+  return freed > 0;
+}
+
+// What no operator that runs now uses, of any thread.
+std::vector<SwapStep::Idle> SwapStep::idle() const {
+  const Moment now{running_.empty() ? moments_ + 1 : *running_.begin(), swapper_->current_stream()};
+  std::vector<Idle> all;
+  for (const auto& weak : alive_) {
+    if (auto storage = weak.lock()) {
+      const auto [nbytes, last_use] = finder_.idle(storage.get(), now);
+      if (nbytes > 0) {
+        all.push_back({c10::Storage(std::move(storage)), nbytes, last_use});
+      }
+    }
+  }
+  return all;
+}
+
+// -- tensors of operators ---------------------------------------------------------------------------------------------------
+
+void SwapStep::take(const Turn& turn) {
+  switch (turn.kind) {
+    case Turn::RESTORE:
+      return swapper_->restore(turn.target);
+    case Turn::RELEASE:
+      return swapper_->release(turn.target);
+    case Turn::PREFETCH:
+      return swapper_->prefetch(turn.target);
+  }
+}
+
+// Calls `visit(tensor, slot)` for each tensor on the device.
+template <typename Values, typename Visit>
+void SwapStep::each_storage(const Values& values, const Visit& visit) const {
+  int32_t slot = 0;
+  for (const c10::IValue& value : values) {
+    each_tensor_or_number(value, [&](const at::Tensor& tensor) {
+      if (tensor.has_storage() && tensor.device().type() == device_) {
+        visit(tensor, slot++);
+      }
+    });
+  }
+}
+
+void SwapStep::see(const at::Tensor& tensor, const Moment& moment, bool made) {
+  const c10::Storage& storage = tensor.storage();
+  if (finder_.see(
+          storage.unsafeGetStorageImpl(),
+          static_cast<int64_t>(storage.nbytes()),
+          static_cast<int32_t>(tensor.scalar_type()),
+          moment,
+          made)) {
+    alive_.push_back(storage.getWeakStorageImpl()); // its address is no other's in this step
+  }
+}
+
+// What is away comes back, once all that the operator uses is known to be in use.
+void SwapStep::use(const at::RecordFunction& function) {
+  if (swapper_->is_empty()) {
+    return;
+  }
+  each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t) {
+    swapper_->use(tensor.storage().unsafeGetStorageImpl());
+  });
+}
+
+// Of an operator's tensors, those that it is the last to use.
+template <typename Values>
+void SwapStep::find(const Values& values, int32_t number, bool output) {
+  if (plan_.targets.empty()) {
+    return;
+  }
+  each_storage(values, [&](const at::Tensor& tensor, int32_t slot) {
+    const c10::Storage& storage = tensor.storage();
+    const int32_t target =
+        finder_.find(storage.unsafeGetStorageImpl(), static_cast<int64_t>(storage.nbytes()), number, output, slot);
+    if (target >= 0) {
+      leaving_.emplace_back(target, storage);
+    }
+  });
+}
+
+// Other streams may use its tensors for as long as nothing waits for it. As COLLECTIVES in memplug/plan/swap/from_trace.py.
+bool SwapStep::is_collective(const at::RecordFunction& function, int32_t number) {
+  if (number >= static_cast<int32_t>(collectives_.size())) {
+    collectives_.resize(number + 1, -1);
+  }
+  int8_t& known = collectives_[number];
+  if (known < 0) {
+    const std::string_view name = function.name();
+    known = name.starts_with("c10d::") || name.starts_with("_c10d_functional::") || name.starts_with("c10d_functional::");
+  }
+  return known > 0;
+}
+
+} // namespace memplug

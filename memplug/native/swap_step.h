@@ -1,0 +1,94 @@
+// One step under a swap list: what its operators do to the tensors that the list names.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "finder.h"
+#include "storage_swapper.h"
+
+namespace memplug {
+
+struct SwapListCounters {
+  int64_t steps = 0;
+  int64_t found = 0, missed = 0; // targets, over all steps
+};
+
+// Not of several threads at once. Of a list without targets it only knows what may leave where memory is short.
+class SwapStep {
+ public:
+  SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c10::DeviceType device);
+
+  void begin();
+  bool end(); // false: the device has no room for some of what was away
+
+  bool is_running() const {
+    return is_running_;
+  }
+
+  // An outermost operator of the calling thread begins, and ends.
+  Moment enter();
+  void leave(const Moment& moment);
+
+  // An outermost operator of the program begins.
+  void tick(const at::RecordFunction& function, int32_t number);
+
+  // An operator of the program begins, inside of the outermost one of that moment, and has ended.
+  void read(const at::RecordFunction& function, int32_t number, const Moment& moment, bool outermost);
+  void wrote(const at::RecordFunction& function, int32_t number, const Moment& moment);
+
+  // One that is no part of it begins.
+  void pass(const at::RecordFunction& function, int32_t number, const Moment& moment);
+
+  // An outermost operator of the program has ended: what it was the last to use leaves.
+  void done();
+
+  // A request of the calling thread has failed so often, see relief.h.
+  bool relieve(int64_t nbytes, int failures);
+
+  SwapListCounters counters;
+
+ private:
+  // What happens to a target at a place.
+  struct Turn {
+    enum Kind : uint8_t { RESTORE, RELEASE, PREFETCH }; // in the order in which they happen
+    int32_t place;
+    Kind kind;
+    int32_t target;
+  };
+  struct Idle {
+    c10::Storage storage;
+    int64_t nbytes, last_use;
+  };
+
+  template <typename Values, typename Visit>
+  void each_storage(const Values& values, const Visit& visit) const;
+  void take(const Turn& turn);
+  void see(const at::Tensor& tensor, const Moment& moment, bool made);
+  template <typename Values>
+  void find(const Values& values, int32_t number, bool output);
+  void use(const at::RecordFunction& function);
+  bool is_collective(const at::RecordFunction& function, int32_t number);
+  std::vector<Idle> idle() const;
+
+  const SwapListPlan plan_;
+  const std::shared_ptr<StorageSwapper> swapper_;
+  const c10::DeviceType device_;
+  Finder finder_;
+  std::vector<Turn> turns_;
+  size_t next_turn_ = 0;
+  int64_t moments_ = 0;
+  std::set<int64_t> running_; // moments of the outermost operators that run now
+  std::vector<int8_t> collectives_; // by operator number; -1: not known yet
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> alive_, anchors_;
+  std::vector<std::pair<int32_t, c10::Storage>> leaving_; // when the operator that runs is done
+  bool is_running_ = false;
+};
+
+} // namespace memplug

@@ -1,0 +1,79 @@
+"""What memplug knew when the device ran out of memory: a note on the error, and a snapshot of the allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memplug.device.device import Device
+from memplug.session.recording import of_rank
+
+GIB = 2**30
+SNAPSHOT_FOLDER = "memplug_snapshots"
+BEGINS = "memplug: out of memory"
+
+
+def note(phase: str, region: str | None, report: dict[str, Any], peak_bytes: int | None) -> str:
+    """What memplug knew when the device ran out of memory, and three things to change.
+
+    Args:
+        phase: "forward", "recompute", "backward" or "step".
+        region: qualified name of the module, None outside regions.
+        report: of the session.
+        peak_bytes: largest allocation total of the device so far, None where the device does not count.
+    """
+    lines = [
+        f"{BEGINS} in {phase}" + (f" of region {region}" if region else ""),
+        f"  peak: predicted {_gib(report['predicted_peak_bytes'])}, measured {_gib(peak_bytes)} (allocated in all)",
+        f"  memplug holds on the device: {_gib(report['prefetched_live_bytes'])} prefetched, "
+        f"{_gib(report['predicted_kept_bytes'])} kept by plan, {_gib(report['buffer_bytes'])} in rounding buffers",
+        f"  memplug holds on the host: {_gib(report['host_used_bytes'])} of {_gib(report['host_budget_bytes'])}",
+        f"  swap list: {report['swap']}, {report['swap_tensors']} tensors planned, {report['swap_passive']} have left "
+        f"for requests that failed ({_gib(report['swap_passive_bytes'])})",
+        f"  stage {report['stage']}, alpha {report['alpha']}, {report['forwards_in_flight']} region forwards in flight",
+        "  Three things to change, the cheapest first:",
+        '    1. set "device_budget_gib" below what the device has, so that the plan keeps less there',
+        '    2. add host memory ("host_budget_gib"), or set "tokenwise": {"alpha": 0}: recomputation needs the least',
+        "    3. halve the micro-batch or the sequence; raise gradient accumulation or the ZeRO stage instead",
+    ]
+    return "\n".join(lines)
+
+
+def add_note(error: BaseException, text: Callable[[], str]) -> None:
+    """Attach a note to an exception once; Python 3.10 gets it appended to the message."""
+    if getattr(error, "_memplug_note", False) or BEGINS in str(error):
+        return
+    error._memplug_note = True
+    if hasattr(error, "add_note"):
+        error.add_note(text())
+    else:
+        error.args = (f"{error.args[0] if error.args else ''}\n{text()}", *error.args[1:])
+
+
+def save_snapshot(asked: bool | str, device: Device, step: int) -> str:
+    """Write what torch's allocator has, for pytorch.org/memory_viz, where the block asks for it.
+
+    Args:
+        asked: `report.snapshot_on_oom`.
+
+    Returns:
+        A line for the note; "": nothing was asked for.
+    """
+    if not asked:
+        return ""
+    if device.kind != "cuda":
+        return "  no snapshot: the CPU's allocator keeps none"
+    file = of_rank(Path(SNAPSHOT_FOLDER if asked is True else asked) / f"step{step:06}.pickle")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(file))
+    except (OSError, RuntimeError) as error:
+        return f"  no snapshot: {error}"
+    return f"  a snapshot of the allocator is in {file}: drop it on https://pytorch.org/memory_viz"
+
+
+def _gib(nbytes: int | float | None) -> str:
+    return "unknown" if nbytes is None else f"{nbytes / GIB:.2f} GiB"

@@ -1,0 +1,143 @@
+"""A swap list in force in the native core; or, where there is none yet, what catches requests that fail."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memplug.device.device import Device
+from memplug.device.host_pool import HostPool
+from memplug.errors import SwapError
+from memplug.plan.swap.part import SwapPart
+from memplug.profile.recorder import dtype_numbers
+from memplug.show.words import size
+from memplug.swap.tables import Tables, tables_of
+
+Relief = tuple[str, int]
+"""One thing that was done for a request that failed, and bytes: the request "failed"; what was on its way out was
+"released"; a tensor "left" passively; the request was "served"."""
+
+
+class InForce:
+    """Nothing, until `watch` or `swap`.
+
+    While either is in force, a request for device memory that fails inside of a step is tried again once tensors have
+    left: those on their way out, then the largest that are used latest (Chameleon, section 6.3, algorithm 3).
+
+    Args:
+        device: that trains.
+        core: the native core.
+        min_bytes: of a tensor that leaves.
+        host_bytes: that may be taken of the host.
+        explain: see `memplug.stages.technique.Given`.
+
+    Attributes:
+        relief: of the last step in which a request failed.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        core: Any,
+        min_bytes: int,
+        host_bytes: Callable[[], int],
+        explain: Callable[[], str],
+    ):
+        self.relief: list[Relief] = []
+        self._device, self._core, self._min_bytes = device, core, min_bytes
+        self._host_bytes, self._explain = host_bytes, explain
+        self._pool: HostPool | None = None
+        self._swapper: Any = None
+        self._former: dict[str, int] = {}  # counters of what is in force no more
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Over all steps of the session."""
+        if self._swapper is None:
+            return self._former
+        counters = {**self._swapper.counters, **self._core.swap_list_counters()}
+        return {name: count + self._former.get(name, 0) for name, count in counters.items()}
+
+    @property
+    def missed(self) -> int:
+        """How many tensors of the list were not found, over its steps."""
+        return self._core.swap_list_counters()["missed"]
+
+    def watch(self) -> None:
+        """No list: tensors leave only where a request fails.
+
+        Raises:
+            SwapError: the device's allocator cannot be stood in front of.
+        """
+        self._catch(True)
+        self._load(Tables.empty(), self._min_bytes, None, self._host_bytes())
+
+    def swap(self, part: SwapPart) -> None:
+        """Tensors leave and return by this list.
+
+        Raises:
+            SwapError: the host has no memory for it.
+        """
+        budget_bytes = self._host_bytes()
+        self._pool = HostPool(self._device, budget_bytes, self._core)
+        self._pool.reserve(part.host_bytes)
+        if self._pool.capacity_bytes < part.host_bytes:
+            raise SwapError(f"the host has no {size(part.host_bytes)} for the swap list")
+        tables = tables_of(part, self._core, dtype_numbers(self._core))
+        smallest = min((target.nbytes for target in part.targets), default=0)
+        passive_bytes = budget_bytes - self._pool.capacity_bytes
+        with contextlib.suppress(SwapError):  # `watch` has said so
+            self._catch(True)
+        self._load(tables, max(1, min(smallest, self._min_bytes)), self._pool.slabs[0], passive_bytes)
+
+    def end(self) -> bool:
+        """Everything is back, and nothing leaves. False: the device has no room for some of it, which stays on the
+        host.
+        """
+        if self._swapper is None:
+            return True
+        self._core.end_swap_step()
+        self._former = self.counters
+        is_empty = self._swapper.restore_all()
+        self._core.unload_swap_list()
+        swapper, pool, self._swapper, self._pool = self._swapper, self._pool, None, None
+        if is_empty:
+            del swapper
+            if pool is not None:
+                pool.close()
+            elif self._device.kind == "cuda":
+                torch._C._host_emptyCache()  # pinned memory of tensors that left passively
+        self._catch(False)
+        return is_empty
+
+    def begin_step(self) -> None:
+        """Tensors leave and return from here on."""
+        if self._swapper is not None:
+            self._core.begin_swap_step()
+
+    def end_step(self) -> None:
+        """Between two steps nothing is away, unless the device has no room for it."""
+        if self._swapper is not None:
+            self._core.end_swap_step()
+            self.relief = self._core.take_relief_events() or self.relief
+
+    def _load(self, tables: Tables, min_bytes: int, slab: torch.Tensor | None, passive_bytes: int) -> None:
+        self._swapper = self._core.StorageSwapper(self._device.streams(self._core), slab, max(0, passive_bytes))
+        device_type = 0 if self._device.kind == "cpu" else 1
+        self._core.load_swap_list(
+            tables.program, tables.ranks, tables.targets, tables.anchors, min_bytes, self._swapper, device_type
+        )
+
+    def _catch(self, on: bool) -> None:
+        index = -1
+        if self._device.kind == "cuda":
+            torch.cuda.init()  # before it, there is no allocator to stand in front of
+            which = self._device.torch_device
+            index = torch.cuda.current_device() if which.index is None else which.index
+        try:
+            self._core.catch_out_of_memory(on, index, self._explain if on else None)
+        except RuntimeError as error:
+            raise SwapError(f"requests that fail cannot be caught: {str(error).splitlines()[0]}") from None
