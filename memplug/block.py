@@ -166,7 +166,7 @@ class ReportConfig(Section):
     """false, or the folder that a trace of one step goes to after each plan, for `memplug show`: operators, requests
     for memory, phases, layers. true stands for "memplug_timeline", in the working directory."""
     snapshot_on_oom: Timeline = False
-    """false, or the folder that a snapshot of torch's CUDA allocator goes to when a step runs out of memory for good, for
+    """false, or the folder that a snapshot of the CUDA allocator goes to when a step runs out of memory for good, for
     pytorch.org/memory_viz. true stands for "memplug_snapshots", in the working directory."""
 
 

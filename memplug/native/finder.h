@@ -63,16 +63,29 @@ class Finder {
     }
   }
 
-  // A step begins.
-  void begin() {
+  // A step begins. Of what earlier ones have made, `lives(storage)` says what is still there.
+  template <typename Lives>
+  void begin(const Lives& lives) {
     if (keys_.empty() && clock_.is_true() && clock_.is_at_end()) {
       keys_ = learnt_;
     }
     learnt_.clear();
     clock_.begin();
-    seen_.clear();
+    ska::flat_hash_map<const void*, Seen> former;
+    std::swap(former, seen_);
+    for (auto& [storage, seen] : former) {
+      if (seen.is_made && lives(storage)) {
+        seen.features = {};
+        seen_.emplace(storage, seen);
+      }
+    }
     std::fill(found_.begin(), found_.end(), false);
     next_ = 0;
+  }
+
+  // Whether it was used in this step, or made by an earlier one.
+  bool knows(const void* storage) const {
+    return seen_.find(storage) != seen_.end();
   }
 
   // An outermost operator begins.
@@ -184,7 +197,7 @@ class Finder {
     int32_t dtype;
     int64_t stream; // of its first use
     int64_t last_use; // by any operator
-    bool is_made; // in this step
+    bool is_made; // by the program
     bool is_shared = false; // used on another one too: nothing says when that is done with it
 
     void use(const Moment& now) {

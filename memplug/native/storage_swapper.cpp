@@ -51,6 +51,7 @@ struct StorageSwapper::Absent {
   bool passive = false; // no plan has it
   bool written = false; // to its memory of the host, since the device had no room: it returns in no operator's time
   c10::DataPtr arriving; // device memory that it returns to
+  int64_t began = 0; // its return, of all returns
 };
 
 struct StorageSwapper::HostMemory {
@@ -232,6 +233,25 @@ int64_t StorageSwapper::leave_now(const c10::Storage& storage) {
   return nbytes;
 }
 
+int64_t StorageSwapper::turn_back() {
+  const Lock lock(swap_mutex());
+  Absent* last = nullptr;
+  for (const auto& absent : all_) {
+    if (absent->state == State::RETURNING && is_current(*absent) && (last == nullptr || absent->began > last->began)) {
+      last = absent.get();
+    }
+  }
+  if (last == nullptr || streams_->is_capturing()) {
+    return 0;
+  }
+  streams_->wait(last->stream, last->prefetched, Wait::DISCARD_FOR_PREFETCH);
+  last->prefetched = nullptr;
+  last->state = State::AWAY;
+  const Moving moving(last->passive);
+  last->arriving.clear();
+  return last->nbytes;
+}
+
 void StorageSwapper::leave(Absent& absent) {
   c10::StorageImpl& storage = *absent.storage;
   if (storage.data() != absent.memory || static_cast<int64_t>(storage.nbytes()) != absent.nbytes) { // it was resized
@@ -283,6 +303,7 @@ bool StorageSwapper::start_return(Absent& absent) {
   streams_->copy(prefetch_stream_, device, host);
   absent.prefetched = streams_->record(prefetch_stream_);
   absent.state = State::RETURNING;
+  absent.began = ++returns_;
   if (!absent.passive) {
     ++counters_.prefetches;
     counters_.prefetched_bytes += absent.nbytes;
@@ -380,6 +401,9 @@ int64_t StorageSwapper::release_leaving() {
   return 0;
 }
 int64_t StorageSwapper::leave_now(const c10::Storage&) {
+  return 0;
+}
+int64_t StorageSwapper::turn_back() {
   return 0;
 }
 void StorageSwapper::release(int64_t) {}

@@ -84,6 +84,9 @@ class StorageSwapper {
   // It leaves at once, for no plan, until it is used. Bytes that are free for what the current stream does next, 0: it stays.
   int64_t leave_now(const c10::Storage& storage);
 
+  // The one whose return began last stays on the host. Bytes that are free for what the current stream does next.
+  int64_t turn_back();
+
   // Starts the copy in.
   void prefetch(int64_t key);
 
@@ -139,6 +142,7 @@ class StorageSwapper {
   std::vector<std::unique_ptr<Absent>> all_;
   std::vector<std::unique_ptr<Absent>> gone_; // their storages died while they returned
   int64_t passive_room_; // bytes of the host that may be added
+  int64_t returns_ = 0; // that ever began
   SwapCounters counters_;
 };
 

@@ -66,7 +66,11 @@ void on_end(const at::RecordFunction& function, at::ObserverContext*) {
   if (number == NOT_AN_OPERATOR) {
     return;
   }
-  --enclosing;
+  struct Leaves { // last: a copy that begins below runs inside of the operator
+    ~Leaves() {
+      --enclosing;
+    }
+  } const leaves;
   if (silent) {
     return;
   }
@@ -75,20 +79,21 @@ void on_end(const at::RecordFunction& function, at::ObserverContext*) {
   if (step == nullptr || !step->is_running()) {
     return;
   }
+  const bool is_outermost = enclosing == 1;
   if (in_program()) {
     step->wrote(function, number, outermost);
-    if (enclosing == 0) {
+    if (is_outermost) {
       step->done();
     }
   }
-  if (enclosing == 0) {
+  if (is_outermost) {
     step->leave(outermost);
   }
 }
 
-// Operators of this thread have to be seen, or it is not known which tensors they use.
+// The outermost operator of this thread has to be seen, or it is not known which tensors it uses.
 bool relieve_step(size_t nbytes, int failures) {
-  if (silent || !at::isRecordFunctionEnabled()) {
+  if (silent || !(enclosing > 0 || at::isRecordFunctionEnabled())) {
     return false;
   }
   const Lock lock(swap_mutex());

@@ -45,7 +45,7 @@ class Rehearsal {
 
   // The identity of the tensor that each target is taken for in a step, -1: of none.
   std::vector<int64_t> run(const Step& step) {
-    finder_.begin();
+    finder_.begin([](const void*) { return false; });
     std::vector<int64_t> found(plan_.targets.size(), -1);
     std::vector<size_t> running;
     const auto end = [&](int32_t depth) {
@@ -124,6 +124,7 @@ void add_swaps(py::module_& module) {
       })
       .def("release", &StorageSwapper::release)
       .def("release_leaving", &StorageSwapper::release_leaving)
+      .def("turn_back", &StorageSwapper::turn_back)
       .def("leave_now", [](StorageSwapper& swapper, py::handle tensor) {
         return swapper.leave_now(tensor_of(tensor).storage());
       })
@@ -156,7 +157,7 @@ void add_swaps(py::module_& module) {
   module.def("end_swap_step", &end_swap_step, Released());
   module.def("catch_out_of_memory", &catch_out_of_memory);
   module.def("take_relief_events", [] {
-    static constexpr const char* kNames[] = {"failed", "released", "left", "served"}; // in the order of ReliefEvent::Kind
+    static constexpr const char* kNames[] = {"failed", "released", "left", "turned back", "served"}; // in the order of ReliefEvent::Kind
     py::list all;
     for (const ReliefEvent& event : take_relief_events()) {
       all.append(py::make_tuple(kNames[event.kind], event.nbytes));

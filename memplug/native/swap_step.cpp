@@ -30,8 +30,21 @@ SwapStep::SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c
 }
 
 void SwapStep::begin() {
-  finder_.begin();
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> alive;
+  ska::flat_hash_map<const void*, bool> lives;
+  for (const auto& weak : alive_) {
+    if (auto storage = weak.lock()) {
+      lives[storage.get()] = true;
+      alive.push_back(std::move(storage));
+    }
+  }
+  finder_.begin([&](const void* storage) { return lives.find(storage) != lives.end(); });
   alive_.clear();
+  for (const auto& storage : alive) {
+    if (finder_.knows(storage.get())) {
+      alive_.emplace_back(storage);
+    }
+  }
   leaving_.clear();
   running_.clear();
   next_turn_ = 0;
@@ -45,7 +58,6 @@ bool SwapStep::end() {
     ++counters.steps;
   }
   is_running_ = false;
-  alive_.clear();
   leaving_.clear();
   return swapper_->restore_all();
 }
@@ -145,6 +157,14 @@ bool SwapStep::relieve(int64_t nbytes, int failures) {
       note_relief({ReliefEvent::LEFT, left});
     }
     freed += left;
+  }
+  while (freed < nbytes) {
+    const int64_t turned = swapper_->turn_back();
+    if (turned == 0) {
+      break;
+    }
+    note_relief({ReliefEvent::TURNED, turned});
+    freed += turned;
   }
   return freed > 0;
 }

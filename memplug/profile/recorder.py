@@ -59,7 +59,6 @@ class Recorder:
             micro-batch (its running number in the step), in one without gradients, in a layer (its index in the layers
             of the trace), in the optimizer. Each returns where it was, for `leave`. A backward needs none: the
             nodes of the graph tell.
-        here: where the calling thread is.
 
     Raises:
         NativeError: the native core cannot be built here.
@@ -81,7 +80,6 @@ class Recorder:
         self.enter_layer: Callable[[int], Place] = self._native.enter_layer
         self.enter_optimizer: Callable[[], Place] = self._native.enter_optimizer
         self.leave: Callable[[Place], None] = self._native.leave
-        self.here: Callable[[], Place] = self._native.here
         self._watching = True
         self._nodes = self._native.nodes()
         self._native.watch(True)
@@ -123,6 +121,10 @@ class Recorder:
         """See nothing any more; leaves no callback and no allocator behind. A second call does nothing."""
         self.recording = False
         self._release()
+
+    def here(self) -> Place:
+        """Where the calling thread is."""
+        return self._native.here()
 
     # -- recording -----------------------------------------------------------------------------------------------------
 

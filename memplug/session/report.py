@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memplug.tokenwise.predictions import Predictions
     from memplug.tokenwise.rounding import Rounding
 
+
 def counters(executor: Executor) -> dict[str, Any]:
     """What the executor did so far and holds now; bytes, counts, and why regions are opaque.
 

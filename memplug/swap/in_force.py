@@ -18,14 +18,15 @@ from memplug.swap.tables import Tables, tables_of
 
 Relief = tuple[str, int]
 """One thing that was done for a request that failed, and bytes: the request "failed"; what was on its way out was
-"released"; a tensor "left" passively; the request was "served"."""
+"released"; a tensor "left" passively; one that was on its way back "turned back"; the request was "served"."""
 
 
 class InForce:
     """Nothing, until `watch` or `swap`.
 
     While either is in force, a request for device memory that fails inside of a step is tried again once tensors have
-    left: those on their way out, then the largest that are used latest (Chameleon, section 6.3, algorithm 3).
+    left: those on their way out, then idle ones by size, those first that are needed last, then those on their way back
+    (Chameleon, section 6.3, algorithm 3).
 
     Args:
         device: that trains.
@@ -36,6 +37,7 @@ class InForce:
 
     Attributes:
         relief: of the last step in which a request failed.
+        has_failed: in the last step a request failed for good: it may not have come to its end.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class InForce:
         explain: Callable[[], str],
     ):
         self.relief: list[Relief] = []
+        self.has_failed = False
         self._device, self._core, self._min_bytes = device, core, min_bytes
         self._host_bytes, self._explain = host_bytes, explain
         self._pool: HostPool | None = None
@@ -122,7 +125,10 @@ class InForce:
         """Between two steps nothing is away, unless the device has no room for it."""
         if self._swapper is not None:
             self._core.end_swap_step()
-            self.relief = self._core.take_relief_events() or self.relief
+            events = self._core.take_relief_events()
+            self.relief = events or self.relief
+            last = [kind for kind, _ in events if kind in ("failed", "served")][-1:]
+            self.has_failed = last == ["failed"]
 
     def _load(self, tables: Tables, min_bytes: int, slab: torch.Tensor | None, passive_bytes: int) -> None:
         self._swapper = self._core.StorageSwapper(self._device.streams(self._core), slab, max(0, passive_bytes))

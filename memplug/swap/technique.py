@@ -126,7 +126,9 @@ class SwapsWhole(Technique[SwapPart]):
         """Between two steps nothing is away, unless the device has no room for it."""
         self._in_force.end_step()
         if self._device.kind == "cpu" and not self.off_because:
-            self._core.limit_cpu(UNLIMITED_BYTES)  # what memplug itself does between two steps is no part of the device's
+            self._core.limit_cpu(
+                UNLIMITED_BYTES
+            )  # what memplug itself does between two steps is no part of the device's
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class SwapsWhole(Technique[SwapPart]):
             if self._fits():
                 return SwapPart()
             self._state = State.RECORDING
-        elif self._state is State.RECORDING and trace is not None:
+        elif self._state is State.RECORDING and trace is not None and not self._in_force.has_failed:
             return self._plan(trace)
         return None
 

@@ -92,7 +92,7 @@ class Training:
             self.step()
 
     def away_bytes(self) -> int:
-        swapper = self.session._boundary.swapping._swapper
+        swapper = self.session._boundary.swapping._in_force._swapper
         return swapper.host_bytes if swapper is not None else 0
 
     @property
@@ -116,6 +116,7 @@ def test_a_list_is_in_force_from_the_step_after_it_was_made(training: Training) 
     assert report["swap_released_bytes"] == 4 * report["swap_planned_bytes"]
 
 
+@pytest.mark.gpu
 def test_a_budget_that_nothing_keeps_to_is_told_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     model = Deep()
     with memplug.attach(model, block(1e-6)) as session:
@@ -286,7 +287,8 @@ def test_a_second_run_swaps_from_its_first_step_on(tmp_path: Path) -> None:
     assert 2 * report["swap_tensors"] < report["swap_found"]
 
 
-def test_a_list_with_no_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.gpu
+def test_a_list_with_no_host_memory_is_refused() -> None:
     training = Training(host_budget_gib=1e-6)
     for _ in range(6):
         training.step()

@@ -9,7 +9,7 @@ more can be missing at o than it carries from o to b. Both are linear in the cho
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -26,13 +26,21 @@ ATTEMPTS = 24
 """Choices that are solved for: one that cannot be placed is forbidden, and the next one tried."""
 
 
-def cover(problem: SwapProblem, below_bytes: int, *, waits: bool) -> Iterator[tuple[int, ...]]:
+def cover(
+    problem: SwapProblem,
+    below_bytes: int,
+    *,
+    waits: bool,
+    among: Collection[int] = (),
+    without: Collection[int] = (),
+) -> Iterator[tuple[int, ...]]:
     """Choices of candidates that swap fewer bytes than that, the fewest first; each has to be simulated.
 
     Args:
         problem: the step.
         below_bytes: of a choice that is known.
         waits: Whether operators may wait for copies.
+        among, without: Candidates that every choice has, and has not.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -42,6 +50,7 @@ def cover(problem: SwapProblem, below_bytes: int, *, waits: bool) -> Iterator[tu
     if not usable or below_bytes <= 0:
         return
     coefficients, at_least = _rows(problem, gaps, usable, waits)
+    limits = Bounds([float(index in among) for index in usable], [float(index not in without) for index in usable])
     unit = float(sizes.max())
     rows = [*(coefficients * sizes / unit), -sizes / unit, -sizes / unit]
     bounds = [*(at_least / unit), -problem.host_bytes / unit, -(below_bytes - 1) / unit]
@@ -53,7 +62,7 @@ def cover(problem: SwapProblem, below_bytes: int, *, waits: bool) -> Iterator[tu
         result = milp(
             sizes / unit,
             integrality=np.ones(len(usable)),
-            bounds=Bounds(0, 1),
+            bounds=limits,
             constraints=LinearConstraint(np.array(rows), lb=np.array(bounds)),
             options={"time_limit": left_s, "mip_rel_gap": GAP},
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +18,10 @@ SIZE_WEIGHT = 1.0
 
 NEGLIGIBLE_S = 1e-9
 """A stall that only the rounding of times makes."""
+
+
+REPLACING_S = 1.0
+"""For looking for smaller candidates in place of chosen ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +57,9 @@ def swap_list(problem: SwapProblem) -> SwapList:
     everything = sum(each.nbytes for each in problem.candidates)
     other = _fewest(problem, everything + 1 if waits else found.swapped_bytes, longest_stall_s=None)
     if other is None and waits:
+        found = _list(
+            problem, with_smaller(problem, {swap.candidate: (swap.release, swap.prefetch) for swap in found.swaps})
+        )
         other = _fewest(problem, found.swapped_bytes, longest_stall_s=found.simulation.stall_s)
     return other or found
 
@@ -170,3 +180,35 @@ def without_redundant(problem: SwapProblem, chosen: Chosen) -> Chosen:
         if not reductions(problem, swaps).any() and simulate(problem, swaps).stall_s <= stall_s + NEGLIGIBLE_S:
             chosen = fewer
     return chosen
+
+
+def with_smaller(problem: SwapProblem, chosen: Chosen) -> Chosen:
+    """With a smaller candidate in place of a chosen one, the largest first, or with the fewest bytes of several, where
+    that does: nothing above the budget, and no longer waits.
+    """
+    stall_s = _list(problem, chosen).simulation.stall_s
+    deadline_s = time.monotonic() + REPLACING_S
+    for index in sorted(chosen, key=lambda index: (-problem.candidates[index].nbytes, index)):
+        rest = chosen.keys() - {index}
+        for others in _in_place_of(problem, index, rest):
+            if time.monotonic() > deadline_s:
+                return chosen
+            trial = forced(problem, dict.fromkeys([*rest, *others], NOT_FORCED), may_add=False)
+            if trial is not None and _list(problem, trial).simulation.stall_s <= stall_s + NEGLIGIBLE_S:
+                chosen = trial
+                break
+    return chosen
+
+
+def _in_place_of(problem: SwapProblem, index: int, rest: Set[int]) -> Iterator[tuple[int, ...]]:
+    gap, nbytes = problem.candidates[index].gap, problem.candidates[index].nbytes
+    smaller = [
+        (each.nbytes, other)
+        for other, each in enumerate(problem.candidates)
+        if other not in rest and each.nbytes < nbytes and each.gap.start < gap.stop and gap.start < each.gap.stop
+    ]
+    for _, other in sorted(smaller):
+        yield (other,)
+    below_bytes = nbytes + sum(problem.candidates[each].nbytes for each in rest)
+    for candidates in itertools.islice(cover(problem, below_bytes, waits=True, among=rest, without=(index,)), 1):
+        yield tuple(set(candidates) - rest)

@@ -1,0 +1,219 @@
+"""Steps that do not fit: they complete, slowly and with the same numbers, or end with an error that says why."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from tests.support.swapped import GIB, block
+
+pytestmark = pytest.mark.device
+
+LAYERS, WIDTH = 8, 256
+ROWS = 2048 if torch.version.cuda is None else 10240  # of CUDA so many that the allocator reserves what is asked for
+TENSOR_BYTES = ROWS * WIDTH * 4
+LIMIT_BYTES = 14 * TENSOR_BYTES  # a step that keeps all that it saves takes more than 24
+
+
+class Deep(nn.Module):
+    """Residual layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def batch(step: int, rows: int = ROWS) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(step)
+    return torch.randn(rows, WIDTH, generator=generator, device="cpu").to(torch.get_default_device())
+
+
+@contextlib.contextmanager
+def device_of(nbytes: int) -> Iterator[float]:
+    """A device with so much memory; gives the budget of the block, in GiB. On the CPU the budget is the device."""
+    if torch.get_default_device().type == "cpu":
+        yield nbytes / GIB
+        return
+    torch.cuda.empty_cache()
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + nbytes) / total_bytes)
+    try:
+        yield nbytes / GIB
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def losses_of(model: nn.Module, sizes: list[int], session: memplug.Session | None = None) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step, rows in enumerate(sizes):
+        loss = model(batch(step, rows))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        del loss
+        if session is not None:
+            session.step()
+    return losses
+
+
+def technique_of(session: memplug.Session) -> Any:
+    return session._boundary.swapping
+
+
+@pytest.fixture
+def expected() -> list[float]:
+    return losses_of(Deep(), [ROWS] * 8)
+
+
+def assert_in_order(events: list[tuple[str, int]], may_release: bool) -> None:
+    """Algorithm 3: what is on its way out goes first, then tensors leave, and the request is tried again each time."""
+    requests = []
+    for kind, nbytes in events:
+        if kind == "failed" and (not requests or requests[-1][-1][0] == "served"):
+            requests.append([])
+        requests[-1].append((kind, nbytes))
+    assert requests
+    for tried in requests:
+        kinds = [kind for kind, _ in itertools.groupby(kind for kind, _ in tried)]
+        assert kinds[0] == "failed" and kinds[-1] == "served"
+        assert {nbytes for kind, nbytes in tried if kind in ("failed", "served")} == {tried[0][1]}
+        middle = kinds[1:-1]
+        assert middle[0] == "released" if may_release and "released" in kinds else middle[0] == "left"
+        assert "released" not in middle[1:]
+        assert all(kind in ("failed", "left", "turned back") for kind in middle[1:])
+
+
+def test_a_first_step_that_does_not_fit_completes_in_order(expected: list[float]) -> None:
+    model = Deep()
+    with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
+        found = losses_of(model, [ROWS], session)
+        technique = technique_of(session)
+        assert_in_order(technique.relief, may_release=False)
+        first = session.report()
+        assert first["swap_passive"] == sum(kind == "left" for kind, _ in technique.relief) > 4
+        assert first["swap_passive_bytes"] == sum(nbytes for kind, nbytes in technique.relief if kind == "left")
+    assert found == expected[:1]
+
+
+def test_planned_steps_have_no_request_that_fails(expected: list[float]) -> None:
+    model = Deep()
+    passive = []
+    with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
+        session.on_step.append(lambda each: passive.append((each.report()["swap"], each.report()["swap_passive"])))
+        assert losses_of(model, [ROWS] * 8, session) == expected
+        report = session.report()
+    planned = [count for state, count in passive if state == "swapping"]
+    assert len(planned) > 3 and len(set(planned)) == 1 and planned[0] > 0
+    assert report["swap_released_bytes"] > 0
+    assert report["swap_demanded"] == report["swap_cancelled"] == report["swap_refused"] == 0
+
+
+def test_a_longer_batch_than_planned_completes(expected: list[float]) -> None:
+    sizes = [ROWS] * 6 + [ROWS * 5 // 4, ROWS, ROWS // 2, ROWS * 5 // 4]
+    reference = losses_of(Deep(), sizes)
+    model = Deep()
+    with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
+        assert losses_of(model, sizes, session) == reference
+    assert reference[:6] == expected[:6]
+
+
+def test_what_is_on_its_way_out_goes_first() -> None:
+    """A list that releases what it offloads too late."""
+    model = Deep()
+    with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
+        losses_of(model, [ROWS] * 4, session)
+        technique = technique_of(session)
+        assert session.report()["swap"] == "swapping"
+        late = tuple(replace(target, release=target.prefetch - 1) for target in technique.part.targets)
+        technique.install(replace(technique.part, targets=late))
+        session.step()
+        twin = copy.deepcopy(model)
+        assert losses_of(model, [ROWS] * 2, session) == losses_of(twin, [ROWS] * 2)
+        assert_in_order(technique.relief, may_release=True)
+        assert "released" in dict(technique.relief)
+
+
+def test_a_request_that_nothing_helps_says_what_memplug_knows() -> None:
+    model = Deep()
+    with device_of(3 * TENSOR_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            model(batch(0)).backward()
+        text = str(raised.value)
+        assert "memplug: out of memory in" in text and "have left for requests that failed" in text
+        assert text.count("memplug: out of memory") == 1
+        assert all(f"    {number}. " in text for number in (1, 2, 3))
+        del raised
+        model.zero_grad()
+        session.step()
+        small = Deep()
+        assert losses_of(model, [16] * 2, session) == losses_of(small, [16] * 2)
+
+
+def test_without_host_memory_it_fails_and_says_so() -> None:
+    model = Deep()
+    with (
+        device_of(LIMIT_BYTES) as budget_gib,
+        memplug.attach(model, block(budget_gib, host_budget_gib=TENSOR_BYTES / GIB)) as session,
+    ):
+        with pytest.raises(torch.OutOfMemoryError, match="memplug: out of memory"):
+            losses_of(model, [ROWS], session)
+        assert session.report()["swap_refused"] > 0
+
+
+def test_a_step_that_failed_is_not_planned_from() -> None:
+    """The rest of what was recorded of it fits."""
+    model = Deep()
+    with device_of(3 * TENSOR_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
+        for _ in range(8):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                model(batch(0)).backward()
+            model.zero_grad()
+            session.step()
+        report = session.report()
+    assert report["recorded_steps"] > 1 and report["swap"] == "recording"
+
+
+def test_a_snapshot_is_beside_the_error(tmp_path: Path) -> None:
+    model = Deep()
+    asked = {"report": {"snapshot_on_oom": str(tmp_path)}}
+    with device_of(3 * TENSOR_BYTES) as budget_gib, memplug.attach(model, block(budget_gib, **asked)):
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            model(batch(0)).backward()
+    if torch.get_default_device().type == "cpu":
+        assert "no snapshot: the CPU's allocator keeps none" in str(raised.value)
+    else:
+        assert str(tmp_path / "step000001.pickle") in str(raised.value)
+        assert (tmp_path / "step000001.pickle").stat().st_size > 0
+
+
+def test_detached_nothing_is_limited_or_caught() -> None:
+    model = Deep()
+    with device_of(LIMIT_BYTES) as budget_gib:
+        with memplug.attach(model, block(budget_gib)) as session:
+            losses_of(model, [ROWS], session)
+        if torch.get_default_device().type == "cpu":
+            losses_of(model, [ROWS])
+        else:
+            with pytest.raises(torch.OutOfMemoryError) as raised:
+                losses_of(model, [ROWS])
+            assert "memplug" not in str(raised.value)
