@@ -149,10 +149,11 @@ class SwapConfig(Section):
 
     unbuilt = ("states",)
 
-    enabled: WhereNeeded = False
+    enabled: WhereNeeded = "auto"
     """false, true or "auto". Swaps tensors that no region swaps or recomputes, whole, where a step takes more of the
-    device than its budget without: logits, embeddings, whatever models without regions save for backward. With "auto"
-    nothing is said where there is no budget, or torch is too old; with true a warning says so."""
+    device than its budget without: logits, embeddings, whatever models without regions save for backward. Until there
+    is a plan, tensors leave where a request for memory fails, so that the step completes. With "auto" nothing is said
+    where there is no budget, or torch is too old; with true a warning says so."""
     min_bytes: Bytes = 1 << 20
     """Tensors below this many bytes are never swapped. A whole number, 0 or more, in bytes."""
 

@@ -126,7 +126,13 @@ def link_rates(device: torch.device) -> tuple[float, float]:
     if device.type == "cuda":  # what is measured with leaves the peak of the program's own memory as it is
         room_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         size_bytes = min(size_bytes, max(_MIB, room_bytes // 2))
-    return measure_links(device, size_bytes)
+    while True:
+        try:
+            return measure_links(device, size_bytes)
+        except torch.OutOfMemoryError:
+            if size_bytes <= _MIB:
+                raise
+            size_bytes //= 2
 
 
 def host_available_bytes(root: Path = Path("/")) -> int:

@@ -241,8 +241,8 @@ class SwapsWhole(Technique[SwapPart]):
         return room_bytes if asked_gib == "auto" else min(int(asked_gib * GIB), room_bytes)
 
     def _fits(self) -> bool:
-        """Whether the device's own count of what was in use at most says so."""
-        if self._device.kind != "cuda" or self.counters.get("passive"):
+        """Whether the device's own count of what was in use at most says so, and no request has failed."""
+        if self._device.kind != "cuda" or self.relief:
             return False
         return torch.cuda.max_memory_allocated(self._device.torch_device) <= self._budget_bytes()
 
