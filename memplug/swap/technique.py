@@ -35,6 +35,8 @@ from memplug.swap.in_force import InForce, Relief
 MISSED_SHARE = 0.05  # of a list's tensors, above which a step counts against it
 MISSED_STEPS = 3  # in a row
 UNLIMITED_BYTES = 1 << 62
+MEASURED_STEP = 2  # under a list: the first one of a run is not seen from its beginning
+PEAK_SLACK = 0.02  # share by which that one may take more than predicted
 
 
 class State(enum.Enum):
@@ -58,6 +60,7 @@ class SwapsWhole(Technique[SwapPart]):
 
     Attributes:
         part: in force; None: none is.
+        measured_peak_bytes: of the device, in the second step under the list; None: there was none yet.
     """
 
     name = "swap"
@@ -76,7 +79,8 @@ class SwapsWhole(Technique[SwapPart]):
         self._beside = Beside(config.profiler.wait_for_plans)
         self._state = State.WAITING
         self._in_force = InForce(device, self._core, config.swap.min_bytes, host_bytes, explain)
-        self._missed = self._missing_steps = 0
+        self.measured_peak_bytes: int | None = None
+        self._missed = self._missing_steps = self._steps = 0
         self._sizes_vary = False  # of what layers ask for that are dynamic
 
     @classmethod
@@ -113,7 +117,9 @@ class SwapsWhole(Technique[SwapPart]):
 
     @property
     def detail(self) -> Detail | None:
-        """A step to plan from is recorded with its tensors."""
+        """A step to plan from is recorded with its tensors; one under the list, to see what it takes."""
+        if self.state is State.SWAPPING and self._steps == MEASURED_STEP - 1:
+            return Detail.REQUESTS
         return Detail.TENSORS if self.state is State.RECORDING else None
 
     def begin_step(self) -> None:
@@ -139,6 +145,7 @@ class SwapsWhole(Technique[SwapPart]):
             SwapError: there is none that keeps to the budgets.
         """
         if self.part is not None:
+            self._compare(trace)
             if self._departs():
                 self._tell("swap list: tensors of experts have other sizes in every step: they stay", logging.INFO)
                 self.withdraw()
@@ -176,7 +183,8 @@ class SwapsWhole(Technique[SwapPart]):
                 logging.INFO,
             )
         self.part, self._state = part, State.SWAPPING if part.targets else State.FITS
-        self._missed = self._missing_steps = 0
+        self._missed = self._missing_steps = self._steps = 0
+        self.measured_peak_bytes = None
 
     def withdraw(self) -> None:
         """All tensors stay where they are, unless a request fails."""
@@ -208,6 +216,19 @@ class SwapsWhole(Technique[SwapPart]):
     def keep(self, part: SwapPart, plan: MemoryPlan) -> MemoryPlan:
         """As JSON."""
         return super().keep(part.to_json(), plan)
+
+    def _compare(self, trace: Trace | None) -> None:
+        """What a step takes with what was predicted."""
+        self._steps += 1
+        if trace is None or self._steps != MEASURED_STEP or self._state is not State.SWAPPING:
+            return
+        measured, predicted = int(trace.live_bytes.max(initial=0)), self.part.predicted_peak_bytes
+        self.measured_peak_bytes = measured
+        if measured > predicted * (1 + PEAK_SLACK):
+            self._tell(
+                f"a step under the swap list took {size(measured)} of the device, and was to take {size(predicted)}",
+                logging.WARNING,
+            )
 
     def _departs(self) -> bool:
         """Whether tensors of dynamic layers may be why many are not found, step after step."""

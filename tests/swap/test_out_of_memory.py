@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -113,6 +114,23 @@ def test_a_first_step_that_does_not_fit_completes_in_order(expected: list[float]
         assert first["swap_passive"] == sum(kind == "left" for kind, _ in technique.relief) > 4
         assert first["swap_passive_bytes"] == sum(nbytes for kind, nbytes in technique.relief if kind == "left")
     assert found == expected[:1]
+
+
+@pytest.mark.cpu("its allocator rounds, and what it had before is in the way")
+def test_a_recorded_step_is_the_one_with_memory_enough() -> None:
+    """What left because a request failed, and came back, is in use all the time."""
+    traces = []
+    for limit_bytes in (100 * TENSOR_BYTES, LIMIT_BYTES):
+        with memplug.attach(model := Deep(), block(limit_bytes / GIB)) as session:
+            losses_of(model, [ROWS], session)
+            session.record()
+            losses_of(model, [ROWS] * 2, session)
+            traces.append(session.trace)
+            assert (session.report()["swap_passive"] > 0) is (limit_bytes == LIMIT_BYTES)
+    roomy, tight = traces
+    assert np.array_equal(roomy.events[["kind", "request", "nbytes"]], tight.events[["kind", "request", "nbytes"]])
+    assert np.array_equal(roomy.live_bytes - roomy.base_bytes, tight.live_bytes - tight.base_bytes)
+    assert tight.live_bytes.max() > LIMIT_BYTES and tight.peak_bytes == tight.live_bytes.max()
 
 
 def test_planned_steps_have_no_request_that_fails(expected: list[float]) -> None:

@@ -7,7 +7,7 @@ only between two of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -17,14 +17,6 @@ from memplug.profile.trace import Trace
 
 COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::")
 """Operators whose tensors other streams may use for as long as nothing waits for them: they never leave."""
-
-
-class Away(NamedTuple):
-    """A swap, planned or passive, that was in force while a step was recorded: memory free for [release, prefetch)."""
-
-    nbytes: int
-    release: int
-    prefetch: int
 
 
 class Link(NamedTuple):
@@ -70,18 +62,16 @@ def swap_problem(
     host_bytes: int,
     min_bytes: int = 1,
     operator_s: np.ndarray | None = None,
-    away: Iterable[Away] = (),
     others: Collection[int] = (),
 ) -> SwapProblem:
     """What may be swapped in a step, if it is too large for a budget.
 
     Args:
-        step: One step with tensors, see `cut`.
+        step: One step with tensors and without a swap list, see `cut`.
         link: between host and device.
         budget_bytes, host_bytes: as in `SwapProblem`.
         min_bytes: Of a candidate.
         operator_s: float64[n], duration of each outermost operator; without it all last equally long (Eq. 1).
-        away: of the swaps that were in force in the step.
         others: Tensors, by index, that another technique decides on, or that live from step to step.
 
     Returns:
@@ -91,7 +81,7 @@ def swap_problem(
     clock = clock_of(step)
     count = clock.ticks
     seconds = np.full(count, step.steps[0][2] / max(count, 1)) if operator_s is None else operator_s
-    in_use = in_use_without_swaps(step, away)
+    in_use = in_use_bytes(step)
     above = np.concatenate(([0], np.cumsum(in_use > budget_bytes)))
     candidates = (each for each in gaps(step, min_bytes, others) if above[each.gap.stop] > above[each.gap.start])
     return SwapProblem(
@@ -113,8 +103,9 @@ def dispatched_s(step: Trace) -> np.ndarray:
     return np.diff(times_s, append=max(step.steps[0][2], times_s[-1] if len(times_s) else 0.0))
 
 
-def in_use_without_swaps(step: Trace, away: Iterable[Away] = ()) -> np.ndarray:
-    """int64[n]: the most device memory in use while each outermost operator ran, had nothing been away (Figure 3).
+def in_use_bytes(step: Trace) -> np.ndarray:
+    """int64[n]: the most device memory in use while each outermost operator ran, in a step without a swap list (Figure 3).
+    What left passively is in use: to a recording it never left (memplug/native/requests.h, `Moving`).
 
     Requests between two operators count to the one before them.
     """
@@ -128,8 +119,6 @@ def in_use_without_swaps(step: Trace, away: Iterable[Away] = ()) -> np.ndarray:
     live = np.concatenate(([step.base_bytes], step.live_bytes))
     in_use[:] = live[before]
     np.maximum.at(in_use, operator, step.live_bytes)
-    for each in away:
-        in_use[each.release : each.prefetch] += each.nbytes
     return in_use
 
 

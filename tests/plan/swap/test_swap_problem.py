@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given
 
-from memplug.plan.swap.from_trace import Away, Link, gaps, in_use_without_swaps, swap_problem
+from memplug.plan.swap.from_trace import Link, gaps, in_use_bytes, swap_problem
 from memplug.plan.swap.problem import Candidate
 from tests.support.swapping import three_tensors
 from tests.support.traces import recordings
@@ -12,13 +12,7 @@ IN_USE = [37, 57, 67, 67, 67, 67, 57, 57, 57, 57, 37, 7]
 
 
 def test_memory_in_use_is_the_most_while_an_operator_runs():
-    assert in_use_without_swaps(three_tensors()).tolist() == IN_USE
-
-
-def test_what_swaps_had_freed_counts_as_in_use():
-    away = (Away(30, 4, 7), Away(5, 6, 8))
-    expected = [37, 57, 67, 67, 97, 97, 92, 62, 57, 57, 37, 7]
-    assert in_use_without_swaps(three_tensors(), away).tolist() == expected
+    assert in_use_bytes(three_tensors()).tolist() == IN_USE
 
 
 def test_gaps_lie_between_two_uses_in_a_row_of_tensors_made_in_the_step():
@@ -47,7 +41,7 @@ def test_memory_in_use_is_that_of_a_loop_over_the_events(recording):
         during = [i for i, event in enumerate(trace.events) if max(event["operator"], 0) == operator]
         begins = trace.live_bytes[until[-1]] if until else trace.base_bytes
         expected.append(max([begins, *trace.live_bytes[during]]))
-    assert in_use_without_swaps(trace).tolist() == expected
+    assert in_use_bytes(trace).tolist() == expected
 
 
 def test_a_problem_has_the_candidates_whose_gap_is_above_the_budget():
