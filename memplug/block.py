@@ -178,9 +178,10 @@ class MemplugConfig(Section):
     """true or false. Without it, or with false, memplug leaves the training run untouched."""
     device_budget_gib: Budget = "auto"
     """The most device memory of a rank that a step may take under a plan, all of it counted (on the CPU, what recorded
-    steps allocate; with the swap list on, the CPU then has no more, and fails as a GPU does); up to it, outputs are kept instead of swapped. Less than a step takes in which everything is
-    swapped or recomputed is an error, which names the least. A number of GiB (2**30 bytes) above 0, or "auto": 92 % of
-    what other processes leave; on the CPU nothing is kept."""
+    steps allocate; with the swap list on, the CPU then has no more, and fails as a GPU does); up to it, outputs are
+    kept instead of swapped. Less than a step takes in which everything is swapped or recomputed is an error, which
+    names the least. A number of GiB (2**30 bytes) above 0, or "auto": 92 % of what other processes leave; on the
+    CPU nothing is kept."""
     host_budget_gib: Budget = "auto"
     """Host memory that a rank may use for swapped activations. A number of GiB (2**30 bytes) above 0, or "auto": 80 %
     of what the host has available, shared by the ranks of a machine."""

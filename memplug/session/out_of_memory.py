@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ def note(phase: str, region: str | None, report: dict[str, Any], peak_bytes: int
         peak_bytes: largest allocation total of the device so far, None where the device does not count.
     """
     lines = [
-        f"{BEGINS} in {phase}" + (f" of region {region}" if region else ""),
+        f"memplug: out of memory in {phase}" + (f" of region {region}" if region else ""),
         f"  peak: predicted {_gib(report['predicted_peak_bytes'])}, measured {_gib(peak_bytes)} (allocated in all)",
         f"  memplug holds on the device: {_gib(report['prefetched_live_bytes'])} prefetched, "
         f"{_gib(report['predicted_kept_bytes'])} kept by plan, {_gib(report['buffer_bytes'])} in rounding buffers",
@@ -42,15 +41,18 @@ def note(phase: str, region: str | None, report: dict[str, Any], peak_bytes: int
     return "\n".join(lines)
 
 
-def add_note(error: BaseException, text: Callable[[], str]) -> None:
-    """Attach a note to an exception once; Python 3.10 gets it appended to the message."""
-    if getattr(error, "_memplug_note", False) or BEGINS in str(error):
-        return
+def is_told(error: BaseException) -> bool:
+    """Whether an exception has a note already: from here, or by the native core, in its message."""
+    return getattr(error, "_memplug_note", False) or BEGINS in str(error)
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Attach a note to an exception; Python 3.10 gets it appended to the message."""
     error._memplug_note = True
     if hasattr(error, "add_note"):
-        error.add_note(text())
+        error.add_note(text)
     else:
-        error.args = (f"{error.args[0] if error.args else ''}\n{text()}", *error.args[1:])
+        error.args = (f"{error.args[0] if error.args else ''}\n{text}", *error.args[1:])
 
 
 def save_snapshot(asked: bool | str, device: Device, step: int) -> str:
@@ -60,19 +62,19 @@ def save_snapshot(asked: bool | str, device: Device, step: int) -> str:
         asked: `report.snapshot_on_oom`.
 
     Returns:
-        A line for the note; "": nothing was asked for.
+        A line more for the note; "": nothing was asked for.
     """
     if not asked:
         return ""
     if device.kind != "cuda":
-        return "  no snapshot: the CPU's allocator keeps none"
+        return "\n  no snapshot: the CPU's allocator keeps none"
     file = of_rank(Path(SNAPSHOT_FOLDER if asked is True else asked) / f"step{step:06}.pickle")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(file))
     except (OSError, RuntimeError) as error:
-        return f"  no snapshot: {error}"
-    return f"  a snapshot of the allocator is in {file}: drop it on https://pytorch.org/memory_viz"
+        return f"\n  no snapshot: {error}"
+    return f"\n  a snapshot of the allocator is in {file}: drop it on https://pytorch.org/memory_viz"
 
 
 def _gib(nbytes: int | float | None) -> str:

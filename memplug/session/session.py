@@ -270,7 +270,8 @@ class Session:
             raise
 
     def _explain(self, phase: str, region: Region | None, error: BaseException) -> None:
-        out_of_memory.add_note(error, lambda: self._out_of_memory(phase, region.name if region else None))
+        if not out_of_memory.is_told(error):
+            out_of_memory.add_note(error, self._out_of_memory(phase, region.name if region else None))
 
     def _request_failed(self) -> str:
         """A request for memory has failed for good, inside of an operator of a thread that trains."""
@@ -279,9 +280,8 @@ class Session:
         return self._out_of_memory(phase, layer)
 
     def _out_of_memory(self, phase: str, region: str | None) -> str:
-        note = out_of_memory.note(phase, region, self.report(), budgets.peak_bytes(self.device))
         snapshot = out_of_memory.save_snapshot(self.config.report.snapshot_on_oom, self.device, self.steps + 1)
-        return "\n".join(filter(None, (note, snapshot)))
+        return out_of_memory.note(phase, region, self.report(), budgets.peak_bytes(self.device)) + snapshot
 
     def tell(self, text: str) -> None:
         """One line, on rank 0."""

@@ -158,6 +158,8 @@ class Followers:
         found: dict[Program, dict[str, Any]] = {each: {} for each in plans}
         for follower in self._all:
             technique = follower.technique
+            if technique.off_because:
+                continue
             parts = {each: technique.kept(plan) for each, plan in plans.items() if keys[each] is not None}
             parts = {each: part for each, part in parts.items() if part is not None and _is_sound(technique, part)}
             follower.resume({keys[each]: part for each, part in parts.items()}, keys[program])

@@ -262,9 +262,11 @@ class SwapsWhole(Technique[SwapPart]):
         return room_bytes if asked_gib == "auto" else min(int(asked_gib * GIB), room_bytes)
 
     def _fits(self) -> bool:
-        """Whether the device's own count of what was in use at most says so, and no request has failed."""
-        if self._device.kind != "cuda" or self.relief:
-            return False
+        """Whether no request has failed, and the device's own count of what was in use at most says so; on the CPU the
+        limit has.
+        """
+        if self.relief or self._device.kind == "cpu":
+            return not self.relief
         return torch.cuda.max_memory_allocated(self._device.torch_device) <= self._budget_bytes()
 
     def _plan(self, trace: Trace) -> SwapPart | None:

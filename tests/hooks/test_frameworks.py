@@ -125,7 +125,7 @@ def test_without_the_entry_the_toy_is_nothing_that_memplug_attaches_to() -> None
         memplug.attach(network(), block())
 
 
-@pytest.mark.parametrize("off", DISABLED, ids=["absent", "disabled", "both techniques disabled"])
+@pytest.mark.parametrize("off", DISABLED, ids=["absent", "disabled", "all techniques disabled"])
 def test_a_session_that_is_off_can_be_used_like_another(off: dict[str, Any]) -> None:
     called: list[str] = []
     with memplug.attach(tiny_llama(), off) as session:

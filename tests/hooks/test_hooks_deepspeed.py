@@ -23,7 +23,7 @@ PATCHED = {
 }
 
 
-@pytest.mark.parametrize("off", [None, *DISABLED], ids=["no block", "absent", "disabled", "both techniques disabled"])
+@pytest.mark.parametrize("off", [None, *DISABLED], ids=["no block", "absent", "disabled", "all techniques disabled"])
 @pytest.mark.parametrize("way", ["install", "attach"])
 def test_an_engine_whose_block_is_off_trains_untouched(
     cpu_engine: None, nothing_is_made: None, off: dict[str, Any] | None, way: str

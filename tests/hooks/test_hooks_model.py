@@ -29,7 +29,7 @@ def expected_gradients(seed: int = 0, **fields: Any) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-@pytest.mark.parametrize("off", DISABLED, ids=["absent", "disabled", "both techniques disabled"])
+@pytest.mark.parametrize("off", DISABLED, ids=["absent", "disabled", "all techniques disabled"])
 def test_attach_with_a_block_that_is_off_leaves_a_model_untouched(off: dict[str, Any], nothing_is_made: None) -> None:
     model = tiny_llama()
     before = fingerprint(model)

@@ -125,7 +125,11 @@ def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition
 def test_a_device_budget_that_is_impossible_on_one_rank_is_refused_on_both_in_the_same_words(tmp_path: Path) -> None:
     """Under ZeRO 3 a rank that raised alone would leave the other waiting."""
     cases = {
-        "impossible": {"stage": 3, "memplug": block(), "device_budget_gib": ["auto", 1e-6]},
+        "impossible": {
+            "stage": 3,
+            "memplug": {**block(), "swap": {"enabled": False}},
+            "device_budget_gib": ["auto", 1e-6],
+        },
         "ample": {"stage": 3, "memplug": block(), "device_budget_gib": [1.0, 1.0]},
     }
     launch_forked(["tests.support.training_worker", tmp_path, json.dumps(cases)], module=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.session import report as reports
+from memplug.session import out_of_memory
 from tests.support.blocks import LAYERS, Block, Stack, train_stacks, twin
 from tests.support.failing import Failing, MayFail
 from tests.support.hosts import block, ds_config, make_engine, tiny_llama, train, train_engine
@@ -207,7 +207,7 @@ def test_the_note_holds_predicted_and_measured_bytes() -> None:
             "host_budget_bytes": 12 << 30,
             "forwards_in_flight": 13,
         }
-    note = reports.out_of_memory_note("recompute", "model.layers.7", known, 75 << 30)
+    note = out_of_memory.note("recompute", "model.layers.7", known, 75 << 30)
     for text in (
         "model.layers.7",
         "70.00 GiB",

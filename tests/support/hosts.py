@@ -21,7 +21,7 @@ QUICK: dict[str, Any] = {"warmup_steps": 0, "policy_steps": 0, "wait_for_plans":
 DISABLED: list[dict[str, Any]] = [
     {},
     {"enabled": False},
-    {"enabled": True, "tokenwise": {"enabled": False}, "arena": {"enabled": False}},
+    {"enabled": True, "tokenwise": {"enabled": False}, "swap": {"enabled": False}, "arena": {"enabled": False}},
 ]
 
 

@@ -16,6 +16,7 @@ from tests.support.hosts import QUICK
 
 GIB = 1 << 30
 STEPS = 5
+ALONE: dict[str, Any] = {"swap": {"enabled": False}}  # regions have to do, or it is an error
 
 pytestmark = pytest.mark.device
 
@@ -26,7 +27,7 @@ def train(budget_gib: float | str, **block: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Stack(4)
     reference = twin(model)
-    config = {"enabled": True, "plan_dir": False, "device_budget_gib": budget_gib, "profiler": QUICK, **block}
+    config = {"enabled": True, "plan_dir": False, "device_budget_gib": budget_gib, "profiler": QUICK, **ALONE, **block}
     with memplug.attach(model, {**config, "tokenwise": {"regions": LAYERS, "min_offload_bytes": 1}}) as session:
         for _ in range(STEPS):
             x = torch.randn(16, 64, 16)
@@ -74,7 +75,7 @@ def test_every_budget_from_the_least_on_is_kept_to_and_more_of_it_keeps_more(are
 def test_after_the_error_the_model_trains_as_without_memplug() -> None:
     torch.manual_seed(0)
     model = Stack(3)
-    block = {"enabled": True, "plan_dir": False, "device_budget_gib": 1e-6, "profiler": QUICK}
+    block = {"enabled": True, "plan_dir": False, "device_budget_gib": 1e-6, "profiler": QUICK, **ALONE}
     session = memplug.attach(model, {**block, "tokenwise": {"regions": LAYERS, "min_offload_bytes": 1}})
 
     def step() -> None:

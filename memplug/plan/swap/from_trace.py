@@ -104,8 +104,8 @@ def dispatched_s(step: Trace) -> np.ndarray:
 
 
 def in_use_bytes(step: Trace) -> np.ndarray:
-    """int64[n]: the most device memory in use while each outermost operator ran, in a step without a swap list (Figure 3).
-    What left passively is in use: to a recording it never left (memplug/native/requests.h, `Moving`).
+    """int64[n]: the most device memory in use while each outermost operator ran, in a step without a swap list (Figure
+    3). What left passively is in use: to a recording it never left (memplug/native/requests.h, `Moving`).
 
     Requests between two operators count to the one before them.
     """
