@@ -47,7 +47,11 @@ void explain(c10::OutOfMemoryError& error) {
     const std::lock_guard<std::mutex> lock(noted.mutex);
     explain = noted.explain;
   }
-  if (explain != nullptr && asked.load() != nullptr && Observer::paused() == 0) {
+  if (asked.load() == nullptr || Observer::paused() > 0) {
+    return;
+  }
+  note_relief({ReliefEvent::GIVEN_UP, 0});
+  if (explain != nullptr) {
     try {
       error.add_context((*explain)());
     } catch (const std::exception& failed) { // the error that matters is the other one

@@ -17,7 +17,7 @@ namespace memplug {
 
 // What was done, in order.
 struct ReliefEvent {
-  enum Kind : int32_t { FAILED, RELEASED, LEFT, TURNED, SERVED };
+  enum Kind : int32_t { FAILED, RELEASED, LEFT, TURNED, SERVED, GIVEN_UP };
   Kind kind;
   int64_t nbytes; // of the request, or of what was freed for it
 };

@@ -40,6 +40,7 @@ Log& log() {
 std::atomic<bool> recording{false};
 std::atomic<int64_t> in_use{0}; // of the log's usage, readable without its lock
 thread_local bool moving = false;
+std::atomic<int64_t> moved_out{0};
 
 int64_t number_of(Log& l, const void* stream) {
   const auto found = std::find(l.streams.begin(), l.streams.end(), stream);
@@ -74,7 +75,11 @@ void begin_requests(int64_t base_bytes) {
   l.events.reserve(1 << 16);
   l.streams.clear();
   l.requests = 0;
-  base_bytes = base_bytes < 0 ? (counted < 0 ? l.tracked_bytes : counted) + unrecorded : base_bytes;
+  if (base_bytes >= 0 || counted >= 0) {
+    base_bytes = (base_bytes < 0 ? counted + unrecorded : base_bytes) + moved_out;
+  } else {
+    base_bytes = l.tracked_bytes + unrecorded;
+  }
   l.usage = {base_bytes, base_bytes, base_bytes, base_bytes};
   in_use = base_bytes;
   recording = true;
@@ -103,6 +108,10 @@ void note_moved(void* from, void* to) {
     l.alive.erase(found);
     l.alive[to] = block;
   }
+}
+
+void note_moved_out(int64_t nbytes) {
+  moved_out += nbytes;
 }
 
 void note_malloc(void* pointer, size_t nbytes, const void* stream) {

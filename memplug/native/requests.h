@@ -55,6 +55,9 @@ class Moving {
 // A block that was noted is at another address from now on.
 void note_moved(void* from, void* to);
 
+// So many bytes more are not on the device although, to a recording, they are: what begins now has them in use.
+void note_moved_out(int64_t nbytes);
+
 // No frees will be seen any more: what is alive now is unknown from here on.
 void forget_blocks();
 

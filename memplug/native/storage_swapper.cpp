@@ -80,6 +80,9 @@ StorageSwapper::~StorageSwapper() {
   drain();
   for (const auto& absent : all_) { // where the device has no room: on the host, for good
     absents().erase(absent->storage);
+    if (absent->passive && absent->state == State::AWAY) {
+      note_moved_out(-absent->nbytes);
+    }
     if (absent->host != nullptr) {
       absent->host->absent = nullptr;
     }
@@ -247,6 +250,9 @@ int64_t StorageSwapper::turn_back() {
   streams_->wait(last->stream, last->prefetched, Wait::DISCARD_FOR_PREFETCH);
   last->prefetched = nullptr;
   last->state = State::AWAY;
+  if (last->passive) {
+    note_moved_out(last->nbytes);
+  }
   const Moving moving(last->passive);
   last->arriving.clear();
   return last->nbytes;
@@ -267,6 +273,7 @@ void StorageSwapper::leave(Absent& absent) {
       static_cast<char*>(slab.mutable_data_ptr()) + absent.slot.offset, absent.host, &forget, storage.device());
   if (absent.passive) {
     note_moved(const_cast<void*>(absent.memory), host.get());
+    note_moved_out(absent.nbytes);
   } else {
     ++counters_.releases;
     counters_.released_bytes += absent.nbytes;
@@ -304,7 +311,9 @@ bool StorageSwapper::start_return(Absent& absent) {
   absent.prefetched = streams_->record(prefetch_stream_);
   absent.state = State::RETURNING;
   absent.began = ++returns_;
-  if (!absent.passive) {
+  if (absent.passive) {
+    note_moved_out(-absent.nbytes);
+  } else {
     ++counters_.prefetches;
     counters_.prefetched_bytes += absent.nbytes;
   }
@@ -426,7 +435,8 @@ void StorageSwapper::forget(void* host_memory) {
   StorageSwapper& swapper = *host->absent->swapper;
   auto record = swapper.take(*host->absent);
   if (record->passive) {
-    note_free(static_cast<char*>(host->slab.mutable_data_ptr()) + record->slot.offset, 0);
+    note_free(static_cast<char*>(host->slab.mutable_data_ptr()) + record->slot.offset, record->nbytes);
+    note_moved_out(record->state == State::AWAY ? -record->nbytes : 0);
   }
   if (record->state == State::RETURNING) {
     swapper.gone_.push_back(std::move(record));

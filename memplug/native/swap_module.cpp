@@ -157,7 +157,7 @@ void add_swaps(py::module_& module) {
   module.def("end_swap_step", &end_swap_step, Released());
   module.def("catch_out_of_memory", &catch_out_of_memory);
   module.def("take_relief_events", [] {
-    static constexpr const char* kNames[] = {"failed", "released", "left", "turned back", "served"}; // in the order of ReliefEvent::Kind
+    static constexpr const char* kNames[] = {"failed", "released", "left", "turned back", "served", "given up"}; // in the order of ReliefEvent::Kind
     py::list all;
     for (const ReliefEvent& event : take_relief_events()) {
       all.append(py::make_tuple(kNames[event.kind], event.nbytes));

@@ -115,7 +115,7 @@ def swaps(technique: SwapsWhole | None, why: str) -> dict[str, Any]:
     part, counters = (technique.part, technique.counters) if technique else (None, {})
     return {
         "swap": technique.state.value if technique else "off" if why else "waiting",
-        "swap_off_because": why or None,
+        "swap_off_because": why or (part.impossible if part else "") or None,
         "swap_tensors": len(part.targets) if part else 0,
         "swap_planned_bytes": part.swapped_bytes if part else 0,
         "swap_peak_bytes": technique.measured_peak_bytes if technique else None,

@@ -18,7 +18,8 @@ from memplug.swap.tables import Tables, tables_of
 
 Relief = tuple[str, int]
 """One thing that was done for a request that failed, and bytes: the request "failed"; what was on its way out was
-"released"; a tensor "left" passively; one that was on its way back "turned back"; the request was "served"."""
+"released"; a tensor "left" passively; one that was on its way back "turned back"; the request was "served", or
+"given up", with 0 bytes."""
 
 
 class InForce:
@@ -127,8 +128,7 @@ class InForce:
             self._core.end_swap_step()
             events = self._core.take_relief_events()
             self.relief = events or self.relief
-            last = [kind for kind, _ in events if kind in ("failed", "served")][-1:]
-            self.has_failed = last == ["failed"]
+            self.has_failed = any(kind == "given up" for kind, _ in events)
 
     def _load(self, tables: Tables, min_bytes: int, slab: torch.Tensor | None, passive_bytes: int) -> None:
         self._swapper = self._core.StorageSwapper(self._device.streams(self._core), slab, max(0, passive_bytes))

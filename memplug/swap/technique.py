@@ -1,9 +1,10 @@
 """The swap list as a technique: of one program, made of a step that was recorded of it.
 
 waiting ──a program lasts──► recording ──► planning, beside training ──► swapping
+                 │                                      └── impossible ─► short
                  └──────── the step fits without ─────────────────────► fits
 
-Until there is a list, a step that does not fit completes slowly: tensors leave where a request for memory fails.
+Where there is no list, a step that does not fit completes slowly: tensors leave where a request for memory fails.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class State(enum.Enum):
     RECORDING = "recording"  # a step to plan from
     PLANNING = "planning"  # while training goes on
     FITS = "fits"  # the step keeps to its budget without
+    SHORT = "short"  # no list keeps it to its budgets: tensors leave where a request fails
     SWAPPING = "swapping"
     OFF = "off"
 
@@ -80,7 +82,9 @@ class SwapsWhole(Technique[SwapPart]):
         self._state = State.WAITING
         self._in_force = InForce(device, self._core, config.swap.min_bytes, host_bytes, explain)
         self.measured_peak_bytes: int | None = None
-        self._missed = self._missing_steps = self._steps = 0
+        self._missed = self._missing_steps = 0
+        self._steps = 0  # since what is in force is
+        self._is_lasting = False  # the program of the next step
         self._sizes_vary = False  # of what layers ask for that are dynamic
 
     @classmethod
@@ -131,6 +135,7 @@ class SwapsWhole(Technique[SwapPart]):
     def end_step(self) -> None:
         """Between two steps nothing is away, unless the device has no room for it."""
         self._in_force.end_step()
+        self._steps += 1
         if self._device.kind == "cpu" and not self.off_because:
             self._core.limit_cpu(
                 UNLIMITED_BYTES
@@ -139,11 +144,7 @@ class SwapsWhole(Technique[SwapPart]):
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
     def propose(self, trace: Trace | None) -> SwapPart | None:
-        """A list for the step that was recorded, or an empty one where that keeps to its budget.
-
-        Raises:
-            SwapError: there is none that keeps to the budgets.
-        """
+        """A list for the step that was recorded, or an empty one where that keeps to its budget, or none does."""
         if self.part is not None:
             self._compare(trace)
             if self._departs():
@@ -152,8 +153,10 @@ class SwapsWhole(Technique[SwapPart]):
                 self._state, self._sizes_vary = State.RECORDING, True
             return None
         if self._beside.is_busy:
-            return self._beside.take() if self._beside.is_done else None
-        if self._state is State.WAITING:
+            return self._planned()
+        if self._state is State.WAITING and not self._is_lasting:
+            self._is_lasting = True  # from the next step on, which shows whether it fits
+        elif self._state is State.WAITING:
             if self._fits():
                 return SwapPart()
             self._state = State.RECORDING
@@ -182,7 +185,10 @@ class SwapsWhole(Technique[SwapPart]):
                 f"peak {size(part.predicted_peak_bytes)}, waiting {part.predicted_stall_s:.3g} s a step",
                 logging.INFO,
             )
-        self.part, self._state = part, State.SWAPPING if part.targets else State.FITS
+        self.part = part
+        self._state = State.SWAPPING if part.targets else State.SHORT if part.impossible else State.FITS
+        if self._state is State.SHORT:
+            self._watch()
         self._missed = self._missing_steps = self._steps = 0
         self.measured_peak_bytes = None
 
@@ -190,7 +196,7 @@ class SwapsWhole(Technique[SwapPart]):
         """All tensors stay where they are, unless a request fails."""
         self._beside.stop()
         self._end()
-        self.part, self._state = None, State.WAITING
+        self.part, self._state, self._is_lasting = None, State.WAITING, False
         if not self.off_because:
             self._watch()
         elif self._device.kind == "cpu":
@@ -219,7 +225,6 @@ class SwapsWhole(Technique[SwapPart]):
 
     def _compare(self, trace: Trace | None) -> None:
         """What a step takes with what was predicted."""
-        self._steps += 1
         if trace is None or self._steps != MEASURED_STEP or self._state is not State.SWAPPING:
             return
         measured, predicted = int(trace.live_bytes.max(initial=0)), self.part.predicted_peak_bytes
@@ -286,7 +291,17 @@ class SwapsWhole(Technique[SwapPart]):
         self._state = State.PLANNING
         others = _others(trace, self._config.tokenwise.enabled, self._sizes_vary)
         self._beside.begin(plan_part, trace, budgets, seconds, others)
-        return self._beside.take() if self._beside.is_done else None
+        return self._planned()
+
+    def _planned(self) -> SwapPart | None:
+        """What came of planning; None: it goes on."""
+        if not self._beside.is_done:
+            return None
+        try:
+            return self._beside.take()
+        except SwapError as error:
+            self._tell(f"no swap list: {error}", logging.WARNING)
+            return SwapPart(impossible=error.problem)
 
 
 def _others(trace: Trace, of_regions: bool, of_dynamic: bool) -> frozenset[int]:

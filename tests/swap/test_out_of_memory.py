@@ -159,7 +159,7 @@ def test_what_is_on_its_way_out_goes_first() -> None:
     """A list that releases what it offloads too late."""
     model = Deep()
     with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
-        losses_of(model, [ROWS] * 4, session)
+        losses_of(model, [ROWS] * 5, session)
         technique = technique_of(session)
         assert session.report()["swap"] == "swapping"
         late = tuple(replace(target, release=target.prefetch - 1) for target in technique.part.targets)

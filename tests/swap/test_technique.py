@@ -124,7 +124,7 @@ def test_a_budget_that_nothing_keeps_to_is_told_and_training_goes_on(caplog: pyt
             model(torch.randn(ROWS, WIDTH)).backward()
             session.step()
         report = session.report()
-    assert report["swap"] == "off" and "are too little: operator" in report["swap_off_because"]
+    assert report["swap"] == "short" and "are too little: operator" in report["swap_off_because"]
     assert "are too little" in caplog.text and "device_budget_gib" in caplog.text
 
 
@@ -281,7 +281,8 @@ def test_a_second_run_swaps_from_its_first_step_on(tmp_path: Path) -> None:
     for _ in range(3):
         second.step()
     report = second.report
-    assert report["swap_planned_bytes"] == planned and report["recorded_steps"] == 0
+    assert report["swap_planned_bytes"] == planned
+    assert report["recorded_steps"] == 1 and report["swap_peak_bytes"] is not None, "to see what a step takes"
     # What precedes the first forward of a run is not seen: until the clock is right, a few are not found.
     assert report["swap_found"] + report["swap_missed"] == 3 * report["swap_tensors"]
     assert 2 * report["swap_tensors"] < report["swap_found"]

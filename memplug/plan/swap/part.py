@@ -58,10 +58,11 @@ class SwapPart:
         names: of operators.
         program: the outermost operators, in order, into `names`.
         ranks: by name.
-        targets: by last use, rising; none: the step fits without.
+        targets: by last use, rising; none: the step fits without, or there is no list for it.
         anchors: (place, slot, tensor): see `memplug.plan.swap.features.anchors`.
         host_bytes: that they take at most.
         predicted_peak_bytes, predicted_stall_s, predicted_step_s: of a step.
+        impossible: why there is no list that keeps to the budgets; "": there is one, or it needs none.
     """
 
     names: tuple[str, ...] = ()
@@ -73,6 +74,7 @@ class SwapPart:
     predicted_peak_bytes: int = 0
     predicted_stall_s: float = 0.0
     predicted_step_s: float = 0.0
+    impossible: str = ""
 
     @property
     def swapped_bytes(self) -> int:
