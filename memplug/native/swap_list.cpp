@@ -124,6 +124,19 @@ void unload_swap_list() {
   now.step.reset();
 }
 
+bool drop_swap_list(const std::shared_ptr<StorageSwapper>& swapper) {
+  InForce& now = in_force();
+  const Lock lock(swap_mutex());
+  if (now.step == nullptr || !now.step->is_of(swapper)) {
+    return false;
+  }
+  ask_for_relief(nullptr, {});
+  remove_callback(now);
+  now.step->end();
+  now.step.reset();
+  return true;
+}
+
 void begin_swap_step() {
   InForce& now = in_force();
   const Lock lock(swap_mutex());

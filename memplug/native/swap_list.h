@@ -15,6 +15,10 @@ namespace memplug {
 void load_swap_list(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, int32_t device_type);
 void unload_swap_list();
 
+// The session that loaded it is gone, in whatever step it was: everything is back, no request is caught. False: another
+// list was loaded since, and stays.
+bool drop_swap_list(const std::shared_ptr<StorageSwapper>& swapper);
+
 // A step begins, or is over: then everything is back.
 void begin_swap_step();
 bool end_swap_step();

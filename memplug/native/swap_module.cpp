@@ -153,6 +153,7 @@ void add_swaps(py::module_& module) {
       });
   using Released = py::call_guard<py::gil_scoped_release>; // an operator of another thread may wait for both locks
   module.def("unload_swap_list", &unload_swap_list, Released());
+  module.def("drop_swap_list", &drop_swap_list, Released());
   module.def("begin_swap_step", &begin_swap_step, Released());
   module.def("end_swap_step", &end_swap_step, Released());
   module.def("catch_out_of_memory", &catch_out_of_memory);

@@ -28,6 +28,10 @@ class SwapStep {
   void begin();
   bool end(); // false: the device has no room for some of what was away
 
+  bool is_of(const std::shared_ptr<StorageSwapper>& swapper) const {
+    return swapper_ == swapper;
+  }
+
   bool is_running() const {
     return is_running_;
   }

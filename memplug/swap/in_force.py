@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,10 @@ class InForce:
         self._host_bytes, self._explain = host_bytes, explain
         self._pool: HostPool | None = None
         self._swapper: Any = None
+        self._catches = False
+        self._loaded: list[Any] = []  # what a session that is never detached leaves behind
+        self._finalizer = weakref.finalize(self, _drop, core, self._loaded)
+        self._finalizer.atexit = False
         self._former: dict[str, int] = {}  # counters of what is in force no more
 
     @property
@@ -114,7 +119,9 @@ class InForce:
                 pool.close()
             elif self._device.kind == "cuda":
                 torch._C._host_emptyCache()  # pinned memory of tensors that left passively
-        self._catch(False)
+        self._loaded.clear()
+        if self._catches:
+            self._catch(False)
         return is_empty
 
     def begin_step(self) -> None:
@@ -132,6 +139,7 @@ class InForce:
 
     def _load(self, tables: Tables, min_bytes: int, slab: torch.Tensor | None, passive_bytes: int) -> None:
         self._swapper = self._core.StorageSwapper(self._device.streams(self._core), slab, max(0, passive_bytes))
+        self._loaded[:] = [self._swapper]
         device_type = 0 if self._device.kind == "cpu" else 1
         self._core.load_swap_list(
             tables.program, tables.ranks, tables.targets, tables.anchors, min_bytes, self._swapper, device_type
@@ -147,3 +155,9 @@ class InForce:
             self._core.catch_out_of_memory(on, index, self._explain if on else None)
         except RuntimeError as error:
             raise SwapError(f"requests that fail cannot be caught: {str(error).splitlines()[0]}") from None
+        self._catches = on
+
+
+def _drop(core: Any, loaded: list[Any]) -> None:
+    if loaded and core.drop_swap_list(loaded[0]):
+        core.limit_cpu(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -235,3 +236,20 @@ def test_detached_nothing_is_limited_or_caught() -> None:
             with pytest.raises(torch.OutOfMemoryError) as raised:
                 losses_of(model, [ROWS])
             assert "memplug" not in str(raised.value)
+
+
+def test_a_session_that_is_dropped_in_a_step_leaves_nothing_behind() -> None:
+    model = Deep()
+    with device_of(LIMIT_BYTES) as budget_gib:
+        session = memplug.attach(model, block(budget_gib))
+        losses_of(model, [ROWS], session)
+        loss = model(batch(1))
+        assert session.report()["swap_passive"] > 0
+        del session, model
+        gc.collect()
+        plain = Deep()
+        if torch.get_default_device().type == "cpu":
+            losses_of(plain, [ROWS])
+        del loss
+        with pytest.raises(torch.OutOfMemoryError) if torch.version.cuda else contextlib.nullcontext():
+            losses_of(plain, [ROWS])
