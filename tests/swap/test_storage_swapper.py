@@ -201,6 +201,62 @@ def test_another_stream_finds_the_values_too(swapper: Any) -> None:
     assert torch.equal(doubled, before * 2) and torch.equal(tensor, before * 3)
 
 
+def test_all_that_is_leaving_is_released_at_once(swapper: Any) -> None:
+    tensors = [sample(seed) for seed in range(3)]
+    for key, tensor in enumerate(tensors[:2]):
+        assert swapper.offload(tensor, key)
+    assert swapper.release_leaving() == 8000 and swapper.release_leaving() == 0
+    for key, tensor in enumerate(tensors):
+        swapper.restore(key)
+        assert torch.equal(tensor, sample(key))
+    assert swapper.counters["demanded"] == swapper.counters["passive"] == 0
+
+
+def test_one_that_leaves_for_no_plan_is_back_when_it_is_used(swapper: Any) -> None:
+    tensor, before = sample(), sample()
+    assert swapper.leave_now(tensor) == 4000 and swapper.leave_now(tensor) == 0
+    assert swapper.host_bytes == 4096
+    swapper.use(tensor)
+    assert swapper.host_bytes == 0 and torch.equal(tensor, before)
+    assert swapper.leave_now(tensor) == 4000
+    tensor.add_(1)
+    assert swapper.host_bytes == 0 and torch.equal(tensor, before + 1)
+    counters = swapper.counters
+    assert (counters["passive"], counters["passive_bytes"]) == (2, 8000)
+    assert counters["offloads"] == counters["releases"] == counters["prefetches"] == counters["demanded"] == 0
+
+
+def test_of_those_on_their_way_back_the_last_one_is_turned_back(swapper: Any) -> None:
+    tensors = [sample(seed) for seed in range(2)]
+    for key, tensor in enumerate(tensors):
+        away(swapper, tensor, key)
+        swapper.prefetch(key)
+    assert swapper.turn_back() == 4000
+    swapper.restore(0)
+    assert swapper.host_bytes == 4096 and swapper.turn_back() == 0
+    assert torch.equal(tensors[1] * 2, sample(1) * 2)
+    swapper.restore(1)
+    assert swapper.host_bytes == 0 and torch.equal(tensors[1], sample(1)) and torch.equal(tensors[0], sample(0))
+
+
+def test_host_memory_for_those_without_a_plan_is_added_up_to_a_bound() -> None:
+    core = native.load()
+    swapper = core.StorageSwapper(this_device().streams(core), passive_bytes=10_000)
+    tensors = [sample(seed) for seed in range(3)]
+    assert [swapper.leave_now(tensor) for tensor in tensors] == [4000, 4000, 0]
+    assert swapper.counters["refused"] == 1 and swapper.host_bytes == 8192
+    assert swapper.restore_all()
+    assert all(torch.equal(tensor, sample(seed)) for seed, tensor in enumerate(tensors))
+
+
+BY_KEY, OF_ALL = ("release", "prefetch", "restore"), ("turn_back", "release_leaving")
+CHANGES = {
+    "write": lambda tensor: tensor.add_(7),
+    "view": lambda tensor: tensor.view(-1)[3:50].mul_(0.5),
+    "data": lambda tensor: tensor.data.sub_(1),
+}
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_happens_in_any_order_no_value_is_lost(swapper: Any, seed: int) -> None:
     chance = random.Random(seed)
@@ -211,19 +267,19 @@ def test_whatever_happens_in_any_order_no_value_is_lost(swapper: Any, seed: int)
         if which not in tensors:
             tensors[which] = sample(number, 200 + which), sample(number, 200 + which)
         tensor, twin = tensors[which]
-        kind = chance.choice(["offload", "release", "prefetch", "restore", "read", "write", "view", "data", "drop"])
-        if kind == "offload" and swapper.offload(tensor, number):
+        kind = chance.choice([*("offload", "leave_now", "read", "drop"), *BY_KEY, *OF_ALL, *CHANGES])
+        if kind == "leave_now":
+            swapper.leave_now(tensor)
+        elif kind in OF_ALL:
+            getattr(swapper, kind)()
+        elif kind == "offload" and swapper.offload(tensor, number):
             keys[which] = number
-        elif kind in ("release", "prefetch", "restore") and which in keys:
+        elif kind in BY_KEY and which in keys:
             getattr(swapper, kind)(keys[which])
         elif kind == "read":
             assert torch.equal(tensor * 2, twin * 2)
-        elif kind == "write":
-            tensor.add_(number), twin.add_(number)
-        elif kind == "view":
-            tensor.view(-1)[3:50].mul_(0.5), twin.view(-1)[3:50].mul_(0.5)
-        elif kind == "data":
-            tensor.data.sub_(1), twin.data.sub_(1)
+        elif kind in CHANGES:
+            CHANGES[kind](tensor), CHANGES[kind](twin)
         elif kind == "drop":
             del tensors[which], tensor, twin
             keys.pop(which, None)
