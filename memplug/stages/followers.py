@@ -75,6 +75,7 @@ class Follower:
             return
         was_begun = self._begun
         self._key, self._steps, self._begun = key, 0, False
+        self.technique.whole_steps = 0
         known = self._parts.get(key) if key is not None else None
         if known is not None:
             self._parts.move_to_end(key)
@@ -87,7 +88,9 @@ class Follower:
         """A step is over; the next one is to be of the program `key`. `trace` is of the one that is over, if it was
         recorded.
         """
-        if key != self._key:
+        if key == self._key:
+            self.technique.whole_steps += 1
+        else:
             trace = None  # of another program
         self.enter(key)
         self._steps += 1

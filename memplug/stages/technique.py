@@ -48,10 +48,12 @@ class Technique(abc.ABC, Generic[Part]):
     Attributes:
         name: of its parts, in plans.
         off_because: training goes on without it; "" while it may have a part in force.
+        whole_steps: that were of the program that lasts, from their beginning on; counted by who asks.
     """
 
     name: ClassVar[str]
     off_because = ""
+    whole_steps = 0
 
     @classmethod
     def is_wanted(cls, config: MemplugConfig) -> bool:

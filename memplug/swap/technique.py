@@ -84,7 +84,6 @@ class SwapsWhole(Technique[SwapPart]):
         self.measured_peak_bytes: int | None = None
         self._missed = self._missing_steps = 0
         self._steps = 0  # since what is in force is
-        self._is_lasting = False  # the program of the next step
         self._sizes_vary = False  # of what layers ask for that are dynamic
 
     @classmethod
@@ -154,9 +153,7 @@ class SwapsWhole(Technique[SwapPart]):
             return None
         if self._beside.is_busy:
             return self._planned()
-        if self._state is State.WAITING and not self._is_lasting:
-            self._is_lasting = True  # from the next step on, which shows whether it fits
-        elif self._state is State.WAITING:
+        if self._state is State.WAITING and self.whole_steps:  # else the next one shows whether it fits
             if self._fits():
                 return SwapPart()
             self._state = State.RECORDING
@@ -196,7 +193,7 @@ class SwapsWhole(Technique[SwapPart]):
         """All tensors stay where they are, unless a request fails."""
         self._beside.stop()
         self._end()
-        self.part, self._state, self._is_lasting = None, State.WAITING, False
+        self.part, self._state = None, State.WAITING
         if not self.off_because:
             self._watch()
         elif self._device.kind == "cpu":
