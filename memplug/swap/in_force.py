@@ -109,6 +109,7 @@ class InForce:
         if self._swapper is None:
             return True
         self._core.end_swap_step()
+        passive = self._swapper.counters["passive"]
         self._former = self.counters
         is_empty = self._swapper.restore_all()
         self._core.unload_swap_list()
@@ -117,7 +118,7 @@ class InForce:
             del swapper
             if pool is not None:
                 pool.close()
-            elif self._device.kind == "cuda":
+            elif self._device.kind == "cuda" and passive:
                 torch._C._host_emptyCache()  # pinned memory of tensors that left passively
         self._loaded.clear()
         if self._catches:
