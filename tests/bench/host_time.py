@@ -6,8 +6,8 @@ step, memplug's work at its end included.
 
 Where a process has its memory makes it up to a tenth faster or slower, as long as it lives, than the next one that does
 the same. So a mode's process also trains a twin of the model that keeps all, and the steps of the two take turns. Not
-where there is an arena, which would have to pass on what the twin asks for, or a swap list, which the twin has no room
-beside: those modes are compared with the process of `keep_all`, and their ratios are as good as that.
+where there is an arena, which would have to pass on what the twin asks for: those modes are compared with the process
+of `keep_all`, and their ratios are as good as that.
 
 | mode | what it is |
 |---|---|
@@ -16,7 +16,6 @@ beside: those modes are compared with the process of `keep_all`, and their ratio
 | `non_reentrant` | `torch.utils.checkpoint` around every layer; not in case c |
 | `memplug:A`, `memplug:A+arena` | alpha 0, 1 or auto, without and with the arena; tensors of any size are swapped |
 | `memplug:plain`, `memplug:plain+arena` | alpha auto, and the device has room for everything |
-| `memplug:swap` | a swap list alone, for seven tenths of what a step takes |
 
 | case | what it is |
 |---|---|
@@ -47,7 +46,6 @@ MODES = (
     "reentrant",
     "non_reentrant",
     *(f"memplug:{alpha}{arena}" for alpha in ALPHAS for arena in ("", "+arena")),
-    "memplug:swap",
 )
 PARTS = ("forward", "backward", "step")
 HEADERS = ("case", "mode", *(f"{part} ms" for part in PARTS), *(f"{part} over keep_all" for part in PARTS))
@@ -150,8 +148,7 @@ def serve(mode: str, shape: Shape) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     from tests.bench.host_training import prepared
 
-    alone = mode in ("keep_all", "memplug:swap") or mode.endswith("+arena")
-    names = {"mode": mode} if alone else {"twin": "keep_all", "mode": mode}
+    names = {"mode": mode} if mode == "keep_all" or mode.endswith("+arena") else {"twin": "keep_all", "mode": mode}
     with contextlib.ExitStack() as stack:
         trainings = {name: stack.enter_context(prepared(trained, shape)) for name, trained in names.items()}
         for line in sys.stdin:

@@ -17,7 +17,6 @@ import memplug
 from tests.bench import modes
 from tests.bench.host_time import Shape
 
-SWAP_SHARE = 0.7
 WARM_UP = 16  # of memplug: two are compared, two observed, six try plans, and the arena begins
 
 
@@ -49,17 +48,11 @@ def prepared(mode: str, shape: Shape) -> Iterator[Training]:
     logging.getLogger("memplug").setLevel(logging.ERROR)
     model = _stack(shape, mode)
     apply = functools.partial(checkpoint, use_reentrant=mode == "reentrant") if "reentrant" in mode else _call
-    model.train()
-    session = None
-    if mode == "memplug:swap":
-        session = memplug.attach(model, _swapping(SWAP_SHARE * _taken_gib(model, apply)))
-    elif mode.startswith("memplug"):
-        session = memplug.attach(model, _block(mode))
-    training = Training(model, apply, session)
+    session = memplug.attach(model, _block(mode)) if mode.startswith("memplug") else None
+    training = Training(model.train(), apply, session)
     try:
         for _ in range(WARM_UP):
             training.timed_step()
-        assert mode != "memplug:swap" or session.report()["swap"] == "swapping"
         yield training
     finally:
         if session is not None:
@@ -82,28 +75,6 @@ def _block(mode: str) -> dict[str, Any]:
         "swap": {"enabled": False},
         "arena": {"enabled": bool(arena)},
     }
-
-
-def _swapping(budget_gib: float) -> dict[str, Any]:
-    """The block of a swap list alone."""
-    return {
-        "enabled": True,
-        "plan_dir": False,
-        "device_budget_gib": budget_gib,
-        "tokenwise": {"enabled": False},
-        "swap": {"enabled": True, "min_bytes": 1},
-        "arena": {"enabled": False},
-    }
-
-
-def _taken_gib(model: nn.Module, apply: Callable[..., torch.Tensor]) -> float:
-    """What a step takes at a time, with room enough."""
-    with memplug.attach(model, _swapping(1000.0)) as session:
-        training = Training(model, apply, session)
-        for _ in range(3):
-            session.record()
-            training.timed_step()
-        return int(session.trace.live_bytes.max()) / (1 << 30)
 
 
 def _stack(shape: Shape, mode: str) -> nn.Module:
