@@ -11,6 +11,7 @@ import memplug
 from tests.cudasim import device
 from tests.cudasim.device import Schedule, scheduled
 from tests.cudasim.training import ALONE, block, model
+from tests.swap.test_technique import Training
 
 pytestmark = pytest.mark.gpu
 
@@ -54,3 +55,25 @@ def test_the_host_waits_where_alpha_is_checked_a_plan_is_made_or_the_arena_begin
     expected = {*first.values(), *([CHECKED] if "alpha" in case else [])}
     assert set(added) == expected and all(count > 0 for count in added.values()), (added, states)
     assert states[-1].startswith("stable") and max(added, default=0) < STEPS - 9
+
+
+def test_the_host_waits_in_no_step_under_a_swap_list_that_has_settled() -> None:
+    with torch.device("cuda"), scheduled(Schedule("lazy")):
+        training = Training()
+        training.until_it_swaps()
+        x, former = training.inputs(), training.report
+        waited = []
+        for _ in range(12):
+            before = device.blocked()
+            for network, optimizer in zip((training.model, training.plain), training.optimizers, strict=True):
+                network(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            training.session.step()
+            waited.append(device.blocked() - before)
+        report = training.report
+        training.session.detach()
+    assert report["swap"] == "swapping"
+    released = report["swap_released_bytes"] - former["swap_released_bytes"]
+    assert released > 8 * report["swap_planned_bytes"] and report["swap_passive"] == former["swap_passive"]
+    assert sum(waited[:4]) <= 1 and sum(waited[4:]) == 0, waited
