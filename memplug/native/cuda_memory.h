@@ -42,7 +42,7 @@ struct Unheard {
 };
 
 // What stands in front of the device's allocator, made and not put there yet; throws where this version of torch has
-// calls that are not known. Then `stand_before_cuda` puts it there and takes it off again: once nobody uses it, as soon as
+// calls that are not known. Then `stand_before_cuda` puts it there and takes it off again: once it has no user, as soon as
 // there is no memory of an arena any more, since `record_stream` of its blocks is nothing that the native allocator listens to.
 void prepare_cuda_allocator(int device);
 void stand_before_cuda(User user, bool on);

@@ -28,7 +28,7 @@ using Reliever = bool (*)(size_t nbytes, int failures);
 // What is to be said of a request that fails for good.
 using Explanation = std::function<std::string()>;
 
-// Whom to ask from now on; null: nobody.
+// The reliever and the explanation from now on, null for none.
 void ask_for_relief(Reliever reliever, Explanation explain);
 void end_relief_in_child(); // of a fork
 
