@@ -144,6 +144,10 @@ bool trains() {
   return trains(this_thread);
 }
 
+bool trains_unsuspended() {
+  return this_thread.suspensions == 0 && trains(this_thread);
+}
+
 int32_t thread_number() {
   Thread& thread = this_thread;
   if (trains(thread)) {

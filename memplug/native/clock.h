@@ -26,6 +26,9 @@ bool trains();
 // forward) is not: it may come in any step, and nothing of it lives until a backward.
 bool in_program();
 
+// Whether the calling thread trains, and runs nothing of memplug's own now.
+bool trains_unsuspended();
+
 // 0 for a thread that trains, else a running number that the thread keeps.
 int32_t thread_number();
 

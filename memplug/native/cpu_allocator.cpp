@@ -101,15 +101,7 @@ class DelegatingAllocator final : public c10::Allocator {
   // A block of the arena, where it has one. Else the native one: with a deleter that notes the free for as long as it
   // lives, if it is recorded; any other stays untouched.
   c10::DataPtr allocate(size_t nbytes) override {
-    if (serving()) {
-      if (void* block = serve_request(nbytes, nullptr)) {
-        return {block, block, &give_back_served, c10::Device(c10::DeviceType::CPU)};
-      }
-    }
-    if (limited().is_on() && nbytes > 0) {
-      return with_relief(nbytes, [&] { return noted(nbytes, allocate_limited(nbytes)); });
-    }
-    return noted(nbytes, native->allocate(nbytes));
+    return watched(nbytes, [] { return nullptr; }, [nbytes] { return serve(nbytes); });
   }
 
   c10::DeleterFnPtr raw_deleter() const override {
@@ -125,6 +117,18 @@ class DelegatingAllocator final : public c10::Allocator {
   }
 
  private:
+  static c10::DataPtr serve(size_t nbytes) {
+    if (serving()) {
+      if (void* block = serve_request(nbytes, nullptr)) {
+        return {block, block, &give_back_served, c10::Device(c10::DeviceType::CPU)};
+      }
+    }
+    if (limited().is_on() && nbytes > 0) {
+      return with_relief(nbytes, [&] { return noted(nbytes, allocate_limited(nbytes)); });
+    }
+    return noted(nbytes, native->allocate(nbytes));
+  }
+
   static c10::DataPtr noted(size_t nbytes, c10::DataPtr block) {
     if (nbytes > 0 && recording_requests() && block.get() == block.get_context() &&
         (block.get_deleter() == &free_noted || block.compare_exchange_deleter(native_deleter, &free_noted))) {

@@ -100,17 +100,7 @@ class InFront final : public Base {
   // -- what the arena changes --
 
   c10::DataPtr allocate(size_t nbytes) override {
-    if (serving() && pools_.load(std::memory_order_relaxed) == 0) {
-      c10::DeviceIndex current = -1;
-      C10_CUDA_CHECK(c10::cuda::GetDevice(&current));
-      if (current == device_) {
-        const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(current).stream();
-        if (void* block = serve_request(nbytes, stream)) {
-          return {block, block, &give_back_served, c10::Device(c10::DeviceType::CUDA, current)};
-        }
-      }
-    }
-    return with_relief(nbytes, [&] { return native_->allocate(nbytes); });
+    return watched(nbytes, [] { return c10::cuda::getCurrentCUDAStream().stream(); }, [&] { return serve(nbytes); });
   }
 
   void raw_delete(void* block) override {
@@ -336,6 +326,20 @@ class InFront final : public Base {
   }
 
  private:
+  c10::DataPtr serve(size_t nbytes) {
+    if (serving() && pools_.load(std::memory_order_relaxed) == 0) {
+      c10::DeviceIndex current = -1;
+      C10_CUDA_CHECK(c10::cuda::GetDevice(&current));
+      if (current == device_) {
+        const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(current).stream();
+        if (void* block = serve_request(nbytes, stream)) {
+          return {block, block, &give_back_served, c10::Device(c10::DeviceType::CUDA, current)};
+        }
+      }
+    }
+    return with_relief(nbytes, [&] { return native_->allocate(nbytes); });
+  }
+
   Base* const native_;
   const int device_;
   std::atomic<int> pools_{0};

@@ -88,6 +88,14 @@ class Finder {
     return seen_.find(storage) != seen_.end();
   }
 
+  // It is known how far the step has come, and that it has come to a target.
+  void move_to(int32_t place) {
+    clock_.move_to(place);
+  }
+  void note_found(int32_t target) {
+    found_[target] = true;
+  }
+
   // An outermost operator begins.
   void tick(int32_t number) {
     clock_.tick(number);
@@ -165,16 +173,25 @@ class Finder {
     }
   }
 
-  // The target that an operator's tensor is, in that slot of its inputs or outputs; -1: none.
-  int32_t find(const void* storage, int64_t nbytes, int32_t number, bool output, int32_t slot) {
-    if (clock_.is_lost()) {
-      return -1;
-    }
-    const int32_t place = clock_.now();
+  // Whether a tensor of an operator of that number may be a target now.
+  bool expects(int32_t number, bool output) {
     const auto& targets = plan_.targets;
+    const int32_t place = clock_.now();
     while (next_ < targets.size() && targets[next_].last_use < place - ProgramClock::kReach) {
       ++next_;
     }
+    for (size_t i = next_; i < targets.size() && targets[i].last_use <= place + ProgramClock::kReach; ++i) {
+      if (!found_[i] && targets[i].operator_number == number && (targets[i].output != 0) == output) {
+        return !clock_.is_lost();
+      }
+    }
+    return false;
+  }
+
+  // Of an operator that is expected: the target that its tensor is, in that slot of its inputs or outputs; -1: none.
+  int32_t find(const void* storage, int64_t nbytes, int32_t number, bool output, int32_t slot) {
+    const int32_t place = clock_.now();
+    const auto& targets = plan_.targets;
     for (size_t i = next_; i < targets.size() && targets[i].last_use <= place + ProgramClock::kReach; ++i) {
       const SwapTarget& target = targets[i];
       if (!found_[i] && target.operator_number == number && (target.output != 0) == output && target.slot == slot &&

@@ -5,13 +5,12 @@
 
 #include <c10/core/ScalarType.h>
 
-#include <cstring>
-#include <string_view>
 #include <utility>
 
 #include "clock.h"
 #include "cuda_memory.h"
 #include "requests.h"
+#include "rows.h"
 #include "sequence.h"
 #include "serving.h"
 #include "forward_module.h"
@@ -42,14 +41,6 @@ struct Suspended {
   }
 };
 
-template <typename T>
-std::vector<T> rows_of(const py::bytes& bytes) {
-  const std::string_view view = bytes;
-  std::vector<T> rows(view.size() / sizeof(T));
-  std::memcpy(rows.data(), view.data(), rows.size() * sizeof(T));
-  return rows;
-}
-
 memplug::Device& device_of(bool cuda, int index) {
 #ifdef MEMPLUG_CUDA_ARENA
   if (cuda) {
@@ -74,10 +65,10 @@ void load_arena(
     int64_t kept_bytes,
     int32_t streams) {
   memplug::ArenaPlan plan{
-      rows_of<memplug::PlannedRequest>(requests),
-      rows_of<memplug::KeptSlot>(slots),
-      rows_of<memplug::DynamicRequest>(dynamic),
-      rows_of<memplug::IdleSpace>(spaces),
+      memplug::rows_of<memplug::PlannedRequest>(requests),
+      memplug::rows_of<memplug::KeptSlot>(slots),
+      memplug::rows_of<memplug::DynamicRequest>(dynamic),
+      memplug::rows_of<memplug::IdleSpace>(spaces),
       std::move(crosses),
       std::move(reusable),
       reused_bytes,

@@ -41,6 +41,7 @@ std::atomic<bool> recording{false};
 std::atomic<int64_t> in_use{0}; // of the log's usage, readable without its lock
 thread_local bool moving = false;
 std::atomic<int64_t> moved_out{0};
+std::atomic<RequestWatcher> the_watcher{nullptr};
 
 int64_t number_of(Log& l, const void* stream) {
   const auto found = std::find(l.streams.begin(), l.streams.end(), stream);
@@ -146,6 +147,14 @@ void note_free(void* pointer, size_t nbytes) {
   if (recording_requests() && (known || nbytes > 0)) {
     add(l, 1, block, block.request == BEFORE ? block.nbytes : 0);
   }
+}
+
+void watch_requests(RequestWatcher watcher) {
+  the_watcher = watcher;
+}
+
+RequestWatcher request_watcher() {
+  return the_watcher.load(std::memory_order_relaxed);
 }
 
 void forget_blocks() {

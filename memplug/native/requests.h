@@ -58,6 +58,26 @@ void note_moved(void* from, void* to);
 // So many bytes more are not on the device although, to a recording, they are: what begins now has them in use.
 void note_moved_out(int64_t nbytes);
 
+// Told of every request that goes to the CPU's allocator, or to the device's that memplug stands in front of (`User`): of its
+// bytes before it is served, of its memory after that. Of any thread; null: none is.
+using RequestWatcher = void (*)(size_t nbytes, const void* stream, const void* memory);
+void watch_requests(RequestWatcher watcher);
+RequestWatcher request_watcher();
+
+// What `serve()` gives, a block, and the watcher is told of it.
+template <typename Stream, typename Serve>
+auto watched(size_t nbytes, const Stream& stream, const Serve& serve) {
+  const RequestWatcher watcher = request_watcher();
+  if (watcher == nullptr || nbytes == 0) {
+    return serve();
+  }
+  const void* const on = stream();
+  watcher(nbytes, on, nullptr);
+  auto block = serve();
+  watcher(nbytes, on, block.get());
+  return block;
+}
+
 // No frees will be seen any more: what is alive now is unknown from here on.
 void forget_blocks();
 

@@ -5,23 +5,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "clock.h"
-#include "observer.h"
-#include "requests.h"
+#include "absent.h"
 
 namespace memplug {
 namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
-
-constexpr int64_t kHostSlab = 64 << 20; // bytes
-constexpr int64_t kPassive = -1; // in place of a key
-
-// Operators inside are memplug's own.
-struct Own {
-  const Suspension suspension;
-  const Observer::Pause pause;
-};
 
 // Memory as bytes, which has no part in how long it lives.
 at::Tensor bytes_at(const void* memory, int64_t nbytes, c10::Device device) {
@@ -34,30 +23,6 @@ std::recursive_mutex& swap_mutex() {
   static auto* instance = new std::recursive_mutex(); // never destroyed: storages outlive static destruction
   return *instance;
 }
-
-// A storage on its way.
-struct StorageSwapper::Absent {
-  StorageSwapper* swapper;
-  int64_t key;
-  c10::StorageImpl* storage; // lives: `held` until it is away, and then `forget` says when it dies
-  c10::intrusive_ptr<c10::StorageImpl> held;
-  const void* memory; // of the device, that it leaves
-  int64_t nbytes;
-  Slot slot;
-  StreamRef stream; // that its device memory belongs to
-  State state = State::LEAVING;
-  EventRef offloaded, prefetched; // that its stream has not waited for yet
-  HostMemory* host = nullptr; // the context of its pointer while it is away
-  bool passive = false; // no plan has it
-  bool written = false; // to its memory of the host, since the device had no room: it returns in no operator's time
-  c10::DataPtr arriving; // device memory that it returns to
-  int64_t began = 0; // its return, of all returns
-};
-
-struct StorageSwapper::HostMemory {
-  Absent* absent; // null: the storage is back, or its swapper gone
-  at::Tensor slab; // may still be read
-};
 
 ska::flat_hash_map<const c10::StorageImpl*, StorageSwapper::Absent*>& StorageSwapper::absents() {
   static auto* instance = new ska::flat_hash_map<const c10::StorageImpl*, Absent*>();
@@ -87,23 +52,6 @@ StorageSwapper::~StorageSwapper() {
       absent->host->absent = nullptr;
     }
   }
-}
-
-bool StorageSwapper::add_host_memory(int64_t nbytes) {
-  const int64_t room = passive_room_ / kRowAlignment * kRowAlignment;
-  if (nbytes > room) {
-    return false;
-  }
-  const int64_t size = std::min(room, std::max(nbytes, kHostSlab));
-  const Own own;
-  try {
-    pool_.add(streams_->host_memory(size));
-  } catch (const std::exception&) { // the system has less
-    passive_room_ = 0;
-    return false;
-  }
-  passive_room_ -= size;
-  return true;
 }
 
 int64_t StorageSwapper::host_bytes() {
@@ -205,57 +153,6 @@ void StorageSwapper::release(int64_t key) {
   if (absent != nullptr && absent->state == State::LEAVING && is_current(*absent) && !streams_->is_capturing()) {
     leave(*absent);
   }
-}
-
-int64_t StorageSwapper::release_leaving() {
-  const Lock lock(swap_mutex());
-  const int64_t before = counters_.released_bytes;
-  std::vector<Absent*> leaving;
-  for (const auto& absent : all_) {
-    if (absent->state == State::LEAVING && is_current(*absent) && !streams_->is_capturing()) {
-      leaving.push_back(absent.get());
-    }
-  }
-  for (Absent* const absent : leaving) {
-    leave(*absent);
-  }
-  return counters_.released_bytes - before;
-}
-
-int64_t StorageSwapper::leave_now(const c10::Storage& storage) {
-  const Lock lock(swap_mutex());
-  Absent* const absent = start_leaving(storage, kPassive);
-  if (absent == nullptr) {
-    return 0;
-  }
-  absent->passive = true;
-  const int64_t nbytes = absent->nbytes;
-  ++counters_.passive;
-  counters_.passive_bytes += nbytes;
-  leave(*absent);
-  return nbytes;
-}
-
-int64_t StorageSwapper::turn_back() {
-  const Lock lock(swap_mutex());
-  Absent* last = nullptr;
-  for (const auto& absent : all_) {
-    if (absent->state == State::RETURNING && is_current(*absent) && (last == nullptr || absent->began > last->began)) {
-      last = absent.get();
-    }
-  }
-  if (last == nullptr || streams_->is_capturing()) {
-    return 0;
-  }
-  streams_->wait(last->stream, last->prefetched, Wait::DISCARD_FOR_PREFETCH);
-  last->prefetched = nullptr;
-  last->state = State::AWAY;
-  if (last->passive) {
-    note_moved_out(last->nbytes);
-  }
-  const Moving moving(last->passive);
-  last->arriving.clear();
-  return last->nbytes;
 }
 
 void StorageSwapper::leave(Absent& absent) {
@@ -405,15 +302,6 @@ bool StorageSwapper::is_possible() {
 }
 bool StorageSwapper::offload(const c10::Storage&, int64_t) {
   return false;
-}
-int64_t StorageSwapper::release_leaving() {
-  return 0;
-}
-int64_t StorageSwapper::leave_now(const c10::Storage&) {
-  return 0;
-}
-int64_t StorageSwapper::turn_back() {
-  return 0;
 }
 void StorageSwapper::release(int64_t) {}
 void StorageSwapper::prefetch(int64_t) {}

@@ -20,6 +20,7 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 struct InForce {
   std::unique_ptr<SwapStep> step;
   at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
+  bool is_seeing = false; // operators
 };
 
 InForce& in_force() {
@@ -32,6 +33,56 @@ std::atomic<bool> silent{false};
 // Of the calling thread.
 thread_local int32_t enclosing = 0; // operators that it is inside of
 thread_local Moment outermost;
+
+// The step that is followed, for requests at which nothing is to happen; it lives while requests are watched.
+std::atomic<RepeatedStep*> followed{nullptr};
+
+// Operators are seen where the step needs that.
+void see_what_is_needed(InForce& now) {
+  followed.store(now.step->followed(), std::memory_order_release);
+  const bool needed = now.step->needs_operators();
+  if (needed != now.is_seeing && now.handle != at::INVALID_CALLBACK_HANDLE) {
+    now.is_seeing = needed;
+    needed ? at::reenableCallback(now.handle) : at::disableCallback(now.handle);
+  }
+}
+
+// The memory of the last request of the step, which the step is told of as soon as anything else happens: one lock for both.
+std::atomic<const void*> last_served{nullptr};
+
+void tell_of_last_served(SwapStep& step) {
+  if (last_served.load(std::memory_order_relaxed) != nullptr) {
+    step.served(last_served.exchange(nullptr));
+  }
+}
+
+// A request for memory, before and after it is served.
+void on_request(size_t nbytes, const void* stream, const void* memory) {
+  const bool is_of_step = trains_unsuspended();
+  if (is_of_step && memory != nullptr) {
+    last_served.store(memory, std::memory_order_release);
+    return;
+  }
+  RepeatedStep* const step = followed.load(std::memory_order_acquire);
+  if (is_of_step && step != nullptr && step->pass(static_cast<int64_t>(nbytes), stream)) {
+    return;
+  }
+  if (silent || (!is_of_step && memory == nullptr)) {
+    return;
+  }
+  const Lock lock(swap_mutex());
+  InForce& now = in_force();
+  if (now.step == nullptr || !now.step->is_running()) {
+    return;
+  }
+  tell_of_last_served(*now.step);
+  if (is_of_step) {
+    now.step->asked(static_cast<int64_t>(nbytes), stream);
+    see_what_is_needed(now);
+  } else {
+    now.step->served_other(memory);
+  }
+}
 
 std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function) {
   const int32_t number = number_of(function);
@@ -47,6 +98,7 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function
   if (step == nullptr || !step->is_running()) {
     return nullptr;
   }
+  tell_of_last_served(*step);
   if (outside == 0) {
     outermost = step->enter();
   }
@@ -55,9 +107,10 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function
     return nullptr;
   }
   if (outside == 0) {
-    step->tick(function, number);
+    step->tick(function, number, outermost);
   }
   step->read(function, number, outermost, outside == 0);
+  see_what_is_needed(in_force());
   return nullptr;
 }
 
@@ -79,6 +132,7 @@ void on_end(const at::RecordFunction& function, at::ObserverContext*) {
   if (step == nullptr || !step->is_running()) {
     return;
   }
+  tell_of_last_served(*step);
   const bool is_outermost = enclosing == 1;
   if (in_program()) {
     step->wrote(function, number, outermost);
@@ -89,6 +143,7 @@ void on_end(const at::RecordFunction& function, at::ObserverContext*) {
   if (is_outermost) {
     step->leave(outermost);
   }
+  see_what_is_needed(in_force());
 }
 
 // The outermost operator of this thread has to be seen, or it is not known which tensors it uses.
@@ -101,7 +156,9 @@ bool relieve_step(size_t nbytes, int failures) {
   return step != nullptr && step->relieve(static_cast<int64_t>(nbytes), failures);
 }
 
-void remove_callback(InForce& now) {
+void stop_watching(InForce& now) {
+  watch_requests(nullptr);
+  followed = nullptr;
   if (now.handle != at::INVALID_CALLBACK_HANDLE) {
     at::removeCallback(now.handle);
     now.handle = at::INVALID_CALLBACK_HANDLE;
@@ -120,7 +177,7 @@ void load_swap_list(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, 
 void unload_swap_list() {
   InForce& now = in_force();
   const Lock lock(swap_mutex());
-  remove_callback(now);
+  stop_watching(now);
   now.step.reset();
 }
 
@@ -131,7 +188,7 @@ bool drop_swap_list(const std::shared_ptr<StorageSwapper>& swapper) {
     return false;
   }
   ask_for_relief(nullptr, {});
-  remove_callback(now);
+  stop_watching(now);
   now.step->end();
   now.step.reset();
   return true;
@@ -143,19 +200,23 @@ void begin_swap_step() {
   if (now.step == nullptr) {
     return;
   }
+  last_served = nullptr;
   now.step->begin();
   if (now.handle == at::INVALID_CALLBACK_HANDLE) {
     now.handle = at::addGlobalCallback(at::RecordFunctionCallback(on_begin, on_end)
                                            .needsInputs(true)
                                            .needsOutputs(true)
                                            .scopes({at::RecordScope::FUNCTION}));
+    now.is_seeing = true;
   }
+  see_what_is_needed(now);
+  watch_requests(&on_request);
 }
 
 bool end_swap_step() {
   InForce& now = in_force();
   const Lock lock(swap_mutex());
-  remove_callback(now);
+  stop_watching(now);
   return now.step == nullptr || now.step->end();
 }
 
@@ -167,6 +228,8 @@ SwapListCounters swap_list_counters() {
 
 void silence_swap_list() {
   silent = true;
+  watch_requests(nullptr);
+  followed = nullptr;
   end_relief_in_child();
 }
 

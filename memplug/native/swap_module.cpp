@@ -4,15 +4,14 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include <cstring>
 #include <memory>
-#include <string_view>
 #include <tuple>
 #include <utility>
 
 #include "finder.h"
 #include "relief.h"
 #include "requests.h"
+#include "rows.h"
 #include "saved_type.h"
 #include "swap_list.h"
 
@@ -20,14 +19,6 @@ namespace py = pybind11;
 
 namespace memplug {
 namespace {
-
-template <typename T>
-std::vector<T> rows_in(const py::bytes& bytes) {
-  const std::string_view view = bytes;
-  std::vector<T> rows(view.size() / sizeof(T));
-  std::memcpy(rows.data(), view.data(), rows.size() * sizeof(T));
-  return rows;
-}
 
 using Named = std::tuple<int64_t, int64_t, int32_t>;
 
@@ -76,9 +67,14 @@ class Rehearsal {
 
  private:
   void find(const std::vector<Named>& values, int32_t number, bool output, std::vector<int64_t>& found) {
-    int32_t slot = 0;
     for (const auto& [id, nbytes, dtype] : values) {
       finder_.see(key_of(id), nbytes, dtype, {});
+    }
+    if (!finder_.expects(number, output)) {
+      return;
+    }
+    int32_t slot = 0;
+    for (const auto& [id, nbytes, dtype] : values) {
       const int32_t target = finder_.find(key_of(id), nbytes, number, output, slot++);
       if (target >= 0) {
         found[target] = id;
@@ -147,7 +143,7 @@ void add_swaps(py::module_& module) {
          std::shared_ptr<StorageSwapper> swapper,
          int32_t device_type) {
         load_swap_list(
-            {std::move(program), rows_in<uint8_t>(ranks), rows_in<SwapTarget>(targets), rows_in<Anchor>(anchors), min_bytes},
+            {std::move(program), rows_of<uint8_t>(ranks), rows_of<SwapTarget>(targets), rows_of<Anchor>(anchors), min_bytes},
             std::move(swapper),
             device_type);
       });
@@ -176,6 +172,7 @@ void add_swaps(py::module_& module) {
     all["steps"] = c.steps;
     all["found"] = c.found;
     all["missed"] = c.missed;
+    all["repeated"] = c.repeated;
     return all;
   });
 
@@ -193,7 +190,7 @@ void add_swaps(py::module_& module) {
   py::class_<Rehearsal>(module, "Rehearsal")
       .def(py::init([](std::vector<int32_t> program, const py::bytes& ranks, const py::bytes& targets, const py::bytes& anchors) {
         return std::make_unique<Rehearsal>(SwapListPlan{
-            std::move(program), rows_in<uint8_t>(ranks), rows_in<SwapTarget>(targets), rows_in<Anchor>(anchors)});
+            std::move(program), rows_of<uint8_t>(ranks), rows_of<SwapTarget>(targets), rows_of<Anchor>(anchors)});
       }))
       .def("run", &Rehearsal::run);
 }

@@ -5,7 +5,6 @@
 #include <tuple>
 #include <utility>
 
-#include "operators.h"
 #include "relief.h"
 
 namespace memplug {
@@ -30,6 +29,15 @@ SwapStep::SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c
 }
 
 void SwapStep::begin() {
+  repeated_.begin(plan_.targets.size(), turns_.size());
+  next_turn_ = 0;
+  late_.clear();
+  if (repeated_.is_followed()) {
+    alive_.clear(); // what uses them is not seen
+    follow();
+  } else {
+    due_.clear();
+  }
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> alive;
   ska::flat_hash_map<const void*, bool> lives;
   for (const auto& weak : alive_) {
@@ -47,15 +55,17 @@ void SwapStep::begin() {
   }
   leaving_.clear();
   running_.clear();
-  next_turn_ = 0;
   is_running_ = true;
 }
 
 bool SwapStep::end() {
   if (is_running_) {
+    const auto all = static_cast<int64_t>(plan_.targets.size());
     counters.found += finder_.found();
-    counters.missed += static_cast<int64_t>(plan_.targets.size()) - finder_.found();
+    counters.missed += all - finder_.found();
     ++counters.steps;
+    counters.repeated += repeated_.is_followed();
+    repeated_.end(finder_.found() == all && all > 0);
   }
   is_running_ = false;
   leaving_.clear();
@@ -71,10 +81,11 @@ void SwapStep::leave(const Moment& moment) {
   running_.erase(moment.number);
 }
 
-void SwapStep::tick(const at::RecordFunction& function, int32_t number) {
-  if (plan_.targets.empty()) {
+void SwapStep::tick(const at::RecordFunction& function, int32_t number, const Moment& moment) {
+  if (plan_.targets.empty() || repeated_.is_followed()) {
     return;
   }
+  repeated_.learn_operator(moment.stream);
   finder_.tick(number);
   each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t slot) {
     if (finder_.anchor(tensor.storage().unsafeGetStorageImpl(), slot, number)) {
@@ -83,12 +94,18 @@ void SwapStep::tick(const at::RecordFunction& function, int32_t number) {
   });
   const int32_t place = finder_.now();
   for (; next_turn_ < turns_.size() && turns_[next_turn_].place <= place; ++next_turn_) {
+    repeated_.learn_turn(static_cast<int32_t>(next_turn_));
     take(turns_[next_turn_]);
   }
 }
 
 // What an operator inside of another one reads, and that one does not, was made in between: not each of them is shown.
 void SwapStep::read(const at::RecordFunction& function, int32_t number, const Moment& moment, bool outermost) {
+  if (repeated_.is_followed()) {
+    return_late(number);
+    match(function.inputs(), number, false);
+    return;
+  }
   const bool collective = is_collective(function, number);
   each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t) {
     see(tensor, moment, !outermost);
@@ -103,6 +120,10 @@ void SwapStep::read(const at::RecordFunction& function, int32_t number, const Mo
 }
 
 void SwapStep::wrote(const at::RecordFunction& function, int32_t number, const Moment& moment) {
+  if (repeated_.is_followed()) {
+    match(function.outputs(), number, true);
+    return;
+  }
   const bool collective = is_collective(function, number);
   each_storage(function.outputs(), [&](const at::Tensor& tensor, int32_t) {
     see(tensor, moment, true);
@@ -114,6 +135,9 @@ void SwapStep::wrote(const at::RecordFunction& function, int32_t number, const M
 }
 
 void SwapStep::pass(const at::RecordFunction& function, int32_t number, const Moment& moment) {
+  if (repeated_.is_followed()) {
+    return;
+  }
   const bool collective = is_collective(function, number);
   each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t) {
     finder_.pass(tensor.storage().unsafeGetStorageImpl(), moment, collective);
@@ -122,6 +146,7 @@ void SwapStep::pass(const at::RecordFunction& function, int32_t number, const Mo
 
 void SwapStep::done() {
   for (auto& [target, storage] : std::exchange(leaving_, {})) {
+    repeated_.learn_end_of_last_use(target);
     swapper_->offload(storage, target);
   }
 }
@@ -132,6 +157,7 @@ bool SwapStep::relieve(int64_t nbytes, int failures) {
   if (!is_running_) {
     return false;
   }
+  repeated_.spoil();
   if (failures == 1) {
     const int64_t released = swapper_->release_leaving();
     if (released > 0) {
@@ -197,19 +223,6 @@ void SwapStep::take(const Turn& turn) {
   }
 }
 
-// Calls `visit(tensor, slot)` for each tensor on the device.
-template <typename Values, typename Visit>
-void SwapStep::each_storage(const Values& values, const Visit& visit) const {
-  int32_t slot = 0;
-  for (const c10::IValue& value : values) {
-    each_tensor_or_number(value, [&](const at::Tensor& tensor) {
-      if (tensor.has_storage() && tensor.device().type() == device_) {
-        visit(tensor, slot++);
-      }
-    });
-  }
-}
-
 void SwapStep::see(const at::Tensor& tensor, const Moment& moment, bool made) {
   const c10::Storage& storage = tensor.storage();
   if (finder_.see(
@@ -235,7 +248,7 @@ void SwapStep::use(const at::RecordFunction& function) {
 // Of an operator's tensors, those that it is the last to use.
 template <typename Values>
 void SwapStep::find(const Values& values, int32_t number, bool output) {
-  if (plan_.targets.empty()) {
+  if (!finder_.expects(number, output)) {
     return;
   }
   each_storage(values, [&](const at::Tensor& tensor, int32_t slot) {
@@ -243,12 +256,14 @@ void SwapStep::find(const Values& values, int32_t number, bool output) {
     const int32_t target =
         finder_.find(storage.unsafeGetStorageImpl(), static_cast<int64_t>(storage.nbytes()), number, output, slot);
     if (target >= 0) {
+      repeated_.learn_last_use(target, storage);
       leaving_.emplace_back(target, storage);
     }
   });
 }
 
-// Other streams may use its tensors for as long as nothing waits for it. As COLLECTIVES in memplug/plan/swap/from_trace.py.
+// Other streams may use its tensors for as long as nothing waits for it. By its name, as COLLECTIVES in
+// memplug/plan/swap/from_trace.py: to ask what an operator's traits are may run Python.
 bool SwapStep::is_collective(const at::RecordFunction& function, int32_t number) {
   if (number >= static_cast<int32_t>(collectives_.size())) {
     collectives_.resize(number + 1, -1);

@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "finder.h"
+#include "operators.h"
+#include "repeated_step.h"
 #include "storage_swapper.h"
 
 namespace memplug {
@@ -18,6 +20,7 @@ namespace memplug {
 struct SwapListCounters {
   int64_t steps = 0;
   int64_t found = 0, missed = 0; // targets, over all steps
+  int64_t repeated = 0; // steps that were followed by their requests to the end, see repeated_step.h
 };
 
 // Not of several threads at once. Of a list without targets it only knows what may leave where memory is short.
@@ -36,12 +39,31 @@ class SwapStep {
     return is_running_;
   }
 
+  // Whether operators have to be seen now.
+  bool needs_operators() const {
+    return is_running_ && !(repeated_.is_followed() && repeated_.open().empty() && late_.empty());
+  }
+
+  // The step, if it is followed.
+  RepeatedStep* followed() {
+    return is_running_ && repeated_.is_followed() ? &repeated_ : nullptr;
+  }
+
+  // A request is made, by the program or by what else trains; it was served; one that is no part of that was.
+  void asked(int64_t nbytes, const void* stream);
+  void served(const void* memory) {
+    repeated_.served(memory);
+  }
+  void served_other(const void* memory) {
+    repeated_.served_other(memory);
+  }
+
   // An outermost operator of the calling thread begins, and ends.
   Moment enter();
   void leave(const Moment& moment);
 
   // An outermost operator of the program begins.
-  void tick(const at::RecordFunction& function, int32_t number);
+  void tick(const at::RecordFunction& function, int32_t number, const Moment& moment);
 
   // An operator of the program begins, inside of the outermost one of that moment, and has ended.
   void read(const at::RecordFunction& function, int32_t number, const Moment& moment, bool outermost);
@@ -71,13 +93,28 @@ class SwapStep {
     int64_t nbytes, last_use;
   };
 
+  // Calls `visit(tensor, slot)` for each tensor on the device.
   template <typename Values, typename Visit>
-  void each_storage(const Values& values, const Visit& visit) const;
+  void each_storage(const Values& values, const Visit& visit) const {
+    int32_t slot = 0;
+    for (const c10::IValue& value : values) {
+      each_tensor_or_number(value, [&](const at::Tensor& tensor) {
+        if (tensor.has_storage() && tensor.device().type() == device_) {
+          visit(tensor, slot++);
+        }
+      });
+    }
+  }
   void take(const Turn& turn);
   void see(const at::Tensor& tensor, const Moment& moment, bool made);
   template <typename Values>
   void find(const Values& values, int32_t number, bool output);
+  void match(c10::ArrayRef<c10::IValue> values, int32_t number, bool output);
   void use(const at::RecordFunction& function);
+  void follow();
+  void take_due();
+  void return_late(int32_t number);
+  void depart();
   bool is_collective(const at::RecordFunction& function, int32_t number);
   std::vector<Idle> idle() const;
 
@@ -87,6 +124,11 @@ class SwapStep {
   Finder finder_;
   std::vector<Turn> turns_;
   size_t next_turn_ = 0;
+  RepeatedStep repeated_;
+  std::vector<std::pair<int64_t, int32_t>> due_; // in a step that is followed: requests before a turn, and which
+  std::vector<std::pair<int64_t, int32_t>> lates_; // the request that is the last one before targets that return late
+  size_t next_late_ = 0;
+  std::vector<int32_t> late_; // of them, those that the operator is about to use that has yet to begin
   int64_t moments_ = 0;
   std::set<int64_t> running_; // moments of the outermost operators that run now
   std::vector<int8_t> collectives_; // by operator number; -1: not known yet

@@ -103,7 +103,8 @@ def arena(serving: PlannedAddresses | None, why: str) -> dict[str, Any]:
 def swaps(technique: SwapsWhole | None, why: str) -> dict[str, Any]:
     """What the swap list did so far and promises; counts, bytes and seconds.
 
-    `swap_found` and `swap_missed` count its tensors over all steps, `swap_cancelled` those that were used again before
+    `swap_found` and `swap_missed` count its tensors over all steps, `swap_repeated` the steps that were followed by
+    their requests alone (memplug/native/repeated_step.h), `swap_cancelled` those that were used again before
     their memory was released, `swap_demanded` those that were used before they were to be back, `swap_passive` those
     that left, for no plan, because a request for memory had failed; `swap_peak_bytes` is what the second step under the
     list took of the device, as `predicted_swap_peak_bytes` promises.
@@ -124,7 +125,7 @@ def swaps(technique: SwapsWhole | None, why: str) -> dict[str, Any]:
         **{
             f"swap_{name}": counters.get(name, 0)
             for name in (
-                *("found", "missed", "released_bytes", "prefetched_bytes"),
+                *("found", "missed", "repeated", "released_bytes", "prefetched_bytes"),
                 *("cancelled", "demanded", "refused", "passive", "passive_bytes"),
             )
         },

@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import memplug
 from tests.bench import modes
 from tests.bench.host_time import Shape
+from tests.support.swapped import GIB, block
 
+LIST_SHARE = 0.69  # of what a step takes, for a list of some 100 tensors
 WARM_UP = 16  # of memplug: two are compared, two observed, six try plans, and the arena begins
 
 
@@ -48,22 +50,42 @@ def prepared(mode: str, shape: Shape) -> Iterator[Training]:
     logging.getLogger("memplug").setLevel(logging.ERROR)
     model = _stack(shape, mode)
     apply = functools.partial(checkpoint, use_reentrant=mode == "reentrant") if "reentrant" in mode else _call
-    session = memplug.attach(model, _block(mode)) if mode.startswith("memplug") else None
-    training = Training(model.train(), apply, session)
+    training = Training(model.train(), apply, None)
+    if mode.startswith(("memplug", "swap")):
+        budget_gib = LIST_SHARE * _peak_gib(training) if mode == "swap:list" else 1.0
+        training.session = memplug.attach(model, _block(mode, budget_gib))
     try:
         for _ in range(WARM_UP):
             training.timed_step()
+        if mode == "swap:list":
+            report = training.session.report()
+            assert report["swap_repeated"] > 0, f"no list is in force and settled: {report['swap']}"
+            print(f"{mode}: {report['swap_tensors']} tensors, {report['swap_planned_bytes']} bytes", flush=True)
         yield training
     finally:
-        if session is not None:
-            session.detach()
+        if training.session is not None:
+            training.session.detach()
 
 
 def _call(layer: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
     return layer(hidden)
 
 
-def _block(mode: str) -> dict[str, Any]:
+def _peak_gib(training: Training) -> float:
+    """What a step takes of a device that has room for it, as recorded."""
+    training.session = memplug.attach(training.model, _block("swap:none", 1.0))
+    for step in range(5):
+        if step == 3:
+            training.session.record()
+        training.timed_step()
+    peak_bytes = int(training.session.trace.live_bytes.max())
+    training.session.detach()
+    return peak_bytes / GIB
+
+
+def _block(mode: str, budget_gib: float) -> dict[str, Any]:
+    if mode.startswith("swap"):
+        return block(budget_gib)
     alpha, _, arena = mode.partition(":")[2].partition("+")
     number = "auto" if alpha in ("auto", "plain") else float(alpha)
     device_budget = {"device_budget_gib": 8} if alpha == "plain" else {}

@@ -66,7 +66,7 @@ class Training:
         self.model, self.plain = Deep(), Deep()
         self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.model, self.plain)]
         self.session = memplug.attach(self.model, block(asked_gib or budget_gib(), **parts))
-        self.steps = 0
+        self.steps = self.began = 0
 
     def inputs(self, rows: int = ROWS) -> torch.Tensor:
         generator = torch.Generator("cpu").manual_seed(self.steps)
@@ -90,6 +90,14 @@ class Training:
         while self.report["swap"] != "swapping":
             assert self.steps < 10
             self.step()
+        self.began = self.steps
+
+    def until_it_repeats(self) -> None:
+        """From here on a step is followed by its requests alone."""
+        before = self.report["swap_repeated"]
+        for _ in range(8):
+            self.step()
+        assert self.report["swap_repeated"] > before
 
     def away_bytes(self) -> int:
         swapper = self.session._boundary.swapping._in_force._swapper
@@ -100,10 +108,13 @@ class Training:
         return self.session.report()
 
 
-@pytest.fixture
-def training() -> Training:
+@pytest.fixture(params=["seen", "followed"])
+def training(request: pytest.FixtureRequest) -> Training:
+    """Under a list: all operators of its steps are seen, or its steps are known and are followed by their requests."""
     training = Training()
     training.until_it_swaps()
+    if request.param == "followed":
+        training.until_it_repeats()
     return training
 
 
@@ -111,9 +122,55 @@ def test_a_list_is_in_force_from_the_step_after_it_was_made(training: Training) 
     assert training.report["swap_tensors"] > 2
     for _ in range(4):
         training.step()
+    report, steps = training.report, training.steps - training.began
+    assert report["swap_found"] == steps * report["swap_tensors"] and report["swap_missed"] == 0
+    assert report["swap_released_bytes"] == steps * report["swap_planned_bytes"]
+
+
+def test_steps_that_repeat_are_followed_until_one_departs() -> None:
+    training = Training()
+    training.until_it_swaps()
+    for repeated in (0, 0, 0, 0, 1, 2):  # three of them were as the one before
+        training.step()
+        assert training.report["swap_repeated"] == repeated
+    tensors, found = training.report["swap_tensors"], training.report["swap_found"]
+    assert found == 6 * tensors
+    training.step(ROWS // 2)
+    training.step(ROWS // 2)
+    assert training.report["swap_repeated"] == 2
+    for repeated in (2, 2, 2, 2, 2, 2, 3, 4):  # now it takes six, of which the first is as the last one that was learnt
+        training.step()
+        assert training.report["swap_repeated"] == repeated
+    assert training.report["swap_found"] == found + 8 * tensors and training.report["swap_demanded"] == 0
+
+
+@pytest.mark.cpu("a device has more than was asked for")
+def test_what_a_followed_step_has_made_cannot_leave_where_it_departs() -> None:
+    training = Training()
+    training.until_it_swaps()
+    training.until_it_repeats()
+    x = training.inputs()
+    loss = training.model(x)
+    with pytest.raises(torch.OutOfMemoryError, match="memplug: out of memory"):
+        for _ in range(8):
+            loss = loss + training.plain(x)
+    del loss
+    training.session.step()
+    loss = training.model(x)  # and in the next one, it can
+    for _ in range(8):
+        loss = loss + training.plain(x)
+    loss.backward()
+
+
+def test_a_followed_step_whose_middle_is_another_loses_few_tensors(training: Training) -> None:
     report = training.report
-    assert report["swap_found"] == 4 * report["swap_tensors"] and report["swap_missed"] == 0
-    assert report["swap_released_bytes"] == 4 * report["swap_planned_bytes"]
+    for model in (training.model, training.plain):
+        model.layers[LAYERS // 2].register_forward_pre_hook(lambda layer, inputs: (inputs[0] + 1,))
+    training.step()
+    found = training.report["swap_found"] - report["swap_found"]
+    assert found >= report["swap_tensors"] // 2 and training.report["swap_cancelled"] == 0
+    for _ in range(4):
+        training.step()
 
 
 @pytest.mark.gpu
@@ -184,16 +241,19 @@ def test_an_exception_in_the_middle_of_a_backward_leaves_nothing_away(training: 
 
 def test_detached_with_tensors_away_the_backward_is_right(training: Training) -> None:
     x = training.inputs()
-    loss, plain = training.model(x), training.plain(x)
+    loss = training.model(x)
     assert training.away_bytes() > 0
     training.session.detach()
+    plain = training.plain(x)
     loss.backward()
     plain.backward()
     for one, other in zip(training.model.parameters(), training.plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
 
 
-def test_graphs_that_outlive_their_step_are_right(training: Training) -> None:
+def test_graphs_that_outlive_their_step_are_right() -> None:
+    training = Training()
+    training.until_it_swaps()
     x = training.inputs()
     losses = [model(x) for model in (training.model, training.plain)]
     training.session.step()

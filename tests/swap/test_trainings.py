@@ -47,6 +47,7 @@ def test_a_step_keeps_to_its_budget_with_the_same_numbers(kind: str, share: floa
     assert swapped.peak_bytes <= budget_bytes
     assert report["predicted_swap_peak_bytes"] <= budget_bytes
     assert report["swap_demanded"] == report["swap_cancelled"] == report["swap_refused"] == 0
+    assert report["swap_repeated"] > 0 or kind == "mixtral"
     assert report["swap_missed"] <= (2 if kind == "mixtral" else 0)  # what its experts get differs from step to step
     assert (report["swap_found"] + report["swap_missed"]) % report["swap_tensors"] == 0
     assert report["swap_released_bytes"] == report["swap_prefetched_bytes"] > 0

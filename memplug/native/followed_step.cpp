@@ -1,0 +1,107 @@
+// A step under a swap list that is followed by its requests: see repeated_step.h.
+#include <algorithm>
+
+#include "swap_step.h"
+
+namespace memplug {
+
+// Begins. What takes memory or gives it back does so with the first request of the operator that it is planned before. What
+// comes back has to be there before that operator, so with the last request before it; where its memory is only then taken,
+// the operator has to be seen.
+void SwapStep::follow() {
+  next_late_ = 0;
+  late_.clear();
+  if (due_.empty()) {
+    lates_.clear();
+    const std::vector<int64_t>& after = repeated_.turns();
+    std::vector<int64_t> prefetches(plan_.targets.size(), 0);
+    for (size_t i = 0; i < turns_.size(); ++i) { // a target's in the order of their places
+      const Turn& turn = turns_[i];
+      int64_t requests = after[i] < 0 ? INT64_MAX : after[i];
+      if (turn.kind == Turn::PREFETCH) {
+        prefetches[turn.target] = requests;
+      } else if (turn.kind == Turn::RESTORE && after[i] >= 0) {
+        if (prefetches[turn.target] < requests) {
+          --requests;
+        } else {
+          lates_.emplace_back(requests - 1, turn.target);
+          repeated_.expect(requests - 1);
+        }
+      }
+      due_.emplace_back(requests, static_cast<int32_t>(i));
+      repeated_.expect(requests);
+    }
+    std::stable_sort(due_.begin(), due_.end(), [](const auto& one, const auto& other) { return one.first < other.first; });
+    std::sort(lates_.begin(), lates_.end());
+  }
+  take_due();
+}
+
+void SwapStep::asked(int64_t nbytes, const void* stream) {
+  if (!is_running_ || plan_.targets.empty()) {
+    return;
+  }
+  if (repeated_.is_followed() && repeated_.follow(nbytes, stream)) {
+    take_due();
+    return;
+  }
+  if (repeated_.is_followed()) {
+    depart();
+  }
+  repeated_.learn_request(nbytes, stream, finder_.now());
+}
+
+void SwapStep::take_due() {
+  const int64_t request = repeated_.last_request();
+  for (; next_turn_ < due_.size() && due_[next_turn_].first <= request; ++next_turn_) {
+    take(turns_[due_[next_turn_].second]);
+  }
+  late_.clear(); // by now they are back
+  for (; next_late_ < lates_.size() && lates_[next_late_].first <= request; ++next_late_) {
+    if (lates_[next_late_].first == request) {
+      late_.push_back(lates_[next_late_].second);
+    }
+  }
+}
+
+// An operator of that number begins.
+void SwapStep::return_late(int32_t number) {
+  const auto is_user = [&](int32_t target) { return plan_.program[plan_.targets[target].next_use] == number; };
+  for (const int32_t target : late_) {
+    if (is_user(target)) {
+      swapper_->prefetch(target);
+      swapper_->restore(target);
+    }
+  }
+  late_.erase(std::remove_if(late_.begin(), late_.end(), is_user), late_.end());
+}
+
+// The step is another one: it goes on with all of its operators seen, of which earlier tensors' features are not known.
+void SwapStep::depart() {
+  finder_.move_to(repeated_.place());
+  repeated_.depart();
+  leaving_.clear();
+  late_.clear();
+  next_turn_ = 0; // those that were taken do nothing
+}
+
+// Of an operator's tensors, those that it is known to be the last to use.
+void SwapStep::match(c10::ArrayRef<c10::IValue> values, int32_t number, bool output) {
+  if (repeated_.open().empty()) {
+    return;
+  }
+  each_storage(values, [&](const at::Tensor& tensor, int32_t slot) {
+    for (const int32_t index : repeated_.open()) {
+      const SwapTarget& target = plan_.targets[index];
+      if (target.operator_number == number && (target.output != 0) == output && target.slot == slot &&
+          target.nbytes == static_cast<int64_t>(tensor.storage().nbytes()) && repeated_.is_of(index, tensor.storage())) {
+        repeated_.close(index, tensor.storage());
+        finder_.note_found(index);
+        leaving_.emplace_back(index, tensor.storage());
+        return;
+      }
+    }
+  });
+}
+
+} // namespace memplug
