@@ -9,8 +9,6 @@ namespace memplug {
 // comes back has to be there before that operator, so with the last request before it; where its memory is only then taken,
 // the operator has to be seen.
 void SwapStep::follow() {
-  next_late_ = 0;
-  late_.clear();
   if (due_.empty()) {
     lates_.clear();
     const std::vector<int64_t>& after = repeated_.turns();
@@ -38,7 +36,7 @@ void SwapStep::follow() {
 }
 
 void SwapStep::asked(int64_t nbytes, const void* stream) {
-  if (!is_running_ || plan_.targets.empty()) {
+  if (!is_running_) {
     return;
   }
   if (repeated_.is_followed() && repeated_.follow(nbytes, stream)) {
@@ -66,7 +64,10 @@ void SwapStep::take_due() {
 
 // An operator of that number begins.
 void SwapStep::return_late(int32_t number) {
-  const auto is_user = [&](int32_t target) { return plan_.program[plan_.targets[target].next_use] == number; };
+  const auto is_user = [&](int32_t target) {
+    const auto place = static_cast<size_t>(plan_.targets[target].next_use);
+    return place < plan_.program.size() && plan_.program[place] == number; // else the step's end
+  };
   for (const int32_t target : late_) {
     if (is_user(target)) {
       swapper_->prefetch(target);

@@ -210,7 +210,7 @@ void begin_swap_step() {
     now.is_seeing = true;
   }
   see_what_is_needed(now);
-  watch_requests(&on_request);
+  watch_requests(now.step->has_targets() ? &on_request : nullptr);
 }
 
 bool end_swap_step() {

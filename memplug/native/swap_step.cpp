@@ -30,7 +30,7 @@ SwapStep::SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c
 
 void SwapStep::begin() {
   repeated_.begin(plan_.targets.size(), turns_.size());
-  next_turn_ = 0;
+  next_turn_ = next_late_ = 0;
   late_.clear();
   if (repeated_.is_followed()) {
     alive_.clear(); // what uses them is not seen

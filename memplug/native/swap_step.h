@@ -44,6 +44,11 @@ class SwapStep {
     return is_running_ && !(repeated_.is_followed() && repeated_.open().empty() && late_.empty());
   }
 
+  // Whether requests tell it anything.
+  bool has_targets() const {
+    return !plan_.targets.empty();
+  }
+
   // The step, if it is followed.
   RepeatedStep* followed() {
     return is_running_ && repeated_.is_followed() ? &repeated_ : nullptr;
