@@ -63,6 +63,12 @@ class Amounts(NamedTuple):
         return Amounts(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
 
+def together(one: Amounts, instances: int, staying: int) -> Amounts:
+    """Of so many instances, and of others that stay besides: those send nothing."""
+    stays = one._replace(link_bytes=0, host_bytes=0)
+    return Amounts().plus(one, instances).plus(stays, staying)
+
+
 def unchosen(region: Region, budget: Budget, inputs_swapped: bool, plain: bool = False) -> Amounts:
     """What one instance of a region takes before any choice; a plain one swaps nothing and has no overhead."""
     if plain:
@@ -132,10 +138,8 @@ def amounts(
                 swapped_tensors=swapped_tensors(region, group.fractions),
                 kept_bytes=group.kept_bytes,
             ).plus(unchosen(region, budget, inputs_swapped, group.plain))
-            if at == 0:
-                first = first.plus(one, group.instances)
-            else:
-                last = last.plus(one, group.instances)
+            every = together(one, group.instances, region.staying if group is parts[-1] else 0)
+            first, last = (first.plus(every), last) if at == 0 else (first, last.plus(every))
     return first, last
 
 
@@ -157,7 +161,7 @@ def measure(
         inputs_swapped, alpha, alpha_cut_by_host: as in `TokenwisePlan`.
     """
     first, last = amounts(regions, groups, budget, inputs_swapped)
-    total = first.plus(last)
+    total, in_flight = first.plus(last), in_flight_bytes(regions, groups, budget)
     forward_s, backward_s = passes_s(first, last, budget)
     stalls_s = forward_s - total.forward_s, backward_s - total.backward_s
     plans = {}
@@ -186,9 +190,23 @@ def measure(
         backward_s=backward_s,
         step_s=forward_s + backward_s,
         host_bytes=total.host_bytes,
-        device_bytes=total.kept_bytes,
+        device_bytes=total.kept_bytes + in_flight,
+        in_flight_bytes=in_flight,
         bound=fullest if to_gain else "none",
     )
+
+
+def in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Group]], budget: Budget) -> int:
+    """On the device, of outputs on their way to the host or back: as if all that are there at a time were of the region
+    that swaps the most. Without rounding buffers.
+    """
+    each = (
+        region.in_flight_bytes(group.fractions)
+        for region, parts in zip(regions, groups, strict=True)
+        for group in parts
+        if group.instances
+    )
+    return budget.in_flight * max(each, default=0)
 
 
 def swapped_tensors(region: Region, swapped: Iterable[int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memplug.plan.cost import amounts, chosen, measure, passes_s
+from memplug.plan.cost import amounts, chosen, measure, passes_s, together
 from memplug.plan.tokenwise_model import Budget, Region, TokenwisePlan, group_of, makers, part_bytes, run_too
 
 
@@ -35,11 +35,9 @@ def without_idle(regions: Sequence[Region], plan: TokenwisePlan, budget: Budget)
                     swapped_tensors=0,  # padding takes no time
                     kept_bytes=-operator.output_bytes if index in keep else 0,
                 )
+                every = together(change, group.instances, region.staying if at == len(parts) - 1 else 0)
                 first, last = phases
-                if at == 0:
-                    first = first.plus(change, group.instances)
-                else:
-                    last = last.plus(change, group.instances)
+                first, last = (first.plus(every), last) if at == 0 else (first, last.plus(every))
                 if (tried_s := sum(passes_s(first, last, budget))) <= step_s:
                     phases, step_s = (first, last), tried_s
                     fractions.pop(index, None)

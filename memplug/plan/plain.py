@@ -42,7 +42,7 @@ def solve_partly(regions: Sequence[Region], budget: Budget) -> TokenwisePlan | N
     for last in range(most - 1, 0, -1):
         sizes = [last * region.instances // most for region in regions]
         room_bytes = budget.device_bytes - sum(
-            size * region.saved_bytes for size, region in zip(sizes, regions, strict=True)
+            (size + region.staying) * region.saved_bytes for size, region in zip(sizes, regions, strict=True) if size
         )
         if room_bytes >= 0:
             return _beside(regions, sizes, replace(budget, device_bytes=room_bytes))
@@ -51,7 +51,10 @@ def solve_partly(regions: Sequence[Region], budget: Budget) -> TokenwisePlan | N
 
 def _beside(regions: Sequence[Region], sizes: Sequence[int], budget: Budget) -> TokenwisePlan:
     """The last `sizes` instances of each region plain, the others planned."""
-    rest = [replace(region, instances=region.instances - size) for size, region in zip(sizes, regions, strict=True)]
+    rest = [
+        replace(region, instances=region.instances - size, staying=0 if size else region.staying)
+        for size, region in zip(sizes, regions, strict=True)
+    ]
     planned = tokenwise.solve(rest, budget)
     groups = [
         [*planned.regions[region.key].groups, *([_group(region, size)] if size else [])]

@@ -16,7 +16,7 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import csr_array
 
 from memplug.plan import memo
-from memplug.plan.cost import Amounts, Linear, Quantity, chosen, measure, passes_s, unchosen
+from memplug.plan.cost import Amounts, Linear, Quantity, chosen, measure, passes_s, together, unchosen
 from memplug.plan.idle import without_idle
 from memplug.plan.tokenwise_model import (
     Budget,
@@ -134,11 +134,18 @@ class _Program:
 
     def largest(self, *pieces_s: Linear) -> Linear:
         """Of seconds, once the program has made it as small as it can be."""
-        result_s = Linear(terms={self.column(upper=np.inf): self.unit_s})
-        for piece_s in pieces_s:
-            over = (result_s - piece_s) / self.unit_s
+        return self._largest(pieces_s, self.unit_s)
+
+    def largest_bytes(self, pieces: Sequence[Linear]) -> Linear:
+        """Of bytes, likewise; 0 where there are none above."""
+        return self._largest(pieces, self.unit_bytes)
+
+    def _largest(self, pieces: Sequence[Linear], unit: float) -> Linear:
+        result = Linear(terms={self.column(upper=np.inf): unit})
+        for piece in pieces:
+            over = (result - piece) / unit
             self.row(over.terms, at_least=-over.constant)
-        return result_s
+        return result
 
     def limit(self, nbytes: Linear, at_most: float, margin: float) -> None:
         """Less a margin, in units; what no choice can spare is never too much."""
@@ -227,7 +234,7 @@ class _Search:
         return without_idle(self.regions, best, self.budget)
 
     def _objective_of(self, plan: TokenwisePlan) -> float:
-        return self._objective(plan.step_s, plan.host_bytes, plan.device_bytes)
+        return self._objective(plan.step_s, plan.host_bytes, plan.kept_bytes)
 
     def _objective(self, step_s: Quantity, host_bytes: Quantity, kept_bytes: Quantity) -> Quantity:
         return step_s / self.unit_s + (TIE_HOST * host_bytes + TIE_DEVICE * kept_bytes) / self.unit_bytes
@@ -270,11 +277,16 @@ class _Search:
                 for sizes, parts in zip(cut, columns, strict=True)
             ]
             plan = self._plan(choices)
-            if plan.host_bytes <= self.budget.host_bytes and plan.device_bytes <= self.budget.device_bytes:
+            device_bytes = plan.device_bytes + self._buffer_bytes(plan)
+            if plan.host_bytes <= self.budget.host_bytes and device_bytes <= self.budget.device_bytes:
                 return plan
-            over_bytes = max(plan.host_bytes - self.budget.host_bytes, plan.device_bytes - self.budget.device_bytes)
+            over_bytes = max(plan.host_bytes - self.budget.host_bytes, device_bytes - self.budget.device_bytes)
             margin += over_bytes / self.unit_bytes + MARGIN
         return None
+
+    def _buffer_bytes(self, plan: TokenwisePlan) -> int:
+        """Of rounding buffers, on top of the safest setting's."""
+        return plan.in_flight_bytes * self.budget.buffers // max(self.budget.in_flight, 1)
 
     def _program(self, cut: list[tuple[int, ...]], margin: float = 0.0) -> tuple[_Program, list[list[_Columns]]]:
         program = _Program(self.unit_s, self.unit_bytes)
@@ -283,16 +295,31 @@ class _Search:
             parts = [self._group(program, region, live) for _ in sizes]
             base = unchosen(region, self.budget, self.inputs_swapped)
             for phase, (group, size) in enumerate(zip(parts, sizes, strict=True)):
-                phases[phase] = phases[phase].plus(base.plus(group.amounts(region, self.budget)), size)
+                one = base.plus(group.amounts(region, self.budget))
+                staying = region.staying if phase == len(parts) - 1 else 0
+                phases[phase] = phases[phase].plus(together(one, size, staying))
             columns.append(parts)
         first, last = phases
         host_bytes, kept_bytes = first.host_bytes + last.host_bytes, first.kept_bytes + last.kept_bytes
         program.limit(host_bytes, self.budget.host_bytes, margin)
-        program.limit(kept_bytes, self.budget.device_bytes, margin)
+        program.limit(kept_bytes + self._in_flight_bytes(program, columns), self.budget.device_bytes, margin)
         step_s = sum(passes_s(first, last, self.budget, program.largest))
         for column, value in self._objective(step_s, host_bytes, kept_bytes).terms.items():
             program.cost[column] = value
         return program, columns
+
+    def _in_flight_bytes(self, program: _Program, columns: list[list[_Columns]]) -> Linear:
+        """At least, rounding buffers included; a tensor that is swapped in part counts in part."""
+        count = self.budget.in_flight + self.budget.buffers
+        if not count:
+            return Linear()
+        pieces = []
+        for region, parts in zip(self.regions, columns, strict=True):
+            sizes = [operator.output_bytes for operator in region.operators]
+            for group in parts:
+                terms = {column: sizes[index] for index, column in group.swap.items()}
+                pieces.append(Linear(-region.safest_bytes, terms))
+        return program.largest_bytes(pieces) * count
 
     def _group(self, program: _Program, region: Region, live: list[int]) -> _Columns:
         """Columns of the operators, and the rows that make every output that is asked for available."""

@@ -67,9 +67,28 @@ class Region:
     """memplug's own work in one forward, as far as the device waits for it; a plain region has none."""
     overhead_backward_s: float = 0.0
     """Likewise in backward."""
+    staying: int = 0
+    """Forwards besides, planned as the last instances are: nothing of them leaves the device, as their backward comes
+    before it would."""
     saved_bytes: int = 0
     """All that backward asks for, of one instance: its input too where that is saved and was swapped, but nothing else
     that was there before the region; 0: unknown."""
+
+    @property
+    def safest_bytes(self) -> int:
+        """That the safest setting swaps of one instance besides its input: outputs of attention."""
+        return sum(each.output_bytes for each in self.operators if each.capturable and each.always_swapped)
+
+    def buffer_bytes(self, padding_bytes: int) -> int:
+        """Of a rounding buffer that holds what the safest setting swaps of one instance, and padding for all it may."""
+        tensors = self.input_tensors + sum(len(each.outputs) for each in self.operators if each.capturable)
+        return self.input_bytes + self.safest_bytes + tensors * padding_bytes
+
+    def in_flight_bytes(self, swapped: Iterable[int]) -> int:
+        """Of one instance on its way to the host or back, where these operators' outputs are swapped: what it takes on
+        top of the safest setting. A tensor that is swapped in part is there whole.
+        """
+        return max(0, sum(self.operators[index].output_bytes for index in swapped) - self.safest_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,16 +104,20 @@ class Budget:
     padding_bytes: int = 0
     """What each tensor there may take on top of its bytes, since it begins at a multiple of some number."""
     device_bytes: int
-    """Device memory that may be spent on keeping, and on copies that lag behind."""
+    """Device memory that may be spent on keeping, and on copies that lag behind or are in flight."""
+    in_flight: int = 0
+    """How many instances' swapped tensors are on the device at a time, on their way to the host or back (MEMO, section
+    4.1: two); 0: they do not count."""
     buffers: int = 0
-    """Rounding buffers that are reserved on the device for what is swapped (MEMO, section 4.1)."""
+    """Rounding buffers for which a plan leaves room besides, each for what one instance swaps."""
 
     def with_buffers(self, regions: Sequence[Region]) -> Budget:
-        """What is left for plans that swap, once the buffers are reserved. Each holds what the largest region swaps:
-        that is taken to be all that its backward asks for.
+        """What is left where buffers are reserved for the safest setting: a plan that swaps more needs larger ones.
+        Without room even for those there are none.
         """
-        largest_bytes = max((region.saved_bytes + region.input_bytes for region in regions), default=0)
-        return replace(self, device_bytes=max(0, self.device_bytes - self.buffers * largest_bytes), buffers=0)
+        safest_bytes = max((region.buffer_bytes(self.padding_bytes) for region in regions), default=0)
+        left_bytes = self.device_bytes - self.buffers * safest_bytes
+        return replace(self, device_bytes=left_bytes) if left_bytes >= 0 else replace(self, buffers=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,9 +195,16 @@ class TokenwisePlan:
     host_bytes: int
     """Swapped rows and inputs."""
     device_bytes: int
-    """Kept outputs."""
+    """Kept outputs, and what is in flight."""
+    in_flight_bytes: int
+    """Of swapped outputs on their way, on top of the safest setting's."""
     bound: Bound
     """The fullest budget where swapping more could still spare recompute, or the link stalls; none: neither is so."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Kept outputs, of all regions."""
+        return self.device_bytes - self.in_flight_bytes
 
 
 def makers(

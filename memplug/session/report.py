@@ -56,7 +56,7 @@ def predicted(decisions: Decisions | None, predictions: Predictions, rounding: R
         "predicted_host_bytes": solution.host_bytes if solution else None,
         "expected_step_bytes": predictions.expected_bytes,
         "offloaded_step_bytes": predictions.offloaded_bytes,
-        "predicted_kept_bytes": solution.device_bytes if solution else None,
+        "predicted_kept_bytes": solution.kept_bytes if solution else None,
         "predicted_peak_bytes": rounding.peak_bytes(decisions),
         "bound": solution.bound if solution else None,
     }

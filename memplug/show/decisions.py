@@ -77,7 +77,7 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("  full recomputation", known(full_s, duration)),
         ("predicted peak", "unknown" if peak_bytes is None else f"{size(peak_bytes)} on the device"),
-        ("  kept by plan", size(facts["device_bytes"])),
+        ("  kept and in flight", size(facts["device_bytes"])),
         ("host memory", size(facts["host_bytes"])),
         ("bound by", bound_words(facts["bound"])),
         ("captured operators", f"{whole:,} swapped whole, {by_rows:,} by rows, {kept:,} kept"),

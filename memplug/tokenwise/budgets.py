@@ -46,13 +46,15 @@ def budget(config: MemplugConfig, device: Device, host_bytes: int, observed_peak
     """
     d2h, h2d = link_rates(device.torch_device)
     room_bytes = device_room_bytes(config, device, observed_peak_bytes)
+    is_limited = device_bytes(config, device) is not None
     return plan.Budget(
         d2h_bytes_per_s=d2h,
         h2d_bytes_per_s=h2d,
         host_bytes=host_bytes,
         padding_bytes=ALIGNMENT_BYTES - 1,
         device_bytes=room_bytes,
-        buffers=0 if config.arena.enabled else config.tokenwise.buffers,
+        in_flight=config.tokenwise.buffers if is_limited else 0,
+        buffers=config.tokenwise.buffers if is_limited and not config.arena.enabled else 0,
     )
 
 

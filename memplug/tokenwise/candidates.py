@@ -56,7 +56,7 @@ def agree(
     budgets = [other for keys, other in everyone if keys == mine]
     shared = ("d2h_bytes_per_s", "h2d_bytes_per_s", "host_bytes", "device_bytes")
     smallest = replace(budget, **{name: min(getattr(other, name) for other in budgets) for name in shared})
-    fraction = min(gather(memo.fraction_of(regions, smallest.with_buffers(regions)))) if alpha == "memo" else None
+    fraction = min(gather(memo.fraction_of(regions, smallest))) if alpha == "memo" else None
     solver = next(rank for rank, (keys, _) in enumerate(everyone) if keys == mine)
     return Task(regions, smallest, fraction, most, solver)
 
@@ -66,11 +66,11 @@ def solve(task: Task) -> list[plan.TokenwisePlan]:
     if the link were slower or faster, told what they cost at its measured rate. Or the one of MEMO's fraction. Touches
     no rank and no device.
     """
-    swapping = task.budget.with_buffers(task.regions)
+    regions, budget = task.regions, task.budget.with_buffers(task.regions)
     if task.fraction is not None:
-        return [plan.solve(task.regions, swapping, task.fraction)]
-    optimum, *around = [_solve_around(task.regions, swapping, factor) for factor in LINK_FACTORS[: task.most]]
-    return [optimum, plain.solve_partly(task.regions, swapping) or optimum, *around]
+        return [plan.solve(regions, budget, task.fraction)]
+    optimum, *around = [_solve_around(regions, budget, factor) for factor in LINK_FACTORS[: task.most]]
+    return [optimum, plain.solve_partly(regions, budget) or optimum, *around]
 
 
 def choose(

@@ -96,6 +96,7 @@ def describe(groups: dict[str, list[Region]], observer: Observer, executor: Exec
             plan.Region(
                 key=key,
                 instances=len(sending) * in_flight,
+                staying=(len(members) - len(sending)) * in_flight,
                 operators=operations,
                 saved=saved,
                 given=given,

@@ -184,7 +184,11 @@ class Search:
         decisions = self._candidates[len(self._trials)]
         fits = self.executor.transfer.refused == self._refused
         if peak_bytes is not None and decisions.peak_bytes is not None:
-            fits = fits and peak_bytes <= decisions.peak_bytes * (1.0 + PEAK_SLACK)
+            budget_bytes = budgets.device_bytes(self.config, self.executor.device)
+            most_bytes = decisions.peak_bytes * (1.0 + PEAK_SLACK)
+            if budget_bytes is not None and decisions.peak_bytes <= budget_bytes:
+                most_bytes = min(most_bytes, budget_bytes)
+            fits = fits and peak_bytes <= most_bytes
         self._trials.append(Trial(seconds, fits, decisions.solution.device_bytes))
 
     def _is_out_of_the_way(self) -> bool:

@@ -39,6 +39,9 @@ def choices(draw):
                         fractions[index] = share
             groups[-1].append(group_of(region, size, fractions, keep))
     kept_bytes = sum(group.instances * group.kept_bytes for of_region in groups for group in of_region)
+    kept_bytes += sum(
+        region.staying * of_region[-1].kept_bytes for region, of_region in zip(regions, groups, strict=True)
+    )
     limits = draw(budgets)
     room = dict(host_bytes=plans.AMPLE, padding_bytes=padding_bytes, device_bytes=limits.device_bytes // 4 + kept_bytes)
     return regions, groups, replace(limits, **room), draw(st.booleans())

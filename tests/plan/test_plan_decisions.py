@@ -33,6 +33,7 @@ def decided_plan():
         step_s=3.0,
         host_bytes=4,
         device_bytes=5,
+        in_flight_bytes=0,
         bound="none",
     )
     decisions = {3: Decision("aten::mm", 0.5), 4: Decision("aten::add.Tensor", 1.0, keep=True)}

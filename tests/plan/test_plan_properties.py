@@ -40,6 +40,7 @@ def layers(draw, key="layer", most=6):
         forward_s=forward_s,
         backward_s=2.0 * forward_s,
         input_bytes=MIB * draw(st.integers(0, 50)),
+        staying=draw(st.integers(0, 1)),
         key=key,
     )
 
@@ -86,6 +87,26 @@ def test_every_plan_can_be_carried_out_within_its_budgets(regions, limits, alpha
     assert sum(part.backward_s for part in plan.regions.values()) == pytest.approx(plan.backward_s)
 
 
+@given(problems, budgets, st.integers(1, 2), st.integers(0, 2))
+@settings(max_examples=120, deadline=None)
+def test_what_is_in_flight_and_its_buffers_fit_the_device_beside_what_is_kept(regions, limits, in_flight, buffers):
+    """Nothing has to: recomputing everything takes none of it."""
+    limits = replace(limits, in_flight=in_flight, buffers=buffers)
+    plan = solve(regions, limits)
+    most, kept_bytes = 0, 0
+    for layer in regions:
+        groups = plan.regions[layer.key].groups
+        kept_bytes += (
+            sum(group.instances * group.kept_bytes for group in groups) + layer.staying * groups[-1].kept_bytes
+        )
+        safest = sum(op.output_bytes for op in layer.operators if op.always_swapped and not op.always_runs)
+        for group in groups:
+            most = max(most, sum(layer.operators[index].output_bytes for index in group.fractions) - safest)
+    assert (plan.kept_bytes, plan.in_flight_bytes) == (kept_bytes, in_flight * most)
+    assert plan.device_bytes == kept_bytes + in_flight * most <= limits.device_bytes - buffers * most
+    assert plan.step_s >= solve(regions, replace(limits, in_flight=0, buffers=0)).step_s / GAP
+
+
 @given(problems, budgets, st.floats(0.0, 1.0))
 @settings(max_examples=80, deadline=None)
 def test_automatic_plan_is_never_worse_than_any_alpha_or_recomputing_everything(regions, limits, alpha):
@@ -93,8 +114,8 @@ def test_automatic_plan_is_never_worse_than_any_alpha_or_recomputing_everything(
     for other in (0.0, alpha, 1.0):
         assert best.step_s <= solve(regions, limits, other).step_s * GAP
     inputs = sum(layer.instances * layer.input_bytes for layer in regions) if best.inputs_swapped else 0
-    forward_s = sum(layer.instances * layer.forward_s for layer in regions)
-    again_s = sum(layer.instances * sum(o.time_s for o in layer.operators) for layer in regions)
+    forward_s = sum((layer.instances + layer.staying) * layer.forward_s for layer in regions)
+    again_s = sum((layer.instances + layer.staying) * sum(o.time_s for o in layer.operators) for layer in regions)
     all_again_s = max(forward_s, inputs / limits.d2h_bytes_per_s) + max(
         2.0 * forward_s + again_s, inputs / limits.h2d_bytes_per_s
     )
@@ -145,7 +166,8 @@ def test_no_choice_of_whole_outputs_beats_the_plan(layer, limits):
         size = layer.instances * (layer.input_bytes + sum(layer.operators[i].output_bytes for i in chosen))
         if size <= limits.host_bytes:
             again_s = sum(layer.operators[i].time_s for i in runs)
-            forward_s = max(layer.instances * layer.forward_s, size / limits.d2h_bytes_per_s)
-            backward_s = max(layer.instances * (layer.backward_s + again_s), size / limits.h2d_bytes_per_s)
+            every = layer.instances + layer.staying
+            forward_s = max(every * layer.forward_s, size / limits.d2h_bytes_per_s)
+            backward_s = max(every * (layer.backward_s + again_s), size / limits.h2d_bytes_per_s)
             best_s = min(best_s, forward_s + backward_s)
     assert solve([layer], limits).step_s <= best_s * GAP

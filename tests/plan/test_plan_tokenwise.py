@@ -81,6 +81,35 @@ def test_last_instances_keep_what_the_device_has_room_for():
     assert plan.step_s == pytest.approx(130.0)
 
 
+def test_what_stays_on_the_device_by_itself_keeps_as_the_last_instances_do():
+    """It is one of five forwards, of which 250 device bytes keep two outputs: 50 + 100 + 3 * 5 s; it sends nothing."""
+    layers = region(ATTENTION, saved={1}, instances=4, staying=1)
+    plan = solve([layers], budget(host=0, device=250))
+    *_, last = groups = plan.regions["layer"].groups
+    assert sum(group.instances for group in groups if group.keep) + bool(last.keep) == 2
+    assert plan.device_bytes == plan.kept_bytes == 200
+    assert plan.step_s == pytest.approx(165.0)
+    swapped = solve([layers], budget())
+    assert swapped.host_bytes == 4 * 100 and swapped.step_s == pytest.approx(150.0)
+
+
+def test_nothing_is_swapped_that_the_device_has_no_room_for_on_its_way():
+    """Two outputs of 100 bytes each are in flight at a time: for 2 instances 199 bytes are too few, 200 are enough."""
+    layers = region(MATMUL, saved={1}, instances=2)
+    for device, swaps in ((199, False), (200, True)):
+        limits = replace(budget(device=device), in_flight=2)
+        plan = solve([replace(layers, instances=8)], limits)
+        assert any(group.fractions for group in plan.regions["layer"].groups) is swaps
+        assert plan.in_flight_bytes == (200 if swaps else 0) and plan.device_bytes <= device
+
+
+def test_what_the_safest_setting_swaps_is_in_flight_whatever_the_plan():
+    """Outputs of attention: they are part of the step that was observed."""
+    always = replace(ATTENTION, always_swapped=True)
+    plan = solve([region(always, saved={1}, instances=4)], replace(budget(), in_flight=2))
+    assert plan.regions["layer"].groups[0].fractions == {0: 1.0} and plan.device_bytes == 0
+
+
 def test_attention_swaps_in_as_many_layers_as_the_host_holds():
     """2,000 host bytes hold 20 of 32 outputs; the other 12 layers run attention again, 5 s each."""
     plan = solve([region(ATTENTION, saved={1}, instances=32)], budget(host=2050))

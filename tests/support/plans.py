@@ -14,7 +14,7 @@ def operator(name, reads, writes, *, time_s=0.0, size=0, capture="rows", **flags
     return Operator(name=name, time_s=time_s, inputs=reads, outputs=writes, output_bytes=size, capture=capture, **flags)
 
 
-def region(*operators, saved, instances=1, forward_s=10.0, backward_s=20.0, input_bytes=0, key="layer"):
+def region(*operators, saved, instances=1, forward_s=10.0, backward_s=20.0, input_bytes=0, key="layer", staying=0):
     return Region(
         key=key,
         instances=instances,
@@ -22,6 +22,7 @@ def region(*operators, saved, instances=1, forward_s=10.0, backward_s=20.0, inpu
         saved=frozenset(saved),
         given=frozenset({0}),
         input_bytes=input_bytes,
+        staying=staying,
         forward_s=forward_s,
         backward_s=backward_s,
     )

@@ -117,11 +117,16 @@ def test_a_step_with_buffers_keeps_to_the_budget_too(device: Device, allocator: 
     assert budgets.has_room_for_buffers(config, device, 10 * GIB + 1, 10 * GIB, None), "what a step takes is unknown"
 
 
-def test_buffers_take_from_what_may_be_kept_where_no_arena_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_a_limit_what_is_in_flight_counts_and_buffers_where_no_arena_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(budgets, "link_rates", lambda device: (2.0, 3.0))
-    for arena, expected in ((True, 0), (False, 3)):
-        config = MemplugConfig(enabled=True, tokenwise={"buffers": 3}, arena={"enabled": arena})
-        assert budgets.budget(config, Device(), 100, None).buffers == expected
+    for arena, limit, expected in ((True, 1, (3, 0)), (False, 1, (3, 3)), (False, "auto", (0, 0))):
+        config = MemplugConfig(
+            enabled=True, device_budget_gib=limit, tokenwise={"buffers": 3}, arena={"enabled": arena}
+        )
+        budget = budgets.budget(config, Device(), 100, None)
+        assert (budget.in_flight, budget.buffers) == expected
 
 
 def test_the_link_is_measured_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ def test_some_regions_run_as_without_memplug_and_others_by_their_plan(monkeypatc
     """The device has room for the saved tensors of half of them."""
 
     def solve(task: candidates.Task) -> list[plan.TokenwisePlan | None]:
-        everything = sum(region.instances * region.saved_bytes for region in task.regions)
+        everything = sum((region.instances + region.staying) * region.saved_bytes for region in task.regions)
         return [plain.solve_partly(task.regions, replace(task.budget, device_bytes=everything // 2))] * 2
 
     monkeypatch.setattr(candidates, "solve", solve)

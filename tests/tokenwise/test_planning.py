@@ -140,6 +140,7 @@ def solution_for(region: plan.Region, groups: list[plan.Group]) -> plan.Tokenwis
         step_s=2.0,
         host_bytes=0,
         device_bytes=0,
+        in_flight_bytes=0,
         bound="none",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import memplug
 from memplug.config import MemplugConfig
-from memplug.plan.tokenwise import Budget, Region
+from memplug.plan.tokenwise import Budget, Operator, Region
 from memplug.profile.trace import Pass
 from memplug.session import Session
 from memplug.tokenwise import budgets
@@ -134,20 +135,37 @@ def test_a_longer_sequence_misses_once_and_has_larger_buffers_from_then_on() -> 
         assert session.report()["buffer_misses"] == misses and session.report()["buffer_bytes"] == now["buffer_bytes"]
 
 
-def test_a_plan_keeps_less_on_the_device_by_what_the_buffers_take() -> None:
-    sizes = {"operators": (), "saved": frozenset(), "given": frozenset(), "forward_s": 1.0, "backward_s": 1.0}
+def test_a_plan_leaves_room_for_the_buffers_of_the_region_that_swaps_the_most() -> None:
+    """At the safest setting: its input and its attention's output, with padding for whatever else it may swap."""
+    sizes = {"saved": frozenset({1}), "given": frozenset({0}), "forward_s": 1.0, "backward_s": 1.0}
     regions = [
-        Region(key=key, instances=4, input_bytes=10, saved_bytes=saved_bytes, **sizes)
-        for key, saved_bytes in (("a", 200), ("b", 90))
+        Region(
+            key=key,
+            instances=4,
+            operators=(
+                Operator(
+                    name="attention",
+                    time_s=1.0,
+                    inputs=(0,),
+                    outputs=(1,),
+                    output_bytes=nbytes,
+                    capture="whole",
+                    always_swapped=True,
+                ),
+            ),
+            input_bytes=10,
+            **sizes,
+        )
+        for key, nbytes in (("a", 200), ("b", 90))
     ]
-    budget = Budget(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, host_bytes=1, device_bytes=1000, buffers=3)
-    assert budget.with_buffers(regions).device_bytes == 1000 - 3 * 210
-    assert Budget(**{**_fields(budget), "buffers": 0}).with_buffers(regions).device_bytes == 1000
-    assert Budget(**{**_fields(budget), "device_bytes": 100}).with_buffers(regions).device_bytes == 0
-
-
-def _fields(budget: Budget) -> dict[str, Any]:
-    return {name: getattr(budget, name) for name in Budget.__dataclass_fields__}
+    budget = Budget(
+        d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, host_bytes=1, device_bytes=1000, buffers=3, padding_bytes=5
+    )
+    left = budget.with_buffers(regions)
+    assert left.device_bytes == 1000 - 3 * (210 + 2 * 5) and left.buffers == 3
+    assert replace(budget, buffers=0).with_buffers(regions).device_bytes == 1000
+    none = replace(budget, device_bytes=659).with_buffers(regions)
+    assert none.device_bytes == 659 and none.buffers == 0, "there is no room for them"
 
 
 def test_a_plan_with_buffers_swaps_what_one_without_would_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +174,7 @@ def test_a_plan_with_buffers_swaps_what_one_without_would_keep(monkeypatch: pyte
     def kept(room_bytes: int, buffers: int) -> tuple[int, bool]:
         model, reference = pair()
         monkeypatch.setattr(budgets, "device_room_bytes", lambda *args: room_bytes)
+        monkeypatch.setattr(budgets, "device_bytes", lambda *args: 1 << 40)
         with attached(model, "auto", arena=False, buffers=buffers) as session:
             while session.solution is None:
                 step(model, reference, session, exact=False)
