@@ -112,7 +112,14 @@ class Boundary:
         self.claim = Claim(
             make,
             [technique for technique in FOLLOWING if technique.is_wanted(config)],
-            Given(config, self._device.torch_device, self.adjuster.tell, self._free_host_bytes, self._request_failed),
+            Given(
+                config,
+                self._device.torch_device,
+                self.adjuster.tell,
+                self._free_host_bytes,
+                self._request_failed,
+                self.tokenwise.layer_bytes,
+            ),
             watches=self.watches,
             # they plan for a program under its decisions, which come after steps enough
             warmup_steps=0 if self.tokenwise.plans else config.profiler.warmup_steps,

@@ -7,7 +7,7 @@ propose ──a part of the plan──► judge ──accepted──► install 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, TypeVar
 
@@ -29,6 +29,7 @@ class Given:
         tell: the user, in one line of a level of logging.
         host_bytes: host memory that nothing else of the session holds, within its budget.
         explain: what is known as a request for device memory fails for good, for people; on any thread.
+        layer_bytes: that one forward of each layer sends to the host, as planned, and its backward gets back.
     """
 
     config: MemplugConfig
@@ -36,6 +37,7 @@ class Given:
     tell: Callable[[str, int], None]
     host_bytes: Callable[[], int]
     explain: Callable[[], str]
+    layer_bytes: Callable[[], Mapping[str, int]] = dict
 
 
 Part = TypeVar("Part")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class SwapsWhole(Technique[SwapPart]):
     Args:
         config: the block.
         device: that trains.
-        tell, host_bytes, explain: see `Given`.
+        tell, host_bytes, explain, layer_bytes: see `Given`.
 
     Attributes:
         part: in force; None: none is.
@@ -74,8 +74,10 @@ class SwapsWhole(Technique[SwapPart]):
         tell: Callable[[str, int], None],
         host_bytes: Callable[[], int],
         explain: Callable[[], str],
+        layer_bytes: Callable[[], Mapping[str, int]] = dict,
     ):
         self.part: SwapPart | None = None
+        self._layer_bytes = layer_bytes
         self._config, self._device, self._tell, self._host_bytes = config, device, tell, host_bytes
         self._core = native.load()
         self._beside = Beside(config.profiler.wait_for_plans)
@@ -93,7 +95,8 @@ class SwapsWhole(Technique[SwapPart]):
     @classmethod
     def make(cls, given: Given) -> SwapsWhole:
         """Raises `SwapError` where nothing can be swapped, if the block says `true`."""
-        technique = cls(given.config, device_of(given.device), given.tell, given.host_bytes, given.explain)
+        device = device_of(given.device)
+        technique = cls(given.config, device, given.tell, given.host_bytes, given.explain, given.layer_bytes)
         why = technique._why_impossible()
         if why and given.config.swap.enabled is True:
             raise SwapError(f"there is no swap list: {why}")
@@ -287,7 +290,7 @@ class SwapsWhole(Technique[SwapPart]):
         seconds = dispatched_s(trace) if self._device.kind == "cpu" else None
         self._state = State.PLANNING
         others = _others(trace, self._config.tokenwise.enabled, self._sizes_vary)
-        self._beside.begin(plan_part, trace, budgets, seconds, others)
+        self._beside.begin(plan_part, trace, budgets, seconds, others, self._layer_bytes())
         return self._planned()
 
     def _planned(self) -> SwapPart | None:

@@ -139,6 +139,13 @@ class TokenWise(AgreedTechnique[Decisions]):
         if not any(decisions.solution.host_bytes for decisions in parts):
             self.executor.pool.give_back()
 
+    def layer_bytes(self) -> dict[str, int]:
+        """See `memplug.stages.technique.Given`; with a number for alpha nothing is planned."""
+        return {
+            region.name: 0 if region.native.offloads_late else region.setting.forward_bytes or 0
+            for region in self._regions
+        }
+
     def in_words(self, part: Decisions) -> str:
         """See `memplug.show.words`."""
         return plan_in_words(part.solution)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -63,8 +64,8 @@ def _tokens(generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _llama() -> nn.Module:
-    return Hub("LlamaForCausalLM", "LlamaConfig", **SIZES, vocab_size=512, use_cache=False)
+def _llama(vocabulary: int = 512) -> nn.Module:
+    return Hub("LlamaForCausalLM", "LlamaConfig", **SIZES, vocab_size=vocabulary, use_cache=False)
 
 
 def _mixtral() -> nn.Module:
@@ -91,6 +92,7 @@ def _t5() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "llama": (_llama, _tokens),
+    "large vocabulary": (functools.partial(_llama, 4096), _tokens),
     "vit": (_vit, _pixels),
     "t5": (_t5, _tokens),
     "convolutions": (Convolutions, _images),
@@ -107,6 +109,8 @@ class Trained:
     report: dict[str, Any] = field(default_factory=dict)
     peak_bytes: int = 0
     """In use at once in the last step, as recorded."""
+    last_passive: int = 0
+    """Tensors that left for requests that failed, in the last step."""
 
 
 def block(device_budget_gib: float, **parts: Any) -> dict[str, Any]:
@@ -146,10 +150,12 @@ def train(kind: str, config: dict[str, Any] | None, steps: int = 12) -> Trained:
         if session is not None:
             if step == steps - 2:
                 session.record()
+                passive = session.report()["swap_passive"]
             session.step()
     trained = Trained(losses, [parameter.detach().cpu() for parameter in model.parameters()])
     if session is not None:
         trained.report, trained.peak_bytes = session.report(), int(session.trace.live_bytes.max())
+        trained.last_passive = trained.report["swap_passive"] - passive
         session.detach()
     return trained
 

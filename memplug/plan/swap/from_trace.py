@@ -80,7 +80,7 @@ def swap_problem(
     """
     clock = clock_of(step)
     count = clock.ticks
-    seconds = np.full(count, step.steps[0][2] / max(count, 1)) if operator_s is None else operator_s
+    seconds = even_s(step) if operator_s is None else operator_s
     in_use = in_use_bytes(step)
     above = np.concatenate(([0], np.cumsum(in_use > budget_bytes)))
     candidates = (each for each in gaps(step, min_bytes, others) if above[each.gap.stop] > above[each.gap.start])
@@ -95,6 +95,12 @@ def swap_problem(
         d2h_busy_s=np.zeros(count) + link.d2h_busy_s,
         h2d_busy_s=np.zeros(count) + link.h2d_busy_s,
     )
+
+
+def even_s(step: Trace) -> np.ndarray:
+    """float64[n]: of each outermost operator, where all last equally long (Eq. 1)."""
+    count = clock_of(step).ticks
+    return np.full(count, step.steps[0][2] / max(count, 1))
 
 
 def dispatched_s(step: Trace) -> np.ndarray:

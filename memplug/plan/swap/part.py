@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy as np
 from memplug.errors import SwapError
 from memplug.plan.replay_swaps import JudgedSwap, Limits, mistakes_of_swaps
 from memplug.plan.swap.features import Use, anchors, last_uses, ranks
-from memplug.plan.swap.from_trace import Link, clock_of, swap_problem
+from memplug.plan.swap.from_trace import Link, clock_of, even_s, swap_problem
+from memplug.plan.swap.other_copies import busy_s
 from memplug.plan.swap.policy import swap_list
 from memplug.plan.swap.problem import Candidate, OverBudgetError
 from memplug.profile.trace import Trace
@@ -115,7 +116,11 @@ class SwapBudgets:
 
 
 def plan_part(
-    step: Trace, budgets: SwapBudgets, operator_s: np.ndarray | None = None, others: Collection[int] = ()
+    step: Trace,
+    budgets: SwapBudgets,
+    operator_s: np.ndarray | None = None,
+    others: Collection[int] = (),
+    layer_bytes: Mapping[str, int] | None = None,
 ) -> SwapPart:
     """The swap list of a recorded step, as a part.
 
@@ -123,15 +128,18 @@ def plan_part(
         step: one step with tensors.
         budgets: see there.
         operator_s, others: as of `swap_problem`.
+        layer_bytes: that others copy, see `busy_s`.
 
     Raises:
         SwapError: there is no list that keeps to the budgets; says what is possible, and what holds it up.
         ValueError: the judge refuses it: a defect.
     """
-    clock = clock_of(step)
+    clock, rates = clock_of(step), (budgets.d2h_bytes_per_s, budgets.h2d_bytes_per_s)
+    operator_s = even_s(step) if operator_s is None else operator_s
+    busy = busy_s(step, np.concatenate(([0.0], operator_s.cumsum())), layer_bytes or {}, *rates)
     problem = swap_problem(
         step,
-        Link(budgets.d2h_bytes_per_s, budgets.h2d_bytes_per_s),
+        Link(*rates, *busy),
         budget_bytes=budgets.device_bytes,
         host_bytes=budgets.host_bytes,
         min_bytes=budgets.min_bytes,

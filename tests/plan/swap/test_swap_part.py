@@ -4,14 +4,17 @@ import json
 import pickle
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from memplug.errors import SwapError
 from memplug.plan.replay_swaps import mistakes_of_places
 from memplug.plan.swap.features import Features, anchors, last_uses, ranks, uses_of
+from memplug.plan.swap.other_copies import busy_s
 from memplug.plan.swap.part import SwapBudgets, SwapPart, plan_part
+from memplug.profile.records import Layer, Pass, Phase
 from tests.support.swapping import three_tensors
-from tests.support.traces import Recording
+from tests.support.traces import Recording, training
 
 GIB = 2**30
 
@@ -58,6 +61,33 @@ def test_tensors_of_another_technique_are_left_alone():
     assert [target.nbytes for target in plan_part(distinct(), budgets(57), others=(1, 2)).targets] == [30]
     with pytest.raises(SwapError):
         plan_part(distinct(), budgets(50), others=(0, 1, 2))
+
+
+def test_copies_of_layers_have_the_link_from_a_forward_on_and_by_its_backward():
+    """Operators of a second each: forwards of the two layers begin at 0 and 2, and at 8 and 10 s; their backwards at 6
+    and 4, and at 14 and 12 s. Copies take 3 and 1 s to the host, 1.5 and 0.5 s back.
+    """
+    step = training(steps=1).trace()
+    out_s, back_s = busy_s(step, np.arange(19.0), {"layers.0": 30, "layers.1": 10}, 10.0, 20.0)
+    assert out_s.tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert back_s.tolist() == [0, 0, 0, 0.5, 0.5, 1, 0, 0, 0, 0, 0, 0.5, 0.5, 1, 0, 0, 0, 0]
+    assert not any(each.any() for each in busy_s(step, np.arange(19.0), {}, 10.0, 20.0))
+
+
+def test_tensors_are_swapped_in_the_time_that_copies_of_layers_leave():
+    """20 bytes are used until 2 s, and have to be gone then: their copy takes 2 s, which the step waits for. A layer's
+    has the link from 1 to 4 s.
+    """
+    step = distinct()
+    operators = step.operators.copy()
+    operators["layer"][1:3] = 0
+    step = replace(
+        step, operators=operators, layers=(Layer("layers.0"),), phases=(Phase(Pass.FORWARD, 0),) * len(step.phases)
+    )
+    for layer_bytes, stall_s in ((None, 2.0), ({"layers.0": 30}, 4.0)):
+        part = plan_part(step, budgets(57, rate=10.0), layer_bytes=layer_bytes)
+        assert [(each.nbytes, each.release) for each in part.targets] == [(20, 2)]
+        assert part.predicted_stall_s == stall_s
 
 
 def test_a_part_is_the_same_after_it_was_a_file():
