@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -45,24 +45,12 @@ Planner = Annotated[
 
 
 class Section(BaseModel):
-    """An object of the block, whose fields' docstrings are their descriptions in the JSON schema.
-
-    Attributes:
-        unbuilt: fields of the design that this version does not have yet. Switching one off is harmless and accepted,
-            so that a block written for a later version with the feature off still runs.
-    """
-
-    unbuilt: ClassVar[tuple[str, ...]] = ()
+    """An object of the block, whose fields' docstrings are their descriptions in the JSON schema."""
 
     @staticmethod
     def _complete_schema(schema: dict[str, Any], model: "type[Section]") -> None:
         for field in schema["properties"].values():
             field["description"] = field["description"].replace("\n", " ")
-        off = {"type": "object", "properties": {"enabled": {"const": False}}, "required": ["enabled"]}
-        words = "Not built in this version: may only be switched off."
-        schema["properties"] |= {
-            name: {"description": words, "anyOf": [{"const": False}, off]} for name in model.unbuilt
-        }
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_complete_schema
@@ -70,16 +58,9 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unbuilt(cls, section: object) -> object:
-        """Any mapping as a dict, without what is switched off anyway."""
-        if not isinstance(section, Mapping):
-            return section
-        off = {name for name in cls.unbuilt if (it := section.get(name)) is False or _disabled(it)}
-        return {key: value for key, value in section.items() if key not in off}
-
-
-def _disabled(value: object) -> bool:
-    return isinstance(value, Mapping) and value.get("enabled") is False
+    def _as_dict(cls, section: object) -> object:
+        """Any mapping will do."""
+        return dict(section) if isinstance(section, Mapping) else section
 
 
 class TokenwiseConfig(Section):
@@ -147,8 +128,6 @@ class ArenaConfig(Section):
 class SwapConfig(Section):
     """The swap list: tensors of any kind that are away from the device, whole, between two uses (Chameleon)."""
 
-    unbuilt = ("states",)
-
     enabled: WhereNeeded = "auto"
     """false, true or "auto". Swaps tensors that no region swaps or recomputes, whole, where a step takes more of the
     device than its budget without: logits, embeddings, whatever models without regions save for backward. Until there
@@ -156,6 +135,10 @@ class SwapConfig(Section):
     where there is no budget, or torch is too old; with true a warning says so."""
     min_bytes: Bytes = 1 << 20
     """Tensors below this many bytes are never swapped. A whole number, 0 or more, in bytes."""
+    states: Switch = False
+    """true or false. The list may have what the optimizer uses too: its states, away from the step's beginning until it
+    runs, parameters that it updates and no region uses, and gradients until it runs. Refused beside DeepSpeed's own
+    offloading of optimizer or parameters."""
 
 
 class ReportConfig(Section):

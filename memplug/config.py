@@ -111,6 +111,23 @@ def read_json(source: str | Path) -> dict[str, Any]:
     return content
 
 
+def offloads_of(zero: object) -> Iterator[str]:
+    """What DeepSpeed's ZeRO is told to keep in host memory or on NVMe, as in "zero_optimization.offload_param: cpu"."""
+    if not isinstance(zero, Mapping):
+        return
+    for key in ("offload_optimizer", "offload_param"):
+        section = zero.get(key)
+        device = section.get("device", "none") if isinstance(section, Mapping) else "none"
+        if device != "none":
+            variant = " with super_offload" if section.get("super_offload") else ""
+            yield f"zero_optimization.{key}: {device}{variant}"
+    for key in ("cpu_offload", "cpu_offload_param"):  # deprecated, and still read
+        if zero.get(key):
+            yield f"zero_optimization.{key}"
+    if isinstance(zero.get("zenflow"), Mapping):
+        yield "zero_optimization.zenflow"
+
+
 def json_schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a DeepSpeed JSON: says nothing of DeepSpeed's keys, all of "memplug"."""
     _, definitions = models_json_schema([(MemplugConfig, "validation")])
@@ -128,8 +145,6 @@ def _problem(block: Mapping[str, Any], place: tuple[str | int, ...]) -> str:
     model, value, path = MemplugConfig, block, "memplug"
     for key in place:
         value, path, section = value.get(key), f"{path}.{key}", path
-        if key in model.unbuilt:
-            return f"{path}: `{key}` is not built in this version of memplug: remove it"
         if key not in model.model_fields:
             return f"{path}: unknown, given {_shown(value)}; {_suggestion(str(key), model, section)}"
         field = model.model_fields[key]

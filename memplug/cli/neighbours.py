@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from memplug.config import MemplugConfig
+from memplug.config import MemplugConfig, offloads_of
 
 _log = logging.getLogger("memplug")
 
@@ -32,7 +31,7 @@ def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
             '"activation_checkpointing" does nothing unless the script calls deepspeed.checkpointing.configure, and '
             "then memplug refuses to attach: remove both, memplug takes their place"
         )
-    offloads = " and ".join(_offloads(ds_config.get("zero_optimization")))
+    offloads = " and ".join(offloads_of(ds_config.get("zero_optimization")))
     if not offloads:
         return
     budget = config.host_budget_gib
@@ -51,20 +50,3 @@ def _autos(value: object, path: str) -> Iterator[str]:
         yield path
     for key, part in value.items() if isinstance(value, Mapping) else ():
         yield from _autos(part, f"{path}.{key}")
-
-
-def _offloads(zero: object) -> Iterator[str]:
-    """What ZeRO is told to keep in host memory or on NVMe, as in "zero_optimization.offload_param: cpu"."""
-    if not isinstance(zero, Mapping):
-        return
-    for key in ("offload_optimizer", "offload_param"):
-        section = zero.get(key)
-        device = section.get("device", "none") if isinstance(section, Mapping) else "none"
-        if device != "none":
-            variant = " with super_offload" if section.get("super_offload") else ""
-            yield f"zero_optimization.{key}: {device}{variant}"
-    for key in ("cpu_offload", "cpu_offload_param"):  # deprecated, and still read
-        if zero.get(key):
-            yield f"zero_optimization.{key}"
-    if isinstance(zero.get("zenflow"), Mapping):
-        yield "zero_optimization.zenflow"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +106,12 @@ def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | No
     return _attach(target, parsed, device_of(target.device or _device_of(target)))
 
 
+def _tensors_of(model: weakref.ref[nn.Module]) -> Iterator[torch.Tensor]:
+    """Parameters and buffers, of a model that lives."""
+    alive = model()
+    return iter(()) if alive is None else itertools.chain(alive.parameters(), alive.buffers())
+
+
 def _target_of(given: Any) -> Target:
     if isinstance(given, (list, tuple)) and len(given) == 1:
         given = given[0]
@@ -122,6 +131,8 @@ def _attach(target: Target, config: MemplugConfig, device: Device) -> Session:
     modules = found if config.tokenwise.enabled else []
     for framework in used if modules else ():
         framework.check(target, modules)
+    for framework in used if config.swap.enabled and config.swap.states else ():
+        framework.check_states(target)
     regions = initial_regions(config, [(name, type(module).__name__) for name, module in modules])
     session = Session(config, regions, device, regathers=any(framework.regathers(target) for framework in used))
     try:
@@ -140,7 +151,7 @@ def _attach(target: Target, config: MemplugConfig, device: Device) -> Session:
             recorder = Recorder(device.torch_device)
             return Recording(recorder, Places(target.model, found, recorder, target.chunks, job))
 
-        session.watch(make_recording)
+        session.watch(make_recording, functools.partial(_tensors_of, weakref.ref(target.model)))
         if session.resume(job):
             first_forward.watch(target.chunks, session)
     except BaseException:

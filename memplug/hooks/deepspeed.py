@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplug.config import MemplugConfig, read_ds_config
+from memplug.config import MemplugConfig, offloads_of, read_ds_config
 from memplug.errors import ConflictError, PatchError
 from memplug.hooks.framework import Framework, Layers, Target
 from memplug.hooks.patching import ORIGINAL, is_patched, patch, put_back, unnoticed, wrapped
@@ -75,6 +75,14 @@ class DeepSpeed(Framework):
                 "DeepSpeed's activation checkpointing is configured, and memplug recomputes the same layers",
                 "Leave out the call of `deepspeed.checkpointing.configure` and the model's use of "
                 "`deepspeed.checkpointing.checkpoint`: memplug takes their place.",
+            )
+
+    def check_states(self, target: Target) -> None:
+        offloads = " and ".join(offloads_of(target.engine.config.get("zero_optimization")))
+        if offloads:
+            raise ConflictError(
+                f'DeepSpeed offloads itself ({offloads}), and "swap": {{"states": true}} would move the same tensors',
+                "Remove one of the two; only DeepSpeed's helps where the device has no room while the optimizer runs.",
             )
 
     def regathers(self, target: Target) -> bool:

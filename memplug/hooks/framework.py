@@ -94,6 +94,9 @@ class Framework:
     def check(self, target: Target, modules: Layers) -> None:
         """Raises `ConflictError`, `RegionError` or `UnsupportedVersionError` where modules cannot run as regions."""
 
+    def check_states(self, target: Target) -> None:
+        """Raises `ConflictError` where this framework moves optimizer states or parameters by itself."""
+
     def regathers(self, target: Target) -> bool:
         """Whether parameters are gathered in every forward (ZeRO 3)."""
         return False

@@ -52,6 +52,14 @@ class Limited {
     sizes_[block] = nbytes;
   }
 
+  // The same of one that was there before, and was not taken.
+  void add_former(void* block, int64_t nbytes) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    sizes_[block] = nbytes;
+    bytes_.in_use += nbytes;
+    bytes_.peak = std::max(bytes_.peak, bytes_.in_use);
+  }
+
   // Its bytes; 0: it was not counted.
   int64_t remove(void* block) {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -251,6 +259,13 @@ void limit_cpu(int64_t nbytes) {
   limited().set(nbytes);
   if (nbytes < 0 && is_user) {
     uninstall_cpu(RELIEF);
+  }
+}
+
+void count_cpu(c10::DataPtr& block, int64_t nbytes) {
+  if (limited().is_on() && nbytes > 0 && block.get() == block.get_context() &&
+      block.compare_exchange_deleter(native_deleter, &free_noted)) {
+    limited().add_former(block.get(), nbytes);
   }
 }
 

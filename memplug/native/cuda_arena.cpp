@@ -356,7 +356,7 @@ Base* in_front(Base* native, int device) {
 
 Native* native_allocator = nullptr;
 Native* standing = nullptr;
-int used_by = 0; // a bit for each `User`
+int standing_device = 0, used_by = 0; // a bit for each `User`
 std::atomic<int> reserved_parts{0};
 std::atomic<bool> leaves{false}; // once nothing is reserved
 
@@ -376,15 +376,19 @@ void prepare_cuda_allocator(int device) {
     Native* const current = caching::allocator.load();
     standing = in_front(current, device);
     native_allocator = current;
-    const DeviceStats stats = current->getDeviceStats(static_cast<c10::DeviceIndex>(device));
-    const auto& [requested, allocated] = std::tie(stats.requested_bytes[AGGREGATE], stats.allocated_bytes[AGGREGATE]);
-    begin_device_peak(device, {requested.current, allocated.current}, {requested.peak, allocated.peak});
+    standing_device = device;
   }
 }
 
 void stand_before_cuda(User user, bool wanted) {
+  const bool was_on = used_by != 0;
   used_by = wanted ? used_by | user : used_by & ~user;
   const bool on = used_by != 0;
+  if (on && !was_on && !leaves) { // what was reset meanwhile was reset there alone
+    const DeviceStats stats = native_allocator->getDeviceStats(static_cast<c10::DeviceIndex>(standing_device));
+    const auto& [requested, allocated] = std::tie(stats.requested_bytes[AGGREGATE], stats.allocated_bytes[AGGREGATE]);
+    begin_device_peak(standing_device, {requested.current, allocated.current}, {requested.peak, allocated.peak});
+  }
   leaves = !on && reserved_parts.load() > 0;
   if (!leaves && !swap(on ? native_allocator : standing, on ? standing : native_allocator)) {
     throw std::runtime_error("the CUDA allocator was changed by another library");

@@ -29,11 +29,13 @@ struct SwapTarget {
   uint32_t uses, kinds; // Features, that use included
   uint64_t recent;
   int32_t tolerance; // places by which it may be off
-  int32_t last_use, release, prefetch, next_use;
+  int32_t last_use, release, prefetch, next_use; // -1: none before it leaves; the number of operators: none of the program after
+  int32_t key; // of the anchor whose storage leaves as the step begins; -1: it is found at its last use
 };
 #pragma pack(pop)
 
-// Packed as ANCHOR there: a tensor that is there from step to step is read by the outermost operator at that place.
+// Packed as ANCHOR there: a tensor that is there from step to step is read by the outermost operator at that place; beyond the
+// program, by an operator outside of it.
 #pragma pack(push, 1)
 struct Anchor {
   int32_t place, slot; // among its inputs
@@ -43,6 +45,7 @@ struct Anchor {
 
 struct SwapListPlan {
   std::vector<int32_t> program; // numbers of its operators
+  std::vector<std::pair<int32_t, std::vector<int32_t>>> outside; // places of it, and what runs between there and the next one
   std::vector<uint8_t> ranks; // by number, see `Features::read_by`; 255 beyond the end
   std::vector<SwapTarget> targets; // by last use, rising
   std::vector<Anchor> anchors; // by place, rising

@@ -13,14 +13,17 @@ void SwapStep::follow() {
     lates_.clear();
     const std::vector<int64_t>& after = repeated_.turns();
     std::vector<int64_t> prefetches(plan_.targets.size(), 0);
-    for (size_t i = 0; i < turns_.size(); ++i) { // a target's in the order of their places
+    for (size_t i = 0; i < turns_.size(); ++i) {
+      if (turns_[i].kind == Turn::PREFETCH) { // at the place of its next use, it comes behind that among the turns
+        prefetches[turns_[i].target] = after[i] < 0 ? INT64_MAX : after[i];
+      }
+    }
+    for (size_t i = 0; i < turns_.size(); ++i) {
       const Turn& turn = turns_[i];
       int64_t requests = after[i] < 0 ? INT64_MAX : after[i];
-      if (turn.kind == Turn::PREFETCH) {
-        prefetches[turn.target] = requests;
-      } else if (turn.kind == Turn::RESTORE && after[i] >= 0) {
+      if (turn.kind == Turn::RESTORE && after[i] >= 0) {
         if (prefetches[turn.target] < requests) {
-          --requests;
+          requests = std::max<int64_t>(requests - 1, 0); // not before the first one: what leaves as the step begins does so then
         } else {
           lates_.emplace_back(requests - 1, turn.target);
           repeated_.expect(requests - 1);
@@ -32,6 +35,7 @@ void SwapStep::follow() {
     std::stable_sort(due_.begin(), due_.end(), [](const auto& one, const auto& other) { return one.first < other.first; });
     std::sort(lates_.begin(), lates_.end());
   }
+  repeated_.expect(0);
   take_due();
 }
 
@@ -40,6 +44,7 @@ void SwapStep::asked(int64_t nbytes, const void* stream) {
     return;
   }
   if (repeated_.is_followed() && repeated_.follow(nbytes, stream)) {
+    leave_at_the_beginning();
     take_due();
     return;
   }
@@ -75,6 +80,17 @@ void SwapStep::return_late(int32_t number) {
     }
   }
   late_.erase(std::remove_if(late_.begin(), late_.end(), is_user), late_.end());
+}
+
+// An operator behind the program begins: with the first one that uses a tensor which is to be back there, all of those are.
+void SwapStep::return_behind(const at::RecordFunction& function) {
+  if (late_.empty() || !is_away(function)) {
+    return;
+  }
+  for (const int32_t target : std::exchange(late_, {})) {
+    swapper_->prefetch(target);
+    swapper_->restore(target);
+  }
 }
 
 // The step is another one: it goes on with all of its operators seen, of which earlier tensors' features are not known.

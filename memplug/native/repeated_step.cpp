@@ -1,7 +1,6 @@
 #include "repeated_step.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace memplug {
 
@@ -42,8 +41,12 @@ void RepeatedStep::end(bool is_whole) {
       expect(opens - 1);
       expect(closes);
     }
-    by_opening_.resize(former_.last_uses.size());
-    std::iota(by_opening_.begin(), by_opening_.end(), 0);
+    by_opening_.clear();
+    for (size_t target = 0; target < former_.last_uses.size(); ++target) {
+      if (former_.last_uses[target].opens >= 0) { // else it has left as the step began
+        by_opening_.push_back(static_cast<int32_t>(target));
+      }
+    }
     std::stable_sort(by_opening_.begin(), by_opening_.end(), [this](int32_t one, int32_t other) {
       return former_.last_uses[one].opens < former_.last_uses[other].opens;
     });
@@ -142,8 +145,7 @@ void RepeatedStep::close(int32_t target, const c10::Storage& storage) {
 
 void RepeatedStep::depart() {
   is_followed_ = false;
-  is_spoilt_ = true;
-  needed_ = std::min(2 * needed_, kMany);
+  distrust();
   open_.clear();
 }
 

@@ -11,6 +11,7 @@
 #include <c10/core/Storage.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <optional>
@@ -32,6 +33,13 @@ class RepeatedStep {
   // This step is no example of the next one.
   void spoil() {
     is_spoilt_ = true;
+  }
+
+  // And it is less likely than was thought that there will be one.
+  void distrust() {
+    if (!std::exchange(is_spoilt_, true)) {
+      needed_ = std::min(2 * needed_, kMany);
+    }
   }
 
   // It is over, and every target was found, or not.

@@ -1,6 +1,8 @@
 // Every malloc and free of the training device while a recording runs, in program order.
 #pragma once
 
+#include <c10/core/Allocator.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -101,8 +103,11 @@ void uninstall_cpu(User user);
 // fails as one of a device does; -1: no limit. Memory that an arena reserves does not count, nor what it serves.
 void limit_cpu(int64_t nbytes);
 
+// A block that was there before the limit counts as well from now on; nothing where it does already, or nothing counts.
+void count_cpu(c10::DataPtr& block, int64_t nbytes);
+
 struct CpuBytes {
-  int64_t in_use, peak; // of what was asked for under a limit; the peak since the limit was set
+  int64_t in_use, peak; // of what was asked for under a limit, and what counts besides; the peak since the limit was set
 };
 CpuBytes cpu_bytes();
 bool is_cpu_limited();

@@ -201,7 +201,7 @@ int64_t add_operator(Recording& r, int32_t number) {
        place.layer,
        std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count(),
        in_use_bytes(),
-       static_cast<int16_t>(in_program() ? depth : -1)});
+       static_cast<int16_t>(in_program() ? depth : trains_unsuspended() ? -1 : -2)});
   const auto index = static_cast<int64_t>(r.records.operators.size()) - 1;
   running = index;
   return index;

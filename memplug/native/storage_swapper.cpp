@@ -1,23 +1,13 @@
 #include "storage_swapper.h"
 
-#include <ATen/ops/from_blob.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "absent.h"
 
 namespace memplug {
-namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
-
-// Memory as bytes, which has no part in how long it lives.
-at::Tensor bytes_at(const void* memory, int64_t nbytes, c10::Device device) {
-  return at::from_blob(const_cast<void*>(memory), {nbytes}, at::TensorOptions().dtype(at::kByte).device(device));
-}
-
-} // namespace
 
 std::recursive_mutex& swap_mutex() {
   static auto* instance = new std::recursive_mutex(); // never destroyed: storages outlive static destruction
@@ -69,6 +59,14 @@ StorageSwapper::Absent* StorageSwapper::find(int64_t key) const {
   return found == all_.end() ? nullptr : found->get();
 }
 
+bool StorageSwapper::has(const c10::StorageImpl* storage) const {
+  return absents().find(storage) != absents().end();
+}
+
+void* StorageSwapper::host_memory(const Slot& slot) const {
+  return static_cast<char*>(pool_.slab(slot).mutable_data_ptr()) + slot.offset;
+}
+
 bool StorageSwapper::is_current(const Absent& absent) {
   return streams_->same(streams_->current(), absent.stream);
 }
@@ -105,12 +103,12 @@ StorageSwapper::Absent* StorageSwapper::start_leaving(const c10::Storage& storag
       impl->has_materializer() || streams_->is_capturing()) {
     return nullptr;
   }
+  const Own own;
   const std::optional<Slot> slot = pool_.take(nbytes);
   if (!slot) {
     ++counters_.refused;
     return nullptr;
   }
-  const Own own;
   auto absent = std::make_unique<Absent>();
   absent->swapper = this;
   absent->key = key;
@@ -128,8 +126,7 @@ StorageSwapper::Absent* StorageSwapper::start_leaving(const c10::Storage& storag
   for (const StreamRef& stream : compute_streams_) { // what read these bytes of the host before ran on one of them
     streams_->wait(offload_stream_, streams_->record(stream), Wait::OFFLOAD_FOR_COMPUTE);
   }
-  const at::Tensor host = pool_.slab(*slot).narrow(0, slot->offset, nbytes);
-  streams_->copy(offload_stream_, host, bytes_at(absent->memory, nbytes, impl->device()));
+  streams_->offload(offload_stream_, host_memory(*slot), absent->memory, nbytes, impl->device());
   absent->offloaded = streams_->record(offload_stream_);
   impl->set_materializer(&before_write);
   absents()[impl] = absent.get();
@@ -164,10 +161,8 @@ void StorageSwapper::leave(Absent& absent) {
   streams_->wait(absent.stream, absent.offloaded, Wait::RELEASE_FOR_OFFLOAD);
   absent.offloaded = nullptr;
   absent.state = State::AWAY;
-  const at::Tensor& slab = pool_.slab(absent.slot);
-  absent.host = new HostMemory{&absent, slab};
-  c10::DataPtr host(
-      static_cast<char*>(slab.mutable_data_ptr()) + absent.slot.offset, absent.host, &forget, storage.device());
+  absent.host = new HostMemory{&absent, pool_.slab(absent.slot)};
+  c10::DataPtr host(host_memory(absent.slot), absent.host, &forget, storage.device());
   if (absent.passive) {
     note_moved(const_cast<void*>(absent.memory), host.get());
     note_moved_out(absent.nbytes);
@@ -195,16 +190,14 @@ bool StorageSwapper::start_return(Absent& absent) {
   const Own own;
   const Moving moving(absent.passive);
   try {
-    const at::Tensor memory = streams_->empty(absent.stream, {absent.nbytes}, {1}, at::kByte);
-    absent.arriving = std::move(memory.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks());
+    absent.arriving = streams_->allocate(absent.stream, absent.nbytes);
   } catch (const c10::OutOfMemoryError&) {
     ++counters_.refused;
     return false;
   }
   streams_->wait(prefetch_stream_, streams_->record(absent.stream), Wait::PREFETCH_FOR_COMPUTE);
-  const at::Tensor host = pool_.slab(absent.slot).narrow(0, absent.slot.offset, absent.nbytes);
-  const at::Tensor device = bytes_at(absent.arriving.get(), absent.nbytes, absent.storage->device());
-  streams_->copy(prefetch_stream_, device, host);
+  streams_->prefetch(
+      prefetch_stream_, absent.arriving.get(), host_memory(absent.slot), absent.nbytes, absent.storage->device());
   absent.prefetched = streams_->record(prefetch_stream_);
   absent.state = State::RETURNING;
   absent.began = ++returns_;

@@ -104,6 +104,9 @@ class StorageSwapper {
     return streams_->current_number();
   }
 
+  // It is on its way.
+  bool has(const c10::StorageImpl* storage) const;
+
   // Nothing is on its way.
   bool is_empty() const {
     return all_.empty();
@@ -123,6 +126,7 @@ class StorageSwapper {
   static void forget(void* host_memory);
 
   Absent* find(int64_t key) const;
+  void* host_memory(const Slot& slot) const;
   Absent* start_leaving(const c10::Storage& storage, int64_t key);
   bool add_host_memory(int64_t nbytes);
   bool is_current(const Absent& absent);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
 
 #include <array>
 #include <cstdint>
@@ -64,6 +65,11 @@ class Streams {
   // Uninitialised device memory that belongs to the stream.
   virtual at::Tensor empty(
       const StreamRef& stream, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) = 0;
+
+  // The same of bytes that are the host's and the device's. A stream of a device: without operators where that can be.
+  virtual void offload(const StreamRef& stream, void* host, const void* memory, int64_t nbytes, c10::Device device);
+  virtual void prefetch(const StreamRef& stream, void* memory, const void* host, int64_t nbytes, c10::Device device);
+  virtual c10::DataPtr allocate(const StreamRef& stream, int64_t nbytes);
 
   // 1-D uint8 of the host, pinned where the device can; never the training allocator's. Throws where there is none.
   virtual at::Tensor host_memory(int64_t nbytes);

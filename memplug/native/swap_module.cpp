@@ -34,7 +34,16 @@ class Rehearsal {
 
   explicit Rehearsal(SwapListPlan plan) : plan_(std::move(plan)), finder_(plan_) {}
 
-  // The identity of the tensor that each target is taken for in a step, -1: of none.
+  // The identity of the tensor that each target is taken for in a step, -1: of none. The step is run so often.
+  std::vector<int64_t> run(const Step& step, int times) {
+    std::vector<int64_t> found;
+    for (int time = 0; time < times; ++time) {
+      found = run(step);
+    }
+    return found;
+  }
+
+ private:
   std::vector<int64_t> run(const Step& step) {
     finder_.begin([](const void*) { return false; });
     std::vector<int64_t> found(plan_.targets.size(), -1);
@@ -65,7 +74,6 @@ class Rehearsal {
     return found;
   }
 
- private:
   void find(const std::vector<Named>& values, int32_t number, bool output, std::vector<int64_t>& found) {
     for (const auto& [id, nbytes, dtype] : values) {
       finder_.see(key_of(id), nbytes, dtype, {});
@@ -136,6 +144,7 @@ void add_swaps(py::module_& module) {
   module.def(
       "load_swap_list",
       [](std::vector<int32_t> program,
+         std::vector<std::pair<int32_t, std::vector<int32_t>>> outside,
          const py::bytes& ranks,
          const py::bytes& targets,
          const py::bytes& anchors,
@@ -143,7 +152,12 @@ void add_swaps(py::module_& module) {
          std::shared_ptr<StorageSwapper> swapper,
          int32_t device_type) {
         load_swap_list(
-            {std::move(program), rows_of<uint8_t>(ranks), rows_of<SwapTarget>(targets), rows_of<Anchor>(anchors), min_bytes},
+            {std::move(program),
+             std::move(outside),
+             rows_of<uint8_t>(ranks),
+             rows_of<SwapTarget>(targets),
+             rows_of<Anchor>(anchors),
+             min_bytes},
             std::move(swapper),
             device_type);
       });
@@ -162,6 +176,10 @@ void add_swaps(py::module_& module) {
     return all;
   });
   module.def("limit_cpu", &limit_cpu);
+  module.def("count_cpu", [](py::handle tensor) {
+    c10::StorageImpl* const storage = tensor_of(tensor).storage().unsafeGetStorageImpl();
+    count_cpu(storage->_mutable_data_ptr_no_checks(), static_cast<int64_t>(storage->nbytes()));
+  });
   module.def("cpu_bytes", [] {
     const CpuBytes bytes = cpu_bytes();
     return py::make_tuple(bytes.in_use, bytes.peak);
@@ -190,9 +208,9 @@ void add_swaps(py::module_& module) {
   py::class_<Rehearsal>(module, "Rehearsal")
       .def(py::init([](std::vector<int32_t> program, const py::bytes& ranks, const py::bytes& targets, const py::bytes& anchors) {
         return std::make_unique<Rehearsal>(SwapListPlan{
-            std::move(program), rows_of<uint8_t>(ranks), rows_of<SwapTarget>(targets), rows_of<Anchor>(anchors)});
+            std::move(program), {}, rows_of<uint8_t>(ranks), rows_of<SwapTarget>(targets), rows_of<Anchor>(anchors)});
       }))
-      .def("run", &Rehearsal::run);
+      .def("run", py::overload_cast<const Rehearsal::Step&, int>(&Rehearsal::run), py::arg("step"), py::arg("times") = 1);
 }
 
 } // namespace memplug

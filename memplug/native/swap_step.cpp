@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "clock.h"
 #include "relief.h"
 
 namespace memplug {
@@ -15,7 +16,7 @@ constexpr int64_t kSoon = 8; // outermost operators; what was used that lately i
 } // namespace
 
 SwapStep::SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c10::DeviceType device)
-    : plan_(std::move(plan)), swapper_(std::move(swapper)), device_(device), finder_(plan_) {
+    : plan_(std::move(plan)), swapper_(std::move(swapper)), device_(device), finder_(plan_), lasting_(plan_) {
   for (size_t i = 0; i < plan_.targets.size(); ++i) {
     const SwapTarget& target = plan_.targets[i];
     const auto index = static_cast<int32_t>(i);
@@ -55,6 +56,8 @@ void SwapStep::begin() {
   }
   leaving_.clear();
   running_.clear();
+  lasting_.begin(-1);
+  has_begun_ = false;
   is_running_ = true;
 }
 
@@ -85,18 +88,16 @@ void SwapStep::tick(const at::RecordFunction& function, int32_t number, const Mo
   if (plan_.targets.empty() || repeated_.is_followed()) {
     return;
   }
+  leave_at_the_beginning();
   repeated_.learn_operator(moment.stream);
   finder_.tick(number);
+  lasting_.begin(finder_.now());
   each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t slot) {
     if (finder_.anchor(tensor.storage().unsafeGetStorageImpl(), slot, number)) {
       anchors_.push_back(tensor.storage().getWeakStorageImpl()); // its address is no other's
     }
   });
-  const int32_t place = finder_.now();
-  for (; next_turn_ < turns_.size() && turns_[next_turn_].place <= place; ++next_turn_) {
-    repeated_.learn_turn(static_cast<int32_t>(next_turn_));
-    take(turns_[next_turn_]);
-  }
+  take_until(finder_.now());
 }
 
 // What an operator inside of another one reads, and that one does not, was made in between: not each of them is shown.
@@ -136,12 +137,23 @@ void SwapStep::wrote(const at::RecordFunction& function, int32_t number, const M
 
 void SwapStep::pass(const at::RecordFunction& function, int32_t number, const Moment& moment) {
   if (repeated_.is_followed()) {
+    return_behind(function);
     return;
   }
-  const bool collective = is_collective(function, number);
-  each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t) {
+  const bool collective = is_collective(function, number), is_counted = trains_unsuspended();
+  if (is_counted) {
+    lasting_.pass(number);
+  }
+  each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t slot) {
     finder_.pass(tensor.storage().unsafeGetStorageImpl(), moment, collective);
+    if (is_counted) {
+      lasting_.read(slot, tensor.storage());
+    }
   });
+  if (is_counted && is_away(function)) {
+    take_until(finder_.now() + 1);
+  }
+  use(function);
 }
 
 void SwapStep::done() {
@@ -157,7 +169,7 @@ bool SwapStep::relieve(int64_t nbytes, int failures) {
   if (!is_running_) {
     return false;
   }
-  repeated_.spoil();
+  counters.steps > 0 ? repeated_.distrust() : repeated_.spoil(); // the first one is not seen from its beginning
   if (failures == 1) {
     const int64_t released = swapper_->release_leaving();
     if (released > 0) {
@@ -211,6 +223,37 @@ std::vector<SwapStep::Idle> SwapStep::idle() const {
 }
 
 // -- tensors of operators ---------------------------------------------------------------------------------------------------
+
+// What no operator of the program has used yet leaves before the first one.
+void SwapStep::leave_at_the_beginning() {
+  if (std::exchange(has_begun_, true)) {
+    return;
+  }
+  for (size_t i = 0; i < plan_.targets.size() && plan_.targets[i].last_use < 0; ++i) {
+    const std::optional<c10::Storage> storage = lasting_.find(plan_.targets[i].key);
+    if (storage && static_cast<int64_t>(storage->nbytes()) == plan_.targets[i].nbytes &&
+        swapper_->offload(*storage, static_cast<int64_t>(i))) {
+      finder_.note_found(static_cast<int32_t>(i));
+    }
+  }
+}
+
+void SwapStep::take_until(int32_t place) {
+  for (; next_turn_ < turns_.size() && turns_[next_turn_].place <= place; ++next_turn_) {
+    repeated_.learn_turn(static_cast<int32_t>(next_turn_));
+    take(turns_[next_turn_]);
+  }
+}
+
+bool SwapStep::is_away(const at::RecordFunction& function) const {
+  bool found = false;
+  if (!swapper_->is_empty()) {
+    each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t) {
+      found = found || swapper_->has(tensor.storage().unsafeGetStorageImpl());
+    });
+  }
+  return found;
+}
 
 void SwapStep::take(const Turn& turn) {
   switch (turn.kind) {

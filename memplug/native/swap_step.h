@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "finder.h"
+#include "lasting.h"
 #include "operators.h"
 #include "repeated_step.h"
 #include "storage_swapper.h"
@@ -110,7 +111,10 @@ class SwapStep {
       });
     }
   }
+  void leave_at_the_beginning();
   void take(const Turn& turn);
+  void take_until(int32_t place);
+  bool is_away(const at::RecordFunction& function) const;
   void see(const at::Tensor& tensor, const Moment& moment, bool made);
   template <typename Values>
   void find(const Values& values, int32_t number, bool output);
@@ -119,6 +123,7 @@ class SwapStep {
   void follow();
   void take_due();
   void return_late(int32_t number);
+  void return_behind(const at::RecordFunction& function);
   void depart();
   bool is_collective(const at::RecordFunction& function, int32_t number);
   std::vector<Idle> idle() const;
@@ -127,6 +132,8 @@ class SwapStep {
   const std::shared_ptr<StorageSwapper> swapper_;
   const c10::DeviceType device_;
   Finder finder_;
+  Lasting lasting_;
+  bool has_begun_ = false; // the program, in this step
   std::vector<Turn> turns_;
   size_t next_turn_ = 0;
   RepeatedStep repeated_;

@@ -5,6 +5,7 @@ It shares no code with the planner, `plan/swap`, and takes the step from its tra
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -15,7 +16,8 @@ from memplug.profile.trace import Event, Trace
 
 class JudgedSwap(NamedTuple):
     """One tensor's way, by outermost operators of the step: offloaded after `last_use`, its memory free for [release,
-    prefetch), its content back at `next_use`.
+    prefetch), its content back at `next_use`. A last use of -1: it is there as the step begins; a next use that is the
+    number of operators: behind the last one.
     """
 
     tensor: int
@@ -35,6 +37,7 @@ class Placed(Protocol):
     release: int
     prefetch: int
     next_use: int
+    key: int
 
 
 class Part(Protocol):
@@ -42,6 +45,8 @@ class Part(Protocol):
 
     names: tuple[str, ...]
     program: tuple[int, ...]
+    outside: tuple[tuple[int, tuple[int, ...]], ...]
+    anchors: tuple[tuple[int, int, int], ...]
     targets: tuple[Placed, ...]
     host_bytes: int
 
@@ -84,10 +89,11 @@ def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: Limits) 
     is_outermost = step.operators["depth"] == 0
     place_of = np.maximum(np.add.accumulate(is_outermost, dtype=np.int64) - 1, 0)
     count = int(is_outermost.sum())
+    used_at = place_of + (step.operators["depth"] < 0)  # before the next one
     misplaced = [
         sentence
         for number, swap in enumerate(swaps)
-        for sentence in _of_one(number, swap, step, place_of, count, limits.others)
+        for sentence in _of_one(number, swap, step, used_at, count, limits.others)
     ]
     yield from misplaced
     if misplaced:
@@ -103,21 +109,27 @@ def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: Limits) 
 def mistakes_of_places(part: Part) -> Iterator[str]:
     """What is wrong with a list by itself, without the step that it was made from."""
     operators = len(part.program)
+    keys = {key for place, _, key in part.anchors if place >= operators}
+    beyond = [names for _, names in part.outside]
+    if any(not 0 <= place < operators + sum(map(len, beyond)) for place, _, _ in part.anchors):
+        yield "an anchor is at no operator"
     for number, target in enumerate(part.targets):
         if target.nbytes <= 0:
             yield f"swap {number} is of {target.nbytes} bytes"
-        if not 0 <= target.last_use < target.release < target.prefetch <= target.next_use < operators:
+        if not -1 <= target.last_use < target.release < target.prefetch <= target.next_use <= operators:
             yield f"swap {number} is not in order: used, released, prefetched, used again"
-        if target.operator not in part.names:
+        if target.last_use >= 0 and target.operator not in part.names:
             yield f"swap {number} is used last by {target.operator}, which the program does not run"
-    if any(not 0 <= name < len(part.names) for name in part.program):
+        if target.last_use < 0 and target.key not in keys:
+            yield f"swap {number} leaves as the step begins, and nothing tells which tensor it is"
+    if any(not 0 <= name < len(part.names) for name in (*part.program, *itertools.chain(*beyond))):
         yield "the program runs operators without a name"
     if sum(target.nbytes for target in part.targets) > part.host_bytes:
         yield f"{part.host_bytes} bytes of the host are too few for what is swapped"
 
 
 def _of_one(
-    number: int, swap: JudgedSwap, step: Trace, place_of: np.ndarray, count: int, others: Collection[int]
+    number: int, swap: JudgedSwap, step: Trace, used_at: np.ndarray, count: int, others: Collection[int]
 ) -> Iterator[str]:
     name = f"swap {number}"
     if not 0 <= swap.tensor < len(step.tensors):
@@ -127,13 +139,16 @@ def _of_one(
         yield f"{name} is of {swap.nbytes} bytes, and its tensor of {step.tensors['nbytes'][swap.tensor]}"
     if swap.tensor in others:
         yield f"{name} is of a tensor that another technique decides on"
-    if not 0 <= swap.last_use < swap.release < swap.prefetch <= swap.next_use < count:
+    if not -1 <= swap.last_use < swap.release < swap.prefetch <= swap.next_use <= count:
         yield f"{name} is not in order: used, released, prefetched, used again"
         return
-    using = place_of[step.uses["operator"][step.uses["tensor"] == swap.tensor]]
+    uses = step.uses[step.uses["tensor"] == swap.tensor]
+    using = used_at[uses["operator"]]
     for what, operator in (("last", swap.last_use), ("next", swap.next_use)):
-        if operator not in using:
+        if 0 <= operator < count and operator not in using:
             yield f"{name}: operator {operator}, its {what} use, does not use it"
+    if swap.last_use < 0 and uses["output"][uses["operator"] == uses["operator"][:1]].all():
+        yield f"{name} is of a tensor that is not there as the step begins"
     if ((using > swap.last_use) & (using < swap.next_use)).any():
         yield f"{name} is of a tensor that is used while it is away"
 

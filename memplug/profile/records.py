@@ -35,7 +35,7 @@ OPERATOR = np.dtype(
         ("layer", "<i4"),  # into Trace.layers, -1 outside of layers
         ("time_ns", "<i8"),  # when the host dispatched it, from the beginning of the recording
         ("in_use_bytes", "<i8"),  # device memory in use as it began
-        ("depth", "<i2"),  # how many operators it runs inside of; -1: it is no part of the program
+        ("depth", "<i2"),  # how many operators it runs inside of; -1: it is no part of the program; -2: it is memplug's
     ]
 )
 USE = np.dtype([("operator", "<i4"), ("tensor", "<i4"), ("output", "?")])  # by operator, in program order

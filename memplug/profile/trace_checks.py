@@ -56,7 +56,7 @@ def _indices(trace: Trace) -> Iterator[str]:
         ("operators", "name", 0, len(trace.names)),
         ("operators", "phase", 0, len(trace.phases)),
         ("operators", "layer", -1, len(trace.layers)),
-        ("operators", "depth", -1, 1 << 15),
+        ("operators", "depth", -2, 1 << 15),
         ("uses", "operator", 0, operators),
         ("uses", "tensor", 0, len(trace.tensors)),
         ("tensors", "dtype", 0, len(trace.dtypes)),

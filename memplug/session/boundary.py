@@ -27,11 +27,12 @@ import collections
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from memplug.arena.technique import PlannedAddresses
 from memplug.beside import Beside
@@ -106,7 +107,7 @@ class Boundary:
 
     # -- before the first step -----------------------------------------------------------------------------------------
 
-    def watch(self, make: Callable[[], Recording]) -> None:
+    def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         """See `Session.watch`."""
         config = self._config
         self.claim = Claim(
@@ -119,6 +120,7 @@ class Boundary:
                 self._free_host_bytes,
                 self._request_failed,
                 self.tokenwise.layer_bytes,
+                tensors,
             ),
             watches=self.watches,
             # they plan for a program under its decisions, which come after steps enough

@@ -106,7 +106,8 @@ def swaps(technique: SwapsWhole | None, why: str) -> dict[str, Any]:
     `swap_found` and `swap_missed` count its tensors over all steps, `swap_repeated` the steps that were followed by
     their requests alone (memplug/native/repeated_step.h), `swap_cancelled` those that were used again before
     their memory was released, `swap_demanded` those that were used before they were to be back, `swap_passive` those
-    that left, for no plan, because a request for memory had failed; `swap_peak_bytes` is what the second step under the
+    that left, for no plan, because a request for memory had failed; `swap_planned_state_bytes` are part of the bytes
+    that the list has away in a step, those that leave as it begins; `swap_peak_bytes` is what the second step under the
     list took of the device, as `predicted_swap_peak_bytes` promises.
 
     Args:
@@ -119,6 +120,7 @@ def swaps(technique: SwapsWhole | None, why: str) -> dict[str, Any]:
         "swap_off_because": why or (part.impossible if part else "") or None,
         "swap_tensors": len(part.targets) if part else 0,
         "swap_planned_bytes": part.swapped_bytes if part else 0,
+        "swap_planned_state_bytes": part.state_bytes if part else 0,
         "swap_peak_bytes": technique.measured_peak_bytes if technique else None,
         "predicted_swap_peak_bytes": part.predicted_peak_bytes if part else None,
         "predicted_swap_stall_s": part.predicted_stall_s if part else None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,7 @@ class Session:
 
     # -- what hooks call -----------------------------------------------------------------------------------------------
 
-    def watch(self, make: Callable[[], Recording]) -> None:
+    def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
         """Compare the operators of steps too, and serve them from the arena, where the block asks for it.
 
         Without a compiler, or where another session has the recorder, one warning says what is missing.
@@ -203,8 +203,9 @@ class Session:
         Args:
             make: gives the session's recording, and with it the recorder; called once the model trains, or when a step
                 is to be recorded.
+            tensors: parameters and buffers of the model.
         """
-        self._boundary.watch(make)
+        self._boundary.watch(make, tensors)
 
     def resume(self, job: Fingerprint) -> bool:
         """Go on from the plans of an earlier run of the job, before the first step; False: there are none.

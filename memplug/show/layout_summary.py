@@ -9,7 +9,7 @@ import numpy as np
 
 from memplug.plan.layout.problem import fragmentation
 from memplug.plan.schema import MemoryPlan
-from memplug.show import decisions
+from memplug.show import decisions, swaps
 from memplug.show.summary import bytes_by, held_rows, recorded_rows
 from memplug.show.words import count, has_addresses, size
 
@@ -31,6 +31,7 @@ def summary(plan: MemoryPlan) -> dict[str, Any]:
         "reusable_least_bytes": min(reusable, default=0),
         "reusable_most_bytes": max(reusable, default=0),
         "decisions": decisions.decisions(plan),
+        "swap_list": swaps.swaps(plan),
     }
 
 
@@ -58,6 +59,7 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         *recorded_rows(facts["fingerprint"]),
         *(_address_rows(facts) if facts["has_addresses"] else [("addresses", "none: no arena served this run")]),
         *(decisions.rows(facts["decisions"]) if facts["decisions"] else []),
+        *(swaps.rows(facts["swap_list"]) if facts["swap_list"] else []),
     ]
 
 

@@ -30,6 +30,7 @@ class Given:
         host_bytes: host memory that nothing else of the session holds, within its budget.
         explain: what is known as a request for device memory fails for good, for people; on any thread.
         layer_bytes: that one forward of each layer sends to the host, as planned, and its backward gets back.
+        tensors: parameters and buffers of the model.
     """
 
     config: MemplugConfig
@@ -38,6 +39,7 @@ class Given:
     host_bytes: Callable[[], int]
     explain: Callable[[], str]
     layer_bytes: Callable[[], Mapping[str, int]] = dict
+    tensors: Callable[[], Iterable[torch.Tensor]] = tuple
 
 
 Part = TypeVar("Part")

@@ -39,6 +39,7 @@ class InForce:
 
     Attributes:
         relief: of the last step in which a request failed.
+        relieved_bytes: that had to leave for requests in the last step.
         has_failed: in the last step a request failed for good: it may not have come to its end.
     """
 
@@ -51,6 +52,7 @@ class InForce:
         explain: Callable[[], str],
     ):
         self.relief: list[Relief] = []
+        self.relieved_bytes = 0
         self.has_failed = False
         self._device, self._core, self._min_bytes = device, core, min_bytes
         self._host_bytes, self._explain = host_bytes, explain
@@ -136,6 +138,7 @@ class InForce:
             self._core.end_swap_step()
             events = self._core.take_relief_events()
             self.relief = events or self.relief
+            self.relieved_bytes = sum(nbytes for kind, nbytes in events if kind in ("released", "left", "turned back"))
             self.has_failed = any(kind == "given up" for kind, _ in events)
 
     def _load(self, tables: Tables, min_bytes: int, slab: torch.Tensor | None, passive_bytes: int) -> None:
@@ -143,7 +146,14 @@ class InForce:
         self._loaded[:] = [self._swapper]
         device_type = 0 if self._device.kind == "cpu" else 1
         self._core.load_swap_list(
-            tables.program, tables.ranks, tables.targets, tables.anchors, min_bytes, self._swapper, device_type
+            tables.program,
+            tables.outside,
+            tables.ranks,
+            tables.targets,
+            tables.anchors,
+            min_bytes,
+            self._swapper,
+            device_type,
         )
 
     def _catch(self, on: bool) -> None:

@@ -25,6 +25,7 @@ TARGET = np.dtype(  # SwapTarget in memplug/native/swap_list.h
         ("release", "<i4"),
         ("prefetch", "<i4"),
         ("next_use", "<i4"),
+        ("key", "<i4"),
     ]
 )
 ANCHOR = np.dtype([("place", "<i4"), ("slot", "<i4"), ("key", "<i4")])
@@ -36,11 +37,13 @@ class Tables:
 
     Attributes:
         program: numbers of the program's outermost operators.
+        outside: places, and numbers of the operators between there and the next place.
         ranks: uint8 by operator number.
         targets, anchors: rows of TARGET and ANCHOR.
     """
 
     program: list[int]
+    outside: list[tuple[int, list[int]]]
     ranks: bytes
     targets: bytes
     anchors: bytes
@@ -48,7 +51,7 @@ class Tables:
     @classmethod
     def empty(cls) -> Tables:
         """Of no list."""
-        return cls([], b"", b"", b"")
+        return cls([], [], b"", b"", b"")
 
 
 def tables_of(part: SwapPart, core: Any, dtypes: dict[str, int]) -> Tables:
@@ -64,8 +67,9 @@ def tables_of(part: SwapPart, core: Any, dtypes: dict[str, int]) -> Tables:
     number_of = dict(zip(part.names, numbers, strict=True))
     targets = np.zeros(len(part.targets), TARGET)
     for row, target in zip(targets, part.targets, strict=True):
-        row["dtype"], row["operator_number"] = dtypes[target.dtype], number_of[target.operator]
+        row["dtype"], row["operator_number"] = dtypes[target.dtype], number_of.get(target.operator, -1)
         for name in set(TARGET.names) - {"dtype", "operator_number"}:
             row[name] = getattr(target, name)
     program = [numbers[name] for name in part.program]
-    return Tables(program, ranks.tobytes(), targets.tobytes(), np.array(list(part.anchors), ANCHOR).tobytes())
+    outside = [(place, [numbers[name] for name in names]) for place, names in part.outside]
+    return Tables(program, outside, ranks.tobytes(), targets.tobytes(), np.array(list(part.anchors), ANCHOR).tobytes())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -19,8 +18,7 @@ import torch
 from memplug import native
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
-from memplug.device.capacity import GIB, device_bytes
-from memplug.device.device import Device, device_of
+from memplug.device.device import device_of
 from memplug.errors import SwapError
 from memplug.plan.replay_swaps import mistakes_of_places
 from memplug.plan.schema import MemoryPlan
@@ -32,9 +30,11 @@ from memplug.profile.trace import Trace
 from memplug.show.words import size
 from memplug.stages.technique import Given, Technique
 from memplug.swap.in_force import InForce, Relief
+from memplug.swap.room import Room
 
 MISSED_SHARE = 0.05  # of a list's tensors, above which a step counts against it
 MISSED_STEPS = 3  # in a row
+OTHERS = 3  # recorded steps at most, where a list is made anew, that fit without one: a shorter batch's
 UNLIMITED_BYTES = 1 << 62
 MEASURED_STEP = 2  # under a list: the first one of a run is not seen from its beginning
 PEAK_SLACK = 0.02  # share by which that one may take more than predicted
@@ -55,11 +55,6 @@ class State(enum.Enum):
 class SwapsWhole(Technique[SwapPart]):
     """See the module's text.
 
-    Args:
-        config: the block.
-        device: that trains.
-        tell, host_bytes, explain, layer_bytes: see `Given`.
-
     Attributes:
         part: in force; None: none is.
         measured_peak_bytes: of the device, in the second step under the list; None: there was none yet.
@@ -67,26 +62,19 @@ class SwapsWhole(Technique[SwapPart]):
 
     name = "swap"
 
-    def __init__(
-        self,
-        config: MemplugConfig,
-        device: Device,
-        tell: Callable[[str, int], None],
-        host_bytes: Callable[[], int],
-        explain: Callable[[], str],
-        layer_bytes: Callable[[], Mapping[str, int]] = dict,
-    ):
+    def __init__(self, given: Given):
         self.part: SwapPart | None = None
-        self._layer_bytes = layer_bytes
-        self._config, self._device, self._tell, self._host_bytes = config, device, tell, host_bytes
-        self._core = native.load()
-        self._beside = Beside(config.profiler.wait_for_plans)
+        self._given, self._config, self._tell = given, given.config, given.tell
+        self._device = device = device_of(given.device)
+        self._core, self._room = native.load(), Room(given.config, device)
+        self._beside = Beside(given.config.profiler.wait_for_plans)
         self._state = State.WAITING
-        self._in_force = InForce(device, self._core, config.swap.min_bytes, host_bytes, explain)
+        self._in_force = InForce(device, self._core, given.config.swap.min_bytes, given.host_bytes, given.explain)
         self.measured_peak_bytes: int | None = None
         self._missed = self._missing_steps = 0
         self._steps = 0  # since what is in force is
         self._sizes_vary = False  # of what layers ask for that are dynamic
+        self._others_left = 0  # recorded steps that may fit, and be another program's
 
     @classmethod
     def is_wanted(cls, config: MemplugConfig) -> bool:
@@ -95,8 +83,7 @@ class SwapsWhole(Technique[SwapPart]):
     @classmethod
     def make(cls, given: Given) -> SwapsWhole:
         """Raises `SwapError` where nothing can be swapped, if the block says `true`."""
-        device = device_of(given.device)
-        technique = cls(given.config, device, given.tell, given.host_bytes, given.explain, given.layer_bytes)
+        technique = cls(given)
         why = technique._why_impossible()
         if why and given.config.swap.enabled is True:
             raise SwapError(f"there is no swap list: {why}")
@@ -131,7 +118,9 @@ class SwapsWhole(Technique[SwapPart]):
     def begin_step(self) -> None:
         """Tensors leave and return from here on."""
         if self._device.kind == "cpu" and not self.off_because:
-            self._core.limit_cpu(self._budget_bytes())  # it stands in for a device that has no more
+            self._core.limit_cpu(self._room.budget_bytes)  # it stands in for a device that has no more
+            for tensor in self._given.tensors() if self._config.swap.states else ():
+                self._core.count_cpu(tensor)
         self._in_force.begin_step()
 
     def end_step(self) -> None:
@@ -139,9 +128,8 @@ class SwapsWhole(Technique[SwapPart]):
         self._in_force.end_step()
         self._steps += 1
         if self._device.kind == "cpu" and not self.off_because:
-            self._core.limit_cpu(
-                UNLIMITED_BYTES
-            )  # what memplug itself does between two steps is no part of the device's
+            # what memplug itself does between two steps is no part of the device's
+            self._core.limit_cpu(UNLIMITED_BYTES)
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
@@ -149,15 +137,22 @@ class SwapsWhole(Technique[SwapPart]):
         """A list for the step that was recorded, or an empty one where that keeps to its budget, or none does."""
         if self.part is not None:
             self._compare(trace)
-            if self._departs():
+            if not self.part.targets:
+                return None
+            missed = self._in_force.missed - self._missed
+            self._missed += missed
+            if self._departs(missed):
                 self._tell("swap list: tensors of experts have other sizes in every step: they stay", logging.INFO)
-                self.withdraw()
-                self._state, self._sizes_vary = State.RECORDING, True
+                self._sizes_vary = True
+                self._plan_anew()
+            elif missed == 0 and self._steps >= MEASURED_STEP and self._room.tighten(self._in_force.relieved_bytes):
+                self._tell("swap list: a step took more than the device has: planning with some to spare", logging.INFO)
+                self._plan_anew()
             return None
         if self._beside.is_busy:
             return self._planned()
         if self._state is State.WAITING and self.whole_steps:  # else the next one shows whether it fits
-            if self._fits():
+            if self._room.holds(bool(self.relief)):
                 return SwapPart()
             self._state = State.RECORDING
         elif self._state is State.RECORDING and trace is not None and not self._in_force.has_failed:
@@ -194,6 +189,14 @@ class SwapsWhole(Technique[SwapPart]):
 
     def withdraw(self) -> None:
         """All tensors stay where they are, unless a request fails."""
+        self._room.forget()
+        self._stay()
+
+    def _plan_anew(self) -> None:
+        self._stay()
+        self._state, self._others_left = State.RECORDING, OTHERS
+
+    def _stay(self) -> None:
         self._beside.stop()
         self._end()
         self.part, self._state = None, State.WAITING
@@ -235,53 +238,29 @@ class SwapsWhole(Technique[SwapPart]):
                 logging.WARNING,
             )
 
-    def _departs(self) -> bool:
+    def _departs(self, missed: int) -> bool:
         """Whether tensors of dynamic layers may be why many are not found, step after step."""
-        if not self.part.targets:
-            return False
-        missed = self._in_force.missed
-        missing = missed - self._missed > MISSED_SHARE * len(self.part.targets)
-        self._missed, self._missing_steps = missed, self._missing_steps + 1 if missing else 0
+        missing = missed > MISSED_SHARE * len(self.part.targets)
+        self._missing_steps = self._missing_steps + 1 if missing else 0
         return self._missing_steps >= MISSED_STEPS and not self._sizes_vary
 
-    # -- budgets -------------------------------------------------------------------------------------------------------
+    # -- planning ------------------------------------------------------------------------------------------------------
 
     def _why_impossible(self) -> str:
         if not self._core.StorageSwapper.is_possible():
             return f"torch {torch.__version__} does not say who writes to a tensor: 2.13 does"
-        if self._budget_bytes() is None:
+        if self._room.budget_bytes is None:
             return '"device_budget_gib" sets no limit for this CPU'
         return ""
 
-    def _budget_bytes(self) -> int | None:
-        """What a step may have asked for at a time; None: nothing was set on the CPU.
-
-        A number counts as it is; of what the device has, the allocator's share that no tensor has does not.
-        """
-        asked_gib = self._config.device_budget_gib
-        if self._device.kind != "cuda":
-            return device_bytes(asked_gib, self._device)
-        which = self._device.torch_device
-        requested_share = torch.cuda.max_memory_allocated(which) / max(torch.cuda.max_memory_reserved(which), 1)
-        room_bytes = int(device_bytes("auto", self._device) * requested_share)
-        return room_bytes if asked_gib == "auto" else min(int(asked_gib * GIB), room_bytes)
-
-    def _fits(self) -> bool:
-        """Whether no request has failed, and the device's own count of what was in use at most says so; on the CPU the
-        limit has.
-        """
-        if self.relief or self._device.kind == "cpu":
-            return not self.relief
-        return torch.cuda.max_memory_allocated(self._device.torch_device) <= self._budget_bytes()
-
     def _plan(self, trace: Trace) -> SwapPart | None:
-        budget_bytes = self._budget_bytes()
-        if int(trace.live_bytes.max(initial=0)) <= budget_bytes:
-            return SwapPart()
+        if int(trace.live_bytes.max(initial=0)) <= self._room.budget_bytes:
+            self._others_left -= 1
+            return None if self._others_left >= 0 else SwapPart()
         d2h, h2d = link_rates(self._device.torch_device)
         budgets = SwapBudgets(
-            device_bytes=budget_bytes,
-            host_bytes=self._host_bytes(),
+            device_bytes=self._room.of_list(trace),
+            host_bytes=self._given.host_bytes(),
             min_bytes=self._config.swap.min_bytes,
             d2h_bytes_per_s=d2h,
             h2d_bytes_per_s=h2d,
@@ -290,7 +269,9 @@ class SwapsWhole(Technique[SwapPart]):
         seconds = dispatched_s(trace) if self._device.kind == "cpu" else None
         self._state = State.PLANNING
         others = _others(trace, self._config.tokenwise.enabled, self._sizes_vary)
-        self._beside.begin(plan_part, trace, budgets, seconds, others, self._layer_bytes())
+        self._beside.begin(
+            plan_part, trace, budgets, seconds, others, self._given.layer_bytes(), self._config.swap.states
+        )
         return self._planned()
 
     def _planned(self) -> SwapPart | None:
@@ -300,6 +281,9 @@ class SwapsWhole(Technique[SwapPart]):
         try:
             return self._beside.take()
         except SwapError as error:
+            if self._room.loosen():
+                self._state = State.RECORDING
+                return None
             self._tell(f"no swap list: {error}", logging.WARNING)
             return SwapPart(impossible=error.problem)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import memplug
+from memplug import native
 from memplug.arena.technique import State
 from tests.support.serving import ALONE, CHECKED, llama, nothing_leaks, owned, serving_of
 
@@ -118,3 +119,20 @@ def test_a_pool_of_the_users_has_memory_of_its_own(session: memplug.Session) -> 
     with torch.cuda.use_mem_pool(pool):
         inside = torch.ones(1000, device="cuda")
     assert not owned(inside) and (inside == 1).all()
+
+
+def test_a_peak_that_was_reset_while_memplug_stood_aside_is_no_longer_there(session: memplug.Session) -> None:
+    session.model.zero_grad()
+    session.detach()
+    core = native.load()
+    index = torch.cuda.current_device()
+    for most_bytes in (64 << 20, 1 << 20):  # the first one while memplug is in front, the second while it is not
+        in_front = most_bytes > 1 << 20
+        core.catch_out_of_memory(in_front, index, None)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.empty(most_bytes, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.max_memory_allocated() == before + most_bytes
+    core.catch_out_of_memory(True, index, None)
+    assert torch.cuda.max_memory_allocated() == before + most_bytes
+    core.catch_out_of_memory(False, index, None)

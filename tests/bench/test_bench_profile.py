@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.bench import host_time, leaks, logical_layers, per_operator, profiler_overhead, stability
+from tests.bench import finding, host_time, leaks, logical_layers, per_operator, profiler_overhead, stability
 from tests.bench.stability import Log
 
 
@@ -156,3 +156,12 @@ def test_a_leak_would_be_seen(monkeypatch, capsys):
     monkeypatch.setattr(leaks, "resident_bytes", lambda: next(sizes))
     assert leaks.main(["--steps", "100"]) == 1
     assert "growth over the second half: 2000.0 bytes a step" in capsys.readouterr().out
+
+
+def test_finding_gives_the_time_of_a_use(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    output = tmp_path / "rows.json"
+    finding.main(["--models", "convolutions", "--times", "2", "--rounds", "1", "--json", str(output)])
+    rows = {row["metric"]: row["value"] for row in json.loads(output.read_text())}
+    assert rows["targets"] > 25 and rows["uses"] > rows["targets"]
+    assert "convolutions" in capsys.readouterr().out

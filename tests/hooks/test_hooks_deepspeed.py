@@ -101,6 +101,17 @@ def test_configured_deepspeed_checkpointing_is_refused(cpu_engine: None, monkeyp
     assert not is_patched(engine, "step")
 
 
+def test_states_are_not_swapped_beside_deepspeeds_own_offloading(cpu_engine: None) -> None:
+    swap = {"enabled": True, "states": True}
+    engine = make_engine(ds_config(1, {**block(), "swap": swap}))
+    engine.config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    with pytest.raises(ConflictError, match="zero_optimization.offload_optimizer: cpu") as error:
+        memplug.attach(engine)
+    assert "Remove one of the two" in error.value.advice
+    engine.config["zero_optimization"]["offload_optimizer"] = {"device": "none"}
+    memplug.attach(engine).detach()
+
+
 @pytest.mark.parametrize("alpha", [0.4, 1, "auto"])
 def test_zero_3_partitions_every_parameter_again_after_training(cpu_engine: None, alpha: Any) -> None:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus

@@ -94,10 +94,12 @@ def test_what_stays_on_the_device_by_itself_keeps_as_the_last_instances_do():
 
 
 def test_nothing_is_swapped_that_the_device_has_no_room_for_on_its_way():
-    """Two outputs of 100 bytes each are in flight at a time: for 2 instances 199 bytes are too few, 200 are enough."""
+    """Two outputs of 100 bytes each are in flight at a time: 199 bytes are too few, 200 are enough; with as many
+    rounding buffers, 400.
+    """
     layers = region(MATMUL, saved={1}, instances=2)
-    for device, swaps in ((199, False), (200, True)):
-        limits = replace(budget(device=device), in_flight=2)
+    for device, buffers, swaps in ((199, 0, False), (200, 0, True), (399, 2, False), (400, 2, True)):
+        limits = replace(budget(device=device), in_flight=2, buffers=buffers)
         plan = solve([replace(layers, instances=8)], limits)
         assert any(group.fractions for group in plan.regions["layer"].groups) is swaps
         assert plan.in_flight_bytes == (200 if swaps else 0) and plan.device_bytes <= device

@@ -99,6 +99,32 @@ def test_gradients_and_losses_are_those_without_memplug(layout, alphas, steps, t
             assert rank["1"]["report"]["offloaded_bytes"] > rank["0"]["report"]["offloaded_bytes"]
 
 
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_a_swap_list_keeps_every_rank_to_its_budget_with_the_same_numbers(layout, tmp_path):
+    """A pipeline has graphs of several micro-batches in flight."""
+    alone = {
+        "enabled": True,
+        "plan_dir": False,
+        "tokenwise": {"enabled": False},
+        "arena": {"enabled": False},
+        "profiler": {"wait_for_plans": True, "warmup_steps": 1},
+        "swap": {"enabled": True, "min_bytes": 1},
+    }
+    cases = {"without": None, "roomy": {**alone, "device_budget_gib": 1000}, "short": {**alone, "budget_share": 0.8}}
+    settings = {**LAYOUTS[layout], "tokens": 256, "micro_batches": 3, "steps": 14}
+    ranks = train(tmp_path, settings, cases)
+    budget_bytes = 0.8 * max(rank["roomy"]["peak_bytes"] for rank in ranks)
+    for rank in ranks:
+        assert rank["short"]["losses"] == rank["roomy"]["losses"] == rank["without"]["losses"]
+        assert rank["short"]["digests"] == rank["roomy"]["digests"] == rank["without"]["digests"]
+        assert rank["short"]["peak_bytes"] <= budget_bytes
+        report = rank["short"]["report"]
+        assert report["swap_demanded"] == report["swap_missed"] == report["swap_refused"] == 0
+    swapping = [rank["short"]["report"] for rank in ranks if rank["short"]["report"]["swap"] == "swapping"]
+    assert len(swapping) >= (1 if layout == "pipeline" else 2)
+    assert all(report["swap_released_bytes"] > 0 for report in swapping)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -3,16 +3,19 @@
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.megatron_worker FOLDER LAYOUT CASES`. `LAYOUT` is a
 JSON object of `Parallel`'s fields (examples/megatron_llama2/model.py) and of
 
-* "experts": how many, 0: a dense model; "micro_batches" of a step; "distributed_optimizer"; "learning_rate"; "steps";
+* "experts": how many, 0: a dense model; "tokens" of a sequence; "micro_batches" of a step; "distributed_optimizer";
+  "learning_rate"; "steps";
   "same": every micro-batch is the same, and the optimizer makes no step;
 * "fields": of TransformerConfig's.
 
 `CASES`: name -> the "memplug" block, or null to train without; a block may hold "short_of_host_memory": [rank, step],
 where the pool of that rank has room for half of what it took in the step before, from that step on;
-or "alpha_of_rank": a number for each, and what is written is the "error" of attaching.
+or "alpha_of_rank": a number for each, and what is written is the "error" of attaching; or "budget_share": the device
+budget, of what the case "roomy" took on the rank that took the most.
 
 `FOLDER/RANK.pt` gets name -> {"losses": of each micro-batch, on the last pipeline stage, "gradients": of the first
-step, "digests": of all gradients in each step, "report", "shares", "served": requests that the arena had bytes for}.
+step, "digests": of all gradients in each step, "report", "shares", "served": requests that the arena had bytes for,
+"peak_bytes": of the last step, where the block has no token-wise plan}.
 """
 
 from __future__ import annotations
@@ -49,15 +52,15 @@ def _loss_function(losses: list[float], output: torch.Tensor) -> tuple[torch.Ten
     return loss, {}
 
 
-def _micro_batches(step: int, same: bool) -> Any:
+def _micro_batches(step: int, same: bool, length: int) -> Any:
     from megatron.core import parallel_state
 
     generator = torch.Generator().manual_seed(1000 * (not same) * step + parallel_state.get_data_parallel_rank())
-    tokens = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, TOKENS + 1), generator=generator)
+    tokens = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, length + 1), generator=generator)
     while True:
         yield tokens
         if not same:
-            tokens = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, TOKENS + 1), generator=generator)
+            tokens = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, length + 1), generator=generator)
 
 
 def _gradients(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
@@ -71,9 +74,26 @@ def _digest(tensors: list[torch.Tensor]) -> str:
     return total.hexdigest()
 
 
-def _run_out_of_host_memory(session: Any) -> None:
+def _run_short(session: Any, step: int, short: list[int]) -> None:
+    """Of host memory, before a step."""
     rows = session.executor.pool.rows
-    rows.limit_bytes = rows.peak_bytes // 2
+    if short[1] == step + 1:
+        rows.peak_bytes = 0  # of that step alone
+    if short == [dist.get_rank(), step]:
+        rows.limit_bytes = rows.peak_bytes // 2
+
+
+def _positions(length: int) -> torch.Tensor:
+    return torch.arange(length)[None].expand(SEQUENCES, -1)
+
+
+def _report(session: Any) -> dict[str, Any]:
+    """And the session's end."""
+    found = {"report": session.report(), "history": [(step, stage.value) for step, stage, _, _ in session.history]}
+    if session.trace is not None:
+        found["peak_bytes"] = int(session.trace.live_bytes.max())
+    session.detach()
+    return found
 
 
 def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
@@ -89,7 +109,8 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
     experts = {"num_local_experts": layout["experts"], "num_experts_per_tok": 2} if layout.get("experts") else {}
     config = recipe.transformer_config({**SHAPE, **experts}, parallel, torch.float32, **layout.get("fields", {}))
     distributed = layout.get("distributed_optimizer", False)
-    chunks = recipe.build_chunks(config, {**SHAPE, **experts}, TOKENS, distributed)
+    length = layout.get("tokens", TOKENS)
+    chunks = recipe.build_chunks(config, {**SHAPE, **experts}, length, distributed)
     optimizer = recipe.build_optimizer(chunks, torch.float32, layout.get("learning_rate", 1e-2), distributed)
     block = dict(block) if block is not None else None
     short = block.pop("short_of_host_memory", None) if block else None
@@ -107,25 +128,25 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
 
     def forward_step(batches: Any, module: torch.nn.Module) -> Any:
         tokens = next(batches)
-        positions = torch.arange(TOKENS)[None].expand(SEQUENCES, -1)
-        output = module(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        output = module(tokens[:, :-1], _positions(length), None, labels=tokens[:, 1:])
         return output, functools.partial(_loss_function, losses)
 
-    for step in range(layout.get("steps", 20)):
+    steps = layout.get("steps", 20)
+    for step in range(steps):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        if short and short[1] == step + 1:
-            session.executor.pool.rows.peak_bytes = 0  # of that step alone
-        if short == [dist.get_rank(), step]:
-            _run_out_of_host_memory(session)
-        batches = [_micro_batches(step, same) for _ in chunks]
+        if short:
+            _run_short(session, step, short)
+        batches = [_micro_batches(step, same, length) for _ in chunks]
+        if session is not None and not session.regions and step == steps - 2:
+            session.record()
         forward_backward(
             forward_step_func=forward_step,
             data_iterator=batches if len(chunks) > 1 else batches[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=layout.get("micro_batches", 1),
-            seq_length=TOKENS,
+            seq_length=length,
             micro_batch_size=SEQUENCES,
             forward_only=False,
         )
@@ -141,9 +162,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
                 session._boundary.serving.step.served if session._boundary.serving is not None else 0
             )
     if session is not None:
-        found["report"] = session.report()
-        found["history"] = [(step, stage.value) for step, stage, _, _ in session.history]
-        session.detach()
+        found |= _report(session)
     return found
 
 
@@ -166,6 +185,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     results = {}
     for name, block in cases.items():
+        if block and "budget_share" in block:
+            most = torch.tensor(results["roomy"]["peak_bytes"])
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            block["device_budget_gib"] = block.pop("budget_share") * most.item() / 2**30
         results[name] = run(layout, block)
         dist.barrier()
         parallel_state.destroy_model_parallel()

@@ -36,6 +36,19 @@ class Convolutions(nn.Module):
         return F.cross_entropy(self.head(self.layers(images).flatten(1)), labels)
 
 
+class Wide(nn.Module):
+    """Layers whose weights, with what an optimizer has of them, are as large as their outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
 class Hub(nn.Module):
     """A model of Hugging Face's, which returns its loss."""
 
@@ -52,6 +65,10 @@ class Hub(nn.Module):
 def _images(generator: torch.Generator) -> dict[str, torch.Tensor]:
     images = torch.randn(8, 8, 32, 32, generator=generator)
     return {"images": images, "labels": torch.randint(0, 10, (8,), generator=generator)}
+
+
+def _rows(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(1024, 256, generator=generator)}
 
 
 def _pixels(generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -96,6 +113,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "vit": (_vit, _pixels),
     "t5": (_t5, _tokens),
     "convolutions": (Convolutions, _images),
+    "wide": (Wide, _rows),
     "mixtral": (_mixtral, _tokens),
 }
 
@@ -105,7 +123,7 @@ class Trained:
     """What came of a training."""
 
     losses: list[float]
-    parameters: list[torch.Tensor]
+    parameters: list[torch.Tensor] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
     peak_bytes: int = 0
     """In use at once in the last step, as recorded."""
@@ -152,11 +170,12 @@ def train(kind: str, config: dict[str, Any] | None, steps: int = 12) -> Trained:
                 session.record()
                 passive = session.report()["swap_passive"]
             session.step()
-    trained = Trained(losses, [parameter.detach().cpu() for parameter in model.parameters()])
+    trained = Trained(losses)
     if session is not None:
         trained.report, trained.peak_bytes = session.report(), int(session.trace.live_bytes.max())
         trained.last_passive = trained.report["swap_passive"] - passive
         session.detach()
+    trained.parameters = [parameter.detach().cpu().clone() for parameter in model.parameters()]  # its own memory goes
     return trained
 
 

@@ -3,89 +3,17 @@
 from __future__ import annotations
 
 import random
-from functools import cache
-from typing import Any
 
 import pytest
 
 from memplug import native
-from memplug.plan.swap.features import anchors, last_uses, ranks
-from memplug.plan.swap.from_trace import clock_of, gaps
-from memplug.plan.swap.part import SwapPart, target_of
-from memplug.profile.recorder import dtype_numbers
-from memplug.profile.trace import Trace
-from memplug.swap.tables import tables_of
-from tests.support.swapped import block, trace_of
+from tests.support.rehearsals import Operator, flat, listed, rehearsal
 
 pytest.importorskip("transformers")
-
-Operator = tuple[int, int, list[tuple[int, int, int]], list[tuple[int, int, int]]]
-"""Number, depth, inputs and outputs as (tensor, bytes, dtype)."""
-
-
-@cache
-def recorded(kind: str) -> Trace:
-    return trace_of(kind, block(1000.0))
-
-
-@cache
-def listed(kind: str) -> tuple[Any, tuple[int, ...], list[list[Operator]]]:
-    """Tables of a list of every gap of a step, the tensor of each target, and the step's outermost operators, each with
-    those inside of it.
-    """
-    step, core = recorded(kind), native.load()
-    candidates = [each for each in gaps(step, 1) if each.nbytes >= 256]
-    looks = last_uses(step, {(each.tensor, each.last_use) for each in candidates})
-    targets, tensors = [], []
-    for each in candidates:
-        if (each.tensor, each.last_use) not in looks:
-            continue
-        look = looks[each.tensor, each.last_use]
-        tensors.append(each.tensor)
-        targets.append(target_of(step, each, look, each.last_use + 1, each.next_use))
-    rank_of = ranks(step)
-    part = SwapPart(
-        names=step.names,
-        program=tuple(step.operators["name"][clock_of(step).outermost].tolist()),
-        ranks=tuple(rank_of.get(name, 0) for name in range(len(step.names))),
-        targets=tuple(targets),
-        anchors=tuple(anchors(step)),
-    )
-    tables = tables_of(part, core, dtype_numbers(core))
-    return tables, tuple(tensors), groups(step, core.operator_numbers(list(step.names)), dtype_numbers(core))
-
-
-def groups(step: Trace, numbers: list[int], dtypes: dict[str, int]) -> list[list[Operator]]:
-    uses: dict[int, tuple[list[Any], list[Any]]] = {}
-    for operator, tensor, output in step.uses.tolist():
-        nbytes, dtype = step.tensors[tensor].item()
-        uses.setdefault(operator, ([], []))[output].append((tensor, nbytes, dtypes[step.dtypes[dtype]]))
-    found: list[list[Operator]] = []
-    for index, (name, depth) in enumerate(step.operators[["name", "depth"]].tolist()):
-        if depth < 0:
-            continue
-        if depth == 0:
-            found.append([])
-        found[-1].append((numbers[name], depth, *uses.get(index, ([], []))))
-    return found
-
-
-@cache
-def rehearsal(kind: str) -> Any:
-    """A list in force, after a step that was the planned one."""
-    tables, _, step = listed(kind)
-    rehearsed = native.load().Rehearsal(tables.program, tables.ranks, tables.targets, tables.anchors)
-    for _ in range(2):
-        rehearsed.run(flat(step))
-    return rehearsed
 
 
 def found_in(kind: str, step: list[list[Operator]]) -> list[int]:
     return rehearsal(kind).run(flat(step))
-
-
-def flat(step: list[list[Operator]]) -> list[Operator]:
-    return [operator for group in step for operator in group]
 
 
 def edited(step: list[list[Operator]], share: float, chance: random.Random) -> tuple[list[list[Operator]], set[int]]:

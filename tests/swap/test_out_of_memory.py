@@ -158,7 +158,7 @@ def test_a_longer_batch_than_planned_completes(expected: list[float]) -> None:
 
 
 def test_what_is_on_its_way_out_goes_first() -> None:
-    """A list that releases what it offloads too late."""
+    """A list that releases what it offloads too late; it is made anew then."""
     model = Deep()
     with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
         losses_of(model, [ROWS] * 5, session)
@@ -168,9 +168,15 @@ def test_what_is_on_its_way_out_goes_first() -> None:
         technique.install(replace(technique.part, targets=late))
         session.step()
         twin = copy.deepcopy(model)
-        assert losses_of(model, [ROWS] * 2, session) == losses_of(twin, [ROWS] * 2)
+        assert losses_of(model, [ROWS], session) == losses_of(twin, [ROWS])
         assert_in_order(technique.relief, may_release=True)
         assert "released" in dict(technique.relief)
+        assert session.report()["swap"] == "recording"
+        passive = 0
+        for step in range(4):
+            passive = session.report()["swap_passive"] if step == 3 else passive
+            assert losses_of(model, [ROWS], session) == losses_of(twin, [ROWS])
+        assert session.report()["swap"] == "swapping" and session.report()["swap_passive"] == passive
 
 
 def test_a_request_that_nothing_helps_says_what_memplug_knows() -> None:

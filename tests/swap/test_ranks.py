@@ -16,6 +16,7 @@ pytestmark = pytest.mark.distributed
 
 GIB = 1 << 30
 BUDGETS_GIB = [3 * 2**20 / GIB, 2.2 * 2**20 / GIB]
+STATES_GIB = 0.5 * 2**20 / GIB
 LENGTHS = [256] * 10
 BUCKET = 20_000  # of gradients, in elements; DeepSpeed's own would be 2 GB of the device
 
@@ -32,7 +33,13 @@ def cases_of(stage: int) -> dict[str, Any]:
         "arena": {"enabled": False},
     }
     budgets = {"device_budget_gib": BUDGETS_GIB}
-    return {f"plain {stage}": {**both, "memplug": None}, str(stage): {**both, "memplug": block, **budgets}}
+    states = {**block, "swap": {**block["swap"], "states": True}}  # with them the CPU counts parameters too
+    more = {"device_budget_gib": [budget + STATES_GIB for budget in BUDGETS_GIB]}
+    return {
+        f"plain {stage}": {**both, "memplug": None},
+        str(stage): {**both, "memplug": block, **budgets},
+        f"states {stage}": {**both, "memplug": states, **more},
+    }
 
 
 @pytest.mark.parametrize("stages", [pytest.param((0, 3), id="0 and 3"), pytest.param((1, 2), marks=pytest.mark.long)])
@@ -42,8 +49,10 @@ def test_ranks_with_different_budgets_train_to_the_bit(stages: tuple[int, ...], 
     for rank, budget_gib in enumerate(BUDGETS_GIB):
         results = json.loads((tmp_path / f"{rank}.json").read_text())
         for stage in stages:
-            found, plain = results[str(stage)], results[f"plain {stage}"]
-            assert found["losses"] == plain["losses"] and found["digest"] == plain["digest"], stage
+            found, states, plain = (results[f"{kind}{stage}"] for kind in ("", "states ", "plain "))
+            for each in (found, states):
+                assert each["losses"] == plain["losses"] and each["digest"] == plain["digest"], stage
+            assert states["report"]["swap"] == "swapping" and states["report"]["swap_refused"] == 0
             report = found["report"]
             assert report["swap"] == "swapping" and report["swap_released_bytes"] > 0
             assert report["swap_passive"] > 0, "the first steps did not fit"

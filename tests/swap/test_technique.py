@@ -6,6 +6,7 @@ import gc
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,36 @@ def test_steps_that_repeat_are_followed_until_one_departs() -> None:
         training.step()
         assert training.report["swap_repeated"] == repeated
     assert training.report["swap_found"] == found + 8 * tensors and training.report["swap_demanded"] == 0
+
+
+def test_what_is_prefetched_at_its_use_takes_no_memory_before_it_in_steps_that_repeat() -> None:
+    model = Deep()
+    with memplug.attach(model, block(budget_gib())) as session:
+
+        def requests() -> list[tuple[int, int]]:
+            """Of a step, in order: whether memory is given back, and bytes."""
+            session.record()
+            for _ in range(2):
+                step()
+            return session.trace.events[["kind", "nbytes"]].tolist()
+
+        def step() -> None:
+            model(torch.ones(ROWS, WIDTH)).backward()
+            model.zero_grad()
+            session.step()
+
+        for _ in range(5):
+            step()
+        technique = session._boundary.swapping
+        late = tuple(replace(target, prefetch=target.next_use) for target in technique.part.targets)
+        technique.install(replace(technique.part, targets=late))
+        session.step()
+        seen = requests()
+        assert session.report()["swap"] == "swapping" and session.report()["swap_repeated"] == 0
+        for _ in range(6):
+            step()
+        repeated = session.report()["swap_repeated"]
+        assert repeated > 0 and requests() == seen and session.report()["swap_repeated"] > repeated
 
 
 @pytest.mark.cpu("a device has more than was asked for")

@@ -187,7 +187,7 @@ def test_a_plan_with_buffers_swaps_what_one_without_would_keep(monkeypatch: pyte
     some, plain = kept(everything - 1, 2)
     assert some < everything - 1 and not plain
     less, _ = kept(everything - 1, 4)
-    assert less < some
+    assert less <= some
 
 
 def test_the_predicted_peak_has_the_buffers_that_are_reserved() -> None:

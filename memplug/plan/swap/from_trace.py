@@ -12,11 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memplug.plan.swap.problem import Candidate, SwapProblem
+from memplug.plan.swap.problem import FROM_THE_BEGINNING, Candidate, SwapProblem
 from memplug.profile.trace import Trace
 
 COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::")
 """Operators whose tensors other streams may use for as long as nothing waits for them: they never leave."""
+
+
+NO_PART = -1
+"""Depth of an operator that is no part of the program, and not memplug's own."""
 
 
 class Link(NamedTuple):
@@ -63,6 +67,7 @@ def swap_problem(
     min_bytes: int = 1,
     operator_s: np.ndarray | None = None,
     others: Collection[int] = (),
+    states: bool = False,
 ) -> SwapProblem:
     """What may be swapped in a step, if it is too large for a budget.
 
@@ -72,18 +77,20 @@ def swap_problem(
         budget_bytes, host_bytes: as in `SwapProblem`.
         min_bytes: Of a candidate.
         operator_s: float64[n], duration of each outermost operator; without it all last equally long (Eq. 1).
-        others: Tensors, by index, that another technique decides on, or that live from step to step.
+        others: Tensors, by index, that another technique decides on.
+        states: See `gaps`.
 
     Returns:
-        Its operators are the outermost ones of the step. Candidates are the gaps of tensors made in the step, in
-        program order, with an operator above the budget.
+        Its operators are the outermost ones of the step. Candidates are gaps with an operator above the budget.
     """
     clock = clock_of(step)
     count = clock.ticks
     seconds = even_s(step) if operator_s is None else operator_s
     in_use = in_use_bytes(step)
     above = np.concatenate(([0], np.cumsum(in_use > budget_bytes)))
-    candidates = (each for each in gaps(step, min_bytes, others) if above[each.gap.stop] > above[each.gap.start])
+    candidates = (
+        each for each in gaps(step, min_bytes, others, states) if above[each.gap.stop] > above[each.gap.start]
+    )
     return SwapProblem(
         in_use_bytes=in_use,
         begin_s=np.concatenate(([0.0], np.cumsum(seconds))),
@@ -128,11 +135,18 @@ def in_use_bytes(step: Trace) -> np.ndarray:
     return in_use
 
 
-def gaps(step: Trace, min_bytes: int, others: Collection[int] = ()) -> list[Candidate]:
+def gaps(step: Trace, min_bytes: int, others: Collection[int] = (), states: bool = False) -> list[Candidate]:
     """Tensors between two uses by the program with an outermost operator in between, by first and then second use.
 
-    Left out are tensors that were there before the step (whose first use is not an operator's output), and those of
-    collectives.
+    Left out are tensors of collectives, and those that were there before the step (whose first use is not an operator's
+    output).
+
+    Args:
+        step: One step with tensors.
+        min_bytes: Of a tensor.
+        others: Tensors, by index, that are left out too.
+        states: Tensors that live from step to step count as well if the optimizer uses them, also from the step's
+            beginning to their first use, and so do gradients: the second use may be no part of the program then.
     """
     uses, now = step.uses, clock_of(step).now
     order = np.argsort(uses["tensor"], kind="stable")
@@ -141,17 +155,72 @@ def gaps(step: Trace, min_bytes: int, others: Collection[int] = ()) -> list[Cand
     # An operator may read what it writes: made in the step is what no use at its first operator reads.
     first_operator = operator[np.flatnonzero(begins)][np.cumsum(begins) - 1]
     wanted = step.tensors["nbytes"] >= max(min_bytes, 1)
-    wanted[tensor[(operator == first_operator) & ~output]] = False
+    lasting = np.zeros(len(step.tensors), bool)
+    lasting[tensor[(operator == first_operator) & ~output]] = True
     wanted[list(others)] = False
     collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
     wanted[tensor[collective[step.operators["name"][operator]]]] = False
     is_program = step.operators["depth"][operator] >= 0
-    time = now[operator]
-    here = np.flatnonzero(
-        ~begins & (time > np.roll(time, 1) + 1) & wanted[tensor] & is_program & np.roll(is_program, 1)
-    )
-    found = (
+    time = now[operator] + ~is_program  # what is no part of it comes before the next one
+    may_end = np.ones(len(tensor), bool) if states else is_program
+    known = np.zeros(len(step.tensors), bool)
+    known[[mark.tensor for mark in marks(step) if states]] = True
+    wanted &= known | ~lasting
+    here = np.flatnonzero(~begins & (time > np.roll(time, 1) + 1) & wanted[tensor] & may_end & np.roll(is_program, 1))
+    found = [
         Candidate(int(tensor[at]), int(step.tensors["nbytes"][tensor[at]]), int(time[at - 1]), int(time[at]))
         for at in here
+    ]
+    found += (
+        Candidate(int(tensor[at]), int(step.tensors["nbytes"][tensor[at]]), FROM_THE_BEGINNING, int(time[at]))
+        for at in np.flatnonzero(begins & (time > 0) & wanted[tensor] & lasting[tensor])
     )
     return sorted(found, key=lambda each: (each.last_use, each.next_use, each.tensor))
+
+
+def held_bytes(step: Trace) -> int:
+    """Of the largest tensor of a collective, which is free a little sooner or later in every step."""
+    collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
+    tensors = step.uses["tensor"][collective[step.operators["name"][step.uses["operator"]]]]
+    return int(step.tensors["nbytes"][tensors].max(initial=0))
+
+
+class Mark(NamedTuple):
+    """Where a tensor that lives from step to step is used first outside of the program: that tells it from others."""
+
+    after: int
+    """The outermost operator that ran last."""
+    number: int
+    """Of the operator that uses it, among those that are no part of the program since; nested ones count."""
+    slot: int
+    """Among its inputs."""
+    tensor: int
+
+
+def marks(step: Trace) -> list[Mark]:
+    """Of all tensors that were there before the step, and are read outside of the program once that has begun."""
+    clock = clock_of(step)
+    begins = clock.outermost[0] if clock.ticks else len(step.operators)
+    outside = begins + np.flatnonzero(step.operators["depth"][begins:] == NO_PART)
+    after, at = np.unique(clock.now[outside], return_index=True)
+    number_of = np.arange(len(outside)) - np.repeat(at, np.diff(at, append=len(outside)))
+    place_of = dict(
+        zip(outside.tolist(), zip(clock.now[outside].tolist(), number_of.tolist(), strict=True), strict=True)
+    )
+    first: dict[int, int] = {}  # by tensor, the operator that uses it first
+    lasting, slots, found = set(), dict.fromkeys(place_of, 0), {}
+    for operator, tensor, output in step.uses.tolist():
+        if first.setdefault(tensor, operator) == operator and not output:
+            lasting.add(tensor)
+        if operator in place_of and not output:
+            if tensor in lasting and tensor not in found:
+                found[tensor] = Mark(*place_of[operator], slots[operator], tensor)
+            slots[operator] += 1
+    return sorted(found.values())
+
+
+def outside_of(step: Trace, after: int) -> list[int]:
+    """Names, into `Trace.names`, of the operators that a mark's number counts."""
+    here = (clock_of(step).now == after) & (step.operators["depth"] == NO_PART)
+    here[: clock_of(step).outermost[after]] = False
+    return step.operators["name"][here].tolist()

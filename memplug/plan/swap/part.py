@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +12,16 @@ import numpy as np
 
 from memplug.errors import SwapError
 from memplug.plan.replay_swaps import JudgedSwap, Limits, mistakes_of_swaps
-from memplug.plan.swap.features import Use, anchors, last_uses, ranks
-from memplug.plan.swap.from_trace import Link, clock_of, even_s, swap_problem
+from memplug.plan.swap.features import Features, Use, anchors, last_uses, ranks
+from memplug.plan.swap.from_trace import Link, clock_of, even_s, marks, outside_of, swap_problem
 from memplug.plan.swap.other_copies import busy_s
 from memplug.plan.swap.policy import swap_list
-from memplug.plan.swap.problem import Candidate, OverBudgetError
+from memplug.plan.swap.problem import FROM_THE_BEGINNING, Candidate, OverBudgetError
 from memplug.profile.trace import Trace
 
 GIB = 2**30
+FROM_BEFORE = (Use(FROM_THE_BEGINNING, 0, False, 0, Features()), 0)
+"""Of a tensor that leaves as the step begins."""
 HOST_ALIGNMENT_BYTES = 512  # of what is cut out of pinned memory (memplug/native/host_rows.h)
 
 
@@ -33,7 +36,8 @@ class Target:
         uses, kinds, recent: see `memplug.plan.swap.features`.
         tolerance: places by which its last use may be off.
         last_use, release, prefetch, next_use: places: it leaves after the first, its memory is free for [release,
-            prefetch), and it is back at the last.
+            prefetch), and it is back at the last. See `Candidate` for what is before and behind the program.
+        key: of a tensor that leaves as the step begins: which anchor's it is; the features say nothing then. Else -1.
     """
 
     nbytes: int
@@ -49,6 +53,7 @@ class Target:
     release: int
     prefetch: int
     next_use: int
+    key: int = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +63,12 @@ class SwapPart:
     Attributes:
         names: of operators.
         program: the outermost operators, in order, into `names`.
+        outside: (place, operators) where anchors are no part of the program: the place of the operator before, and what
+            runs since, up to the last anchor there, into `names`.
         ranks: by name.
         targets: by last use, rising; none: the step fits without, or there is no list for it.
-        anchors: (place, slot, tensor): see `memplug.plan.swap.features.anchors`.
+        anchors: (place, slot, tensor): see `memplug.plan.swap.features.anchors`; places beyond the program are those of
+            `outside`, one after the other: see `memplug.plan.swap.from_trace.marks`.
         host_bytes: that they take at most.
         predicted_peak_bytes, predicted_stall_s, predicted_step_s: of a step.
         impossible: why there is no list that keeps to the budgets; "": there is one, or it needs none.
@@ -68,6 +76,7 @@ class SwapPart:
 
     names: tuple[str, ...] = ()
     program: tuple[int, ...] = ()
+    outside: tuple[tuple[int, tuple[int, ...]], ...] = ()
     ranks: tuple[int, ...] = ()
     targets: tuple[Target, ...] = ()
     anchors: tuple[tuple[int, int, int], ...] = ()
@@ -82,6 +91,11 @@ class SwapPart:
         """That leave in a step, and return."""
         return sum(target.nbytes for target in self.targets)
 
+    @property
+    def state_bytes(self) -> int:
+        """Of these, what leaves as the step begins."""
+        return sum(target.nbytes for target in self.targets if target.last_use == FROM_THE_BEGINNING)
+
     def to_json(self) -> dict[str, Any]:
         """As a plan's file has it."""
         return dataclasses.asdict(self)
@@ -95,6 +109,7 @@ class SwapPart:
         """
         targets = tuple(Target(**target) for target in data["targets"])
         lists = {name: tuple(data[name]) for name in ("names", "program", "ranks")}
+        lists["outside"] = tuple((place, tuple(names)) for place, names in data["outside"])
         return cls(**{**data, **lists, "targets": targets, "anchors": tuple(map(tuple, data["anchors"]))})
 
 
@@ -121,13 +136,14 @@ def plan_part(
     operator_s: np.ndarray | None = None,
     others: Collection[int] = (),
     layer_bytes: Mapping[str, int] | None = None,
+    states: bool = False,
 ) -> SwapPart:
     """The swap list of a recorded step, as a part.
 
     Args:
         step: one step with tensors.
         budgets: see there.
-        operator_s, others: as of `swap_problem`.
+        operator_s, others, states: as of `swap_problem`.
         layer_bytes: that others copy, see `busy_s`.
 
     Raises:
@@ -145,8 +161,12 @@ def plan_part(
         min_bytes=budgets.min_bytes,
         operator_s=operator_s,
         others=others,
+        states=states,
     )
     looks = last_uses(step, {(each.tensor, each.last_use) for each in problem.candidates})
+    looks |= {
+        (each.tensor, each.last_use): FROM_BEFORE for each in problem.candidates if each.last_use == FROM_THE_BEGINNING
+    }
     told_apart = tuple(each for each in problem.candidates if (each.tensor, each.last_use) in looks)
     problem = dataclasses.replace(problem, candidates=told_apart)
     try:
@@ -181,17 +201,34 @@ def plan_part(
     if wrong := next(mistakes, ""):
         raise ValueError(wrong)
     aligned = (-(-target.nbytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES for target in targets)
+    outside, marked = _marked(step, {target.key for target in targets})
     return SwapPart(
         names=step.names,
         program=tuple(step.operators["name"][clock.outermost].tolist()),
         ranks=tuple(rank_of.get(name, 0) for name in range(len(step.names))),
         targets=tuple(sorted(targets, key=lambda target: target.last_use)),
-        anchors=tuple(anchors(step)),
+        outside=outside,
+        anchors=(*anchors(step), *marked),
         host_bytes=sum(aligned),
         predicted_peak_bytes=int(found.simulation.in_use_bytes.max(initial=0)),
         predicted_stall_s=found.simulation.stall_s,
         predicted_step_s=found.simulation.step_s,
     )
+
+
+def _marked(
+    step: Trace, keys: Collection[int]
+) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], list[tuple[int, int, int]]]:
+    """See `SwapPart.outside`, and the anchors there, of tensors that leave as the step begins."""
+    place, outside, anchors_there = clock_of(step).ticks, [], []
+    for after, group in itertools.groupby(
+        (mark for mark in marks(step) if mark.tensor in keys), lambda mark: mark.after
+    ):
+        found = list(group)
+        anchors_there += ((place + mark.number, mark.slot, mark.tensor) for mark in found)
+        outside.append((after, tuple(outside_of(step, after)[: found[-1].number + 1])))
+        place += found[-1].number + 1
+    return tuple(outside), anchors_there
 
 
 def target_of(step: Trace, candidate: Candidate, look: tuple[Use, int], release: int, prefetch: int) -> Target:
@@ -200,7 +237,7 @@ def target_of(step: Trace, candidate: Candidate, look: tuple[Use, int], release:
     return Target(
         nbytes=candidate.nbytes,
         dtype=step.dtypes[step.tensors["dtype"][candidate.tensor]],
-        operator=step.names[use.name],
+        operator="" if candidate.last_use == FROM_THE_BEGINNING else step.names[use.name],
         output=use.output,
         slot=use.slot,
         **use.features._asdict(),
@@ -209,6 +246,7 @@ def target_of(step: Trace, candidate: Candidate, look: tuple[Use, int], release:
         release=release,
         prefetch=prefetch,
         next_use=candidate.next_use,
+        key=candidate.tensor if candidate.last_use == FROM_THE_BEGINNING else -1,
     )
 
 

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+FROM_THE_BEGINNING = -1
+"""In place of a last use: the gap begins with the step."""
+
 
 class Candidate(NamedTuple):
     """A tensor between two of its uses: its gap is the operators in between."""
@@ -17,9 +20,9 @@ class Candidate(NamedTuple):
     """Into `Trace.tensors`."""
     nbytes: int
     last_use: int
-    """Operator that uses it last before the gap."""
+    """Operator that uses it last before the gap; `FROM_THE_BEGINNING`: none in this step."""
     next_use: int
-    """Operator that uses it next; the number of operators: none in this step, and it is back when the step ends."""
+    """Operator that uses it next; the number of operators: none of the program, and it is back when that has ended."""
 
     @property
     def gap(self) -> slice:

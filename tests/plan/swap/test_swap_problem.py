@@ -3,10 +3,11 @@
 import numpy as np
 from hypothesis import given
 
-from memplug.plan.swap.from_trace import Link, gaps, in_use_bytes, swap_problem
+from memplug.plan.swap.from_trace import Link, gaps, in_use_bytes, marks, outside_of, swap_problem
 from memplug.plan.swap.problem import Candidate
+from memplug.profile.records import OPERATOR
 from tests.support.swapping import three_tensors
-from tests.support.traces import recordings
+from tests.support.traces import Recording, recordings
 
 IN_USE = [37, 57, 67, 67, 67, 67, 57, 57, 57, 57, 37, 7]
 
@@ -42,6 +43,42 @@ def test_memory_in_use_is_that_of_a_loop_over_the_events(recording):
         begins = trace.live_bytes[until[-1]] if until else trace.base_bytes
         expected.append(max([begins, *trace.live_bytes[during]]))
     assert in_use_bytes(trace).tolist() == expected
+
+
+def test_with_states_what_the_optimizer_uses_has_gaps_from_the_beginning_and_until_it_runs():
+    """Two layers of 100 bytes, with a state of 50 each: forward at places 0 and 1, backward at 2 and 3. The optimizer
+    is no part of the program; a batch that nothing outside of the program uses is no state.
+    """
+    recording = Recording()
+    recording.step()
+    weights, states = ([recording.tensor(nbytes) for _ in range(2)] for nbytes in (100, 50))
+    batch, gradients = recording.tensor(10), [recording.tensor(100) for _ in range(2)]
+    for layer in (0, 1):
+        recording.op("aten::mm", (batch, weights[layer]))
+    for layer in (1, 0):
+        recording.op("aten::mm", (batch, weights[layer]), (gradients[layer],))
+    for layer in (0, 1):
+        recording.op("aten::empty")
+        recording.op("aten::add_", (states[layer], gradients[layer]), (states[layer],))
+        recording.op("aten::sub_", (weights[layer], states[layer]), (weights[layer],))
+    operators = np.array(recording.operators, OPERATOR)
+    operators["depth"][4:] = -1
+    step = recording.trace(operators=operators)
+    assert gaps(step, 1) == []
+    assert gaps(step, 1, states=True) == sorted(
+        [
+            Candidate(weights[1], 100, -1, 1),
+            Candidate(states[0], 50, -1, 4),
+            Candidate(states[1], 50, -1, 4),
+            Candidate(weights[0], 100, 0, 3),
+            Candidate(weights[1], 100, 2, 4),
+            Candidate(gradients[1], 100, 2, 4),
+        ],
+        key=lambda each: (each.last_use, each.next_use, each.tensor),
+    )
+    assert [mark[:3] for mark in marks(step)] == [(3, 1, 0), (3, 2, 0), (3, 4, 0), (3, 5, 0)]
+    assert {mark.tensor for mark in marks(step)} == {*weights, *states}
+    assert outside_of(step, 3) == operators["name"][4:].tolist()
 
 
 def test_a_problem_has_the_candidates_whose_gap_is_above_the_budget():

@@ -1,0 +1,88 @@
+// Storages that live from step to step, such as an optimizer's states: which is which is told by the operators that are no part
+// of the program, where each is used first.
+#pragma once
+
+#include <c10/core/Storage.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "finder.h"
+
+namespace memplug {
+
+class Lasting {
+ public:
+  explicit Lasting(const SwapListPlan& plan) {
+    auto first = static_cast<int32_t>(plan.program.size());
+    for (const auto& [place, operators] : plan.outside) {
+      runs_.push_back({place, first, &operators});
+      first += static_cast<int32_t>(operators.size());
+    }
+    for (const Anchor& anchor : plan.anchors) {
+      if (anchor.place >= static_cast<int32_t>(plan.program.size())) {
+        marks_.push_back(anchor);
+      }
+    }
+  }
+
+  // The operator of the program at that place begins; -1: the step does.
+  void begin(int32_t place) {
+    run_ = nullptr;
+    for (const Run& run : runs_) { // one, or two
+      if (run.after == place) {
+        run_ = &run;
+      }
+    }
+    number_ = -1;
+    next_ = 0;
+  }
+
+  // One begins that is no part of it; nested ones count too.
+  void pass(int32_t number) {
+    ++number_;
+    if (run_ != nullptr &&
+        (number_ >= static_cast<int32_t>(run_->operators->size()) || (*run_->operators)[number_] != number)) {
+      run_ = nullptr;
+    }
+  }
+
+  // It reads a storage in that slot of its inputs.
+  void read(int32_t slot, const c10::Storage& storage) {
+    if (run_ == nullptr) {
+      return;
+    }
+    const int32_t place = run_->first + number_;
+    while (next_ < marks_.size() && std::tie(marks_[next_].place, marks_[next_].slot) < std::tie(place, slot)) {
+      ++next_;
+    }
+    if (next_ < marks_.size() && marks_[next_].place == place && marks_[next_].slot == slot) {
+      storages_.insert_or_assign(marks_[next_].key, storage.getWeakStorageImpl());
+    }
+  }
+
+  // The storage of that key, if it is known by now and lives.
+  std::optional<c10::Storage> find(int32_t key) const {
+    const auto known = storages_.find(key);
+    auto storage = known == storages_.end() ? nullptr : known->second.lock();
+    return storage ? std::optional<c10::Storage>(std::move(storage)) : std::nullopt;
+  }
+
+ private:
+  struct Run {
+    int32_t after, first; // places
+    const std::vector<int32_t>* operators;
+  };
+  std::vector<Run> runs_;
+  std::vector<Anchor> marks_; // by place and slot, rising
+  ska::flat_hash_map<int32_t, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
+  const Run* run_ = nullptr; // that the operators since the last one of the program are, so far
+  int32_t number_ = -1;
+  size_t next_ = 0;
+};
+
+} // namespace memplug

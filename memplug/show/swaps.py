@@ -1,0 +1,55 @@
+"""The swap list of a plan in one object of plain values, and that object in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from memplug.plan.schema import MemoryPlan
+from memplug.plan.swap.part import SwapPart
+from memplug.show.words import count, duration, size
+
+_LARGEST = 4
+
+
+def swaps(plan: MemoryPlan) -> dict[str, Any] | None:
+    """What a plan's swap list does and predicts, for `memplug show --json`: stable keys, units in names.
+
+    Returns:
+        None where the plan has no list, or its step fits without.
+    """
+    data = plan.parts.get("swap")
+    part = SwapPart.from_json(data) if data is not None else SwapPart()
+    if not (part.targets or part.impossible):
+        return None
+    by_operator: Counter[str] = Counter()
+    for target in part.targets:
+        by_operator[target.operator] += target.nbytes
+    return {
+        "tensors": len(part.targets),
+        "swapped_bytes": part.swapped_bytes,
+        "state_bytes": part.state_bytes,
+        "host_bytes": part.host_bytes,
+        "peak_bytes": part.predicted_peak_bytes,
+        "stall_s": part.predicted_stall_s,
+        "step_s": part.predicted_step_s,
+        "bytes_by_last_operator": dict(by_operator.most_common()),
+        "impossible": part.impossible,
+    }
+
+
+def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `swaps` returned, as (name, value) in words."""
+    if facts["impossible"]:
+        return [("swap list", f"there is none: {facts['impossible']}")]
+    operators = [
+        f"{size(nbytes)} behind {operator or 'the step before'}"
+        for operator, nbytes in facts["bytes_by_last_operator"].items()
+    ]
+    more = [f"{count(len(operators) - _LARGEST, 'other')}"] if len(operators) > _LARGEST else []
+    return [
+        ("swap list", f"{count(facts['tensors'], 'tensor')}, {size(facts['swapped_bytes'])} away between two uses"),
+        ("  they leave", ", ".join([*operators[:_LARGEST], *more])),
+        ("  predicted peak", f"{size(facts['peak_bytes'])} on the device, {size(facts['host_bytes'])} of host memory"),
+        ("  waiting", f"{duration(facts['stall_s'])} of a step of {duration(facts['step_s'])}"),
+    ]

@@ -1,0 +1,19 @@
+"""The benchmark of reuse measures what it says, on whatever CUDA there is."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+def test_it_gives_a_row_for_each_mode(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    from tests.bench import reuse
+
+    output = tmp_path / "rows.json"
+    reuse.main(["--layers", "3", "--tokens", "64", "--json", str(output)])
+    rows = {(row["mode"], row["metric"]): row["value"] for row in json.loads(output.read_text())}
+    assert rows["list", "mean"] >= 1 and rows["list", "largest"] >= rows["list", "mean"]
+    assert rows["record_stream", "largest"] >= rows["record_stream", "mean"] >= 0
+    assert "record_stream" in capsys.readouterr().out

@@ -1,0 +1,56 @@
+"""What `memplug show` says of a plan's swap list."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from memplug.plan.swap.part import SwapPart, Target
+from memplug.show.layout_summary import rows, summary
+from tests.plan.test_plan_decisions import decided_plan
+
+MIB = 1 << 20
+
+
+def target(operator: str, mib: int, **fields: Any) -> Target:
+    look = {"dtype": "float32", "output": True, "slot": 0, "uses": 1, "kinds": 1, "recent": 1, "tolerance": 4}
+    places = {"last_use": 1, "release": 2, "prefetch": 5, "next_use": 6}
+    return Target(nbytes=mib * MIB, operator=operator, **{**look, **places, **fields})
+
+
+def said(part: SwapPart | None) -> tuple[Any, dict[str, str]]:
+    """The facts of the list, and all that is said of the plan."""
+    plan = replace(decided_plan(), parts={} if part is None else {"swap": part.to_json()})
+    facts = summary(plan)
+    return facts["swap_list"], dict(rows(facts))
+
+
+def test_its_bytes_are_told_by_the_operator_behind_which_they_leave():
+    targets = [target("aten::mm", 3), target("aten::gelu", 8), target("aten::mm", 2), target("", 1, last_use=-1, key=3)]
+    part = SwapPart(
+        targets=tuple(targets),
+        host_bytes=14 * MIB,
+        predicted_peak_bytes=20 * MIB,
+        predicted_stall_s=0.25,
+        predicted_step_s=2.0,
+    )
+    facts, words = said(part)
+    assert (facts["tensors"], facts["swapped_bytes"], facts["state_bytes"]) == (4, 14 * MIB, MIB)
+    assert facts["bytes_by_last_operator"] == {"aten::gelu": 8 * MIB, "aten::mm": 5 * MIB, "": MIB}
+    assert words["swap list"] == "4 tensors, 14.00 MiB away between two uses"
+    left = "8.00 MiB behind aten::gelu, 5.00 MiB behind aten::mm, 1.00 MiB behind the step before"
+    assert words["  they leave"] == left
+    assert words["  waiting"].startswith("250") or words["  waiting"].startswith("0.25")
+
+
+def test_of_many_operators_the_largest_are_named():
+    _, words = said(SwapPart(targets=tuple(target(f"aten::op{mib}", mib) for mib in range(1, 8))))
+    assert words["  they leave"].endswith("4.00 MiB behind aten::op4, 3 others")
+
+
+def test_why_there_is_none_is_said_and_of_a_step_that_fits_nothing():
+    facts, words = said(SwapPart(impossible="1 GiB of the device are too little"))
+    assert facts["impossible"] and words["swap list"] == "there is none: 1 GiB of the device are too little"
+    for part in (None, SwapPart()):
+        facts, words = said(part)
+        assert facts is None and "swap list" not in words

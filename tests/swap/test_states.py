@@ -1,0 +1,121 @@
+"""What lives from step to step, away until it is used: an optimizer's states, parameters, gradients."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from tests.support.swapped import GIB, Wide, block, train
+
+pytestmark = pytest.mark.device
+
+SWAP = {"enabled": True, "min_bytes": 1, "states": True}
+STEPS = 14
+
+
+@functools.cache
+def most_bytes() -> int:
+    """Of a step with everything on the device."""
+    return train("wide", block(1000.0, swap=SWAP), STEPS).peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.75, 0.56])
+def test_states_are_away_until_the_optimizer_runs_and_losses_are_the_same(share: float) -> None:
+    reference = train("wide", None, STEPS)
+    budget_bytes = int(share * most_bytes())
+    swapped = train("wide", block(budget_bytes / GIB, swap=SWAP), STEPS)
+    assert swapped.losses == reference.losses
+    for one, other in zip(swapped.parameters, reference.parameters, strict=True):
+        assert torch.equal(one, other)
+    report = swapped.report
+    assert report["swap"] == "swapping" and report["swap_repeated"] > 0
+    assert swapped.peak_bytes == report["swap_peak_bytes"] == report["predicted_swap_peak_bytes"] <= budget_bytes
+    assert report["swap_demanded"] == report["swap_cancelled"] == report["swap_refused"] == 0
+    assert report["swap_released_bytes"] == report["swap_prefetched_bytes"] > 0
+    assert report["swap_planned_state_bytes"] > 0 or share > 0.6
+
+
+Between = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
+"""Done after a backward, in place of the optimizer's step; with the session, or None."""
+
+
+def run(
+    steps: list[Between], budget_gib: float | None, **optimizer: Any
+) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
+    """Parameters and states after these steps, and a report after each; without a budget memplug is not there."""
+    gc.collect()
+    torch.manual_seed(0)
+    model = Wide()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, **optimizer)
+    session = memplug.attach(model, block(budget_gib, swap=SWAP)) if budget_gib is not None else None
+    reports = []
+    for number, between in enumerate(steps):
+        torch.manual_seed(number)
+        model(torch.randn(1024, 256)).backward()
+        between(model, adam, session)
+        adam.zero_grad()
+        if session is not None:
+            session.step()
+            reports.append(session.report())
+    if session is not None:
+        session.detach()
+    states = [value for parameter in model.parameters() for value in adam.state[parameter].values()]
+    return [tensor.detach().cpu().numpy().copy() for tensor in (*model.parameters(), *states)], reports
+
+
+def update(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
+    adam.step()
+
+
+def skip(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
+    """As where gradients are not finite."""
+
+
+def clip(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    adam.step()
+
+
+def load(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
+    """Other tensors take the place of the states."""
+    adam.load_state_dict(copy.deepcopy(adam.state_dict()))
+    adam.step()
+
+
+def evaluate(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
+    with torch.no_grad():
+        model(torch.randn(16, 256))
+    adam.step()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("between", [skip, clip, load, evaluate])
+def test_states_are_right_whatever_is_done_between_two_steps(between: Between, foreach: bool) -> None:
+    steps = [*[update] * 10, between, *[update] * 3, between, between, *[update] * 3]
+    expected, _ = run(steps, None, foreach=foreach)
+    found, reports = run(steps, 0.75 * most_bytes() / GIB, foreach=foreach)
+    assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert reports[9]["swap"] == "swapping" and reports[9]["swap_repeated"] > 0 == reports[9]["swap_demanded"]
+    assert reports[-1]["swap_refused"] == 0
+
+
+def test_after_a_detach_in_the_middle_of_a_step_everything_is_there() -> None:
+    def detach(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
+        if session is not None:
+            assert session.report()["swap_repeated"] > 0
+            session.detach()
+        adam.step()
+
+    steps = [*[update] * 10, detach]
+    expected, _ = run(steps, None)
+    found, _ = run(steps, 0.75 * most_bytes() / GIB)
+    assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -1,0 +1,56 @@
+"""What a swap list leaves free of the budget."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from memplug.config import MemplugConfig
+from memplug.profile.trace import Trace
+from memplug.swap.room import TIGHTER, Room
+from tests.support.traces import Recording
+
+CPU = SimpleNamespace(kind="cpu")
+
+
+def room() -> Room:
+    return Room(MemplugConfig(enabled=True, device_budget_gib=1000 / 2**30), CPU)
+
+
+@pytest.fixture
+def step() -> Trace:
+    """A collective of 40 bytes, and operators of more."""
+    recording = Recording()
+    recording.step()
+    recording.op("aten::mm", writes=(recording.tensor(400),))
+    recording.op("c10d::allreduce_", reads=(recording.tensor(40),))
+    return recording.trace()
+
+
+def test_it_leaves_the_largest_tensor_of_a_collective(step: Trace) -> None:
+    assert room().budget_bytes == 1000 and room().of_list(step) == 960
+    alone = Recording()
+    alone.step()
+    alone.op("aten::mm", writes=(alone.tensor(400),))
+    assert room().of_list(alone.trace()) == 1000
+
+
+def test_what_a_step_lacked_is_left_too_a_few_times(step: Trace) -> None:
+    tight = room()
+    assert not tight.tighten(0) and tight.of_list(step) == 960
+    assert [tight.tighten(10) for _ in range(TIGHTER + 1)] == [True] * TIGHTER + [False]
+    assert tight.of_list(step) == 960 - 10 * TIGHTER
+    tight.forget()
+    assert tight.of_list(step) == 960 and tight.tighten(10)
+
+
+def test_where_no_list_leaves_so_much_the_next_one_leaves_nothing_and_there_is_no_other(step: Trace) -> None:
+    tight = room()
+    assert tight.of_list(step) == 960
+    assert tight.loosen() and tight.of_list(step) == 1000
+    assert not tight.loosen() and not tight.tighten(10)
+
+
+def test_a_step_without_failed_requests_fits() -> None:
+    assert room().holds(was_short=False) and not room().holds(was_short=True)
