@@ -63,10 +63,6 @@ bool StorageSwapper::has(const c10::StorageImpl* storage) const {
   return absents().find(storage) != absents().end();
 }
 
-void* StorageSwapper::host_memory(const Slot& slot) const {
-  return static_cast<char*>(pool_.slab(slot).mutable_data_ptr()) + slot.offset;
-}
-
 bool StorageSwapper::is_current(const Absent& absent) {
   return streams_->same(streams_->current(), absent.stream);
 }
@@ -126,7 +122,7 @@ StorageSwapper::Absent* StorageSwapper::start_leaving(const c10::Storage& storag
   for (const StreamRef& stream : compute_streams_) { // what read these bytes of the host before ran on one of them
     streams_->wait(offload_stream_, streams_->record(stream), Wait::OFFLOAD_FOR_COMPUTE);
   }
-  streams_->offload(offload_stream_, host_memory(*slot), absent->memory, nbytes, impl->device());
+  streams_->offload(offload_stream_, pool_.slab(*slot), slot->offset, absent->memory, nbytes, impl->device());
   absent->offloaded = streams_->record(offload_stream_);
   impl->set_materializer(&before_write);
   absents()[impl] = absent.get();
@@ -161,8 +157,10 @@ void StorageSwapper::leave(Absent& absent) {
   streams_->wait(absent.stream, absent.offloaded, Wait::RELEASE_FOR_OFFLOAD);
   absent.offloaded = nullptr;
   absent.state = State::AWAY;
-  absent.host = new HostMemory{&absent, pool_.slab(absent.slot)};
-  c10::DataPtr host(host_memory(absent.slot), absent.host, &forget, storage.device());
+  const at::Tensor& slab = pool_.slab(absent.slot);
+  absent.host = new HostMemory{&absent, slab};
+  c10::DataPtr host(
+      static_cast<char*>(slab.mutable_data_ptr()) + absent.slot.offset, absent.host, &forget, storage.device());
   if (absent.passive) {
     note_moved(const_cast<void*>(absent.memory), host.get());
     note_moved_out(absent.nbytes);
@@ -197,7 +195,12 @@ bool StorageSwapper::start_return(Absent& absent) {
   }
   streams_->wait(prefetch_stream_, streams_->record(absent.stream), Wait::PREFETCH_FOR_COMPUTE);
   streams_->prefetch(
-      prefetch_stream_, absent.arriving.get(), host_memory(absent.slot), absent.nbytes, absent.storage->device());
+      prefetch_stream_,
+      absent.arriving.get(),
+      pool_.slab(absent.slot),
+      absent.slot.offset,
+      absent.nbytes,
+      absent.storage->device());
   absent.prefetched = streams_->record(prefetch_stream_);
   absent.state = State::RETURNING;
   absent.began = ++returns_;

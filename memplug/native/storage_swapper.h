@@ -126,7 +126,6 @@ class StorageSwapper {
   static void forget(void* host_memory);
 
   Absent* find(int64_t key) const;
-  void* host_memory(const Slot& slot) const;
   Absent* start_leaving(const c10::Storage& storage, int64_t key);
   bool add_host_memory(int64_t nbytes);
   bool is_current(const Absent& absent);

@@ -6,9 +6,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #ifdef MEMPLUG_CUDA
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAStream.h>
 #endif
 
 #include <cstdlib>
@@ -50,11 +48,11 @@ class CpuStreams final : public Streams {
     const at::AutoDispatchBelowADInplaceOrView below;
     return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype));
   }
-  void offload(const StreamRef&, void* host, const void* memory, int64_t nbytes, c10::Device) override {
-    std::memcpy(host, memory, static_cast<size_t>(nbytes));
+  void offload(const StreamRef&, const at::Tensor& host, int64_t offset, const void* memory, int64_t nbytes, c10::Device) override {
+    std::memcpy(static_cast<char*>(host.mutable_data_ptr()) + offset, memory, static_cast<size_t>(nbytes));
   }
-  void prefetch(const StreamRef&, void* memory, const void* host, int64_t nbytes, c10::Device) override {
-    std::memcpy(memory, host, static_cast<size_t>(nbytes));
+  void prefetch(const StreamRef&, void* memory, const at::Tensor& host, int64_t offset, int64_t nbytes, c10::Device) override {
+    std::memcpy(memory, static_cast<const char*>(host.const_data_ptr()) + offset, static_cast<size_t>(nbytes));
   }
   c10::DataPtr allocate(const StreamRef&, int64_t nbytes) override {
     return c10::GetAllocator(c10::DeviceType::CPU)->allocate(static_cast<size_t>(nbytes));
@@ -101,14 +99,6 @@ class AcceleratorStreams final : public Streams {
     const On on(backend_, of(stream));
     return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype).device(device_));
   }
-#ifdef MEMPLUG_CUDA
-  void offload(const StreamRef& stream, void* host, const void* memory, int64_t nbytes, c10::Device) override {
-    copy_bytes(stream, host, memory, nbytes, cudaMemcpyDeviceToHost);
-  }
-  void prefetch(const StreamRef& stream, void* memory, const void* host, int64_t nbytes, c10::Device) override {
-    copy_bytes(stream, memory, host, nbytes, cudaMemcpyHostToDevice);
-  }
-#endif
   at::Tensor host_memory(int64_t nbytes) override {
     const at::AutoDispatchBelowADInplaceOrView below;
     return at::empty_strided(
@@ -119,12 +109,6 @@ class AcceleratorStreams final : public Streams {
   void order(const StreamRef& stream, const EventRef& event) override {
     static_cast<const c10::Event*>(event.get())->block(of(stream));
   }
-
-#ifdef MEMPLUG_CUDA
-  static void copy_bytes(const StreamRef& stream, void* to, const void* from, int64_t nbytes, cudaMemcpyKind kind) {
-    C10_CUDA_CHECK(cudaMemcpyAsync(to, from, nbytes, kind, c10::cuda::CUDAStream(of(stream)).stream()));
-  }
-#endif
 
   static constexpr int kHighPriority = -1;
 
@@ -148,12 +132,14 @@ class AcceleratorStreams final : public Streams {
 
 } // namespace
 
-void Streams::offload(const StreamRef& stream, void* host, const void* memory, int64_t nbytes, c10::Device device) {
-  copy(stream, bytes_at(host, nbytes, c10::kCPU), bytes_at(memory, nbytes, device));
+void Streams::offload(
+    const StreamRef& stream, const at::Tensor& host, int64_t offset, const void* memory, int64_t nbytes, c10::Device device) {
+  copy(stream, host.narrow(0, offset, nbytes), bytes_at(memory, nbytes, device));
 }
 
-void Streams::prefetch(const StreamRef& stream, void* memory, const void* host, int64_t nbytes, c10::Device device) {
-  copy(stream, bytes_at(memory, nbytes, device), bytes_at(host, nbytes, c10::kCPU));
+void Streams::prefetch(
+    const StreamRef& stream, void* memory, const at::Tensor& host, int64_t offset, int64_t nbytes, c10::Device device) {
+  copy(stream, bytes_at(memory, nbytes, device), host.narrow(0, offset, nbytes));
 }
 
 c10::DataPtr Streams::allocate(const StreamRef& stream, int64_t nbytes) {

@@ -66,9 +66,10 @@ class Streams {
   virtual at::Tensor empty(
       const StreamRef& stream, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) = 0;
 
-  // The same of bytes that are the host's and the device's. A stream of a device: without operators where that can be.
-  virtual void offload(const StreamRef& stream, void* host, const void* memory, int64_t nbytes, c10::Device device);
-  virtual void prefetch(const StreamRef& stream, void* memory, const void* host, int64_t nbytes, c10::Device device);
+  // The same of bytes of a device and of a 1-D uint8 tensor of the host, from an offset on. On the CPU without operators; of a
+  // device as a tensor: torch's allocator of pinned memory has to know what is still read.
+  virtual void offload(const StreamRef& stream, const at::Tensor& host, int64_t offset, const void* memory, int64_t nbytes, c10::Device device);
+  virtual void prefetch(const StreamRef& stream, void* memory, const at::Tensor& host, int64_t offset, int64_t nbytes, c10::Device device);
   virtual c10::DataPtr allocate(const StreamRef& stream, int64_t nbytes);
 
   // 1-D uint8 of the host, pinned where the device can; never the training allocator's. Throws where there is none.
