@@ -17,6 +17,7 @@ struct Own {
 struct StorageSwapper::Absent {
   StorageSwapper* swapper;
   int64_t key;
+  size_t position; // among its swapper's
   c10::StorageImpl* storage; // lives: `held` until it is away, and then `forget` says when it dies
   c10::intrusive_ptr<c10::StorageImpl> held;
   const void* memory; // of the device, that it leaves

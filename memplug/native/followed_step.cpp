@@ -1,5 +1,7 @@
 // A step under a swap list that is followed by its requests: see repeated_step.h.
 #include <algorithm>
+#include <optional>
+#include <utility>
 
 #include "swap_step.h"
 
@@ -37,6 +39,26 @@ void SwapStep::follow() {
   }
   repeated_.expect(0);
   take_due();
+}
+
+std::pair<Sight, int32_t> SwapStep::sight() const {
+  if (!is_running_ || !repeated_.is_followed()) {
+    return {is_running_ ? Sight::TENSORS : Sight::NOTHING, ANY};
+  }
+  Sight seen = Sight::NOTHING;
+  std::optional<int32_t> awaited;
+  const auto await = [&](Sight least, int32_t number) {
+    seen = std::max(seen, least);
+    awaited = awaited.value_or(number) == number ? number : ANY;
+  };
+  for (const int32_t target : repeated_.open()) {
+    await(Sight::TENSORS, plan_.targets[target].operator_number);
+  }
+  for (const int32_t target : late_) { // behind the program any operator that uses it
+    const auto place = static_cast<size_t>(plan_.targets[target].next_use);
+    place < plan_.program.size() ? await(Sight::NUMBERS, plan_.program[place]) : await(Sight::TENSORS, ANY);
+  }
+  return {seen, awaited.value_or(ANY)};
 }
 
 void SwapStep::asked(int64_t nbytes, const void* stream) {
@@ -95,6 +117,7 @@ void SwapStep::return_behind(const at::RecordFunction& function) {
 
 // The step is another one: it goes on with all of its operators seen, of which earlier tensors' features are not known.
 void SwapStep::depart() {
+  has_departed_ = true;
   finder_.move_to(repeated_.place());
   repeated_.depart();
   leaving_.clear();

@@ -55,8 +55,8 @@ SwapCounters StorageSwapper::counters() {
 }
 
 StorageSwapper::Absent* StorageSwapper::find(int64_t key) const {
-  const auto found = std::find_if(all_.begin(), all_.end(), [key](const auto& each) { return each->key == key; });
-  return found == all_.end() ? nullptr : found->get();
+  const auto found = of_key_.find(key);
+  return found == of_key_.end() ? nullptr : found->second;
 }
 
 bool StorageSwapper::has(const c10::StorageImpl* storage) const {
@@ -78,9 +78,13 @@ void StorageSwapper::wait_on_its_streams(const Absent& absent, const EventRef& e
 // Its record, which is no longer among the others.
 std::unique_ptr<StorageSwapper::Absent> StorageSwapper::take(Absent& absent) {
   absents().erase(absent.storage);
-  const auto found = std::find_if(all_.begin(), all_.end(), [&](const auto& each) { return each.get() == &absent; });
-  auto record = std::move(*found);
-  all_.erase(found);
+  if (const auto found = of_key_.find(absent.key); found != of_key_.end() && found->second == &absent) {
+    of_key_.erase(found);
+  }
+  std::swap(all_[absent.position], all_.back());
+  all_[absent.position]->position = absent.position;
+  auto record = std::move(all_.back());
+  all_.pop_back();
   return record;
 }
 
@@ -126,6 +130,8 @@ StorageSwapper::Absent* StorageSwapper::start_leaving(const c10::Storage& storag
   absent->offloaded = streams_->record(offload_stream_);
   impl->set_materializer(&before_write);
   absents()[impl] = absent.get();
+  of_key_.emplace(key, absent.get());
+  absent->position = all_.size();
   all_.push_back(std::move(absent));
   return all_.back().get();
 }

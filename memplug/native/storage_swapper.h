@@ -143,6 +143,7 @@ class StorageSwapper {
   StreamRef offload_stream_, prefetch_stream_;
   std::vector<StreamRef> compute_streams_; // that storages have left on
   std::vector<std::unique_ptr<Absent>> all_;
+  ska::flat_hash_map<int64_t, Absent*> of_key_;
   std::vector<std::unique_ptr<Absent>> gone_; // their storages died while they returned
   int64_t passive_room_; // bytes of the host that may be added
   int64_t returns_ = 0; // that ever began

@@ -1,5 +1,7 @@
 #include "swap_list.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include <atomic>
 #include <mutex>
 #include <stdexcept>
@@ -19,8 +21,8 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 // The list in force. Everything under `swap_mutex`: a copy's operators are seen too, and requests fail inside of both.
 struct InForce {
   std::unique_ptr<SwapStep> step;
-  at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
-  bool is_seeing = false; // operators
+  at::CallbackHandle tensors = at::INVALID_CALLBACK_HANDLE, numbers = at::INVALID_CALLBACK_HANDLE; // of operators
+  Sight seen = Sight::NOTHING;
 };
 
 InForce& in_force() {
@@ -31,20 +33,37 @@ InForce& in_force() {
 std::atomic<bool> silent{false};
 
 // Of the calling thread.
-thread_local int32_t enclosing = 0; // operators that it is inside of
-thread_local Moment outermost;
+thread_local int32_t enclosing = 0; // operators that it is inside of, as far as they are seen
+thread_local Moment outermost; // number 0: the step was not told of it
+thread_local Moment unseen; // an operator that it was inside of as the step departed, if it still is
 
 // The step that is followed, for requests at which nothing is to happen; it lives while requests are watched.
 std::atomic<RepeatedStep*> followed{nullptr};
 
-// Operators are seen where the step needs that.
+// The number of the operators that the step waits for; `SwapStep::ANY`: of all.
+std::atomic<int32_t> awaited{SwapStep::ANY};
+
+bool is_awaited(int32_t number) {
+  const int32_t only = awaited.load(std::memory_order_acquire);
+  return only == SwapStep::ANY || only == number;
+}
+
+// No more is seen than the step needs: tensors that have to be boxed for a callback cost most of it.
 void see_what_is_needed(InForce& now) {
   followed.store(now.step->followed(), std::memory_order_release);
-  const bool needed = now.step->needs_operators();
-  if (needed != now.is_seeing && now.handle != at::INVALID_CALLBACK_HANDLE) {
-    now.is_seeing = needed;
-    needed ? at::reenableCallback(now.handle) : at::disableCallback(now.handle);
+  const auto [needed, number] = now.step->sight();
+  awaited.store(number, std::memory_order_release);
+  if (needed == now.seen || now.tensors == at::INVALID_CALLBACK_HANDLE) {
+    return;
   }
+  const auto see = [&](at::CallbackHandle handle, Sight what) {
+    if ((needed == what) != (now.seen == what)) {
+      needed == what ? at::reenableCallback(handle) : at::disableCallback(handle);
+    }
+  };
+  see(now.tensors, Sight::TENSORS);
+  see(now.numbers, Sight::NUMBERS);
+  now.seen = needed;
 }
 
 // The memory of the last request of the step, which the step is told of as soon as anything else happens: one lock for both.
@@ -84,13 +103,52 @@ void on_request(size_t nbytes, const void* stream, const void* memory) {
   }
 }
 
+// In a step that is followed to its end operators' numbers tell enough.
+std::unique_ptr<at::ObserverContext> on_number(const at::RecordFunction& function) {
+  const int32_t number = number_of(function);
+  if (number == NOT_AN_OPERATOR || silent || !is_awaited(number) || !in_program()) {
+    return nullptr;
+  }
+  const Lock lock(swap_mutex());
+  SwapStep* const step = in_force().step.get();
+  if (step != nullptr && step->followed() != nullptr) {
+    step->began(number);
+    see_what_is_needed(in_force());
+  }
+  return nullptr;
+}
+
+// The calling thread runs what an operator's kernel calls.
+bool is_inside_of_a_kernel() {
+  return c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::AutogradFunctionality);
+}
+
+// An operator begins of which the step is told, inside of none that is seen. In a step that has departed it may be inside of
+// one that is not: what it uses stays in use until that one is over.
+Moment enter(SwapStep& step) {
+  if (!step.has_departed()) {
+    return step.enter();
+  }
+  if (!is_inside_of_a_kernel()) {
+    step.leave(std::exchange(unseen, {}));
+    return step.enter();
+  }
+  if (!step.is_in(unseen)) {
+    unseen = step.enter();
+  }
+  return unseen;
+}
+
 std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function) {
   const int32_t number = number_of(function);
   if (number == NOT_AN_OPERATOR) {
     return nullptr;
   }
   const int32_t outside = enclosing++;
-  if (silent) {
+  if (outside == 0) {
+    outermost = {};
+  }
+  if (silent || !is_awaited(number)) {
     return nullptr;
   }
   const Lock lock(swap_mutex());
@@ -99,8 +157,8 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function
     return nullptr;
   }
   tell_of_last_served(*step);
-  if (outside == 0) {
-    outermost = step->enter();
+  if (!step->is_in(outermost)) {
+    outermost = enter(*step);
   }
   if (!in_program()) {
     step->pass(function, number, outermost);
@@ -124,7 +182,8 @@ void on_end(const at::RecordFunction& function, at::ObserverContext*) {
       --enclosing;
     }
   } const leaves;
-  if (silent) {
+  const bool is_outermost = enclosing == 1;
+  if (silent || (!is_awaited(number) && !(is_outermost && outermost.number > 0))) {
     return;
   }
   const Lock lock(swap_mutex());
@@ -133,14 +192,13 @@ void on_end(const at::RecordFunction& function, at::ObserverContext*) {
     return;
   }
   tell_of_last_served(*step);
-  const bool is_outermost = enclosing == 1;
   if (in_program()) {
     step->wrote(function, number, outermost);
     if (is_outermost) {
       step->done();
     }
   }
-  if (is_outermost) {
+  if (is_outermost && outermost.number != unseen.number) {
     step->leave(outermost);
   }
   see_what_is_needed(in_force());
@@ -159,9 +217,10 @@ bool relieve_step(size_t nbytes, int failures) {
 void stop_watching(InForce& now) {
   watch_requests(nullptr);
   followed = nullptr;
-  if (now.handle != at::INVALID_CALLBACK_HANDLE) {
-    at::removeCallback(now.handle);
-    now.handle = at::INVALID_CALLBACK_HANDLE;
+  for (at::CallbackHandle* const handle : {&now.tensors, &now.numbers}) {
+    if (*handle != at::INVALID_CALLBACK_HANDLE) {
+      at::removeCallback(std::exchange(*handle, at::INVALID_CALLBACK_HANDLE));
+    }
   }
 }
 
@@ -202,12 +261,15 @@ void begin_swap_step() {
   }
   last_served = nullptr;
   now.step->begin();
-  if (now.handle == at::INVALID_CALLBACK_HANDLE) {
-    now.handle = at::addGlobalCallback(at::RecordFunctionCallback(on_begin, on_end)
-                                           .needsInputs(true)
-                                           .needsOutputs(true)
-                                           .scopes({at::RecordScope::FUNCTION}));
-    now.is_seeing = true;
+  if (now.tensors == at::INVALID_CALLBACK_HANDLE) {
+    const auto see = [](at::RecordFunctionCallback callback, bool tensors) {
+      return at::addGlobalCallback(
+          callback.needsInputs(tensors).needsOutputs(tensors).scopes({at::RecordScope::FUNCTION}));
+    };
+    now.tensors = see(at::RecordFunctionCallback(on_begin, on_end), true);
+    now.numbers = see(at::RecordFunctionCallback(on_number), false);
+    at::disableCallback(now.numbers);
+    now.seen = Sight::TENSORS;
   }
   see_what_is_needed(now);
   watch_requests(now.step->has_targets() ? &on_request : nullptr);

@@ -6,14 +6,8 @@
 #include <utility>
 
 #include "clock.h"
-#include "relief.h"
 
 namespace memplug {
-namespace {
-
-constexpr int64_t kSoon = 8; // outermost operators; what was used that lately is likely to be used again at once
-
-} // namespace
 
 SwapStep::SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c10::DeviceType device)
     : plan_(std::move(plan)), swapper_(std::move(swapper)), device_(device), finder_(plan_), lasting_(plan_) {
@@ -57,7 +51,7 @@ void SwapStep::begin() {
   leaving_.clear();
   running_.clear();
   lasting_.begin(-1);
-  has_begun_ = false;
+  has_begun_ = has_departed_ = false;
   is_running_ = true;
 }
 
@@ -76,12 +70,16 @@ bool SwapStep::end() {
 }
 
 Moment SwapStep::enter() {
-  running_.insert(++moments_);
+  running_.push_back(++moments_);
   return {moments_, swapper_->current_stream()};
 }
 
 void SwapStep::leave(const Moment& moment) {
-  running_.erase(moment.number);
+  running_.erase(std::remove(running_.begin(), running_.end(), moment.number), running_.end());
+}
+
+bool SwapStep::is_in(const Moment& moment) const {
+  return std::find(running_.begin(), running_.end(), moment.number) != running_.end();
 }
 
 void SwapStep::tick(const at::RecordFunction& function, int32_t number, const Moment& moment) {
@@ -161,65 +159,6 @@ void SwapStep::done() {
     repeated_.learn_end_of_last_use(target);
     swapper_->offload(storage, target);
   }
-}
-
-// -- memory is short --------------------------------------------------------------------------------------------------------
-
-bool SwapStep::relieve(int64_t nbytes, int failures) {
-  if (!is_running_) {
-    return false;
-  }
-  counters.steps > 0 ? repeated_.distrust() : repeated_.spoil(); // the first one is not seen from its beginning
-  if (failures == 1) {
-    const int64_t released = swapper_->release_leaving();
-    if (released > 0) {
-      note_relief({ReliefEvent::RELEASED, released});
-      return true;
-    }
-  }
-  std::vector<Idle> all = idle();
-  // What was not used lately comes first. Of that, the one that is closest in size and large enough; where none is, the
-  // largest ones. Of several of one size the one that was used first: backward needs it last.
-  const auto rank = [&](const Idle& each) {
-    const bool soon = each.last_use + kSoon >= moments_, small = each.nbytes < nbytes;
-    return std::tuple(soon, small, small ? -each.nbytes : each.nbytes, each.last_use);
-  };
-  std::sort(all.begin(), all.end(), [&](const Idle& one, const Idle& other) { return rank(one) < rank(other); });
-  int64_t freed = 0;
-  for (const Idle& each : all) {
-    if (freed >= nbytes) {
-      break;
-    }
-    const int64_t left = swapper_->leave_now(each.storage);
-    if (left > 0) {
-      note_relief({ReliefEvent::LEFT, left});
-    }
-    freed += left;
-  }
-  while (freed < nbytes) {
-    const int64_t turned = swapper_->turn_back();
-    if (turned == 0) {
-      break;
-    }
-    note_relief({ReliefEvent::TURNED, turned});
-    freed += turned;
-  }
-  return freed > 0;
-}
-
-// What no operator that runs now uses, of any thread.
-std::vector<SwapStep::Idle> SwapStep::idle() const {
-  const Moment now{running_.empty() ? moments_ + 1 : *running_.begin(), swapper_->current_stream()};
-  std::vector<Idle> all;
-  for (const auto& weak : alive_) {
-    if (auto storage = weak.lock()) {
-      const auto [nbytes, last_use] = finder_.idle(storage.get(), now);
-      if (nbytes > 0) {
-        all.push_back({c10::Storage(std::move(storage)), nbytes, last_use});
-      }
-    }
-  }
-  return all;
 }
 
 // -- tensors of operators ---------------------------------------------------------------------------------------------------

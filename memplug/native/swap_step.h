@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -24,6 +23,9 @@ struct SwapListCounters {
   int64_t repeated = 0; // steps that were followed by their requests to the end, see repeated_step.h
 };
 
+// What has to be seen of operators.
+enum class Sight : uint8_t { NOTHING, NUMBERS, TENSORS };
+
 // Not of several threads at once. Of a list without targets it only knows what may leave where memory is short.
 class SwapStep {
  public:
@@ -40,10 +42,9 @@ class SwapStep {
     return is_running_;
   }
 
-  // Whether operators have to be seen now.
-  bool needs_operators() const {
-    return is_running_ && !(repeated_.is_followed() && repeated_.open().empty() && late_.empty());
-  }
+  // What has to be seen of operators from now on; of those that are followed only the ones of that number, ANY: of all.
+  static constexpr int32_t ANY = -1;
+  std::pair<Sight, int32_t> sight() const;
 
   // Whether requests tell it anything.
   bool has_targets() const {
@@ -64,9 +65,20 @@ class SwapStep {
     repeated_.served_other(memory);
   }
 
-  // An outermost operator of the calling thread begins, and ends.
+  // An outermost operator of the calling thread begins, and ends. `is_in`: it has not ended, nor has its step.
   Moment enter();
   void leave(const Moment& moment);
+  bool is_in(const Moment& moment) const;
+
+  // It was followed, until it was another one: threads may be inside of operators that were not seen.
+  bool has_departed() const {
+    return has_departed_;
+  }
+
+  // Of an operator of the program no more is seen than that it begins.
+  void began(int32_t number) {
+    return_late(number);
+  }
 
   // An outermost operator of the program begins.
   void tick(const at::RecordFunction& function, int32_t number, const Moment& moment);
@@ -142,11 +154,11 @@ class SwapStep {
   size_t next_late_ = 0;
   std::vector<int32_t> late_; // of them, those that the operator is about to use that has yet to begin
   int64_t moments_ = 0;
-  std::set<int64_t> running_; // moments of the outermost operators that run now
+  std::vector<int64_t> running_; // moments of the outermost operators that run now
   std::vector<int8_t> collectives_; // by operator number; -1: not known yet
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> alive_, anchors_;
   std::vector<std::pair<int32_t, c10::Storage>> leaving_; // when the operator that runs is done
-  bool is_running_ = false;
+  bool is_running_ = false, has_departed_ = false;
 };
 
 } // namespace memplug

@@ -6,8 +6,8 @@ step, memplug's work at its end included.
 
 Where a process has its memory makes it up to a tenth faster or slower, as long as it lives, than the next one that does
 the same. So a mode's process also trains a twin of the model that keeps all, and the steps of the two take turns. Not
-where there is an arena, which would have to pass on what the twin asks for, or a capacity, which the twin would fill:
-those modes are compared with the process of `keep_all`, and their ratios are as good as that.
+where there is an arena, which would have to pass on what the twin asks for: those modes are compared with the process of
+`keep_all`, and their ratios are as good as that.
 
 | mode | what it is |
 |---|---|
@@ -16,14 +16,12 @@ those modes are compared with the process of `keep_all`, and their ratios are as
 | `non_reentrant` | `torch.utils.checkpoint` around every layer; not in case c |
 | `memplug:A`, `memplug:A+arena` | alpha 0, 1 or auto, without and with the arena; tensors of any size are swapped |
 | `memplug:plain`, `memplug:plain+arena` | alpha auto, and the device has room for everything |
-| `swap:none`, `swap:list` | only in case d: the CPU has a capacity, of 1 GiB or, with a swap list, of 69 % of a step |
 
 | case | what it is |
 |---|---|
 | `a` | 16 Hugging Face Llama layers, hidden size 64, 32 tokens |
 | `b` | the same, hidden size 256, 256 tokens |
 | `c` | 16 Megatron-Core layers, hidden size 64, 32 tokens |
-| `d` | as a, 128 tokens: activations are most of what a step takes |
 """
 
 from __future__ import annotations
@@ -48,8 +46,6 @@ MODES = (
     "reentrant",
     "non_reentrant",
     *(f"memplug:{alpha}{arena}" for alpha in ALPHAS for arena in ("", "+arena")),
-    "swap:none",
-    "swap:list",
 )
 PARTS = ("forward", "backward", "step")
 HEADERS = ("case", "mode", *(f"{part} ms" for part in PARTS), *(f"{part} over keep_all" for part in PARTS))
@@ -82,7 +78,6 @@ CASES = {
     "a": Shape("transformers", 16, 64, 32),
     "b": Shape("transformers", 16, 256, 256),
     "c": Shape("megatron", 16, 64, 32),
-    "d": Shape("transformers", 16, 64, 128),
 }
 
 
@@ -153,7 +148,7 @@ def serve(mode: str, shape: Shape) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     from tests.bench.host_training import prepared
 
-    alone = mode == "keep_all" or mode.endswith("+arena") or mode.startswith("swap")
+    alone = mode == "keep_all" or mode.endswith("+arena")
     names = {"mode": mode} if alone else {"twin": "keep_all", "mode": mode}
     with contextlib.ExitStack() as stack:
         trainings = {name: stack.enter_context(prepared(trained, shape)) for name, trained in names.items()}
@@ -167,7 +162,7 @@ def serve(mode: str, shape: Shape) -> None:
 
 
 def _is_of(mode: str, case: str) -> bool:
-    return mode != "non_reentrant" if case == "c" else case == "d" or not mode.startswith("swap")
+    return mode != "non_reentrant" or case != "c"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -16,9 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import memplug
 from tests.bench import modes
 from tests.bench.host_time import Shape
-from tests.support.swapped import GIB, block
 
-LIST_SHARE = 0.69  # of what a step takes, for a list of some 100 tensors
 WARM_UP = 16  # of memplug: two are compared, two observed, six try plans, and the arena begins
 
 
@@ -49,43 +47,25 @@ def prepared(mode: str, shape: Shape) -> Iterator[Training]:
     torch.set_num_threads(1)
     logging.getLogger("memplug").setLevel(logging.ERROR)
     model = _stack(shape, mode)
-    apply = functools.partial(checkpoint, use_reentrant=mode == "reentrant") if "reentrant" in mode else _call
+    apply = functools.partial(checkpoint, use_reentrant=mode == "reentrant") if "reentrant" in mode else call
     training = Training(model.train(), apply, None)
-    if mode.startswith(("memplug", "swap")):
-        budget_gib = LIST_SHARE * _peak_gib(training) if mode == "swap:list" else 1.0
-        training.session = memplug.attach(model, _block(mode, budget_gib))
+    if mode.startswith("memplug"):
+        training.session = memplug.attach(model, _block(mode))
     try:
         for _ in range(WARM_UP):
             training.timed_step()
-        if mode == "swap:list":
-            report = training.session.report()
-            assert report["swap_repeated"] > 0, f"no list is in force and settled: {report['swap']}"
-            print(f"{mode}: {report['swap_tensors']} tensors, {report['swap_planned_bytes']} bytes", flush=True)
         yield training
     finally:
         if training.session is not None:
             training.session.detach()
 
 
-def _call(layer: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+def call(layer: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    """As it is."""
     return layer(hidden)
 
 
-def _peak_gib(training: Training) -> float:
-    """What a step takes of a device that has room for it, as recorded."""
-    training.session = memplug.attach(training.model, _block("swap:none", 1.0))
-    for step in range(5):
-        if step == 3:
-            training.session.record()
-        training.timed_step()
-    peak_bytes = int(training.session.trace.live_bytes.max())
-    training.session.detach()
-    return peak_bytes / GIB
-
-
-def _block(mode: str, budget_gib: float) -> dict[str, Any]:
-    if mode.startswith("swap"):
-        return block(budget_gib)
+def _block(mode: str) -> dict[str, Any]:
     alpha, _, arena = mode.partition(":")[2].partition("+")
     number = "auto" if alpha in ("auto", "plain") else float(alpha)
     device_budget = {"device_budget_gib": 8} if alpha == "plain" else {}
@@ -100,16 +80,21 @@ def _block(mode: str, budget_gib: float) -> dict[str, Any]:
 
 
 def _stack(shape: Shape, mode: str) -> nn.Module:
-    fields = {
-        "hidden_size": shape.hidden,
-        "intermediate_size": 2 * shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-5,
-    }
+    fields = fields_of(shape.hidden, shape.layers)
     if shape.host == "transformers":
         return modes.Stack(fields, shape.tokens, "cpu")
     from tests.bench import megatron
 
     return megatron.Stack(fields, shape.tokens, "cpu", "full" if mode == "reentrant" else "keep_all")
+
+
+def fields_of(hidden: int, layers: int) -> dict[str, Any]:
+    """A model of so many layers, for `modes.Stack`."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+    }

@@ -1,0 +1,156 @@
+"""The host's time under a swap list: `python -m tests.bench.under_a_list`.
+
+One process of one thread trains 16 Hugging Face Llama layers, hidden size 64, 128 tokens, by turns under a list for 69 %
+of what a step takes and where there is room for everything: processor time, medians of a turn's steps, and of the turns
+the median ratio. Sessions begin with the plan of an earlier one, and a list's steps are measured once they are followed.
+
+On the CPU the copies are the processor's too; a device has engines for them. So as many are made once more by themselves,
+of the mean size, between memory that no cache of a core holds.
+
+| row | what it is |
+|---|---|
+| none | room for everything |
+| list | tensors leave and return |
+| less copies | that, less the time of the list's copies alone |
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import memplug
+from tests.bench import modes
+from tests.bench.host_training import Training, call, fields_of
+from tests.bench.table import Row, figures, render, write_rows
+from tests.support.swapped import GIB, block
+
+BENCH = "under_a_list"
+LAYERS, HIDDEN, TOKENS = 16, 64, 128
+SHARE = 0.69  # of what a step takes, for a list of some 100 tensors
+WARM_UP = 16  # steps that make a plan; a session that begins with one follows steps after half as many
+CACHE_BYTES = 32 << 20  # of a core, and more
+PARTS = ("forward", "backward", "step")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """How long to measure."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--layers", type=int, default=LAYERS, help=f"[{LAYERS}]")
+    add("--steps", type=int, default=30, help="measured in each turn [30]")
+    add("--rounds", type=int, default=20, help="turns of each kind [20]")
+    add("--json", type=Path, metavar="FILE", help="write the rows there")
+    return parser.parse_args(argv)
+
+
+class Turns:
+    """One model that is trained by turns with and without a list.
+
+    Args:
+        layers: of the model.
+        folder: for plans.
+    """
+
+    def __init__(self, layers: int, folder: Path):
+        model = modes.Stack(fields_of(HIDDEN, layers), TOKENS, "cpu").train()
+        self._training, self._folder = Training(model, call, None), folder
+        self._budget_gib = {"none": 1.0, "list": SHARE * self._peak_bytes() / GIB}
+        self.tensors = self.nbytes = 0
+        """Of the list."""
+        for mode in self._budget_gib:
+            self.measure(mode, 1)
+
+    def measure(self, mode: str, steps: int) -> dict[str, float]:
+        """Seconds of processor time of each part of a step, medians of so many."""
+        session = self._attached(mode)
+        for _ in range(WARM_UP):
+            self._training.timed_step()
+        before = session.report()["swap_repeated"]
+        measured = [self._training.timed_step() for _ in range(steps)]
+        report = session.report()
+        if mode == "list":
+            followed = report["swap_repeated"] - before
+            assert followed == steps, f"of {steps} steps {followed} were followed: {report['swap']}"
+            self.tensors, self.nbytes = report["swap_tensors"], report["swap_planned_bytes"]
+        self._detach()
+        return {part: statistics.median(step[part] for step in measured) for part in PARTS}
+
+    def _attached(self, mode: str) -> Any:
+        config = block(self._budget_gib[mode], plan_dir=str(self._folder / mode))
+        self._training.session = memplug.attach(self._training.model, config)
+        return self._training.session
+
+    def _detach(self) -> None:
+        self._training.session.detach()
+        self._training.session = None
+
+    def _peak_bytes(self) -> int:
+        """What a step takes of a device that has room for it, as recorded."""
+        self._training.session = memplug.attach(self._training.model, block(1.0))
+        for step in range(5):
+            if step == 3:
+                self._training.session.record()
+            self._training.timed_step()
+        peak_bytes = int(self._training.session.trace.live_bytes.max())
+        self._detach()
+        return peak_bytes
+
+
+def copies_s(tensors: int, nbytes: int, times: int) -> float:
+    """Seconds of processor time for the copies of a step, out and in again, medians of so many."""
+    beside = np.empty(CACHE_BYTES, np.uint8)
+    device, host = (np.ones((tensors, nbytes // tensors), np.uint8) for _ in range(2))
+    out, back = list(zip(host, device, strict=True)), list(zip(device, host, strict=True))
+
+    def seconds(copies: list[tuple[np.ndarray, np.ndarray]]) -> float:
+        beside.fill(0)
+        begin = time.process_time()
+        for destination, source in copies:
+            np.copyto(destination, source)
+        return time.process_time() - begin
+
+    return statistics.median(seconds(out) + seconds(back) for _ in range(times))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print."""
+    args = parse_args(argv)
+    torch.set_num_threads(1)
+    logging.getLogger("memplug").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        turns = Turns(args.layers, Path(folder))
+        measured = [{mode: turns.measure(mode, args.steps) for mode in ("none", "list")} for _ in range(args.rounds)]
+    alone_s = copies_s(turns.tensors, turns.nbytes, args.steps)
+    print(f"{turns.tensors} tensors, {turns.nbytes} bytes; their copies alone: {figures(alone_s * 1e3, 3)} ms")
+    case = f"{args.layers} layers, hidden {HIDDEN}, {TOKENS} tokens"
+    rows = [Row(BENCH, case, "copies alone", "step_s", "s", alone_s, args.steps)]
+    lines = []
+    for mode in ("none", "list", "less copies"):
+        of = "list" if mode == "less copies" else mode
+        less_s = {"step": alone_s} if mode == "less copies" else {}  # which part has how many is the list's affair
+        parts = ("step",) if mode == "less copies" else PARTS
+        own = {p: statistics.median(turn[of][p] - less_s.get(p, 0) for turn in measured) for p in parts}
+        over = {p: statistics.median((turn[of][p] - less_s.get(p, 0)) / turn["none"][p] for turn in measured) for p in parts}
+        rows += [Row(BENCH, case, mode, f"{p}_s", "s", own[p], args.rounds) for p in parts]
+        rows += [Row(BENCH, case, mode, f"{p}_over_none", "1", over[p], args.rounds) for p in parts]
+        cells = [figures(own[p] * 1e3, 3) if p in own else "-" for p in PARTS]
+        lines.append([mode, *cells, *(f"{over[p]:.3f}" if p in over else "-" for p in PARTS)])
+    headers = ["mode", *(f"{part} ms" for part in PARTS), *(f"{part} over none" for part in PARTS)]
+    print(render(headers, lines, left=0))
+    if args.json:
+        write_rows(args.json, rows)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    main()
