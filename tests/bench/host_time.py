@@ -6,8 +6,8 @@ step, memplug's work at its end included.
 
 Where a process has its memory makes it up to a tenth faster or slower, as long as it lives, than the next one that does
 the same. So a mode's process also trains a twin of the model that keeps all, and the steps of the two take turns. Not
-where there is an arena, which would have to pass on what the twin asks for: those modes are compared with the process of
-`keep_all`, and their ratios are as good as that.
+where there is an arena, which would have to pass on what the twin asks for: those modes are compared with `keep_all`'s
+process, and their ratios are as good as that.
 
 | mode | what it is |
 |---|---|

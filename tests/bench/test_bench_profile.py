@@ -5,7 +5,16 @@ import json
 import numpy as np
 import pytest
 
-from tests.bench import finding, host_time, leaks, logical_layers, per_operator, profiler_overhead, stability
+from tests.bench import (
+    finding,
+    host_time,
+    leaks,
+    logical_layers,
+    per_operator,
+    profiler_overhead,
+    stability,
+    under_a_list,
+)
 from tests.bench.stability import Log
 
 
@@ -165,3 +174,14 @@ def test_finding_gives_the_time_of_a_use(tmp_path, capsys):
     rows = {row["metric"]: row["value"] for row in json.loads(output.read_text())}
     assert rows["targets"] > 25 and rows["uses"] > rows["targets"]
     assert "convolutions" in capsys.readouterr().out
+
+
+def test_under_a_list_compares_turns_of_one_process(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    output = tmp_path / "rows.json"
+    under_a_list.main(["--layers", "4", "--steps", "2", "--rounds", "1", "--json", str(output)])
+    found = {(row["mode"], row["metric"]): row["value"] for row in json.loads(output.read_text())}
+    assert found["none", "step_over_none"] == 1
+    copies_s = found["list", "step_s"] - found["less copies", "step_s"]
+    assert copies_s == pytest.approx(found["copies alone", "step_s"]) and copies_s > 0
+    assert "tensors" in capsys.readouterr().out

@@ -3,110 +3,20 @@
 from __future__ import annotations
 
 import gc
-import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import memplug
+from tests.support.beside_plain import LAYERS, ROWS, WIDTH, Deep, Training, budget_gib
 from tests.support.folders import ROOT
-from tests.support.swapped import GIB, block
+from tests.support.swapped import block
 
 pytestmark = pytest.mark.device
-
-LAYERS, WIDTH, ROWS = 12, 32, 256
-PEAK_BYTES = LAYERS * ROWS * WIDTH * 4 * 8 // 5
-"""Of what a step takes, some two thirds."""
-
-
-class Deep(nn.Module):
-    """Linear layers and activations; `noise`: the share of places at which operators come in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.noise, self.fails = 0.0, False
-        self.chance = random.Random(0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
-            x = self.wander(layer(x))
-            x = torch.nn.functional.gelu(x)
-            if self.fails and index == LAYERS // 2:
-                raise KeyError("in the middle")
-        return x.square().mean()
-
-    def wander(self, x: torch.Tensor) -> torch.Tensor:
-        if self.chance.random() >= self.noise:
-            return x
-        kind = self.chance.randrange(3)
-        if kind == 0:
-            return x.clone()
-        torch.empty(self.chance.randrange(1, 9999)).zero_()
-        return x if kind == 1 else x + 0
-
-
-def budget_gib() -> float:
-    """For `PEAK_BYTES` on top of what is in use, where the device counts what was there before."""
-    gc.collect()
-    there_bytes = torch.cuda.memory_allocated() if torch.get_default_device().type == "cuda" else 0
-    return (there_bytes + PEAK_BYTES) / GIB
-
-
-class Training:
-    """With memplug and without, side by side."""
-
-    def __init__(self, asked_gib: float | None = None, **parts: Any):
-        self.model, self.plain = Deep(), Deep()
-        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.model, self.plain)]
-        self.session = memplug.attach(self.model, block(asked_gib or budget_gib(), **parts))
-        self.steps = self.began = 0
-
-    def inputs(self, rows: int = ROWS) -> torch.Tensor:
-        generator = torch.Generator("cpu").manual_seed(self.steps)
-        return torch.randn(rows, WIDTH, generator=generator, device="cpu").to(torch.get_default_device())
-
-    def step(self, rows: int = ROWS) -> None:
-        x = self.inputs(rows)
-        for model, optimizer in zip((self.model, self.plain), self.optimizers, strict=True):
-            model(x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        self.end()
-
-    def end(self) -> None:
-        self.steps += 1
-        self.session.step()
-        for one, other in zip(self.model.parameters(), self.plain.parameters(), strict=True):
-            assert torch.equal(one, other)
-
-    def until_it_swaps(self) -> None:
-        while self.report["swap"] != "swapping":
-            assert self.steps < 10
-            self.step()
-        self.began = self.steps
-
-    def until_it_repeats(self) -> None:
-        """From here on a step is followed by its requests alone."""
-        before = self.report["swap_repeated"]
-        for _ in range(8):
-            self.step()
-        assert self.report["swap_repeated"] > before
-
-    def away_bytes(self) -> int:
-        swapper = self.session._boundary.swapping._in_force._swapper
-        return swapper.host_bytes if swapper is not None else 0
-
-    @property
-    def report(self) -> dict[str, Any]:
-        return self.session.report()
 
 
 @pytest.fixture(params=["seen", "followed"])
@@ -126,71 +36,6 @@ def test_a_list_is_in_force_from_the_step_after_it_was_made(training: Training) 
     report, steps = training.report, training.steps - training.began
     assert report["swap_found"] == steps * report["swap_tensors"] and report["swap_missed"] == 0
     assert report["swap_released_bytes"] == steps * report["swap_planned_bytes"]
-
-
-def test_steps_that_repeat_are_followed_until_one_departs() -> None:
-    training = Training()
-    training.until_it_swaps()
-    for repeated in (0, 0, 0, 0, 1, 2):  # three of them were as the one before
-        training.step()
-        assert training.report["swap_repeated"] == repeated
-    tensors, found = training.report["swap_tensors"], training.report["swap_found"]
-    assert found == 6 * tensors
-    training.step(ROWS // 2)
-    training.step(ROWS // 2)
-    assert training.report["swap_repeated"] == 2
-    for repeated in (2, 2, 2, 2, 2, 2, 3, 4):  # now it takes six, of which the first is as the last one that was learnt
-        training.step()
-        assert training.report["swap_repeated"] == repeated
-    assert training.report["swap_found"] == found + 8 * tensors and training.report["swap_demanded"] == 0
-
-
-def test_what_is_prefetched_at_its_use_takes_no_memory_before_it_in_steps_that_repeat() -> None:
-    model = Deep()
-    with memplug.attach(model, block(budget_gib())) as session:
-
-        def requests() -> list[tuple[int, int]]:
-            """Of a step, in order: whether memory is given back, and bytes."""
-            session.record()
-            for _ in range(2):
-                step()
-            return session.trace.events[["kind", "nbytes"]].tolist()
-
-        def step() -> None:
-            model(torch.ones(ROWS, WIDTH)).backward()
-            model.zero_grad()
-            session.step()
-
-        for _ in range(5):
-            step()
-        technique = session._boundary.swapping
-        late = tuple(replace(target, prefetch=target.next_use) for target in technique.part.targets)
-        technique.install(replace(technique.part, targets=late))
-        session.step()
-        seen = requests()
-        assert session.report()["swap"] == "swapping" and session.report()["swap_repeated"] == 0
-        for _ in range(6):
-            step()
-        repeated = session.report()["swap_repeated"]
-        assert repeated > 0 and requests() == seen and session.report()["swap_repeated"] > repeated
-
-
-@pytest.mark.cpu("a device has more than was asked for")
-def test_what_a_followed_step_has_made_cannot_leave_where_it_departs() -> None:
-    training = Training()
-    training.until_it_swaps()
-    training.until_it_repeats()
-    x = training.inputs()
-    loss = training.model(x)
-    with pytest.raises(torch.OutOfMemoryError, match="memplug: out of memory"):
-        for _ in range(8):
-            loss = loss + training.plain(x)
-    del loss
-    training.session.step()
-    loss = training.model(x)  # and in the next one, it can
-    for _ in range(8):
-        loss = loss + training.plain(x)
-    loss.backward()
 
 
 def test_a_followed_step_whose_middle_is_another_loses_few_tensors(training: Training) -> None:
@@ -330,7 +175,7 @@ def test_saved_tensors_of_functions_that_no_operator_shows_are_right(training: T
 FORK = """
 import os
 import torch
-from tests.swap.test_technique import Training
+from tests.support.beside_plain import Training
 
 training = Training()
 training.until_it_swaps()

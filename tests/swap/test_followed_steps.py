@@ -1,0 +1,111 @@
+"""Steps under a swap list that are followed by their requests for memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import memplug
+from tests.support.beside_plain import ROWS, WIDTH, Deep, Training, budget_gib
+from tests.support.swapped import block
+
+pytestmark = pytest.mark.device
+
+
+def test_steps_that_repeat_are_followed_until_one_departs() -> None:
+    training = Training()
+    training.until_it_swaps()
+    for repeated in (0, 0, 0, 0, 1, 2):  # three of them were as the one before
+        training.step()
+        assert training.report["swap_repeated"] == repeated
+    tensors, found = training.report["swap_tensors"], training.report["swap_found"]
+    assert found == 6 * tensors
+    training.step(ROWS // 2)
+    training.step(ROWS // 2)
+    assert training.report["swap_repeated"] == 2
+    for repeated in (2, 2, 2, 2, 2, 2, 3, 4):  # now it takes six, of which the first is as the last one that was learnt
+        training.step()
+        assert training.report["swap_repeated"] == repeated
+    assert training.report["swap_found"] == found + 8 * tensors and training.report["swap_demanded"] == 0
+
+
+def test_what_is_prefetched_at_its_use_takes_no_memory_before_it_in_steps_that_repeat() -> None:
+    model = Deep()
+    with memplug.attach(model, block(budget_gib())) as session:
+
+        def requests() -> list[tuple[int, int]]:
+            """Of a step, in order: whether memory is given back, and bytes."""
+            session.record()
+            for _ in range(2):
+                step()
+            return session.trace.events[["kind", "nbytes"]].tolist()
+
+        def step() -> None:
+            model(torch.ones(ROWS, WIDTH)).backward()
+            model.zero_grad()
+            session.step()
+
+        for _ in range(5):
+            step()
+        technique = session._boundary.swapping
+        late = tuple(replace(target, prefetch=target.next_use) for target in technique.part.targets)
+        technique.install(replace(technique.part, targets=late))
+        session.step()
+        seen = requests()
+        assert session.report()["swap"] == "swapping" and session.report()["swap_repeated"] == 0
+        for _ in range(6):
+            step()
+        repeated = session.report()["swap_repeated"]
+        assert repeated > 0 and requests() == seen and session.report()["swap_repeated"] > repeated
+
+
+@pytest.mark.cpu("a device has more than was asked for")
+def test_what_a_followed_step_has_made_cannot_leave_where_it_departs() -> None:
+    training = Training()
+    training.until_it_swaps()
+    training.until_it_repeats()
+    x = training.inputs()
+    loss = training.model(x)
+    with pytest.raises(torch.OutOfMemoryError, match="memplug: out of memory"):
+        for _ in range(8):
+            loss = loss + training.plain(x)
+    del loss
+    training.session.step()
+    loss = training.model(x)  # and in the next one, it can
+    for _ in range(8):
+        loss = loss + training.plain(x)
+    loss.backward()
+
+
+@pytest.mark.cpu("a device has more than was asked for")
+def test_what_a_kernel_uses_stays_where_the_step_departs_inside_of_it() -> None:
+    """Nothing has shown that it began; the operators that it calls are over, and it may still have their addresses."""
+    training = Training()
+    training.until_it_swaps()
+    training.until_it_repeats()
+    left_inside: list[int] = []
+
+    def short() -> int:
+        """Tensors that leave for a request that fails for all that."""
+        before = training.report["swap_passive"]
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1 << 40)
+        return training.report["swap_passive"] - before
+
+    @torch.library.custom_op("memplug_tests::kernel", mutates_args=())
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        torch.empty(12345)  # the step asks for something else
+        copy = x.clone()
+        left_inside.append(short())
+        return copy
+
+    loss = training.model(training.inputs())
+    assert training.away_bytes() > 0
+    copy = kernel(torch.ones(ROWS, 8))
+    assert left_inside == [0]
+    copy = copy + 1  # it is over
+    assert short() > 0
+    assert torch.equal(copy, torch.full((ROWS, 8), 2.0))
+    loss.backward()
