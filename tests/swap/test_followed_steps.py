@@ -82,7 +82,7 @@ def test_what_a_followed_step_has_made_cannot_leave_where_it_departs() -> None:
 @pytest.mark.cpu("a device has more than was asked for")
 def test_what_a_kernel_uses_stays_where_the_step_departs_inside_of_it() -> None:
     """Nothing has shown that it began; the operators that it calls are over, and it may still have their addresses."""
-    training = Training()
+    x, training = torch.ones(ROWS, 8), Training()
     training.until_it_swaps()
     training.until_it_repeats()
     left_inside: list[int] = []
@@ -103,7 +103,7 @@ def test_what_a_kernel_uses_stays_where_the_step_departs_inside_of_it() -> None:
 
     loss = training.model(training.inputs())
     assert training.away_bytes() > 0
-    copy = kernel(torch.ones(ROWS, 8))
+    copy = kernel(x)
     assert left_inside == [0]
     copy = copy + 1  # it is over
     assert short() > 0
