@@ -31,7 +31,7 @@ TOGETHER = tuple(
     for names in (
         "ambient arguments as_written forward_module module running saved_type swap_module transfer_module",
         "captures decisions flow forward frame observer operators saving sequence storages tape unfilled",
-        "followed_step leave_now relief repeated_step short_step storage_swapper swap_list swap_step",
+        "followed_step leaving relief repeated_step returning short_step storage_swapper swap_list swap_step",
         "clock exchange host_rows replay rounding streams transfer",
         "arena arena_plan cpu_allocator requests serving",
         "cuda_allocator cuda_arena cuda_device",

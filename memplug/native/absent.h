@@ -1,4 +1,4 @@
-// A storage on its way: what storage_swapper.cpp and leave_now.cpp know of it.
+// A storage on its way: what storage_swapper.cpp, leaving.cpp and returning.cpp know of it.
 #pragma once
 
 #include "clock.h"
@@ -32,6 +32,12 @@ struct StorageSwapper::Absent {
   c10::DataPtr arriving; // device memory that it returns to
   int64_t began = 0; // its return, of all returns
 };
+
+// A copy between the host and memory of a stream, which may be done before it returns.
+template <typename Copy>
+void StorageSwapper::copy(const StreamRef& stream, const Copy& act) {
+  streams_->is_immediate() ? wait_times_.around(*streams_, stream, act) : act();
+}
 
 struct StorageSwapper::HostMemory {
   Absent* absent; // null: the storage is back, or its swapper gone

@@ -28,6 +28,7 @@
 
 #include "host_rows.h"
 #include "streams.h"
+#include "wait_times.h"
 
 #if __has_include(<c10/core/StorageMaterializer.h>)
 #define MEMPLUG_SWAPS_STORAGES // torch >= 2.13
@@ -112,6 +113,11 @@ class StorageSwapper {
     return all_.empty();
   }
 
+  // How long the program waits for copies is measured from here on, or no more. What it waited: seconds; none: the device is
+  // not done.
+  void measure_waits(bool on);
+  std::optional<double> waited_s();
+
   // Of the host, in use.
   int64_t host_bytes();
   SwapCounters counters();
@@ -134,7 +140,10 @@ class StorageSwapper {
   void arrive(Absent& absent);
   void stay(Absent& absent);
   bool bring_back(Absent& absent);
+  void wait(const StreamRef& stream, const EventRef& event, Wait why);
   void wait_on_its_streams(const Absent& absent, const EventRef& event, Wait why);
+  template <typename Copy>
+  void copy(const StreamRef& stream, const Copy& act);
   std::unique_ptr<Absent> take(Absent& absent);
   void drain();
 
@@ -147,6 +156,7 @@ class StorageSwapper {
   std::vector<std::unique_ptr<Absent>> gone_; // their storages died while they returned
   int64_t passive_room_; // bytes of the host that may be added
   int64_t returns_ = 0; // that ever began
+  WaitTimes wait_times_;
   SwapCounters counters_;
 };
 

@@ -9,6 +9,7 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #endif
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -24,6 +25,8 @@ at::Tensor bytes_at(const void* memory, int64_t nbytes, c10::Device device) {
 
 class CpuStreams final : public Streams {
  public:
+  using Clock = std::chrono::steady_clock;
+
   StreamRef make() override {
     return nullptr;
   }
@@ -35,6 +38,16 @@ class CpuStreams final : public Streams {
   }
   EventRef record(const StreamRef&) override {
     return nullptr;
+  }
+  EventRef mark(const StreamRef&) override {
+    return std::make_shared<Clock::time_point>(Clock::now());
+  }
+  std::optional<double> seconds_between(const EventRef& begin, const EventRef& end) override {
+    const auto at = [](const EventRef& event) { return *static_cast<const Clock::time_point*>(event.get()); };
+    return std::chrono::duration<double>(at(end) - at(begin)).count();
+  }
+  bool is_immediate() override {
+    return true;
   }
   void copy(const StreamRef&, const at::Tensor& destination, const at::Tensor& source) override {
     if (destination.is_contiguous() && source.is_contiguous()) {
@@ -80,6 +93,19 @@ class AcceleratorStreams final : public Streams {
     auto event = std::make_shared<c10::Event>(device_.type());
     event->record(of(stream));
     return event;
+  }
+  EventRef mark(const StreamRef& stream) override {
+    auto event = std::make_shared<c10::Event>(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
+    event->record(of(stream));
+    return event;
+  }
+  std::optional<double> seconds_between(const EventRef& begin, const EventRef& end) override {
+    const auto* const first = static_cast<const c10::Event*>(begin.get());
+    const auto* const last = static_cast<const c10::Event*>(end.get());
+    if (!first->query() || !last->query()) {
+      return std::nullopt;
+    }
+    return first->elapsedTime(*last) / 1e3;
   }
   int64_t current_number() override {
     return backend_.getStream(device_).id();

@@ -46,12 +46,25 @@ class Streams {
   // An event that completes when the work queued on the stream so far is done.
   virtual EventRef record(const StreamRef& stream) = 0;
 
+  // The same, and it tells when that was; seconds from one to a later one, none: they have not completed, or nobody knows.
+  virtual EventRef mark(const StreamRef& stream) {
+    return record(stream);
+  }
+  virtual std::optional<double> seconds_between(const EventRef&, const EventRef&) {
+    return std::nullopt;
+  }
+
   // Work queued on the stream from now on starts after the event.
   void wait(const StreamRef& stream, const EventRef& event, Wait why) {
     ++waits[static_cast<size_t>(why)];
     if (left_out != why) {
       order(stream, event);
     }
+  }
+
+  // Whether all is done as it is asked for: then copies are what the program waits for, instead of events.
+  virtual bool is_immediate() {
+    return false;
   }
 
   // Whether the current stream's work is captured into a graph instead of run.

@@ -129,6 +129,8 @@ void add_swaps(py::module_& module) {
       .def("release", &StorageSwapper::release)
       .def("release_leaving", &StorageSwapper::release_leaving)
       .def("turn_back", &StorageSwapper::turn_back)
+      .def("measure_waits", &StorageSwapper::measure_waits)
+      .def("waited_s", &StorageSwapper::waited_s)
       .def("leave_now", [](StorageSwapper& swapper, py::handle tensor) {
         return swapper.leave_now(tensor_of(tensor).storage());
       })

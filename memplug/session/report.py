@@ -108,21 +108,24 @@ def swaps(technique: SwapsWhole | None, why: str) -> dict[str, Any]:
     their memory was released, `swap_demanded` those that were used before they were to be back, `swap_passive` those
     that left, for no plan, because a request for memory had failed; `swap_planned_state_bytes` are part of the bytes
     that the list has away in a step, those that leave as it begins; `swap_peak_bytes` is what the second step under the
-    list took of the device, as `predicted_swap_peak_bytes` promises.
+    list took of the device, as `predicted_swap_peak_bytes` promises, and `swap_stall_s` how long its operators
+    waited for copies, beside `predicted_swap_stall_s`; on the CPU, which makes them itself, the time that they took.
 
     Args:
         technique: None: there is none, or none yet.
         why: there is none; "": there may be one, once the model trains.
     """
     part, counters = (technique.part, technique.counters) if technique else (None, {})
+    promises = technique.promises if technique else None
     return {
         "swap": technique.state.value if technique else "off" if why else "waiting",
         "swap_off_because": why or (part.impossible if part else "") or None,
         "swap_tensors": len(part.targets) if part else 0,
         "swap_planned_bytes": part.swapped_bytes if part else 0,
         "swap_planned_state_bytes": part.state_bytes if part else 0,
-        "swap_peak_bytes": technique.measured_peak_bytes if technique else None,
+        "swap_peak_bytes": promises.peak_bytes if promises else None,
         "predicted_swap_peak_bytes": part.predicted_peak_bytes if part else None,
+        "swap_stall_s": promises.stall_s if promises else None,
         "predicted_swap_stall_s": part.predicted_stall_s if part else None,
         **{
             f"swap_{name}": counters.get(name, 0)

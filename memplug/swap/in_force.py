@@ -141,6 +141,17 @@ class InForce:
             self.relieved_bytes = sum(nbytes for kind, nbytes in events if kind in ("released", "left", "turned back"))
             self.has_failed = any(kind == "given up" for kind, _ in events)
 
+    def measure_waits(self, on: bool) -> None:
+        """How long operators wait for copies is measured from here on, or no more."""
+        if self._swapper is not None:
+            self._swapper.measure_waits(on)
+
+    def waited_s(self) -> float | None:
+        """What was measured, in seconds; on the CPU, which makes the copies itself, their time. None: the device is not
+        done.
+        """
+        return None if self._swapper is None else self._swapper.waited_s()
+
     def _load(self, tables: Tables, min_bytes: int, slab: torch.Tensor | None, passive_bytes: int) -> None:
         self._swapper = self._core.StorageSwapper(self._device.streams(self._core), slab, max(0, passive_bytes))
         self._loaded[:] = [self._swapper]

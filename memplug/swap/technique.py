@@ -30,6 +30,7 @@ from memplug.profile.trace import Trace
 from memplug.show.words import size
 from memplug.stages.technique import Given, Technique
 from memplug.swap.in_force import InForce, Relief
+from memplug.swap.promises import Promises
 from memplug.swap.room import Room
 
 MISSED_SHARE = 0.05  # of a list's tensors, above which a step counts against it
@@ -37,7 +38,6 @@ MISSED_STEPS = 3  # in a row
 OTHERS = 3  # recorded steps at most, where a list is made anew, that fit without one: a shorter batch's
 UNLIMITED_BYTES = 1 << 62
 MEASURED_STEP = 2  # under a list: the first one of a run is not seen from its beginning
-PEAK_SLACK = 0.02  # share by which that one may take more than predicted
 
 
 class State(enum.Enum):
@@ -57,7 +57,7 @@ class SwapsWhole(Technique[SwapPart]):
 
     Attributes:
         part: in force; None: none is.
-        measured_peak_bytes: of the device, in the second step under the list; None: there was none yet.
+        promises: of the list in force, beside what happens.
     """
 
     name = "swap"
@@ -70,7 +70,7 @@ class SwapsWhole(Technique[SwapPart]):
         self._beside = Beside(given.config.profiler.wait_for_plans)
         self._state = State.WAITING
         self._in_force = InForce(device, self._core, given.config.swap.min_bytes, given.host_bytes, given.explain)
-        self.measured_peak_bytes: int | None = None
+        self.promises: Promises | None = None
         self._missed = self._missing_steps = 0
         self._steps = 0  # since what is in force is
         self._sizes_vary = False  # of what layers ask for that are dynamic
@@ -122,11 +122,15 @@ class SwapsWhole(Technique[SwapPart]):
             for tensor in self._given.tensors() if self._config.swap.states else ():
                 self._core.count_cpu(tensor)
         self._in_force.begin_step()
+        self._in_force.measure_waits(self.state is State.SWAPPING and self._steps == MEASURED_STEP - 1)
 
     def end_step(self) -> None:
         """Between two steps nothing is away, unless the device has no room for it."""
         self._in_force.end_step()
+        self._in_force.measure_waits(False)
         self._steps += 1
+        if self.promises is not None and self._steps >= MEASURED_STEP and self.promises.stall_s is None:
+            self.promises.compare_stall(self._in_force.waited_s())
         if self._device.kind == "cpu" and not self.off_because:
             # what memplug itself does between two steps is no part of the device's
             self._core.limit_cpu(UNLIMITED_BYTES)
@@ -136,7 +140,8 @@ class SwapsWhole(Technique[SwapPart]):
     def propose(self, trace: Trace | None) -> SwapPart | None:
         """A list for the step that was recorded, or an empty one where that keeps to its budget, or none does."""
         if self.part is not None:
-            self._compare(trace)
+            if trace is not None and self._steps == MEASURED_STEP and self.promises is not None:
+                self.promises.compare_peak(trace)
             if not self.part.targets:
                 return None
             missed = self._in_force.missed - self._missed
@@ -185,7 +190,7 @@ class SwapsWhole(Technique[SwapPart]):
         if self._state is State.SHORT:
             self._watch()
         self._missed = self._missing_steps = self._steps = 0
-        self.measured_peak_bytes = None
+        self.promises = Promises(part, self._tell, self._device.kind == "cpu") if part.targets else None
 
     def withdraw(self) -> None:
         """All tensors stay where they are, unless a request fails."""
@@ -199,7 +204,7 @@ class SwapsWhole(Technique[SwapPart]):
     def _stay(self) -> None:
         self._beside.stop()
         self._end()
-        self.part, self._state = None, State.WAITING
+        self.part, self.promises, self._state = None, None, State.WAITING
         if not self.off_because:
             self._watch()
         elif self._device.kind == "cpu":
@@ -225,18 +230,6 @@ class SwapsWhole(Technique[SwapPart]):
     def keep(self, part: SwapPart, plan: MemoryPlan) -> MemoryPlan:
         """As JSON."""
         return super().keep(part.to_json(), plan)
-
-    def _compare(self, trace: Trace | None) -> None:
-        """What a step takes with what was predicted."""
-        if trace is None or self._steps != MEASURED_STEP or self._state is not State.SWAPPING:
-            return
-        measured, predicted = int(trace.live_bytes.max(initial=0)), self.part.predicted_peak_bytes
-        self.measured_peak_bytes = measured
-        if measured > predicted * (1 + PEAK_SLACK):
-            self._tell(
-                f"a step under the swap list took {size(measured)} of the device, and was to take {size(predicted)}",
-                logging.WARNING,
-            )
 
     def _departs(self, missed: int) -> bool:
         """Whether tensors of dynamic layers may be why many are not found, step after step."""

@@ -51,6 +51,24 @@ def away(swapper: Any, tensor: torch.Tensor, key: int = 1) -> None:
     swapper.release(key)
 
 
+def test_waits_are_measured_while_that_is_asked_for(swapper: Any) -> None:
+    tensor = sample()
+
+    def waited_s(measured: bool) -> float:
+        swapper.measure_waits(measured)
+        away(swapper, tensor)
+        swapper.restore(1)
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
+        return swapper.waited_s()
+
+    assert waited_s(False) == 0
+    seconds = waited_s(True)
+    assert 0 < seconds < 10 and waited_s(False) == seconds, "it is kept"
+    swapper.measure_waits(True)
+    assert swapper.waited_s() == 0
+
+
 def test_a_storage_that_is_away_comes_back_whole(swapper: Any) -> None:
     tensor, before = sample(), sample()
     away(swapper, tensor)

@@ -1,0 +1,168 @@
+// Storages on their way back.
+#include <utility>
+
+#include "absent.h"
+
+namespace memplug {
+
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+#ifdef MEMPLUG_SWAPS_STORAGES
+
+void StorageSwapper::prefetch(int64_t key) {
+  const Lock lock(swap_mutex());
+  Absent* const absent = find(key);
+  if (absent != nullptr && absent->state == State::AWAY && !absent->written && is_current(*absent) &&
+      !streams_->is_capturing()) {
+    start_return(*absent);
+  }
+}
+
+// False: the device has no room.
+bool StorageSwapper::start_return(Absent& absent) {
+  drain();
+  const Own own;
+  const Moving moving(absent.passive);
+  try {
+    absent.arriving = streams_->allocate(absent.stream, absent.nbytes);
+  } catch (const c10::OutOfMemoryError&) {
+    ++counters_.refused;
+    return false;
+  }
+  streams_->wait(prefetch_stream_, streams_->record(absent.stream), Wait::PREFETCH_FOR_COMPUTE);
+  copy(absent.stream, [&] {
+    streams_->prefetch(
+        prefetch_stream_,
+        absent.arriving.get(),
+        pool_.slab(absent.slot),
+        absent.slot.offset,
+        absent.nbytes,
+        absent.storage->device());
+  });
+  absent.prefetched = streams_->record(prefetch_stream_);
+  absent.state = State::RETURNING;
+  absent.began = ++returns_;
+  if (absent.passive) {
+    note_moved_out(-absent.nbytes);
+  } else {
+    ++counters_.prefetches;
+    counters_.prefetched_bytes += absent.nbytes;
+  }
+  return true;
+}
+
+void StorageSwapper::arrive(Absent& absent) {
+  wait_on_its_streams(absent, absent.prefetched, Wait::USE_FOR_PREFETCH);
+  const auto record = take(absent);
+  record->host->absent = nullptr;
+  record->storage->clear_materializer();
+  pool_.give(record->slot);
+  c10::DataPtr& pointer = record->storage->_mutable_data_ptr_no_checks();
+  if (record->passive) {
+    note_moved(pointer.get(), record->arriving.get());
+  }
+  std::swap(pointer, record->arriving);
+}
+
+// It has not left, and does not.
+void StorageSwapper::stay(Absent& absent) {
+  ++counters_.cancelled;
+  wait_on_its_streams(absent, absent.offloaded, Wait::MUTATE_FOR_OFFLOAD);
+  const auto record = take(absent);
+  record->storage->clear_materializer();
+  pool_.give(record->slot);
+}
+
+// False: the device has no room.
+bool StorageSwapper::bring_back(Absent& absent) {
+  if (absent.state == State::LEAVING) {
+    stay(absent);
+    return true;
+  }
+  if (absent.state == State::AWAY && !start_return(absent)) {
+    return false;
+  }
+  arrive(absent);
+  return true;
+}
+
+void StorageSwapper::restore(int64_t key) {
+  const Lock lock(swap_mutex());
+  if (Absent* const absent = find(key)) {
+    bring_back(*absent);
+  }
+}
+
+void StorageSwapper::use(const c10::StorageImpl* storage) {
+  const Lock lock(swap_mutex());
+  const auto found = absents().find(storage);
+  if (found != absents().end() && found->second->swapper == this) {
+    counters_.demanded += found->second->state != State::LEAVING && !found->second->passive;
+    bring_back(*found->second);
+  }
+}
+
+// Torch is about to hand out a pointer to write to.
+void StorageSwapper::before_write(c10::StorageImpl* storage) {
+  const Lock lock(swap_mutex());
+  const auto found = absents().find(storage);
+  if (found != absents().end()) {
+    Absent& absent = *found->second;
+    absent.swapper->counters_.demanded += absent.state != State::LEAVING && !absent.passive;
+    if (!absent.swapper->bring_back(absent)) {
+      absent.written = true;
+    }
+  }
+}
+
+bool StorageSwapper::restore_all() {
+  const Lock lock(swap_mutex());
+  drain();
+  std::vector<Absent*> away;
+  for (const auto& absent : all_) {
+    away.push_back(absent.get());
+  }
+  bool all = true;
+  for (Absent* const absent : away) {
+    all = bring_back(*absent) && all;
+  }
+  return all;
+}
+
+int64_t StorageSwapper::turn_back() {
+  const Lock lock(swap_mutex());
+  Absent* last = nullptr;
+  for (const auto& absent : all_) {
+    if (absent->state == State::RETURNING && is_current(*absent) && (last == nullptr || absent->began > last->began)) {
+      last = absent.get();
+    }
+  }
+  if (last == nullptr || streams_->is_capturing()) {
+    return 0;
+  }
+  wait(last->stream, last->prefetched, Wait::DISCARD_FOR_PREFETCH);
+  last->prefetched = nullptr;
+  last->state = State::AWAY;
+  if (last->passive) {
+    note_moved_out(last->nbytes);
+  }
+  const Moving moving(last->passive);
+  last->arriving.clear();
+  return last->nbytes;
+}
+
+#else
+
+void StorageSwapper::prefetch(int64_t) {}
+void StorageSwapper::restore(int64_t) {}
+void StorageSwapper::use(const c10::StorageImpl*) {}
+bool StorageSwapper::restore_all() {
+  return true;
+}
+int64_t StorageSwapper::turn_back() {
+  return 0;
+}
+
+#endif
+
+} // namespace memplug
