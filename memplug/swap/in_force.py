@@ -177,6 +177,7 @@ class InForce:
             self._core.catch_out_of_memory(on, index, self._explain if on else None)
         except RuntimeError as error:
             raise SwapError(f"requests that fail cannot be caught: {str(error).splitlines()[0]}") from None
+        self._core.take_relief_events()  # of a session that ended within a step
         self._catches = on
 
 
