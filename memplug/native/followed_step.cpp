@@ -54,9 +54,12 @@ std::pair<Sight, int32_t> SwapStep::sight() const {
   for (const int32_t target : repeated_.open()) {
     await(Sight::TENSORS, plan_.targets[target].operator_number);
   }
-  for (const int32_t target : late_) { // behind the program any operator that uses it
-    const auto place = static_cast<size_t>(plan_.targets[target].next_use);
-    place < plan_.program.size() ? await(Sight::NUMBERS, plan_.program[place]) : await(Sight::TENSORS, ANY);
+  for (const int32_t target : late_) {
+    if (returned_outside_[target]) { // any that uses it
+      await(Sight::TENSORS, ANY);
+    } else {
+      await(Sight::NUMBERS, plan_.program[plan_.targets[target].next_use]);
+    }
   }
   return {seen, awaited.value_or(ANY)};
 }
@@ -104,8 +107,8 @@ void SwapStep::return_late(int32_t number) {
   late_.erase(std::remove_if(late_.begin(), late_.end(), is_user), late_.end());
 }
 
-// An operator behind the program begins: with the first one that uses a tensor which is to be back there, all of those are.
-void SwapStep::return_behind(const at::RecordFunction& function) {
+// An operator outside of the program begins: with the first one that uses a tensor which is to be back there, all of those are.
+void SwapStep::return_outside(const at::RecordFunction& function) {
   if (late_.empty() || !is_away(function)) {
     return;
   }

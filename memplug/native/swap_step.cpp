@@ -18,6 +18,7 @@ SwapStep::SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c
     turns_.push_back({target.prefetch, Turn::PREFETCH, index});
     turns_.push_back({target.next_use, Turn::RESTORE, index});
   }
+  returned_outside_.assign(plan_.targets.size(), 1); // until that is known
   std::stable_sort(turns_.begin(), turns_.end(), [](const Turn& one, const Turn& other) {
     return std::pair(one.place, one.kind) < std::pair(other.place, other.kind);
   });
@@ -95,7 +96,7 @@ void SwapStep::tick(const at::RecordFunction& function, int32_t number, const Mo
       anchors_.push_back(tensor.storage().getWeakStorageImpl()); // its address is no other's
     }
   });
-  take_until(finder_.now());
+  take_until(finder_.now(), false);
 }
 
 // What an operator inside of another one reads, and that one does not, was made in between: not each of them is shown.
@@ -135,7 +136,7 @@ void SwapStep::wrote(const at::RecordFunction& function, int32_t number, const M
 
 void SwapStep::pass(const at::RecordFunction& function, int32_t number, const Moment& moment) {
   if (repeated_.is_followed()) {
-    return_behind(function);
+    return_outside(function);
     return;
   }
   const bool collective = is_collective(function, number), is_counted = trains_unsuspended();
@@ -149,7 +150,7 @@ void SwapStep::pass(const at::RecordFunction& function, int32_t number, const Mo
     }
   });
   if (is_counted && is_away(function)) {
-    take_until(finder_.now() + 1);
+    take_until(finder_.now() + 1, true);
   }
   use(function);
 }
@@ -177,9 +178,12 @@ void SwapStep::leave_at_the_beginning() {
   }
 }
 
-void SwapStep::take_until(int32_t place) {
+void SwapStep::take_until(int32_t place, bool outside) {
   for (; next_turn_ < turns_.size() && turns_[next_turn_].place <= place; ++next_turn_) {
     repeated_.learn_turn(static_cast<int32_t>(next_turn_));
+    if (turns_[next_turn_].kind == Turn::RESTORE) {
+      returned_outside_[turns_[next_turn_].target] = outside;
+    }
     take(turns_[next_turn_]);
   }
 }

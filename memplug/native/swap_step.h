@@ -125,7 +125,7 @@ class SwapStep {
   }
   void leave_at_the_beginning();
   void take(const Turn& turn);
-  void take_until(int32_t place);
+  void take_until(int32_t place, bool outside);
   bool is_away(const at::RecordFunction& function) const;
   void see(const at::Tensor& tensor, const Moment& moment, bool made);
   template <typename Values>
@@ -135,7 +135,7 @@ class SwapStep {
   void follow();
   void take_due();
   void return_late(int32_t number);
-  void return_behind(const at::RecordFunction& function);
+  void return_outside(const at::RecordFunction& function);
   void depart();
   bool is_collective(const at::RecordFunction& function, int32_t number);
   std::vector<Idle> idle() const;
@@ -147,6 +147,7 @@ class SwapStep {
   Lasting lasting_;
   bool has_begun_ = false; // the program, in this step
   std::vector<Turn> turns_;
+  std::vector<uint8_t> returned_outside_; // by target, in the last step that was not followed: with an operator outside of the program
   size_t next_turn_ = 0;
   RepeatedStep repeated_;
   std::vector<std::pair<int64_t, int32_t>> due_; // in a step that is followed: requests before a turn, and which
