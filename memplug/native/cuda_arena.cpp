@@ -1,8 +1,6 @@
-// The CUDA allocator, stood in front of: blocks of the arena where it has one, else the native allocator's, untouched.
-//
-// Every call but those that the arena changes is handed on. Which calls there are differs between versions of torch:
-// they are declared here without `override`, and handed on where the installed version knows them. Where it has one
-// that this file does not know, the class stays abstract, and there is no arena; the recorder works all the same.
+// The CUDA allocator, stood in front of: blocks of the arena where it has one, else the native allocator's, untouched. Every
+// call but those that the arena changes is handed on; where the installed version of torch has one that hands_on.h does not
+// know, there is no arena; the recorder works all the same.
 #include "cuda_memory.h"
 
 #ifdef MEMPLUG_CUDA_ARENA
@@ -16,57 +14,20 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
-#include <memory>
 #include <stdexcept>
-#include <string>
 #include <tuple>
 #include <type_traits>
-#include <unordered_set>
 #include <utility>
-#include <vector>
 
+#include "hands_on.h"
 #include "relief.h"
 #include "serving.h"
 
 namespace memplug {
 namespace {
 
-namespace caching = c10::cuda::CUDACachingAllocator;
 using Native = caching::CUDAAllocator;
 using DeviceStats = decltype(std::declval<Native&>().getDeviceStats(0));
-
-// Hand `NAME(ARGUMENTS)` on, of a native allocator that may not have it.
-#define HAND_ON(NAME, ...)                                                                   \
-  [&](auto* native) {                                                                        \
-    if constexpr (requires { native->NAME(__VA_ARGS__); }) {                                 \
-      return native->NAME(__VA_ARGS__);                                                      \
-    } else {                                                                                 \
-      throw std::logic_error("this version of torch has no " #NAME " with these arguments"); \
-    }                                                                                        \
-  }(this->native_)
-
-// The type of the first argument, and of the result, of a member that the base may not have.
-template <typename Result, typename Class, typename First, typename... Rest>
-First first_of(Result (Class::*)(First, Rest...));
-struct Unknown {};
-
-template <typename Base, typename = void>
-struct RejectionObserver {
-  using type = Unknown;
-};
-template <typename Base>
-struct RejectionObserver<Base, std::void_t<decltype(&Base::attachOomRejectionObserver)>> {
-  using type = decltype(first_of(&Base::attachOomRejectionObserver));
-};
-
-template <typename Base, typename = void>
-struct SegmentSizes {
-  using type = Unknown;
-};
-template <typename Base>
-struct SegmentSizes<Base, std::void_t<decltype(&Base::getExpandableSegmentSizes)>> {
-  using type = decltype(std::declval<Base&>().getExpandableSegmentSizes(0));
-};
 
 // Bytes of the arena in place of the memory that it was reserved with. The peak is that of both together.
 void count_arena(DeviceStats& stats, const DeviceBytes& peak) {
@@ -87,47 +48,46 @@ char* reserved_with(const void* block) {
   return owner != nullptr ? owner->reserved_with(block) : nullptr;
 }
 
-// A template, so that members that the base does not know are looked at only if they are called.
 template <typename Base>
-class InFront final : public Base {
+class InFront final : public HandsOn<Base> {
  public:
-  InFront(Base* native, int device) : native_(native), device_(device) {}
-
-  Base* native() const {
-    return native_;
-  }
-
-  // -- what the arena changes --
+  InFront(Base* native, int device) : HandsOn<Base>(native), device_(device) {}
 
   c10::DataPtr allocate(size_t nbytes) override {
     return watched(nbytes, [] { return c10::cuda::getCurrentCUDAStream().stream(); }, [&] { return serve(nbytes); });
   }
 
+  void* raw_alloc(size_t nbytes) override {
+    return with_relief(nbytes, [&] { return this->native_->raw_alloc(nbytes); }); // never the arena's: a native `raw_delete` may end it
+  }
+  void* raw_alloc_with_stream(size_t nbytes, cudaStream_t stream) override {
+    return with_relief(nbytes, [&] { return this->native_->raw_alloc_with_stream(nbytes, stream); });
+  }
   void raw_delete(void* block) override {
     Arena* const owner = arena_of(block);
     if (owner == nullptr || !owner->give_back(block)) {
-      native_->raw_delete(block);
+      this->native_->raw_delete(block);
     }
   }
 
   void recordStream(const c10::DataPtr& block, c10::cuda::CUDAStream stream) override {
     if (block.get() == nullptr || block.get_deleter() != &give_back_served || stream.device_index() != device_ ||
         !arena_of(block.get())->use_on(block.get(), stream.stream())) {
-      native_->recordStream(block, stream);
+      this->native_->recordStream(block, stream);
     }
   }
 
   void* getBaseAllocation(void* block, size_t* nbytes) override {
     char* const reserved = reserved_with(block);
-    return native_->getBaseAllocation(reserved != nullptr ? reserved : block, nbytes);
+    return this->native_->getBaseAllocation(reserved != nullptr ? reserved : block, nbytes);
   }
 
   caching::ShareableHandle shareIpcHandle(void* block) override {
     char* const reserved = reserved_with(block);
     if (reserved == nullptr) {
-      return native_->shareIpcHandle(block);
+      return this->native_->shareIpcHandle(block);
     }
-    caching::ShareableHandle shared = native_->shareIpcHandle(reserved);
+    caching::ShareableHandle shared = this->native_->shareIpcHandle(reserved);
     shared.offset += static_cast<char*>(block) - reserved;
     return shared;
   }
@@ -135,194 +95,28 @@ class InFront final : public Base {
   // Captured graphs and pools of the user's have memory of their own.
   void beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool, std::function<bool(cudaStream_t)> filter)
       override {
-    native_->beginAllocateToPool(device, pool, std::move(filter));
+    this->native_->beginAllocateToPool(device, pool, std::move(filter));
     pools_ += device == device_;
   }
   void endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) override {
-    native_->endAllocateToPool(device, pool);
+    this->native_->endAllocateToPool(device, pool);
     if (device == device_ && pools_ > 0) { // one may have begun before
       --pools_;
     }
   }
 
   DeviceStats getDeviceStats(c10::DeviceIndex device) override {
-    DeviceStats stats = native_->getDeviceStats(device);
+    DeviceStats stats = this->native_->getDeviceStats(device);
     if (device == device_ && the_arena() != nullptr) {
       count_arena(stats, device_peak());
     }
     return stats;
   }
   void resetPeakStats(c10::DeviceIndex device) override {
-    native_->resetPeakStats(device);
+    this->native_->resetPeakStats(device);
     if (device == device_) {
       reset_device_peak();
     }
-  }
-
-  // -- what is handed on --
-
-  void* raw_alloc(size_t nbytes) override {
-    return with_relief(nbytes, [&] { return native_->raw_alloc(nbytes); }); // never the arena's: a native `raw_delete` may end it
-  }
-  void* raw_alloc_with_stream(size_t nbytes, cudaStream_t stream) override {
-    return with_relief(nbytes, [&] { return native_->raw_alloc_with_stream(nbytes, stream); });
-  }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return native_->raw_deleter(); // what graphs know their blocks by
-  }
-  bool is_simple_data_ptr(const c10::DataPtr& block) const override {
-    return native_->is_simple_data_ptr(block);
-  }
-  void copy_data(void* destination, const void* source, size_t nbytes) const override {
-    native_->copy_data(destination, source, nbytes);
-  }
-  void init(int count) override {
-    native_->init(count);
-  }
-  bool initialized() override {
-    return native_->initialized();
-  }
-  std::string name() override {
-    return native_->name();
-  }
-  void resetAccumulatedStats(c10::DeviceIndex device) override {
-    native_->resetAccumulatedStats(device);
-  }
-  void cacheInfo(c10::DeviceIndex device, size_t* largest) override {
-    native_->cacheInfo(device, largest);
-  }
-  void setMemoryFraction(double fraction, c10::DeviceIndex device) override {
-    native_->setMemoryFraction(fraction, device);
-  }
-  void releasePool(c10::DeviceIndex device, c10::MempoolId_t pool) override {
-    native_->releasePool(device, pool);
-  }
-  std::shared_ptr<void> getIpcDevPtr(std::string handle) override {
-    return native_->getIpcDevPtr(std::move(handle));
-  }
-  void attachOutOfMemoryObserver(caching::OutOfMemoryObserver observer) override {
-    native_->attachOutOfMemoryObserver(std::move(observer));
-  }
-  void attachAllocatorTraceTracker(caching::AllocatorTraceTracker tracker) override {
-    native_->attachAllocatorTraceTracker(std::move(tracker));
-  }
-  void enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex peer) override {
-    native_->enablePeerAccess(device, peer);
-  }
-  cudaError_t memcpyAsync(
-      void* to, int to_device, const void* from, int from_device, size_t nbytes, cudaStream_t stream, bool peer)
-      override {
-    return native_->memcpyAsync(to, to_device, from, from_device, nbytes, stream, peer);
-  }
-  std::shared_ptr<caching::AllocatorState> getCheckpointState(c10::DeviceIndex device, c10::MempoolId_t pool) override {
-    return native_->getCheckpointState(device, pool);
-  }
-  caching::CheckpointDelta setCheckpointPoolState(
-      c10::DeviceIndex device, std::shared_ptr<caching::AllocatorState> state) override {
-    return native_->setCheckpointPoolState(device, std::move(state));
-  }
-
-  // -- what only some versions have, or have with other arguments --
-
-  void emptyCache(c10::MempoolId_t pool) {
-    HAND_ON(emptyCache, pool);
-  }
-  void emptyCache() {
-    HAND_ON(emptyCache);
-  }
-  double getMemoryFraction(c10::DeviceIndex device) {
-    return HAND_ON(getMemoryFraction, device);
-  }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {
-    return HAND_ON(getMemoryInfo, device);
-  }
-  typename SegmentSizes<Base>::type getExpandableSegmentSizes(c10::DeviceIndex device) {
-    return HAND_ON(getExpandableSegmentSizes, device);
-  }
-  void enable(bool on) {
-    HAND_ON(enable, on);
-  }
-  bool isEnabled() const {
-    return HAND_ON(isEnabled);
-  }
-  caching::SnapshotInfo snapshot() {
-    return HAND_ON(snapshot);
-  }
-  caching::SnapshotInfo snapshot(c10::MempoolId_t pool) {
-    return HAND_ON(snapshot, pool);
-  }
-  caching::SnapshotInfo snapshot(c10::MempoolId_t pool, bool traces) {
-    return HAND_ON(snapshot, pool, traces);
-  }
-  void markCaptureBegin(c10::DeviceIndex device) {
-    HAND_ON(markCaptureBegin, device);
-  }
-  void markCaptureEnd(c10::DeviceIndex device) {
-    HAND_ON(markCaptureEnd, device);
-  }
-  int getPoolUseCount(c10::DeviceIndex device, c10::MempoolId_t pool) {
-    return HAND_ON(getPoolUseCount, device, pool);
-  }
-  void createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t pool, std::shared_ptr<Base> of) {
-    HAND_ON(createOrIncrefPool, device, pool, std::move(of));
-  }
-  void createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t pool, Base* of) {
-    HAND_ON(createOrIncrefPool, device, pool, of);
-  }
-  void ensureExistsAndIncrefPool(c10::DeviceIndex device, c10::MempoolId_t pool) {
-    HAND_ON(ensureExistsAndIncrefPool, device, pool);
-  }
-  void setUseOnOOM(c10::DeviceIndex device, c10::MempoolId_t pool, bool on) {
-    HAND_ON(setUseOnOOM, device, pool, on);
-  }
-  void setUseOnOOM(c10::DeviceIndex device, c10::MempoolId_t pool) {
-    HAND_ON(setUseOnOOM, device, pool);
-  }
-  void setNoSplit(c10::DeviceIndex device, c10::MempoolId_t pool) {
-    HAND_ON(setNoSplit, device, pool);
-  }
-  bool checkPoolLiveAllocations(
-      c10::DeviceIndex device, c10::MempoolId_t pool, const std::unordered_set<void*>& expected) {
-    return HAND_ON(checkPoolLiveAllocations, device, pool, expected);
-  }
-  bool isHistoryEnabled() {
-    return HAND_ON(isHistoryEnabled);
-  }
-  std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* block) {
-    return HAND_ON(getContextForPointer, block);
-  }
-  void recordHistory(
-      bool on, caching::CreateContextFn recorder, size_t most, caching::RecordContext when, bool clear,
-      const std::vector<std::string>& skipped) {
-    HAND_ON(recordHistory, on, recorder, most, when, clear, skipped);
-  }
-  void recordHistory(
-      bool on, caching::CreateContextFn recorder, size_t most, caching::RecordContext when, bool clear) {
-    HAND_ON(recordHistory, on, recorder, most, when, clear);
-  }
-  void recordHistory(bool on, caching::CreateContextFn recorder, size_t most, caching::RecordContext when) {
-    HAND_ON(recordHistory, on, recorder, most, when);
-  }
-  void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& annotation) {
-    HAND_ON(recordAnnotation, annotation);
-  }
-  void pushCompileContext(std::string& context) {
-    HAND_ON(pushCompileContext, context);
-  }
-  void popCompileContext() {
-    HAND_ON(popCompileContext);
-  }
-  void setUserMetadata(const std::string& metadata) {
-    HAND_ON(setUserMetadata, metadata);
-  }
-  std::string getUserMetadata() {
-    return HAND_ON(getUserMetadata);
-  }
-  void attachOomRejectionObserver(typename RejectionObserver<Base>::type observer) {
-    HAND_ON(attachOomRejectionObserver, std::move(observer));
-  }
-  c10::DataPtr allocateWithAddress(size_t nbytes, void* address) {
-    return HAND_ON(allocateWithAddress, nbytes, address);
   }
 
  private:
@@ -337,10 +131,9 @@ class InFront final : public Base {
         }
       }
     }
-    return with_relief(nbytes, [&] { return native_->allocate(nbytes); });
+    return with_relief(nbytes, [&] { return this->native_->allocate(nbytes); });
   }
 
-  Base* const native_;
   const int device_;
   std::atomic<int> pools_{0};
 };

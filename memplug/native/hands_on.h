@@ -1,0 +1,225 @@
+// An allocator of CUDA that hands every call on to another one.
+//
+// Which calls there are differs between versions of torch: those that not all have are declared here without `override`, and
+// handed on where the installed version knows them. Where it has one that this file does not know, the class stays abstract.
+#pragma once
+
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace memplug {
+
+// Hand `NAME(ARGUMENTS)` on, of a native allocator that may not have it.
+#define HAND_ON(NAME, ...)                                                                   \
+  [&](auto* native) {                                                                        \
+    if constexpr (requires { native->NAME(__VA_ARGS__); }) {                                 \
+      return native->NAME(__VA_ARGS__);                                                      \
+    } else {                                                                                 \
+      throw std::logic_error("this version of torch has no " #NAME " with these arguments"); \
+    }                                                                                        \
+  }(this->native_)
+
+namespace caching = c10::cuda::CUDACachingAllocator;
+
+// The type of the first argument, and of the result, of a member that the base may not have.
+template <typename Result, typename Class, typename First, typename... Rest>
+First first_of(Result (Class::*)(First, Rest...));
+struct Unknown {};
+
+template <typename Base, typename = void>
+struct RejectionObserver {
+  using type = Unknown;
+};
+template <typename Base>
+struct RejectionObserver<Base, std::void_t<decltype(&Base::attachOomRejectionObserver)>> {
+  using type = decltype(first_of(&Base::attachOomRejectionObserver));
+};
+
+template <typename Base, typename = void>
+struct SegmentSizes {
+  using type = Unknown;
+};
+template <typename Base>
+struct SegmentSizes<Base, std::void_t<decltype(&Base::getExpandableSegmentSizes)>> {
+  using type = decltype(std::declval<Base&>().getExpandableSegmentSizes(0));
+};
+
+// A template, so that members that the base does not know are looked at only if they are called.
+template <typename Base>
+class HandsOn : public Base {
+ public:
+  explicit HandsOn(Base* native) : native_(native) {}
+
+  c10::DeleterFnPtr raw_deleter() const override {
+    return native_->raw_deleter(); // what graphs know their blocks by
+  }
+  bool is_simple_data_ptr(const c10::DataPtr& block) const override {
+    return native_->is_simple_data_ptr(block);
+  }
+  void copy_data(void* destination, const void* source, size_t nbytes) const override {
+    native_->copy_data(destination, source, nbytes);
+  }
+  void init(int count) override {
+    native_->init(count);
+  }
+  bool initialized() override {
+    return native_->initialized();
+  }
+  std::string name() override {
+    return native_->name();
+  }
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    native_->resetAccumulatedStats(device);
+  }
+  void cacheInfo(c10::DeviceIndex device, size_t* largest) override {
+    native_->cacheInfo(device, largest);
+  }
+  void setMemoryFraction(double fraction, c10::DeviceIndex device) override {
+    native_->setMemoryFraction(fraction, device);
+  }
+  void releasePool(c10::DeviceIndex device, c10::MempoolId_t pool) override {
+    native_->releasePool(device, pool);
+  }
+  std::shared_ptr<void> getIpcDevPtr(std::string handle) override {
+    return native_->getIpcDevPtr(std::move(handle));
+  }
+  void attachOutOfMemoryObserver(caching::OutOfMemoryObserver observer) override {
+    native_->attachOutOfMemoryObserver(std::move(observer));
+  }
+  void attachAllocatorTraceTracker(caching::AllocatorTraceTracker tracker) override {
+    native_->attachAllocatorTraceTracker(std::move(tracker));
+  }
+  void enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex peer) override {
+    native_->enablePeerAccess(device, peer);
+  }
+  cudaError_t memcpyAsync(
+      void* to, int to_device, const void* from, int from_device, size_t nbytes, cudaStream_t stream, bool peer)
+      override {
+    return native_->memcpyAsync(to, to_device, from, from_device, nbytes, stream, peer);
+  }
+  std::shared_ptr<caching::AllocatorState> getCheckpointState(c10::DeviceIndex device, c10::MempoolId_t pool) override {
+    return native_->getCheckpointState(device, pool);
+  }
+  caching::CheckpointDelta setCheckpointPoolState(
+      c10::DeviceIndex device, std::shared_ptr<caching::AllocatorState> state) override {
+    return native_->setCheckpointPoolState(device, std::move(state));
+  }
+
+  // -- what only some versions have, or have with other arguments --
+
+  void emptyCache(c10::MempoolId_t pool) {
+    HAND_ON(emptyCache, pool);
+  }
+  void emptyCache() {
+    HAND_ON(emptyCache);
+  }
+  double getMemoryFraction(c10::DeviceIndex device) {
+    return HAND_ON(getMemoryFraction, device);
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {
+    return HAND_ON(getMemoryInfo, device);
+  }
+  typename SegmentSizes<Base>::type getExpandableSegmentSizes(c10::DeviceIndex device) {
+    return HAND_ON(getExpandableSegmentSizes, device);
+  }
+  void enable(bool on) {
+    HAND_ON(enable, on);
+  }
+  bool isEnabled() const {
+    return HAND_ON(isEnabled);
+  }
+  caching::SnapshotInfo snapshot() {
+    return HAND_ON(snapshot);
+  }
+  caching::SnapshotInfo snapshot(c10::MempoolId_t pool) {
+    return HAND_ON(snapshot, pool);
+  }
+  caching::SnapshotInfo snapshot(c10::MempoolId_t pool, bool traces) {
+    return HAND_ON(snapshot, pool, traces);
+  }
+  void markCaptureBegin(c10::DeviceIndex device) {
+    HAND_ON(markCaptureBegin, device);
+  }
+  void markCaptureEnd(c10::DeviceIndex device) {
+    HAND_ON(markCaptureEnd, device);
+  }
+  int getPoolUseCount(c10::DeviceIndex device, c10::MempoolId_t pool) {
+    return HAND_ON(getPoolUseCount, device, pool);
+  }
+  void createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t pool, std::shared_ptr<Base> of) {
+    HAND_ON(createOrIncrefPool, device, pool, std::move(of));
+  }
+  void createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t pool, Base* of) {
+    HAND_ON(createOrIncrefPool, device, pool, of);
+  }
+  void ensureExistsAndIncrefPool(c10::DeviceIndex device, c10::MempoolId_t pool) {
+    HAND_ON(ensureExistsAndIncrefPool, device, pool);
+  }
+  void setUseOnOOM(c10::DeviceIndex device, c10::MempoolId_t pool, bool on) {
+    HAND_ON(setUseOnOOM, device, pool, on);
+  }
+  void setUseOnOOM(c10::DeviceIndex device, c10::MempoolId_t pool) {
+    HAND_ON(setUseOnOOM, device, pool);
+  }
+  void setNoSplit(c10::DeviceIndex device, c10::MempoolId_t pool) {
+    HAND_ON(setNoSplit, device, pool);
+  }
+  bool checkPoolLiveAllocations(
+      c10::DeviceIndex device, c10::MempoolId_t pool, const std::unordered_set<void*>& expected) {
+    return HAND_ON(checkPoolLiveAllocations, device, pool, expected);
+  }
+  bool isHistoryEnabled() {
+    return HAND_ON(isHistoryEnabled);
+  }
+  std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* block) {
+    return HAND_ON(getContextForPointer, block);
+  }
+  void recordHistory(
+      bool on, caching::CreateContextFn recorder, size_t most, caching::RecordContext when, bool clear,
+      const std::vector<std::string>& skipped) {
+    HAND_ON(recordHistory, on, recorder, most, when, clear, skipped);
+  }
+  void recordHistory(
+      bool on, caching::CreateContextFn recorder, size_t most, caching::RecordContext when, bool clear) {
+    HAND_ON(recordHistory, on, recorder, most, when, clear);
+  }
+  void recordHistory(bool on, caching::CreateContextFn recorder, size_t most, caching::RecordContext when) {
+    HAND_ON(recordHistory, on, recorder, most, when);
+  }
+  void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& annotation) {
+    HAND_ON(recordAnnotation, annotation);
+  }
+  void pushCompileContext(std::string& context) {
+    HAND_ON(pushCompileContext, context);
+  }
+  void popCompileContext() {
+    HAND_ON(popCompileContext);
+  }
+  void setUserMetadata(const std::string& metadata) {
+    HAND_ON(setUserMetadata, metadata);
+  }
+  std::string getUserMetadata() {
+    return HAND_ON(getUserMetadata);
+  }
+  void attachOomRejectionObserver(typename RejectionObserver<Base>::type observer) {
+    HAND_ON(attachOomRejectionObserver, std::move(observer));
+  }
+  c10::DataPtr allocateWithAddress(size_t nbytes, void* address) {
+    return HAND_ON(allocateWithAddress, nbytes, address);
+  }
+
+ protected:
+  Base* const native_;
+};
+
+#undef HAND_ON
+
+} // namespace memplug
