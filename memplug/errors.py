@@ -81,6 +81,14 @@ class UnsupportedVersionError(MemplugError):
     default_advice = "Install a version in the range that the message names; `memplug doctor` lists what is installed."
 
 
+class HardwareError(MemplugError):
+    """A hardware profile cannot be read, or torch has no place for the virtual device."""
+
+    default_advice = (
+        "Take one of configs/hardware as an example; and a process in which no other vendor's device is imported."
+    )
+
+
 class RegionError(MemplugError):
     """No decoder layers were recognised, a pattern matches no module, or regions lie inside one another."""
 

@@ -71,7 +71,7 @@ def _native_core() -> dict[str, object]:
         import torch
 
         arena = torch.version.cuda is None or hasattr(native.load(), "stand_before_cuda")
-        core |= {"folder": str(native.build_folder()), "arena": arena}
+        core |= {"folder": str(native.CORE.build_folder()), "arena": arena}
     return core
 
 

@@ -1,43 +1,33 @@
-"""The native core: C++ beside this file, built on first use against the installed torch, and kept.
+"""The native core: C++ beside this file, built on first use (`memplug.native.building`).
 
-The build goes into torch's folder for extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`), into
-a folder of its own for each version of torch, of CUDA, of Python and of these sources. Ranks that start at once build
-it once. `memplug.native.packing` is apart from it: plain C++, which knows no torch and imports none.
+`memplug.native.virtual` and `memplug.native.packing` are apart from it. The last one is plain C++, which knows no torch
+and imports none.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
-import hashlib
-import importlib.util
-import logging
-import os
-import sys
-import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from memplug.errors import NativeError
+from memplug.native.building import Extension
 
-log = logging.getLogger("memplug")
-
-NAME = "memplug_native"
-FOLDER = Path(__file__).parent
-TOGETHER = tuple(
-    tuple(names.split())
-    for names in (
-        "ambient arguments as_written forward_module module running saved_type swap_module transfer_module",
-        "captures decisions flow forward frame observer operators saving sequence storages tape unfilled",
-        "followed_step leaving relief repeated_step returning short_step storage_swapper swap_list swap_step",
-        "clock exchange host_rows replay rounding streams transfer",
-        "arena arena_plan cpu_allocator requests serving",
-        "cuda_allocator cuda_arena cuda_device",
-    )
+CORE = Extension(
+    "memplug_native",
+    "native core",
+    Path(__file__).parent,
+    tuple(
+        tuple(names.split())
+        for names in (
+            "ambient arguments as_written forward_module module running saved_type swap_module transfer_module",
+            "captures decisions flow forward frame observer operators saving sequence storages tape unfilled",
+            "followed_step leaving relief repeated_step returning short_step storage_swapper swap_list swap_step",
+            "clock exchange host_rows replay rounding streams transfer",
+            "arena arena_plan cpu_allocator requests serving",
+            "cuda_allocator cuda_arena cuda_device",
+        )
+    ),
 )
-"""Sources that are compiled as one: what they include of torch takes longer to read than all that is in them."""
 
 
 @functools.cache
@@ -47,156 +37,4 @@ def load() -> ModuleType:
     Raises:
         NativeError: it cannot be built here: no compiler, no ninja, no folder to write to. Or it cannot be loaded.
     """
-    folder = build_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
-            if not is_built():
-                _build(folder)
-    except (OSError, RuntimeError) as error:
-        raise NativeError(f"memplug's native core cannot be built in {folder}: {_last_lines(error)}") from error
-    try:
-        return _import(folder)
-    except ImportError as error:
-        raise NativeError(
-            f"memplug's native core in {folder} cannot be loaded: {_last_lines(error)}",
-            "Delete that folder, so that it is built again.",
-        ) from error
-
-
-def is_built() -> bool:
-    """Whether `load` would find it built already."""
-    folder = build_folder()
-    return _done(folder).exists() and _library(folder).exists()
-
-
-def build_folder() -> Path:
-    """Where this torch's build belongs; named by all that it depends on."""
-    import torch
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    key = hashlib.sha256()
-    for part in (torch.__version__, str(torch.version.cuda), sysconfig.get_config_var("SOABI"), *map(str, _flags())):
-        key.update(str(part).encode())
-    for source in sorted((*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"))):
-        key.update(source.name.encode() + source.read_bytes())
-    return root / f"{NAME}_{key.hexdigest()[:16]}"
-
-
-def _build(folder: Path) -> None:
-    import torch
-
-    log.info("memplug: building the native core, once, in %s", folder)
-    sources = []
-    for names in TOGETHER:
-        source = folder / f"{names[0]}.cpp"
-        source.write_text("".join(f'#include "{FOLDER / name}.cpp"\n' for name in names))
-        sources.append(str(source))
-    try:
-        _compile(folder, sources, _flags())
-    except RuntimeError:
-        if not cuda_headers():
-            raise
-        _compile(folder, sources, [*_flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # raises again where that was not it
-        log.warning(
-            "memplug: torch %s has a CUDA allocator that memplug does not know: the core is built without the arena",
-            torch.__version__,
-        )
-    _done(folder).touch()
-
-
-def _compile(folder: Path, sources: list[str], flags: list[str]) -> None:
-    from torch.utils import cpp_extension
-
-    (folder / "lock").unlink(missing_ok=True)  # of a build that was killed: torch would wait for it for ever
-    cuda = cuda_headers()
-    with _ninja_on_path():
-        cpp_extension.load(
-            NAME,
-            sources,
-            extra_cflags=flags,
-            extra_include_paths=list(map(str, cuda)),
-            extra_ldflags=["-lc10_cuda"] if cuda else None,
-            build_directory=str(folder),
-            is_python_module=False,
-        )
-
-
-def _import(folder: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(NAME, _library(folder))
-    assert spec is not None and spec.loader is not None, "the path ends in .so"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _flags() -> list[str]:
-    # NDEBUG is part of torch's ABI: at::RecordFunction has a member more without it
-    return ["-O2", "-std=c++20", "-DNDEBUG", *(["-DMEMPLUG_CUDA"] if cuda_headers() else [])]
-
-
-@functools.cache
-def cuda_headers() -> tuple[Path, ...]:
-    """Folders that together hold the headers of CUDA's runtime: of a toolkit, of NVIDIA's packages, or of Triton's,
-    which torch's wheels depend on; empty: torch is built without CUDA, or they are not installed.
-
-    NVIDIA's runtime package alone is not enough: `crt` is in the compiler's (CUDA 12), or in one of its own (CUDA 13).
-    """
-    import torch
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    if torch.version.cuda is None:
-        return ()
-
-    major = torch.version.cuda.split(".")[0]
-    candidates = [(Path(CUDA_HOME) / "include",)] if CUDA_HOME else []
-    for packages in _package_folders("nvidia"):
-        candidates.append((packages / f"cu{major}" / "include",))
-        candidates.append((packages / "cuda_runtime" / "include", packages / "cuda_nvcc" / "include"))
-    candidates += [(triton / "backends" / "nvidia" / "include",) for triton in _package_folders("triton")]
-    return next(filter(_complete, candidates), ())
-
-
-def _complete(folders: tuple[Path, ...]) -> bool:
-    needed = ("cuda_runtime_api.h", "crt/host_config.h")
-    return all(any((folder / header).exists() for folder in folders) for header in needed)
-
-
-def _package_folders(name: str) -> list[Path]:
-    """Where an installed package lies, without importing it; a namespace such as nvidia's may lie in many places."""
-    spec = importlib.util.find_spec(name)
-    return [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process of this machine at a time; the lock goes with the process, however that ends."""
-    with open(folder / "build.lock", "w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: torch's own lock has to do
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def _ninja_on_path() -> Iterator[None]:
-    """ninja is installed beside Python, which may have been started without its environment being activated."""
-    before = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = before
-
-
-def _done(folder: Path) -> Path:
-    return folder / "built"
-
-
-def _library(folder: Path) -> Path:
-    return folder / f"{NAME}.so"
-
-
-def _last_lines(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return " / ".join(lines[-3:]) or type(error).__name__
+    return CORE.load()

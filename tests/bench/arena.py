@@ -35,9 +35,9 @@ import torch
 from torch import nn
 
 import memplug
-from memplug import native
 from memplug.arena.arena import Arena
 from memplug.arena.tables import tables_of
+from memplug.native import building
 from memplug.plan.layout import auto
 from memplug.plan.layout.from_trace import last_step, problem_of
 from memplug.plan.schema import memory_plan
@@ -248,7 +248,7 @@ def _replayer(device: str) -> ModuleType:
         _SOURCE + (_CUDA if cuda else _CPU),
         functions=["replay"],
         extra_cflags=["-O2", "-DNDEBUG"],
-        extra_include_paths=list(map(str, native.cuda_headers())) if cuda else [],
+        extra_include_paths=list(map(str, building.cuda_headers())) if cuda else [],
         extra_ldflags=["-lc10_cuda"] if cuda else [],
     )
 

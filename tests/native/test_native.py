@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,17 +19,17 @@ try:
     native.load()
 except NativeError as error:
     print(error)
-    print("built:", native.is_built())
+    print("built:", native.CORE.is_built())
 else:
     sys.exit("it was built")
 """
 BUILDS = """
 import logging
 logging.basicConfig(level=logging.INFO)
-print("built before:", native.is_built())
+print("built before:", native.CORE.is_built())
 recorder = Recorder("cpu")
 names = sequence(recorder, torch.ones(2).exp)
-assert native.is_built() and names[-1] == "aten::exp", names
+assert native.CORE.is_built() and names[-1] == "aten::exp", names
 print("works")
 """
 
@@ -47,7 +48,7 @@ def refusal(root: Path) -> Callable[[], str]:
     def refused() -> str:
         with pytest.raises(NativeError) as error:
             native.load.__wrapped__()
-        assert not native.is_built() or "cannot be loaded" in str(error.value)
+        assert not native.CORE.is_built() or "cannot be loaded" in str(error.value)
         return str(error.value)
 
     return refused
@@ -63,13 +64,13 @@ def test_a_compiler_that_is_not_there_is_said_with_advice(
 
 @pytest.mark.long  # two workers of the tests that start at once build it once too
 def test_processes_that_start_at_once_build_once_after_builds_that_failed_and_were_killed(root: Path) -> None:
-    folder = native.build_folder()
-    assert folder.parent == root and not native.is_built()
+    folder = native.CORE.build_folder()
+    assert folder.parent == root and not native.CORE.is_built()
     failed = run_python(FAILS, env={"CXX": "/nonexistent/c++"})
     assert "built: False" in failed and "What to do: Install a C++ compiler" in failed and "/nonexistent" in failed
     (folder / "lock").touch()  # as torch leaves it where a build is killed; it would wait for it for ever
-    (folder / f"{native.NAME}.so").write_bytes(b"cut off")
-    assert not native.is_built()
+    (folder / f"{native.CORE.name}.so").write_bytes(b"cut off")
+    assert not native.CORE.is_built()
     processes = [start_python(BUILDS) for _ in range(3)]
     try:
         outputs = [process.communicate(timeout=900)[0] for process in processes]
@@ -79,12 +80,12 @@ def test_processes_that_start_at_once_build_once_after_builds_that_failed_and_we
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     assert all("works" in output for output in outputs)
     assert sum("building the native core" in output for output in outputs) == 1, outputs
-    assert native.is_built() and len(list(folder.glob("*.so"))) == 1
+    assert native.CORE.is_built() and len(list(folder.glob("*.so"))) == 1
     (folder / "lock").touch()
-    library = (folder / f"{native.NAME}.so").stat().st_mtime_ns
+    library = (folder / f"{native.CORE.name}.so").stat().st_mtime_ns
     again = run_python(BUILDS)
     assert "built before: True" in again and "building" not in again
-    assert (folder / f"{native.NAME}.so").stat().st_mtime_ns == library
+    assert (folder / f"{native.CORE.name}.so").stat().st_mtime_ns == library
 
 
 def test_a_folder_that_cannot_be_made_is_said_with_advice(root: Path, refusal: Callable[[], str]) -> None:
@@ -94,26 +95,26 @@ def test_a_folder_that_cannot_be_made_is_said_with_advice(root: Path, refusal: C
 
 
 def test_a_folder_that_cannot_be_written_to_is_said_with_advice(root: Path, refusal: Callable[[], str]) -> None:
-    folder = native.build_folder()
+    folder = native.CORE.build_folder()
     (folder / "build.lock").mkdir(parents=True)  # where not even root can write a file
     output = refusal()
     assert "What to do:" in output and str(folder) in output and "Is a directory" in output
 
 
 def test_a_library_that_is_broken_is_said_with_advice(root: Path, refusal: Callable[[], str]) -> None:
-    folder = native.build_folder()
+    folder = native.CORE.build_folder()
     folder.mkdir(parents=True)
-    (folder / f"{native.NAME}.so").write_bytes(b"cut off")
+    (folder / f"{native.CORE.name}.so").write_bytes(b"cut off")
     (folder / "built").touch()
     output = refusal()
     assert "cannot be loaded" in output and str(folder) in output and "What to do: Delete that folder" in output
-    (folder / f"{native.NAME}.so").unlink()
-    assert not native.is_built()
+    (folder / f"{native.CORE.name}.so").unlink()
+    assert not native.CORE.is_built()
 
 
 def test_every_source_is_compiled_once() -> None:
-    assert sorted(name for names in native.TOGETHER for name in names) == sorted(
-        source.stem for source in native.FOLDER.glob("*.cpp")
+    assert sorted(name for names in native.CORE.together for name in names) == sorted(
+        source.stem for source in native.CORE.folder.glob("*.cpp")
     )
 
 
@@ -121,21 +122,21 @@ def test_each_source_each_flag_and_each_version_has_a_folder_of_its_own(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = tmp_path / "sources"
-    shutil.copytree(native.FOLDER, sources, ignore=shutil.ignore_patterns("__pycache__"))
-    folders = [native.build_folder()]
-    monkeypatch.setattr(native, "FOLDER", sources)
-    assert native.build_folder() == folders[0], "the same sources elsewhere"
+    shutil.copytree(native.CORE.folder, sources, ignore=shutil.ignore_patterns("__pycache__"))
+    folders = [native.CORE.build_folder()]
+    monkeypatch.setattr(native, "CORE", replace(native.CORE, folder=sources))
+    assert native.CORE.build_folder() == folders[0], "the same sources elsewhere"
     for source in sorted((*sources.glob("*.cpp"), *sources.glob("*.h"))):
         source.write_text(source.read_text() + "\n")
-        folders.append(native.build_folder())
+        folders.append(native.CORE.build_folder())
     sources.joinpath("module.cpp").rename(sources / "renamed.cpp")
-    folders.append(native.build_folder())
-    monkeypatch.setattr(native, "_flags", lambda: ["-O3"])
-    folders.append(native.build_folder())
+    folders.append(native.CORE.build_folder())
+    monkeypatch.setattr("memplug.native.building.flags", lambda: ["-O3"])
+    folders.append(native.CORE.build_folder())
     monkeypatch.setattr("torch.__version__", "0.0.1")
-    folders.append(native.build_folder())
+    folders.append(native.CORE.build_folder())
     monkeypatch.setattr("torch.version.cuda", "0.1")
-    folders.append(native.build_folder())
+    folders.append(native.CORE.build_folder())
     assert len(set(folders)) == len(folders) > 12
     assert {folder.parent for folder in folders} == {root}
 
@@ -144,4 +145,4 @@ def test_the_folder_is_torchs_by_default(monkeypatch: pytest.MonkeyPatch) -> Non
     from torch.utils.cpp_extension import get_default_build_root
 
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    assert native.build_folder().parent == Path(get_default_build_root())
+    assert native.CORE.build_folder().parent == Path(get_default_build_root())

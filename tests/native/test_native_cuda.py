@@ -12,6 +12,7 @@ import torch
 from memplug import native
 from memplug.arena.arena import Arena
 from memplug.errors import ArenaError, RecorderError
+from memplug.native import building
 from memplug.profile.recorder import Detail, Recorder
 
 
@@ -188,12 +189,12 @@ def test_headers_are_found_where_toolkits_and_wheels_put_them(tmp_path, monkeypa
         (tmp_path / header).touch()
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path) if TOOLKIT[0] in installed else None)
-    monkeypatch.setattr(native, "_package_folders", lambda name: [tmp_path / name])
-    native.cuda_headers.cache_clear()
+    monkeypatch.setattr(building, "_package_folders", lambda name: [tmp_path / name])
+    building.cuda_headers.cache_clear()
     try:
-        assert native.cuda_headers() == tuple(tmp_path / folder for folder in found)
+        assert building.cuda_headers() == tuple(tmp_path / folder for folder in found)
     finally:
-        native.cuda_headers.cache_clear()
+        building.cuda_headers.cache_clear()
 
 
 def test_a_package_is_found_without_importing_it(tmp_path, monkeypatch):
@@ -201,7 +202,7 @@ def test_a_package_is_found_without_importing_it(tmp_path, monkeypatch):
     for place in ("a", "b"):
         (tmp_path / place / "memplug_test_namespace").mkdir(parents=True)
         monkeypatch.syspath_prepend(str(tmp_path / place))
-    assert set(native._package_folders("memplug_test_namespace")) == {
+    assert set(building._package_folders("memplug_test_namespace")) == {
         Path(tmp_path / place / "memplug_test_namespace") for place in ("a", "b")
     }
-    assert native._package_folders("memplug_no_such_package") == []
+    assert building._package_folders("memplug_no_such_package") == []

@@ -62,17 +62,17 @@ def is_the_cores(report: str) -> bool:
     seen, so what other threads did to that memory before seems not to be ordered with it.
     """
     if "WARNING: ThreadSanitizer: data race" not in report:
-        return native.NAME in report
+        return native.CORE.name in report
     stacks = re.findall(
         r"^  (?:Previous )?(?:atomic )?(?:read|write) of size .*\n((?:    #.*\n)*)", report, re.M | re.I
     )
     assert len(stacks) >= 2, report
-    return all(native.NAME in frame for frame in map(innermost, stacks))
+    return all(native.CORE.name in frame for frame in map(innermost, stacks))
 
 
 def innermost(stack: str) -> str:
     """The frame that made an access, by itself or through the C library; a lost stack may be the core's."""
-    return next((frame for frame in stack.splitlines() if "(libtsan.so" not in frame), native.NAME)
+    return next((frame for frame in stack.splitlines() if "(libtsan.so" not in frame), native.CORE.name)
 
 
 @pytest.mark.long

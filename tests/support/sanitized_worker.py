@@ -11,15 +11,16 @@ import os
 import sys
 
 from memplug import native
+from memplug.native import building
 
 
 def main() -> int:
     import pytest
 
     os.environ.pop("LD_PRELOAD", None)
-    ordinary, further = native._flags(), sys.argv[1].split()
-    native._flags = lambda: [*ordinary, *further]
-    library = native._library(native.build_folder())
+    ordinary, further = building.flags(), sys.argv[1].split()
+    building.flags = lambda: [*ordinary, *further]
+    library = native.CORE.library()
     native.load()
     if b"__asan_init" not in library.read_bytes() and b"__tsan_init" not in library.read_bytes():
         sys.exit(f"{library} has no sanitizer in it")

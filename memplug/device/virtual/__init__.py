@@ -1,0 +1,132 @@
+"""A GPU that is not there: kernels and copies take the time that its rates say, and memory is addresses.
+
+    device = VirtualDevice(Hardware.read(Path("configs/hardware/h200.json")))
+    with torch.device("virtual"):
+        model = make_model()
+    began_s = device.synchronize()
+    model(torch.empty(1, 131072, 4096, device="virtual")).sum().backward()
+    print(device.synchronize() - began_s, "s", device.memory().allocated_peak, "bytes")
+
+It is a device of torch's, "virtual": programs, autograd and memplug run on it as on any other, with streams and events,
+with torch's caching allocator of CUDA simulated (memplug/native/virtual/memory.h), and with torch's own
+`OutOfMemoryError` where its memory is used up. What shapes an operator's outputs have, torch's meta kernels say; one
+whose output depends on data, such as `nonzero`, fails there. A number that is read, such as `loss.item()`, is 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from memplug.device.virtual import costs
+from memplug.device.virtual.hardware import Hardware
+from memplug.errors import HardwareError
+from memplug.native import virtual
+
+NAME = "virtual"
+__all__ = ["Hardware", "VirtualDevice"]
+
+
+class VirtualDevice:
+    """The one of this process: another one takes its place, with other rates, and what was made goes on living.
+
+    Args:
+        hardware: how fast it is, and how much memory it has.
+
+    Raises:
+        HardwareError: torch has another device in its place already, of another vendor's; or the process has run a
+            backward before: autograd has no thread for devices that come later.
+        NativeError: it cannot be built.
+    """
+
+    def __init__(self, hardware: Hardware):
+        self._core = _started()
+        self.hardware = hardware
+        self._core.set_costs(
+            functools.partial(costs.kernel_s, hardware), functools.partial(costs.copy_s, hardware), hardware.launch_s
+        )
+        self._core.limit_memory(int(hardware.memory_bytes))
+
+    def synchronize(self) -> float:
+        """The host waits for all that is queued: seconds that have gone by on it since the device was first made."""
+        return self._core.synchronize()
+
+    def memory(self) -> Any:
+        """Bytes `requested`, `allocated` (rounded) and `reserved` now, `..._peak` of each, and `retries`: requests for
+        which the allocator gave segments back.
+        """
+        return self._core.memory()
+
+    def reset_peaks(self) -> None:
+        """Peaks count from here on."""
+        self._core.reset_peaks()
+
+    def empty_cache(self) -> None:
+        """Segments that are free go back to the device."""
+        self._core.empty_cache()
+
+    def keep_spans(self, on: bool) -> None:
+        """What keeps streams busy is noted from here on, or no more."""
+        self._core.keep_spans(on)
+
+    def take_spans(self) -> list[Any]:
+        """What was noted, in the order in which it was queued: `stream`, `begin_s`, `end_s` and `name`."""
+        return self._core.take_spans()
+
+
+class _Module:
+    """`torch.virtual`: what torch asks the module of a device for."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def _is_in_bad_fork() -> bool:
+        return False
+
+    @staticmethod
+    def manual_seed_all(seed: int) -> None:
+        """Nothing is drawn."""
+
+    @staticmethod
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        """Nothing is drawn."""
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+@functools.cache
+def _started() -> Any:
+    if torch._C._get_privateuse1_backend_name() not in ("privateuseone", NAME):
+        raise HardwareError(
+            f"torch has a device {torch._C._get_privateuse1_backend_name()!r} in the virtual one's place"
+        )
+    core = virtual.load()
+    try:
+        core.start()
+    except RuntimeError as error:
+        raise HardwareError(str(error)) from error
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _Module)
+    try:
+        torch.ones(1, device=NAME, requires_grad=True).backward()
+    except RuntimeError as error:
+        raise HardwareError("the virtual device has to be made before the first backward of the process") from error
+    return core

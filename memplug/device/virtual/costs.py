@@ -1,0 +1,64 @@
+"""How long kernels and copies of a GPU take: its rates, and what an operator computes and moves (a roofline)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from memplug.device.virtual.hardware import Hardware
+
+MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+WITHOUT_READING = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::ones", "aten::arange")
+"""What they write to is no input of theirs."""
+
+
+def kernel_s(hardware: Hardware, work: Any) -> float:
+    """Seconds of one kernel.
+
+    Args:
+        work: its `name`, and of its `inputs` and `outputs` the `sizes` and `nbytes`; of attention whether it is
+            `causal` (memplug/native/virtual/device.h).
+    """
+    if work.name in MATMULS:
+        seconds = matmul_flops(work) / hardware.matmul_flops
+    elif work.name == "convolution":
+        seconds = convolution_flops(work) / hardware.matmul_flops
+    elif work.name == "attention":
+        seconds = attention_flops(work, backward=False) / hardware.attention_forward_flops
+    elif work.name == "attention_backward":
+        seconds = attention_flops(work, backward=True) / hardware.attention_backward_flops
+    else:
+        seconds = moved_bytes(work) / hardware.memory_bytes_per_s
+    return max(seconds, hardware.kernel_s)
+
+
+def copy_s(hardware: Hardware, to_host: bool, nbytes: int) -> float:
+    """Seconds of one copy over the link."""
+    rate = hardware.to_host_bytes_per_s if to_host else hardware.to_device_bytes_per_s
+    return hardware.copy_s + nbytes / rate
+
+
+def matmul_flops(work: Any) -> float:
+    """Floating-point operations of a matrix product, a multiplication and an addition for each pair of elements."""
+    left, right = work.inputs[-2:]
+    return 2.0 * math.prod(left.sizes) * right.sizes[-1]
+
+
+def convolution_flops(work: Any) -> float:
+    """Of a convolution: for each element of its output as many products as a filter has elements."""
+    _, weight = work.inputs
+    return 2.0 * math.prod(work.outputs[0].sizes) * math.prod(weight.sizes[1:])
+
+
+def attention_flops(work: Any, *, backward: bool) -> float:
+    """Of attention: two matrix products, in backward five, for all queries and keys; for half of them if causal."""
+    query, key, value = work.inputs[:3]
+    pairs = math.prod(query.sizes[:-1]) * key.sizes[-2]
+    channels = 3 * query.sizes[-1] + 2 * value.sizes[-1] if backward else query.sizes[-1] + value.sizes[-1]
+    return 2.0 * pairs * channels * (0.5 if work.causal else 1.0)
+
+
+def moved_bytes(work: Any) -> int:
+    """That an operator reads and writes."""
+    read_bytes = 0 if work.name in WITHOUT_READING else sum(tensor.nbytes for tensor in work.inputs)
+    return read_bytes + sum(tensor.nbytes for tensor in work.outputs)

@@ -1,0 +1,103 @@
+// Time of a device that computes nothing: of the host, of each stream, and of the link in each direction.
+//
+// What is queued on a stream begins once that is free, and not before the host has come to queue it; a copy over the link needs
+// that direction of it, too. Seconds since the device was made.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace memplug {
+
+enum class Link : uint8_t { TO_HOST, TO_DEVICE };
+
+// What kept a stream busy; of a copy, its direction as the name.
+struct Span {
+  int64_t stream;
+  double begin_s, end_s;
+  std::string name;
+};
+
+class Clocks {
+ public:
+  int64_t make_stream() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_s_.push_back(0);
+    return static_cast<int64_t>(free_s_.size()) - 1;
+  }
+
+  // The host works.
+  void spend(double seconds) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    host_s_ += seconds;
+  }
+
+  void launch(int64_t stream, double seconds, const std::string& name) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    run(stream, std::max(free_s_[stream], host_s_), seconds, name);
+  }
+
+  // When it is over.
+  double copy(int64_t stream, Link direction, double seconds) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    double& link_s = link_free_s_[static_cast<size_t>(direction)];
+    run(stream, std::max({free_s_[stream], link_s, host_s_}), seconds, direction == Link::TO_HOST ? "to host" : "to device");
+    return link_s = free_s_[stream];
+  }
+
+  // When all that is queued now is over.
+  double over_s(int64_t stream) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::max(free_s_[stream], host_s_);
+  }
+  double all_over_s() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::max(host_s_, *std::max_element(free_s_.begin(), free_s_.end()));
+  }
+  double host_s() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return host_s_;
+  }
+
+  // A stream, or the host, does not go on before that time.
+  void wait(int64_t stream, double at_s) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_s_[stream] = std::max(free_s_[stream], at_s);
+  }
+  void wait(double at_s) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    host_s_ = std::max(host_s_, at_s);
+  }
+
+  // From here on spans are kept, or no more are; those that were.
+  void keep_spans(bool on) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    keeps_spans_ = on;
+  }
+  std::vector<Span> take_spans() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(spans_, {});
+  }
+
+ private:
+  void run(int64_t stream, double begin_s, double seconds, const std::string& name) {
+    free_s_[stream] = begin_s + seconds;
+    if (keeps_spans_ && seconds > 0) {
+      spans_.push_back({stream, begin_s, begin_s + seconds, name});
+    }
+  }
+
+  mutable std::mutex mutex_;
+  double host_s_ = 0;
+  std::vector<double> free_s_{0}; // by stream; 0: the default one
+  std::array<double, 2> link_free_s_{};
+  bool keeps_spans_ = false;
+  std::vector<Span> spans_;
+};
+
+} // namespace memplug

@@ -1,0 +1,238 @@
+#include "device.h"
+
+#include <ATen/Context.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+
+namespace memplug {
+namespace {
+
+thread_local int64_t current = 0;
+
+struct VirtualEvent {
+  double at_s = 0;
+};
+
+Clocks& clocks() {
+  return VirtualDevice::get().clocks;
+}
+
+class Guard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override {
+    return kVirtual;
+  }
+  c10::Device exchangeDevice(c10::Device) const override {
+    return getDevice();
+  }
+  c10::Device getDevice() const override {
+    return c10::Device(kVirtual, 0);
+  }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return 1;
+  }
+
+  c10::Stream getStream(c10::Device) const override {
+    return stream(current);
+  }
+  c10::Stream getDefaultStream(c10::Device) const override {
+    return stream(0);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+    return stream(clocks().make_stream());
+  }
+  c10::Stream getNewStream(c10::Device, int) const override {
+    return stream(clocks().make_stream());
+  }
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    return stream(std::exchange(current, next.id()));
+  }
+  bool queryStream(const c10::Stream& of) const override {
+    return clocks().over_s(of.id()) <= clocks().host_s();
+  }
+  void synchronizeStream(const c10::Stream& of) const override {
+    clocks().wait(clocks().over_s(of.id()));
+  }
+  void synchronizeDevice(c10::DeviceIndex) const override {
+    clocks().wait(clocks().all_over_s());
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& block, const c10::Stream& of) const override {
+    if (block.get() != nullptr) {
+      VirtualDevice::get().memory.use_on(block.get(), of.id());
+    }
+  }
+
+  void record(void** event, const c10::Stream& of, c10::DeviceIndex, c10::EventFlag) const override {
+    if (*event == nullptr) {
+      *event = new VirtualEvent();
+    }
+    static_cast<VirtualEvent*>(*event)->at_s = clocks().over_s(of.id());
+  }
+  void block(void* event, const c10::Stream& of) const override {
+    if (event != nullptr) {
+      clocks().wait(of.id(), at_s(event));
+    }
+  }
+  bool queryEvent(void* event) const override {
+    return event == nullptr || at_s(event) <= clocks().host_s();
+  }
+  void synchronizeEvent(void* event) const override {
+    clocks().wait(event == nullptr ? 0 : at_s(event));
+  }
+  double elapsedTime(void* begin, void* end, c10::DeviceIndex) const override {
+    return (at_s(end) - at_s(begin)) * 1e3;
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    delete static_cast<VirtualEvent*>(event);
+  }
+
+ private:
+  static c10::Stream stream(int64_t id) {
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kVirtual, 0), id);
+  }
+  static double at_s(const void* event) {
+    return static_cast<const VirtualEvent*>(event)->at_s;
+  }
+};
+
+class Addresses final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* const address =
+        nbytes == 0 ? nullptr : VirtualDevice::get().memory.malloc(static_cast<int64_t>(nbytes), current);
+    return {address, address, &give_back, c10::Device(kVirtual, 0)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &give_back;
+  }
+  void copy_data(void*, const void*, size_t) const override {}
+
+ private:
+  static void give_back(void* address) {
+    if (address != nullptr) {
+      VirtualDevice::get().memory.free(address);
+    }
+  }
+};
+
+class Hooks final : public at::PrivateUse1HooksInterface {
+ public:
+  bool isBuilt() const override {
+    return true;
+  }
+  bool isAvailable() const override {
+    return true;
+  }
+  bool hasPrimaryContext(c10::DeviceIndex) const override {
+    return true;
+  }
+  c10::DeviceIndex deviceCount() const override {
+    return 1;
+  }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return 0;
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return at::globalContext().defaultGenerator(c10::Device(c10::kCPU)); // nothing is drawn from it
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    auto* const impl = storage.unsafeGetStorageImpl();
+    impl->set_data_ptr_noswap(virtual_allocator().allocate(nbytes));
+    impl->set_nbytes(nbytes);
+  }
+};
+
+std::string described(const Work& work) {
+  std::ostringstream key;
+  key << work.name << work.causal;
+  for (const auto* const tensors : {&work.inputs, &work.outputs}) {
+    key << '|';
+    for (const TensorShape& tensor : *tensors) {
+      key << tensor.dtype << tensor.contiguous;
+      for (const int64_t size : tensor.sizes) {
+        key << ',' << size;
+      }
+      key << ';';
+    }
+  }
+  return key.str();
+}
+
+} // namespace
+
+VirtualDevice& VirtualDevice::get() {
+  static auto* instance = new VirtualDevice(); // never destroyed: storages outlive static destruction
+  return *instance;
+}
+
+int64_t current_stream() {
+  return current;
+}
+
+c10::Allocator& virtual_allocator() {
+  static auto* instance = new Addresses();
+  return *instance;
+}
+
+void VirtualDevice::start() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (is_started_) {
+    return;
+  }
+  if (at::isPrivateUse1HooksRegistered() || c10::impl::hasDeviceGuardImpl(kVirtual)) {
+    throw std::runtime_error("another device is registered with torch in the virtual one's place (PrivateUse1)");
+  }
+  c10::impl::registerDeviceGuard(kVirtual, new Guard());
+  c10::SetAllocator(kVirtual, &virtual_allocator());
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  register_operators();
+  is_started_ = true;
+}
+
+void VirtualDevice::set_costs(Costs costs) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  costs_ = std::move(costs);
+  known_s_.clear();
+}
+
+// No lock is held where Python is asked: another thread may have Python's, and wait for this one.
+void VirtualDevice::run(const Work& work) {
+  const std::string key = described(work);
+  Costs costs;
+  double seconds = -1;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    costs = costs_;
+    if (const auto known = known_s_.find(key); known != known_s_.end()) {
+      seconds = known->second;
+    }
+  }
+  if (seconds < 0) {
+    seconds = costs.kernel ? costs.kernel(work) : 0;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    known_s_[key] = seconds;
+  }
+  clocks.spend(costs.launch_s);
+  clocks.launch(current, seconds, work.name);
+}
+
+void VirtualDevice::copy(Link direction, int64_t nbytes, bool blocks) {
+  Costs costs;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    costs = costs_;
+  }
+  clocks.spend(costs.launch_s);
+  const double over_s = clocks.copy(current, direction, costs.copy ? costs.copy(direction, nbytes) : 0);
+  if (blocks) {
+    clocks.wait(over_s);
+  }
+}
+
+} // namespace memplug

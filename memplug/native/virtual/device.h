@@ -1,0 +1,74 @@
+// A device of torch's that computes nothing: kernels and copies take time of its clocks, memory is addresses.
+//
+// It takes torch's place for devices of others, PrivateUse1: one process has it, or another one that registers there.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "clocks.h"
+#include "memory.h"
+
+namespace memplug {
+
+constexpr auto kVirtual = c10::DeviceType::PrivateUse1;
+
+// A tensor of an operator: all that its duration depends on.
+struct TensorShape {
+  std::vector<int64_t> sizes;
+  std::string dtype;
+  int64_t nbytes; // of its elements
+  bool contiguous;
+};
+
+// One kernel. `flags`: of attention whether it is causal.
+struct Work {
+  std::string name;
+  std::vector<TensorShape> inputs, outputs;
+  bool causal = false;
+};
+
+// Seconds that a kernel, or a copy of so many bytes over the link, takes; asked once for each of a kind. Of the host for each
+// kernel, of its own.
+struct Costs {
+  std::function<double(const Work&)> kernel;
+  std::function<double(Link, int64_t)> copy;
+  double launch_s = 0;
+};
+
+class VirtualDevice {
+ public:
+  static VirtualDevice& get();
+
+  // Known to torch from here on; throws where another device is registered in its place.
+  void start();
+
+  void set_costs(Costs costs);
+
+  // Queued on the calling thread's current stream.
+  void run(const Work& work);
+  void copy(Link direction, int64_t nbytes, bool blocks);
+
+  Clocks clocks;
+  CachingMemory memory{clocks};
+
+ private:
+  std::mutex mutex_;
+  bool is_started_ = false;
+  Costs costs_;
+  std::map<std::string, double> known_s_; // by all that a kernel's duration depends on
+};
+
+// The calling thread's.
+int64_t current_stream();
+
+c10::Allocator& virtual_allocator();
+void register_operators();
+
+} // namespace memplug

@@ -1,0 +1,163 @@
+// Operators for which torch's choice of kernels depends on the device: as on CUDA, attention and norms are one kernel each.
+#include "kernels.h"
+
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/_fused_rms_norm.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+namespace memplug {
+namespace {
+
+// -- attention and norms ----------------------------------------------------------------------------------------------------
+
+int64_t choose_attention(
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const std::optional<at::Tensor>&,
+    double,
+    bool,
+    std::optional<double>,
+    bool) {
+  return static_cast<int64_t>(sdp::SDPBackend::overrideable);
+}
+
+using Attended = std::
+    tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
+
+Attended attend(
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const std::optional<at::Tensor>& bias,
+    double,
+    bool causal,
+    bool,
+    std::optional<double>) {
+  const auto sizes = query.sizes(); // batch, heads, tokens, channels
+  at::Tensor output = at::empty_like(query); // which lies as that does
+  if (value.size(-1) != query.size(-1)) {
+    output = at::empty({sizes[0], sizes[2], sizes[1], value.size(-1)}, query.options()).transpose(1, 2);
+  }
+  at::Tensor sums = at::empty({sizes[0], sizes[1], sizes[2]}, query.options().dtype(at::kFloat));
+  at::Tensor seed = at::empty({2}, query.options().dtype(at::kLong));
+  Work work{"attention", {shape_of(query), shape_of(key), shape_of(value)}, {shape_of(output), shape_of(sums)}, causal};
+  if (bias) {
+    work.inputs.push_back(shape_of(*bias));
+  }
+  VirtualDevice::get().run(work);
+  return {output, sums, at::Tensor(), at::Tensor(), sizes[2], key.size(2), seed, at::empty({}, seed.options()), at::Tensor()};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attend_backward(
+    const at::Tensor& gradient,
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const at::Tensor& bias,
+    std::array<bool, 4> wanted,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    c10::SymInt,
+    c10::SymInt,
+    double,
+    bool causal,
+    const at::Tensor&,
+    const at::Tensor&,
+    std::optional<double>) {
+  at::Tensor gradients[] = {at::empty_like(query), at::empty_like(key), at::empty_like(value), at::Tensor()};
+  if (wanted[3] && bias.defined()) {
+    gradients[3] = at::empty_like(bias);
+  }
+  Work work{"attention_backward", {shape_of(query), shape_of(key), shape_of(value), shape_of(gradient)}, {}, causal};
+  for (const at::Tensor& each : gradients) {
+    if (each.defined()) {
+      work.outputs.push_back(shape_of(each));
+    }
+  }
+  VirtualDevice::get().run(work);
+  return {gradients[0], gradients[1], gradients[2], gradients[3]};
+}
+
+at::Tensor rms_norm(
+    const at::Tensor& input, c10::SymIntArrayRef shape, const std::optional<at::Tensor>& weight, std::optional<double> eps) {
+  return std::get<0>(at::_fused_rms_norm(input, C10_AS_INTARRAYREF_SLOW(shape), weight, eps));
+}
+
+// -- convolutions -----------------------------------------------------------------------------------------------------------
+
+at::Tensor convolve(
+    const at::Tensor& input,
+    const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias,
+    c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding,
+    c10::SymIntArrayRef dilation,
+    bool transposed,
+    c10::SymIntArrayRef output_padding,
+    c10::SymInt groups) {
+  const std::optional<at::Tensor> meta_bias = bias ? std::optional<at::Tensor>(on_meta(*bias)) : std::nullopt;
+  const at::Tensor output = like(at::convolution_symint(
+      on_meta(input), on_meta(weight), meta_bias, stride, padding, dilation, transposed, output_padding, std::move(groups)));
+  VirtualDevice::get().run({"convolution", {shape_of(input), shape_of(weight)}, {shape_of(output)}});
+  return output;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolve_backward(
+    const at::Tensor& gradient,
+    const at::Tensor& input,
+    const at::Tensor& weight,
+    c10::SymIntArrayRef,
+    c10::SymIntArrayRef,
+    c10::SymIntArrayRef,
+    bool transposed,
+    c10::SymIntArrayRef,
+    c10::SymInt groups,
+    std::array<bool, 3> wanted) {
+  at::Tensor gradients[3];
+  const auto make = [&](size_t which, at::Tensor made) {
+    gradients[which] = std::move(made);
+    // what is counted of it are products for each element of `gradient`, as in the forward
+    VirtualDevice::get().run({"convolution", {shape_of(gradients[which]), shape_of(weight)}, {shape_of(gradient)}});
+  };
+  if (wanted[0]) {
+    make(0, at::empty_like(input));
+  }
+  if (wanted[1]) {
+    make(1, at::empty_like(weight));
+  }
+  if (wanted[2]) {
+    const int64_t channels = transposed ? weight.size(1) * groups.guard_int(__FILE__, __LINE__) : weight.size(0);
+    gradients[2] = at::empty({channels}, gradient.options());
+    VirtualDevice::get().run({"aten::sum", {shape_of(gradient)}, {shape_of(gradients[2])}});
+  }
+  return {gradients[0], gradients[1], gradients[2]};
+}
+
+} // namespace
+
+void register_kernels(torch::Library& aten) {
+  // Never destroyed: what is registered goes with it.
+  auto& autograd = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+  aten.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_FN(attend));
+  aten.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(attend_backward));
+  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose_attention);
+  aten.impl("rms_norm", TORCH_FN(rms_norm));
+  autograd.impl("rms_norm", TORCH_FN(rms_norm));
+  aten.impl("convolution_overrideable", TORCH_FN(convolve));
+  aten.impl("convolution_backward_overrideable", TORCH_FN(convolve_backward));
+  register_autocast();
+}
+
+} // namespace memplug

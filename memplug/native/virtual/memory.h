@@ -1,0 +1,85 @@
+// Memory of a device that has none: addresses, given out as torch's caching allocator of CUDA does.
+//
+// After c10/cuda/CUDACachingAllocator.cpp: sizes rounded to 512 bytes, of each stream one pool for small requests and one for large
+// ones, best fit by size and then address, splitting, coalescing with free neighbours; where the device has no more, segments that
+// are free go back to it. What is used on another stream is free once that is past its use. No expandable segments.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "clocks.h"
+
+namespace memplug {
+
+struct VirtualMemory {
+  int64_t requested = 0, allocated = 0, reserved = 0; // bytes in use as asked for, and as rounded up; of all segments
+  int64_t requested_peak = 0, allocated_peak = 0, reserved_peak = 0;
+  int64_t retries = 0; // requests for which segments went back
+};
+
+class CachingMemory {
+ public:
+  explicit CachingMemory(const Clocks& clocks);
+
+  // Throws torch's OutOfMemoryError where the device has no more.
+  void* malloc(int64_t nbytes, int64_t stream);
+  void free(void* address);
+
+  // It is used on that stream, too, by what is queued there now.
+  void use_on(void* address, int64_t stream);
+
+  // Segments that are free go back.
+  void empty_cache();
+
+  void limit(int64_t nbytes); // that the device has
+  int64_t capacity() const;
+  VirtualMemory usage() const;
+  void reset_peaks();
+
+ private:
+  struct Block;
+  using Free = std::set<std::pair<int64_t, char*>>; // bytes and address
+  struct Pool {
+    bool small;
+    Free free;
+  };
+  struct Block {
+    char* address;
+    int64_t nbytes, requested;
+    Pool* pool;
+    bool is_free;
+    Block *before, *after; // of its segment
+    std::set<int64_t> streams; // that use it besides
+  };
+  struct Pending {
+    void* address;
+    double over_s;
+  };
+
+  Block* add_segment(Pool& pool, int64_t nbytes);
+  Block* merged(Block* one, Block* other);
+  void give_back(Block* block);
+  void process_pending();
+  bool release_free_segments();
+  void note_peaks();
+
+  const Clocks& clocks_;
+  mutable std::mutex mutex_;
+  int64_t capacity_ = INT64_MAX;
+  VirtualMemory usage_;
+  std::map<std::pair<int64_t, bool>, Pool> pools_; // by stream, and whether small
+  std::map<char*, std::unique_ptr<Block>> blocks_;
+  std::vector<Pending> pending_;
+  std::multimap<int64_t, char*> unused_; // addresses of segments that went back
+  char* next_ = nullptr;
+};
+
+} // namespace memplug

@@ -1,0 +1,77 @@
+// What Python sees of the virtual device.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <utility>
+
+#include "device.h"
+
+namespace py = pybind11;
+using memplug::VirtualDevice;
+
+namespace {
+
+// A Python function, called and dropped with Python's lock.
+template <typename Function>
+std::shared_ptr<py::function> kept(Function function) {
+  return {new py::function(std::move(function)), [](py::function* each) {
+            const py::gil_scoped_acquire locked;
+            delete each;
+          }};
+}
+
+} // namespace
+
+PYBIND11_MODULE(memplug_virtual, module) {
+  py::class_<memplug::TensorShape>(module, "TensorShape")
+      .def_readonly("sizes", &memplug::TensorShape::sizes)
+      .def_readonly("dtype", &memplug::TensorShape::dtype)
+      .def_readonly("nbytes", &memplug::TensorShape::nbytes)
+      .def_readonly("contiguous", &memplug::TensorShape::contiguous);
+  py::class_<memplug::Work>(module, "Work")
+      .def_readonly("name", &memplug::Work::name)
+      .def_readonly("inputs", &memplug::Work::inputs)
+      .def_readonly("outputs", &memplug::Work::outputs)
+      .def_readonly("causal", &memplug::Work::causal);
+  py::class_<memplug::Span>(module, "Span")
+      .def_readonly("stream", &memplug::Span::stream)
+      .def_readonly("begin_s", &memplug::Span::begin_s)
+      .def_readonly("end_s", &memplug::Span::end_s)
+      .def_readonly("name", &memplug::Span::name);
+  py::class_<memplug::VirtualMemory>(module, "VirtualMemory")
+      .def_readonly("requested", &memplug::VirtualMemory::requested)
+      .def_readonly("allocated", &memplug::VirtualMemory::allocated)
+      .def_readonly("reserved", &memplug::VirtualMemory::reserved)
+      .def_readonly("requested_peak", &memplug::VirtualMemory::requested_peak)
+      .def_readonly("allocated_peak", &memplug::VirtualMemory::allocated_peak)
+      .def_readonly("reserved_peak", &memplug::VirtualMemory::reserved_peak)
+      .def_readonly("retries", &memplug::VirtualMemory::retries);
+  module.def("start", [] { VirtualDevice::get().start(); });
+  module.def("set_costs", [](py::function kernel, py::function copy, double launch_s) {
+    VirtualDevice::get().set_costs(
+        {[ask = kept(std::move(kernel))](const memplug::Work& work) {
+           const py::gil_scoped_acquire locked;
+           return (*ask)(work).cast<double>();
+         },
+         [ask = kept(std::move(copy))](memplug::Link direction, int64_t nbytes) {
+           const py::gil_scoped_acquire locked;
+           return (*ask)(direction == memplug::Link::TO_HOST, nbytes).cast<double>();
+         },
+         launch_s});
+  });
+  module.def("host_s", [] { return VirtualDevice::get().clocks.host_s(); });
+  module.def("spend", [](double seconds) { VirtualDevice::get().clocks.spend(seconds); });
+  module.def("synchronize", [] {
+    auto& clocks = VirtualDevice::get().clocks;
+    clocks.wait(clocks.all_over_s());
+    return clocks.host_s();
+  });
+  module.def("keep_spans", [](bool on) { VirtualDevice::get().clocks.keep_spans(on); });
+  module.def("take_spans", [] { return VirtualDevice::get().clocks.take_spans(); });
+  module.def("memory", [] { return VirtualDevice::get().memory.usage(); });
+  module.def("capacity", [] { return VirtualDevice::get().memory.capacity(); });
+  module.def("limit_memory", [](int64_t nbytes) { VirtualDevice::get().memory.limit(nbytes); });
+  module.def("reset_peaks", [] { VirtualDevice::get().memory.reset_peaks(); });
+  module.def("empty_cache", [] { VirtualDevice::get().memory.empty_cache(); });
+}

@@ -1,0 +1,44 @@
+"""The virtual device, in a process of its own, and where there is no place for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.folders import ROOT
+
+TAKEN = """
+import torch
+torch.utils.rename_privateuse1_backend("npu")
+"""
+LATE = """
+import torch
+torch.ones(1, requires_grad=True).backward()
+"""
+STARTS = """
+from memplug.device.virtual import Hardware, VirtualDevice
+from memplug.errors import HardwareError
+from tests.support.virtual_cases import SIMPLE
+try:
+    VirtualDevice(SIMPLE)
+except HardwareError as error:
+    print(error)
+"""
+
+
+def test_clocks_memory_operators_and_an_h200() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/support/virtual_cases.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "said"), [(TAKEN, "'npu' in the virtual one's place"), (LATE, "before the first backward")]
+)
+def test_where_torch_has_no_place_for_it_that_is_said(before: str, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", before + STARTS], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert said in done.stdout and "What to do:" in done.stdout, done.stdout + done.stderr
