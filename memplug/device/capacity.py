@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
 from memplug.device.device import Device
 
 GIB = 2**30
@@ -14,13 +12,7 @@ DEVICE_SHARE = 0.92  # of the device's memory, that a plan may fill
 
 def device_bytes(asked_gib: float | Literal["auto"], device: Device) -> int | None:
     """The most that a plan's step may have in use on the device; None: nothing was asked for on the CPU."""
-    if device.kind != "cuda":
+    if device.memory is None:
         return None if asked_gib == "auto" else int(asked_gib * GIB)
-    ours_bytes = own_bytes(device)
+    ours_bytes = device.memory.own_bytes
     return int(ours_bytes * DEVICE_SHARE if asked_gib == "auto" else min(asked_gib * GIB, ours_bytes))
-
-
-def own_bytes(device: Device) -> int:
-    """All of a CUDA device that other processes do not hold."""
-    free_bytes, _ = torch.cuda.mem_get_info(device.torch_device)
-    return free_bytes + torch.cuda.memory_reserved(device.torch_device)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from memplug.device.memory import CudaMemory, DeviceMemory
+
 
 class Wait(enum.Enum):
     """Why one stream waits for another; every wait of the executor is one of these (memplug/native/streams.h)."""
@@ -31,6 +33,7 @@ class Device:
 
     kind = "cpu"
     torch_device = torch.device("cpu")
+    memory: DeviceMemory | None = None  # what its allocator counts; None: it counts nothing
 
     def streams(self, core: Any) -> Any:
         """Streams, events and copies for transfers (memplug/native/streams.h)."""
@@ -74,6 +77,7 @@ class CudaDevice(Device):
 
     def __init__(self, index: int):
         self.torch_device = torch.device("cuda", index)
+        self.memory = CudaMemory(self.torch_device)
 
     def streams(self, core: Any) -> Any:
         return core.cuda_streams(self.torch_device.index)

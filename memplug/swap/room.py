@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from memplug.config import MemplugConfig
 from memplug.device.capacity import GIB, device_bytes
 from memplug.device.device import Device
@@ -37,11 +35,10 @@ class Room:
 
         A number counts as it is; of what the device has, the allocator's share that no tensor has does not.
         """
-        asked_gib = self._config.device_budget_gib
-        if self._device.kind != "cuda":
+        asked_gib, memory = self._config.device_budget_gib, self._device.memory
+        if memory is None:
             return device_bytes(asked_gib, self._device)
-        which = self._device.torch_device
-        requested_share = torch.cuda.max_memory_allocated(which) / max(torch.cuda.max_memory_reserved(which), 1)
+        requested_share = memory.allocated_peak_bytes / max(memory.reserved_peak_bytes, 1)
         room_bytes = int(device_bytes("auto", self._device) * requested_share)
         return room_bytes if asked_gib == "auto" else min(int(asked_gib * GIB), room_bytes)
 
@@ -49,9 +46,9 @@ class Room:
         """Whether a step fits without a list: no request has failed, and the device's own count of what was in use at
         most says so; on the CPU the limit has.
         """
-        if was_short or self._device.kind == "cpu":
+        if was_short or self._device.memory is None:
             return not was_short
-        return torch.cuda.max_memory_allocated(self._device.torch_device) <= self.budget_bytes
+        return self._device.memory.allocated_peak_bytes <= self.budget_bytes
 
     def of_list(self, step: Trace) -> int:
         """Bytes that a list for a recorded step has to keep to."""

@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from memplug.config import MemplugConfig
 from memplug.device import capacity
 from memplug.device.capacity import DEVICE_SHARE
@@ -66,11 +64,10 @@ def device_room_bytes(config: MemplugConfig, device: Device, observed_peak_bytes
     what a step needs is known to the recorder alone: without it the budget is for kept outputs.
     """
     budget_bytes, needed_bytes = device_bytes(config, device), observed_peak_bytes or 0
-    if device.kind == "cuda":
-        which = device.torch_device
-        needed_bytes = torch.cuda.max_memory_reserved(which)
+    if device.memory is not None:
+        needed_bytes = device.memory.reserved_peak_bytes
         if observed_peak_bytes is not None:  # with the allocator's share of it that no tensor has
-            needed_bytes *= observed_peak_bytes / max(torch.cuda.max_memory_allocated(which), 1)
+            needed_bytes *= observed_peak_bytes / max(device.memory.allocated_peak_bytes, 1)
     return max(0, int((budget_bytes or 0) - needed_bytes))
 
 
@@ -116,20 +113,18 @@ def has_room_for_buffers(
     budget_bytes = device_bytes(config, device)
     if budget_bytes is not None and step_bytes is not None and step_bytes + buffer_bytes > budget_bytes:
         return False
-    if device.kind != "cuda":
+    if device.memory is None:
         return True
-    return torch.cuda.max_memory_reserved(device.torch_device) + more_bytes <= capacity.own_bytes(device) * DEVICE_SHARE
+    return device.memory.reserved_peak_bytes + more_bytes <= device.memory.own_bytes * DEVICE_SHARE
 
 
 def allocation_retries(device: Device) -> int:
     """How often the device's allocator has had to empty its cache before an allocation fitted; 0 where it does not
     count.
     """
-    if device.kind != "cuda":
-        return 0
-    return torch.cuda.memory_stats_as_nested_dict(device.torch_device)["num_alloc_retries"]
+    return 0 if device.memory is None else device.memory.retries
 
 
 def peak_bytes(device: Device) -> int | None:
     """Largest allocation total of the device so far, None where the device does not count."""
-    return torch.cuda.max_memory_allocated(device.torch_device) if device.kind == "cuda" else None
+    return None if device.memory is None else device.memory.allocated_peak_bytes

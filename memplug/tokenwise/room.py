@@ -23,7 +23,7 @@ class Room:
         """A step ran by `decisions`: whether that of a rank, in the step before this one, keeps more than there is room
         for. None: no plan was made for the step.
         """
-        if self._device.kind != "cuda":
+        if self._device.memory is None:
             return False
         before, self._retries = self._retries, budgets.allocation_retries(self._device)
         agreed, self._agreed = self._agreed, None

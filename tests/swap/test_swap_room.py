@@ -11,7 +11,7 @@ from memplug.profile.trace import Trace
 from memplug.swap.room import TIGHTER, Room
 from tests.support.traces import Recording
 
-CPU = SimpleNamespace(kind="cpu")
+CPU = SimpleNamespace(kind="cpu", memory=None)
 
 
 def room() -> Room:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from memplug.config import MemplugConfig
-from memplug.device.device import Device
+from memplug.device.device import CudaDevice, Device
 from memplug.errors import BudgetError
 from memplug.profile import hardware
 from memplug.tokenwise import budgets
 
 GIB = 1 << 30
-CUDA = SimpleNamespace(kind="cuda", torch_device=torch.device("cuda", 0))
+CUDA = CudaDevice(0)
 
 
 @pytest.fixture

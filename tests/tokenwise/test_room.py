@@ -12,6 +12,7 @@ import torch
 
 import memplug
 from memplug.config import MemplugConfig
+from memplug.device.device import CudaDevice
 from memplug.stages.ranks import Ranks
 from memplug.stages.table import Stage
 from memplug.tokenwise import budgets
@@ -19,7 +20,7 @@ from memplug.tokenwise.room import Room
 from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 
 MIB = 1 << 20
-CUDA = SimpleNamespace(kind="cuda", torch_device=torch.device("cuda", 0))
+CUDA = CudaDevice(0)
 
 
 def decisions(kept_bytes: int, peak_bytes: int | None = 1000) -> SimpleNamespace:
