@@ -12,9 +12,12 @@ import enum
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 from memplug.device.memory import CudaMemory, DeviceMemory
+
+PAGE_BYTES = 4096
 
 
 class Wait(enum.Enum):
@@ -42,6 +45,17 @@ class Device:
     def is_capturing(self) -> bool:
         """Whether operators are captured into a graph now, instead of run."""
         return False
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """1-D uint8: whole pages of the system, not of torch's allocator, whose memory is the device's where the CPU
+        trains.
+
+        Raises:
+            MemoryError: the system has less.
+        """
+        memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
+        begin = -memory.ctypes.data % PAGE_BYTES
+        return torch.from_numpy(memory[begin : begin + nbytes])
 
     def pin(self, buffer: torch.Tensor) -> bool:
         """Register host memory (1-D uint8) with the driver; False where the driver refuses."""
@@ -125,4 +139,8 @@ def device_of(tensor_device: torch.device) -> Device:
         return CudaDevice(torch.cuda.current_device() if tensor_device.index is None else tensor_device.index)
     if tensor_device.type == "cpu":
         return Device()
+    if tensor_device.type == "virtual":
+        from memplug.device.virtual import VirtualDevice
+
+        return VirtualDevice.current()
     raise ValueError(f"memplug runs on cuda and cpu devices, not on {tensor_device.type}")

@@ -13,7 +13,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 
 from memplug.device.device import Device
@@ -21,7 +20,6 @@ from memplug.device.device import Device
 log = logging.getLogger("memplug")
 
 ALIGNMENT_BYTES = 512
-PAGE_BYTES = 4096
 SMALLEST_SLAB_BYTES = 64 << 20
 
 
@@ -101,7 +99,7 @@ class HostPool:
         """One slab more."""
         capacity = self.capacity_bytes
         try:
-            slab = _pages(nbytes)
+            slab = self.device.host_memory(nbytes)
         except MemoryError as error:  # the system has less than the budget promised
             log.warning("memplug: no host memory for another %.2f GiB: %s", nbytes / 2**30, error)
             self.budget_bytes = capacity
@@ -123,13 +121,6 @@ class HostPool:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _pages(nbytes: int) -> torch.Tensor:
-    """Whole pages of the system, not of torch's allocator, whose memory is the device's where the CPU trains."""
-    memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
-    begin = -memory.ctypes.data % PAGE_BYTES
-    return torch.from_numpy(memory[begin : begin + nbytes])
 
 
 def _give_back(device: Device, slabs: list[torch.Tensor], pinned: list[torch.Tensor]) -> None:

@@ -179,7 +179,7 @@ def _device_of(target: Target) -> torch.device:
             "Move the model to its device before attaching.",
         )
     device = devices.pop()
-    if device.type not in ("cuda", "cpu"):
+    if device.type not in ("cuda", "cpu", "virtual"):
         raise RegionError(
             f"{name} is on the {device.type} device; memplug runs on cuda and cpu",
             "Move the model to its device before attaching.",

@@ -24,7 +24,7 @@ CORE = Extension(
             "followed_step leaving relief repeated_step returning short_step storage_swapper swap_list swap_step",
             "clock exchange host_rows replay rounding streams transfer",
             "arena arena_plan cpu_allocator requests serving",
-            "cuda_allocator cuda_arena cuda_device",
+            "cuda_allocator cuda_arena cuda_device other_allocator",
         )
     ),
 )

@@ -169,6 +169,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("mark_peak", &mark_peak);
   module.def("install_cpu", [] { install_cpu(RECORDER); });
   module.def("uninstall_cpu", [] { uninstall_cpu(RECORDER); });
+  module.def("install_other", [] { install_other(RECORDER); });
+  module.def("uninstall_other", [] { uninstall_other(RECORDER); });
+  module.def("device_type", [](const std::string& name) { return static_cast<int>(c10::Device(name).type()); });
 #ifdef MEMPLUG_CUDA
   module.def("install_cuda", &install_cuda);
   module.def("uninstall_cuda", &uninstall_cuda);

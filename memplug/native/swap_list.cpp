@@ -295,17 +295,17 @@ void silence_swap_list() {
   end_relief_in_child();
 }
 
-void catch_out_of_memory(bool on, int device, Explanation explain) {
+void catch_out_of_memory(bool on, c10::Device device, Explanation explain) {
   ask_for_relief(on ? &relieve_step : nullptr, std::move(explain));
+  if (device.is_privateuseone()) {
+    on ? install_other(RELIEF) : uninstall_other(RELIEF);
+  } else if (device.is_cuda()) {
 #ifdef MEMPLUG_CUDA_ARENA
-  if (device >= 0) {
-    prepare_cuda_allocator(device);
+    prepare_cuda_allocator(device.index());
     stand_before_cuda(RELIEF, on);
-    return;
-  }
-#endif
-  if (device >= 0) {
+#else
     throw std::runtime_error("the native core was built without CUDA, or this version of torch changed its allocator");
+#endif
   }
 }
 

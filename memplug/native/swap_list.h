@@ -25,9 +25,9 @@ bool end_swap_step();
 
 SwapListCounters swap_list_counters();
 
-// Whether requests that fail, of this CUDA device or with -1 of the CPU where that has a limit, are tried again once
-// tensors of the step have left. `explain`: see relief.h. Throws where the device's allocator cannot be stood in front of.
-void catch_out_of_memory(bool on, int device, Explanation explain);
+// Whether requests that fail, of a device or of the CPU where that has a limit, are tried again once tensors of the step have
+// left. `explain`: see relief.h. Throws where the device's allocator cannot be stood in front of.
+void catch_out_of_memory(bool on, c10::Device device, Explanation explain);
 
 // In the child of a fork: nothing more is swapped.
 void silence_swap_list();

@@ -168,7 +168,9 @@ void add_swaps(py::module_& module) {
   module.def("drop_swap_list", &drop_swap_list, Released());
   module.def("begin_swap_step", &begin_swap_step, Released());
   module.def("end_swap_step", &end_swap_step, Released());
-  module.def("catch_out_of_memory", &catch_out_of_memory);
+  module.def("catch_out_of_memory", [](bool on, const std::string& device, Explanation explain) {
+    catch_out_of_memory(on, c10::Device(device), std::move(explain));
+  });
   module.def("take_relief_events", [] {
     static constexpr const char* kNames[] = {"failed", "released", "left", "turned back", "served", "given up"}; // in the order of ReliefEvent::Kind
     py::list all;

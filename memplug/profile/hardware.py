@@ -122,6 +122,8 @@ def link_rates(device: torch.device) -> tuple[float, float]:
     Raises:
         ValueError: Another kind of device.
     """
+    if device.type == "virtual":
+        return torch.get_device_module(device).link_rates()
     size_bytes = 64 * _MIB
     if device.type == "cuda":  # what is measured with leaves the peak of the program's own memory as it is
         room_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)

@@ -142,7 +142,7 @@ class Recorder:
         assert self._release.alive, "it was stopped"
         self._native.forget()
         self._begin_requests()
-        self._native.begin_records(int(detail), 0 if self.device.type == "cpu" else 1)
+        self._native.begin_records(int(detail), self._native.device_type(self.device.type))
         self.recording = True
         self._begun = time.perf_counter()
 
@@ -199,6 +199,10 @@ class Recorder:
             except RuntimeError as error:
                 raise RecorderError(f"requests for memory cannot be recorded: {error}") from None
             self._native.begin_requests(-1)
+        elif self.device.type != "cuda":
+            self._native.install_other()
+            in_use_bytes = torch.get_device_module(self.device).memory_stats()["requested_bytes.all.current"]
+            self._native.begin_requests(in_use_bytes)
         else:
             index = self._listen_to_cuda()
             stats = torch.cuda.memory_stats(index)
@@ -256,6 +260,8 @@ def _end_requests(core: object, device_type: str) -> bytes:
     core.end_requests()
     if device_type == "cpu":
         core.uninstall_cpu()
+    elif device_type != "cuda":
+        core.uninstall_other()
     elif hasattr(core, "uninstall_cuda"):
         core.uninstall_cuda()
     return core.take_requests()

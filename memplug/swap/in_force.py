@@ -155,7 +155,7 @@ class InForce:
     def _load(self, tables: Tables, min_bytes: int, slab: torch.Tensor | None, passive_bytes: int) -> None:
         self._swapper = self._core.StorageSwapper(self._device.streams(self._core), slab, max(0, passive_bytes))
         self._loaded[:] = [self._swapper]
-        device_type = 0 if self._device.kind == "cpu" else 1
+        device_type = self._core.device_type(self._device.kind)
         self._core.load_swap_list(
             tables.program,
             tables.outside,
@@ -168,13 +168,10 @@ class InForce:
         )
 
     def _catch(self, on: bool) -> None:
-        index = -1
         if self._device.kind == "cuda":
             torch.cuda.init()  # before it, there is no allocator to stand in front of
-            which = self._device.torch_device
-            index = torch.cuda.current_device() if which.index is None else which.index
         try:
-            self._core.catch_out_of_memory(on, index, self._explain if on else None)
+            self._core.catch_out_of_memory(on, str(self._device.torch_device), self._explain if on else None)
         except RuntimeError as error:
             raise SwapError(f"requests that fail cannot be caught: {str(error).splitlines()[0]}") from None
         self._core.take_relief_events()  # of a session that ended within a step

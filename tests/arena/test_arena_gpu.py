@@ -128,11 +128,11 @@ def test_a_peak_that_was_reset_while_memplug_stood_aside_is_no_longer_there(sess
     index = torch.cuda.current_device()
     for most_bytes in (64 << 20, 1 << 20):  # the first one while memplug is in front, the second while it is not
         in_front = most_bytes > 1 << 20
-        core.catch_out_of_memory(in_front, index, None)
+        core.catch_out_of_memory(in_front, f"cuda:{index}", None)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         torch.empty(most_bytes, dtype=torch.uint8, device="cuda")
         assert torch.cuda.max_memory_allocated() == before + most_bytes
-    core.catch_out_of_memory(True, index, None)
+    core.catch_out_of_memory(True, f"cuda:{index}", None)
     assert torch.cuda.max_memory_allocated() == before + most_bytes
-    core.catch_out_of_memory(False, index, None)
+    core.catch_out_of_memory(False, f"cuda:{index}", None)

@@ -73,9 +73,9 @@ def test_kernels_take_what_they_compute_or_move_one_after_the_other(device: Virt
 
 def test_views_take_no_time_and_share_memory(device: VirtualDevice) -> None:
     x = torch.empty(4, 6, device="virtual")
-    began, used = seconds(device), device.memory().allocated
+    began, used = seconds(device), device.usage().allocated
     views = [x.t(), x[1:], x.view(2, 12), x.unsqueeze(0).expand(3, 4, 6), x.chunk(2)[1], x.reshape(24), x.detach()]
-    assert seconds(device) == began and device.memory().allocated == used
+    assert seconds(device) == began and device.usage().allocated == used
     assert all(view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for view in views)
 
 
@@ -127,18 +127,18 @@ def test_spans_are_what_kept_streams_busy(device: VirtualDevice) -> None:
 
 
 def test_a_request_beyond_the_memory_fails_as_one_of_a_device_does(device: VirtualDevice) -> None:
-    small = VirtualDevice(Hardware(**{**vars(SIMPLE), "memory_bytes": device.memory().reserved + 40 * MIB}))
+    small = VirtualDevice(Hardware(**{**vars(SIMPLE), "memory_bytes": device.usage().reserved + 40 * MIB}))
     kept = on_device(30 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 20971520 bytes"):
         on_device(20 * MIB)
     del kept
-    assert small.memory().retries == 0
-    assert on_device(36 * MIB).numel() == 36 * MIB and small.memory().retries == 1, "what was free went back"
+    assert small.usage().retries == 0
+    assert on_device(36 * MIB).numel() == 36 * MIB and small.usage().retries == 1, "what was free went back"
 
 
 def test_memory_is_given_out_as_the_simulated_allocator_does(device: VirtualDevice) -> None:
     chance, simulated = random.Random(0), CachingAllocator()
-    before = device.memory()
+    before = device.usage()
     live: list[tuple[torch.Tensor, object]] = []
     for _ in range(3000):
         if live and chance.random() < 0.5:
@@ -148,7 +148,7 @@ def test_memory_is_given_out_as_the_simulated_allocator_does(device: VirtualDevi
         else:
             nbytes = int(10 ** chance.uniform(1, 7.8))
             live.append((on_device(nbytes), simulated.malloc(nbytes)))
-        now = device.memory()
+        now = device.usage()
         assert now.allocated - before.allocated == simulated.allocated_bytes
     assert now.reserved - before.reserved == simulated.reserved_bytes
 
@@ -277,7 +277,7 @@ def test_a_step_takes_what_it_took_on_an_h200(row: SimpleNamespace) -> None:
     device.reset_peaks()
     step()
     assert device.synchronize() - began == pytest.approx(float(row.step_s), rel=0.09)
-    memory = device.memory()
+    memory = device.usage()
     assert memory.allocated_peak / gigabyte == pytest.approx(float(row.peak_allocated_gb), rel=0.015)
     if row.peak_reserved_gb:
         assert memory.reserved_peak / gigabyte == pytest.approx(float(row.peak_reserved_gb), rel=0.04)

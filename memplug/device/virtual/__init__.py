@@ -5,7 +5,7 @@
         model = make_model()
     began_s = device.synchronize()
     model(torch.empty(1, 131072, 4096, device="virtual")).sum().backward()
-    print(device.synchronize() - began_s, "s", device.memory().allocated_peak, "bytes")
+    print(device.synchronize() - began_s, "s", device.usage().allocated_peak, "bytes")
 
 It is a device of torch's, "virtual": programs, autograd and memplug run on it as on any other, with streams and events,
 with torch's caching allocator of CUDA simulated (memplug/native/virtual/memory.h), and with torch's own
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from memplug.device.device import Device
+from memplug.device.memory import DeviceMemory
 from memplug.device.virtual import costs
 from memplug.device.virtual.hardware import Hardware
 from memplug.errors import HardwareError
@@ -29,7 +31,7 @@ NAME = "virtual"
 __all__ = ["Hardware", "VirtualDevice"]
 
 
-class VirtualDevice:
+class VirtualDevice(Device):
     """The one of this process: another one takes its place, with other rates, and what was made goes on living.
 
     Args:
@@ -41,19 +43,45 @@ class VirtualDevice:
         NativeError: it cannot be built.
     """
 
+    kind = NAME
+    _current: VirtualDevice | None = None
+
     def __init__(self, hardware: Hardware):
         self._core = _started()
-        self.hardware = hardware
+        self.hardware, self.torch_device = hardware, torch.device(NAME, 0)
+        self.memory = _Memory(self._core)
         self._core.set_costs(
             functools.partial(costs.kernel_s, hardware), functools.partial(costs.copy_s, hardware), hardware.launch_s
         )
         self._core.limit_memory(int(hardware.memory_bytes))
+        VirtualDevice._current = self
+
+    @classmethod
+    def current(cls) -> VirtualDevice:
+        """The one that was made last."""
+        assert cls._current is not None, "tensors are on it"
+        return cls._current
+
+    def streams(self, core: Any) -> Any:
+        return core.other_streams()
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """As much as is asked for: nothing is ever written to it."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def stamp(self) -> torch.Event:
+        event = torch.Event(NAME, enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, begin: torch.Event, end: torch.Event) -> float:
+        return begin.elapsed_time(end) / 1e3
 
     def synchronize(self) -> float:
         """The host waits for all that is queued: seconds that have gone by on it since the device was first made."""
         return self._core.synchronize()
 
-    def memory(self) -> Any:
+    def usage(self) -> Any:
         """Bytes `requested`, `allocated` (rounded) and `reserved` now, `..._peak` of each, and `retries`: requests for
         which the allocator gave segments back.
         """
@@ -74,6 +102,27 @@ class VirtualDevice:
     def take_spans(self) -> list[Any]:
         """What was noted, in the order in which it was queued: `stream`, `begin_s`, `end_s` and `name`."""
         return self._core.take_spans()
+
+
+class _Memory(DeviceMemory):
+    def __init__(self, core: Any):
+        self._core = core
+
+    @property
+    def own_bytes(self) -> int:
+        return self._core.capacity()
+
+    @property
+    def allocated_peak_bytes(self) -> int:
+        return self._core.memory().allocated_peak
+
+    @property
+    def reserved_peak_bytes(self) -> int:
+        return self._core.memory().reserved_peak
+
+    @property
+    def retries(self) -> int:
+        return self._core.memory().retries
 
 
 class _Module:
@@ -106,6 +155,17 @@ class _Module:
     @staticmethod
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
         """Nothing is drawn."""
+
+    @staticmethod
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        """As of `torch.cuda.memory_stats`, what memplug asks for."""
+        return {"requested_bytes.all.current": virtual.load().memory().requested}
+
+    @staticmethod
+    def link_rates() -> tuple[float, float]:
+        """Device to host and host to device, in bytes per second."""
+        hardware = VirtualDevice.current().hardware
+        return hardware.to_host_bytes_per_s, hardware.to_device_bytes_per_s
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:

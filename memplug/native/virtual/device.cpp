@@ -4,6 +4,10 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <sys/mman.h>
+
+#include <memory>
+#include <new>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
@@ -121,6 +125,34 @@ class Addresses final : public c10::Allocator {
   }
 };
 
+// Memory of the host, of which nothing is ever written to: pages that take none.
+class HostAddresses final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t nbytes) override {
+    if (nbytes == 0) {
+      return {nullptr, c10::Device(c10::kCPU)};
+    }
+    void* const begin = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (begin == MAP_FAILED) {
+      throw std::bad_alloc();
+    }
+    return {begin, new Mapped{begin, nbytes}, &unmap, c10::Device(c10::kCPU)};
+  }
+  void copy_data(void* destination, const void* source, size_t nbytes) const override {
+    default_copy_data(destination, source, nbytes);
+  }
+
+ private:
+  struct Mapped {
+    void* begin;
+    size_t nbytes;
+  };
+  static void unmap(void* context) {
+    const std::unique_ptr<Mapped> mapped(static_cast<Mapped*>(context));
+    munmap(mapped->begin, mapped->nbytes);
+  }
+};
+
 class Hooks final : public at::PrivateUse1HooksInterface {
  public:
   bool isBuilt() const override {
@@ -138,12 +170,19 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   c10::DeviceIndex getCurrentDevice() const override {
     return 0;
   }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    static auto* instance = new HostAddresses();
+    return instance;
+  }
+  c10::Device getDeviceFromPtr(void*) const override {
+    return c10::Device(kVirtual, 0);
+  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::globalContext().defaultGenerator(c10::Device(c10::kCPU)); // nothing is drawn from it
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto* const impl = storage.unsafeGetStorageImpl();
-    impl->set_data_ptr_noswap(virtual_allocator().allocate(nbytes));
+    impl->set_data_ptr_noswap(c10::GetAllocator(kVirtual)->allocate(nbytes));
     impl->set_nbytes(nbytes);
   }
 };

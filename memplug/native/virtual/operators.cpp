@@ -116,7 +116,7 @@ at::Tensor empty(
     std::optional<bool>,
     std::optional<at::MemoryFormat> format) {
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
-  return at::detail::empty_generic(size, &virtual_allocator(), keys, c10::dtype_or_default(dtype), format);
+  return at::detail::empty_generic(size, c10::GetAllocator(kVirtual), keys, c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(
@@ -127,7 +127,7 @@ at::Tensor empty_strided(
     std::optional<at::Device>,
     std::optional<bool>) {
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
-  return at::detail::empty_strided_generic(size, stride, &virtual_allocator(), keys, c10::dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(size, stride, c10::GetAllocator(kVirtual), keys, c10::dtype_or_default(dtype));
 }
 
 at::Tensor as_strided(
@@ -145,7 +145,7 @@ const at::Tensor& resize(const at::Tensor& self, c10::IntArrayRef size, std::opt
   const auto needed = static_cast<size_t>((impl->storage_offset() + impl->numel()) * self.element_size());
   auto* const storage = self.storage().unsafeGetStorageImpl();
   if (needed > storage->nbytes()) {
-    storage->set_data_ptr_noswap(virtual_allocator().allocate(needed));
+    storage->set_data_ptr_noswap(c10::GetAllocator(kVirtual)->allocate(needed));
     storage->set_nbytes(needed);
   }
   if (format) {
