@@ -72,6 +72,10 @@ class Device:
         """Put back what `get_rng_state` returned."""
         torch.set_rng_state(state)
 
+    def now_s(self) -> float:
+        """The host's clock, in seconds."""
+        return time.perf_counter()
+
     def stamp(self) -> Any:
         """A point in time of the compute stream."""
         return time.perf_counter()

@@ -113,7 +113,7 @@ Observer::Running Observer::begin(const at::RecordFunction& function, const Oper
       }
     });
   }
-  if (op.composite || subclass || op.casts(arguments)) {
+  if (op.is_composite(arguments) || subclass || op.casts(arguments)) {
     return {What::THROUGH, op.mutates, forward_.begun()};
   }
   inside_ = true;

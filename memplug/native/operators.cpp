@@ -58,15 +58,20 @@ std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits
     }
     return -1;
   };
+  using Key = c10::DispatchKey;
+  const auto has = [&](Key key) { return handle->hasKernelForDispatchKey(key); };
   return std::make_unique<Operator>(Operator{
       *handle,
       name.name,
       name.overload_name,
       name.overload_name.empty() ? name.name : name.name + "." + name.overload_name,
       traits,
-      handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd),
-      handle->hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU),
-      handle->hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA),
+      has(Key::CompositeImplicitAutograd),
+      has(Key::CUDA) && !has(Key::AutogradCUDA),
+      has(Key::PrivateUse1) && !has(Key::AutogradPrivateUse1),
+      has(Key::AutocastCPU),
+      has(Key::AutocastCUDA),
+      has(Key::AutocastPrivateUse1),
       handle->schema().is_mutable() || (traits & EXCHANGE) != 0,
       handle->schema().arguments().size(),
       handle->schema().returns().size(),
@@ -131,10 +136,23 @@ void describe_operators(std::function<uint32_t(const std::string&, const std::st
 bool Operator::casts(c10::ArrayRef<c10::IValue> arguments) const {
   const bool on_cpu = casts_on_cpu && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCPU);
   const bool on_cuda = casts_on_cuda && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCUDA);
+  const bool on_other =
+      casts_on_other && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastPrivateUse1);
   bool found = false;
-  for (size_t i = 0; (on_cpu || on_cuda) && i < arguments.size(); ++i) {
+  for (size_t i = 0; (on_cpu || on_cuda || on_other) && i < arguments.size(); ++i) {
     each_tensor(arguments[i], [&](const at::Tensor& tensor) {
-      found = found || (on_cpu && tensor.is_cpu()) || (on_cuda && tensor.is_cuda());
+      found = found || (on_cpu && tensor.is_cpu()) || (on_cuda && tensor.is_cuda()) ||
+          (on_other && tensor.is_privateuseone());
+    });
+  }
+  return found;
+}
+
+bool Operator::is_composite(c10::ArrayRef<c10::IValue> arguments) const {
+  bool found = composite;
+  for (size_t i = 0; found && (kernel_on_cuda || kernel_on_other) && i < arguments.size(); ++i) {
+    each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      found = found && !(kernel_on_cuda && tensor.is_cuda()) && !(kernel_on_other && tensor.is_privateuseone());
     });
   }
   return found;

@@ -36,8 +36,9 @@ struct Operator {
   std::string schema_name, overload; // "aten::add", "Tensor"; "" for the default one
   std::string name; // "aten::add.Tensor"
   uint32_t traits;
-  bool composite; // it calls other operators, and does nothing besides
-  bool casts_on_cpu, casts_on_cuda; // under autocast it casts its arguments first, and is called again
+  bool composite; // it calls other operators, and does nothing besides,
+  bool kernel_on_cuda, kernel_on_other; // unless there is a kernel for the device, as CUDA's of a norm
+  bool casts_on_cpu, casts_on_cuda, casts_on_other; // under autocast it casts its arguments first, and is called again
   bool mutates;
   size_t argument_count, result_count; // by its schema
   int32_t dropout, async_op; // positions of the arguments `dropout_p` and `async_op`, or -1
@@ -58,6 +59,9 @@ struct Operator {
 
   // Whether this call is one under autocast.
   bool casts(c10::ArrayRef<c10::IValue> arguments) const;
+
+  // Whether with these arguments it is what it calls.
+  bool is_composite(c10::ArrayRef<c10::IValue> arguments) const;
 
   // Whether this call of an exchange is waited for before anything else runs.
   bool is_over(const std::vector<c10::IValue>& arguments) const {

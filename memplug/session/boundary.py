@@ -26,7 +26,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -303,7 +302,7 @@ class Boundary:
         return statistics.median(self._step_seconds) if self._step_seconds else None
 
     def _time_step(self) -> None:
-        now = time.perf_counter()
+        now = self._device.now_s()
         if self._last_step is not None:
             self._step_seconds.append(now - self._last_step)
         self._last_step = now

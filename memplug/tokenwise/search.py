@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -104,12 +103,12 @@ class Search:
     def begin_program(self) -> None:
         """The step's first forward with gradients begins: what comes before it is no part of the step's time."""
         self.executor.device.synchronize()
-        self._begun = time.perf_counter()
+        self._begun = self.executor.device.now_s()
 
     def end_step(self) -> Decisions | None:
         """A step of the program is over. None: nothing is decided yet, and the regions run the next plan."""
         self.executor.device.synchronize()
-        seconds = time.perf_counter() - self._begun
+        seconds = self.executor.device.now_s() - self._begun
         peak_bytes = self._step_peak()
         if self._candidates:
             self._note(seconds, peak_bytes)

@@ -7,10 +7,13 @@ the first backward.
 from __future__ import annotations
 
 import csv
+import dataclasses
+import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import memplug
 from memplug.device.virtual import Hardware, VirtualDevice, costs
 from memplug.errors import HardwareError
 from tests.bench.caching_allocator import CachingAllocator
@@ -216,12 +220,71 @@ def test_operators_on_the_cpu_are_as_before(device: VirtualDevice) -> None:
     assert x.grad.isfinite().all() and (x @ x.t())[0, 0] == 5
 
 
+# -- memplug on it -----------------------------------------------------------------------------------------------------
+
+
+def _trained(device: VirtualDevice, config: dict[str, Any], steps: int = 12) -> tuple[dict[str, Any], int, float]:
+    """Four layers of 8,192 tokens: a report, and of the last step the peak and seconds."""
+    gc.collect()
+    device.empty_cache()
+    with torch.device("virtual"):
+        model = Layers(4).to(torch.bfloat16)
+        inputs = torch.randn(1, 8192, HIDDEN, dtype=torch.bfloat16)
+    with memplug.attach(model, {"enabled": True, "plan_dir": False, "host_budget_gib": 200, **config}) as session:
+        for _ in range(steps):
+            began = device.synchronize()
+            device.reset_peaks()
+            model(inputs).backward(inputs)
+            model.zero_grad()
+            session.step()
+            took_s = device.synchronize() - began
+        return session.report(), device.usage().requested_peak, took_s
+
+
+NO_LIST, NO_REGIONS = {"swap": {"enabled": False}}, {"tokenwise": {"enabled": False}}
+PLAIN = {"arena": {"enabled": False}, "profiler": {"wait_for_plans": True}}
+
+
+def test_a_swap_list_keeps_to_its_budget_and_waits_no_longer_than_it_says() -> None:
+    device = VirtualDevice(Hardware.read(H200))
+    fits, most, alone_s = _trained(device, {**PLAIN, **NO_REGIONS})
+    assert fits["swap"] == "fits"
+    budget_bytes = int(0.75 * most)
+    config = {**PLAIN, **NO_REGIONS, "device_budget_gib": budget_bytes / (1 << 30), "swap": {"enabled": True}}
+    report, peak, took_s = _trained(device, config)
+    assert report["swap"] == "swapping" and report["swap_repeated"] > 0 == report["swap_passive"]
+    assert peak <= budget_bytes and report["swap_peak_bytes"] == report["predicted_swap_peak_bytes"] <= budget_bytes
+    assert report["swap_demanded"] == report["swap_cancelled"] == report["swap_refused"] == report["swap_missed"] == 0
+    assert 0 < took_s - alone_s <= report["predicted_swap_stall_s"] + 0.02 * alone_s
+    assert report["swap_stall_s"] == pytest.approx(took_s - alone_s, rel=0.2)
+
+
+def test_regions_swap_keep_and_recompute_and_that_is_faster_than_recomputing_all() -> None:
+    device = VirtualDevice(Hardware.read(H200))
+    _, most, keep_s = _trained(device, {**PLAIN, **NO_LIST, **NO_REGIONS})
+    regions = {"regions": ["layers.*"]}
+    config = {**PLAIN, **NO_LIST, "tokenwise": regions, "device_budget_gib": 0.85 * most / (1 << 30)}
+    report, peak, took_s = _trained(device, config, steps=16)
+    assert report["stage"] == "stable" and report["offloaded_bytes"] > 0
+    assert peak < 0.9 * most
+    full_s = report["predicted_full_recomputation_s"]
+    assert keep_s * 0.99 < took_s < keep_s + 0.9 * (full_s - keep_s)
+
+
+def test_a_first_step_that_does_not_fit_completes() -> None:
+    device = VirtualDevice(Hardware.read(H200))
+    _, most, _ = _trained(device, {**PLAIN, **NO_REGIONS}, steps=1)
+    small = VirtualDevice(dataclasses.replace(device.hardware, memory_bytes=0.8 * most))
+    report, peak, _ = _trained(small, {**PLAIN, **NO_REGIONS}, steps=1)
+    assert report["swap_passive"] > 0 and peak <= 0.8 * most
+
+
 # -- against a real one ------------------------------------------------------------------------------------------------
 
 TOKEN_HEADS, HIDDEN, INTERMEDIATE = 32, 4096, 11008
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """The one that was measured: of a 7B Llama."""
 
     def __init__(self) -> None:
@@ -243,6 +306,21 @@ class Layer(nn.Module):
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
+class Layers(nn.Module):
+    """A stack of them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DecoderLayer() for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = x.shape[1], HIDDEN // TOKEN_HEADS // 2
+        cos, sin = (torch.ones(shape, dtype=x.dtype, device=x.device) for _ in range(2))
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return x
+
+
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     one, other = x.chunk(2, -1)
     return torch.cat((one * cos - other * sin, one * sin + other * cos), -1)
@@ -258,10 +336,11 @@ def _measured() -> list[SimpleNamespace]:
 
 @pytest.mark.parametrize("row", _measured(), ids=lambda row: f"{row.tokens}-{row.layers}-{row.mode}")
 def test_a_step_takes_what_it_took_on_an_h200(row: SimpleNamespace) -> None:
+    gc.collect()
     device = VirtualDevice(Hardware.read(H200))
     tokens, gigabyte = int(row.tokens), 1e9
     with torch.device("virtual"):
-        layers = nn.ModuleList(Layer() for _ in range(int(row.layers))).to(torch.bfloat16)
+        layers = nn.ModuleList(DecoderLayer() for _ in range(int(row.layers))).to(torch.bfloat16)
         cos, sin = (torch.empty(tokens, HIDDEN // TOKEN_HEADS // 2, dtype=torch.bfloat16) for _ in range(2))
         inputs = torch.randn(1, tokens, HIDDEN, dtype=torch.bfloat16)
 

@@ -69,6 +69,9 @@ class VirtualDevice(Device):
         """As much as is asked for: nothing is ever written to it."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
+    def now_s(self) -> float:
+        return self._core.host_s()
+
     def stamp(self) -> torch.Event:
         event = torch.Event(NAME, enable_timing=True)
         event.record()
