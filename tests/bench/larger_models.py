@@ -156,7 +156,6 @@ def largest(device: VirtualDevice, base: Shape, raised: str, mode: str) -> int:
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
     args = parse_args(argv)
-    logging.getLogger("memplug").setLevel(logging.ERROR)
     hardware = Hardware.read(args.hardware)
     if args.memory_gib is not None:
         hardware = dataclasses.replace(hardware, memory_bytes=args.memory_gib * GIB)
@@ -181,4 +180,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    logging.getLogger("memplug").setLevel(logging.ERROR)
     main()

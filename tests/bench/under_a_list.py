@@ -126,8 +126,6 @@ def copies_s(tensors: int, nbytes: int, times: int) -> float:
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
     args = parse_args(argv)
-    torch.set_num_threads(1)
-    logging.getLogger("memplug").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         turns = Turns(args.layers, Path(folder))
         measured = [{mode: turns.measure(mode, args.steps) for mode in ("none", "list")} for _ in range(args.rounds)]
@@ -157,4 +155,6 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("memplug").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
     main()

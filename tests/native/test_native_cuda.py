@@ -23,6 +23,9 @@ class _Core:
         self.calls: list[Any] = []
         self._complaint = complaint
 
+    def device_type(self, name: str) -> int:
+        return ["cpu", "cuda"].index(name)
+
     def install_cuda(self, index: int) -> None:
         if self._complaint:
             raise RuntimeError(self._complaint)

@@ -95,14 +95,11 @@ class Clock:
 
     now = 0.0
 
-    def perf_counter(self) -> float:
-        return self.now
-
 
 def trials(validate: bool, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     """Of the plans that a stack's session tries, one with a large validation before its step."""
     clock, model = Clock(), Stack(3)
-    monkeypatch.setattr("memplug.tokenwise.search.time", clock)
+    monkeypatch.setattr("memplug.device.device.Device.now_s", lambda device: clock.now)
     config = {**block(regions=LAYERS), "profiler": PROFILER, "arena": {"enabled": False}, "plan_dir": False}
     with memplug.attach(model, config) as session:
         for step in range(1, NEEDED + 1):

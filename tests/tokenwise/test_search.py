@@ -64,15 +64,12 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def perf_counter(self) -> float:
-        return self.now
-
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The only clock that a search knows."""
     made = Clock()
-    monkeypatch.setattr("memplug.tokenwise.search.time", made)
+    monkeypatch.setattr("memplug.device.device.Device.now_s", lambda device: made.now)
     return made
 
 
