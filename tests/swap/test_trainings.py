@@ -79,14 +79,16 @@ def test_what_regions_cannot_free_the_list_swaps() -> None:
 
 
 def beside_regions(kind: str, share: float) -> Trained:
-    """A training with both, to the bit and within its budget; once planned, nothing leaves for requests that fail."""
+    """A training with both, within its budget; once planned, nothing leaves for requests that fail. To the rounding of a
+    matmul: where a plan splits its rows, which rows are computed together differs.
+    """
     reference = plain(kind, 20)
     budget_bytes = int(share * reference.peak_bytes)
     regions = {"enabled": True, "min_offload_bytes": 1}
     swapped = train(kind, block(budget_bytes / GIB, tokenwise=regions), 20)
-    assert swapped.losses == reference.losses
+    assert swapped.losses == pytest.approx(reference.losses, rel=1e-6)
     for one, other in zip(swapped.parameters, reference.parameters, strict=True):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert swapped.peak_bytes <= budget_bytes
     assert swapped.last_passive == 0
     return swapped
