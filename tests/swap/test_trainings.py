@@ -79,8 +79,8 @@ def test_what_regions_cannot_free_the_list_swaps() -> None:
 
 
 def beside_regions(kind: str, share: float) -> Trained:
-    """A training with both, within its budget; once planned, nothing leaves for requests that fail. To the rounding of a
-    matmul: where a plan splits its rows, which rows are computed together differs.
+    """A training with both, within its budget; once planned, nothing leaves for requests that fail. To the rounding of
+    a matmul: where a plan splits its rows, which rows are computed together differs.
     """
     reference = plain(kind, 20)
     budget_bytes = int(share * reference.peak_bytes)
