@@ -46,7 +46,7 @@ class Streams {
   // An event that completes when the work queued on the stream so far is done.
   virtual EventRef record(const StreamRef& stream) = 0;
 
-  // The same, and it tells when that was; seconds from one to a later one, none: they have not completed, or nobody knows.
+  // The same, and it tells when that was; seconds from one to a later one, none: they have not completed, or the device tells no times.
   virtual EventRef mark(const StreamRef& stream) {
     return record(stream);
   }

@@ -26,6 +26,7 @@ from torch import nn
 
 import memplug
 from memplug.device.virtual import Hardware, VirtualDevice
+from memplug.errors import BudgetError
 from tests.bench.table import Row, figures, render, write_rows
 from tests.support.folders import ROOT
 
@@ -77,7 +78,7 @@ def train(device: VirtualDevice, shape: Shape, mode: str) -> Result | None:
     device.empty_cache()
     try:
         return _train(device, shape, mode)
-    except (torch.OutOfMemoryError, memplug.errors.MemplugError):
+    except (torch.OutOfMemoryError, BudgetError):
         return None
 
 

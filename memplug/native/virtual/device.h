@@ -27,7 +27,7 @@ struct TensorShape {
   bool contiguous;
 };
 
-// One kernel. `flags`: of attention whether it is causal.
+// One kernel; `causal` is of attention.
 struct Work {
   std::string name;
   std::vector<TensorShape> inputs, outputs;

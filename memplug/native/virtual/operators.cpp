@@ -180,7 +180,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   return destination;
 }
 
-// A number that the host asks for, and waits for: which one it is, nobody knows.
+// A number that the host asks for, and waits for; it was never computed: 1.
 at::Scalar local_scalar(const at::Tensor& self) {
   VirtualDevice::get().copy(Link::TO_HOST, static_cast<int64_t>(self.element_size()), true);
   return at::isFloatingType(self.scalar_type()) ? at::Scalar(1.0) : at::Scalar(1);
