@@ -139,10 +139,11 @@ class Finder {
   // An operator uses a storage, which it or one that it runs inside of has made, if that was not met before. Whether it was
   // not.
   bool see(const void* storage, int64_t nbytes, int32_t dtype, const Moment& now, bool made = false) {
-    if (nbytes < plan_.min_bytes) {
+    if (nbytes != 0 && nbytes < plan_.min_bytes) { // what has no memory yet may get some from whom it is given to
       return false;
     }
     const auto [seen, fresh] = seen_.emplace(storage, Seen{{}, nbytes, dtype, now.stream, now.number, made});
+    seen->second.nbytes = std::max(seen->second.nbytes, nbytes); // none while it is away
     seen->second.use(now);
     return fresh;
   }

@@ -45,11 +45,11 @@ class Deep(nn.Module):
         return x if kind == 1 else x + 0
 
 
-def budget_gib() -> float:
-    """For `PEAK_BYTES` on top of what is in use, where the device counts what was there before."""
+def budget_gib(nbytes: int = PEAK_BYTES) -> float:
+    """For that on top of what is in use, where the device counts what was there before."""
     gc.collect()
     there_bytes = torch.cuda.memory_allocated() if torch.get_default_device().type == "cuda" else 0
-    return (there_bytes + PEAK_BYTES) / GIB
+    return (there_bytes + nbytes) / GIB
 
 
 class Training:

@@ -61,6 +61,32 @@ def test_what_is_prefetched_at_its_use_takes_no_memory_before_it_in_steps_that_r
         assert repeated > 0 and requests() == seen and session.report()["swap_repeated"] > repeated
 
 
+class Positions(torch.autograd.Function):
+    """Makes them in backward, where it takes the most, and needs them when that is over."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(8 * grad.numel(), device=grad.device, dtype=grad.dtype)
+        for _ in range(3):
+            grad = grad.repeat(64, 1).view(64, *grad.shape).mean(0)
+        return grad * positions[: grad.numel()].view_as(grad)
+
+
+def test_what_an_operator_is_given_to_fill_is_found_though_it_has_no_memory_as_that_begins() -> None:
+    model = Deep()
+    with memplug.attach(model, block(budget_gib(76 * ROWS * WIDTH * 4))) as session:
+        for _ in range(12):
+            model(Positions.apply(torch.ones(ROWS, WIDTH, requires_grad=True))).backward()
+            session.step()
+        targets, report = session._boundary.swapping.part.targets, session.report()
+    assert any("arange" in target.operator and target.output for target in targets)
+    assert report["swap_missed"] == 0 < report["swap_repeated"]
+
+
 @pytest.mark.cpu("a device has more than was asked for")
 def test_what_a_followed_step_has_made_cannot_leave_where_it_departs() -> None:
     training = Training()

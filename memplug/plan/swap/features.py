@@ -111,12 +111,16 @@ def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int]
     anchored = sorted({place for place, _, _ in anchors(step)})
     found: dict[tuple[int, int], list[Use]] = {}
     alike: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
+    made_at: dict[int, int] = {}
     for tensor, use in uses_of(step):
+        made_at.setdefault(tensor, use.place)
         alike.setdefault(_kind(step, tensor, use), []).append((use.place, tensor, use.features.uses))
         if (tensor, use.place) in wanted:
             found.setdefault((tensor, use.place), []).append(use)
     result = {}
     for (tensor, place), uses in found.items():
+        if made_at[tensor] == place:  # it may have had no memory before another operator has filled it
+            uses = uses[-1:]
         tolerance, use = max(
             ((_tolerance(tensor, use, alike[_kind(step, tensor, use)], anchored), use) for use in uses),
             key=lambda each: each[0],
