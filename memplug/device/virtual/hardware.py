@@ -9,7 +9,7 @@ from pathlib import Path
 
 from memplug.errors import HardwareError
 
-GIB = 2**30
+SOURCES = ("measured", "fitted", "published", "scaled")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Hardware:
 
     @classmethod
     def read(cls, file: Path) -> Hardware:
-        """From a JSON file: an object of these attributes, each `{"value": ..., "from": "measured" or "published"}`.
+        """From a JSON file: an object of these attributes, each `{"value": ..., "from": ...}`: "measured", "fitted" to steps
+        that were measured, "published", or "scaled": what is published times the share of it that was fitted elsewhere.
 
         Raises:
             HardwareError: it is no such file.
@@ -61,6 +62,6 @@ class Hardware:
             value = entry.get("value") if isinstance(entry, Mapping) else None
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                 raise HardwareError(f"{file}: {name} is to have a value above 0")
-            if entry.get("from") not in ("measured", "published", "fitted"):
-                raise HardwareError(f'{file}: {name} is to say where it is from: "measured", "fitted" or "published"')
+            if entry.get("from") not in SOURCES:
+                raise HardwareError(f"{file}: {name} is to say where it is from: {', '.join(SOURCES)}")
         return cls(name=found["name"], **{name: float(found[name]["value"]) for name in names if name != "name"})
