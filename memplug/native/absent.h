@@ -36,7 +36,7 @@ struct StorageSwapper::Absent {
 // A copy between the host and memory of a stream, which may be done before it returns.
 template <typename Copy>
 void StorageSwapper::copy(const StreamRef& stream, const Copy& act) {
-  streams_->is_immediate() ? wait_times_.around(*streams_, stream, act) : act();
+  streams_->is_immediate() ? times_.around(*streams_, stream, act) : act();
 }
 
 struct StorageSwapper::HostMemory {

@@ -67,19 +67,24 @@ bool StorageSwapper::is_current(const Absent& absent) {
   return streams_->same(streams_->current(), absent.stream);
 }
 
-void StorageSwapper::measure_waits(bool on) {
+void StorageSwapper::measure(bool waits, bool operators) {
   const Lock lock(swap_mutex());
-  wait_times_.measure(on);
+  times_.measure(waits, operators);
 }
 
 std::optional<double> StorageSwapper::waited_s() {
   const Lock lock(swap_mutex());
-  return wait_times_.seconds(*streams_);
+  return times_.waited_s(*streams_);
+}
+
+std::optional<std::vector<double>> StorageSwapper::operators_s() {
+  const Lock lock(swap_mutex());
+  return times_.operators_s(*streams_);
 }
 
 // A stream of operators waits for a copy.
 void StorageSwapper::wait(const StreamRef& stream, const EventRef& event, Wait why) {
-  wait_times_.around(*streams_, stream, [&] { streams_->wait(stream, event, why); });
+  times_.around(*streams_, stream, [&] { streams_->wait(stream, event, why); });
 }
 
 // The tensor's own stream, and the one that operators run on now where that is another.

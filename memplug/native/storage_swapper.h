@@ -28,7 +28,7 @@
 
 #include "host_rows.h"
 #include "streams.h"
-#include "wait_times.h"
+#include "step_times.h"
 
 #if __has_include(<c10/core/StorageMaterializer.h>)
 #define MEMPLUG_SWAPS_STORAGES // torch >= 2.13
@@ -113,10 +113,16 @@ class StorageSwapper {
     return all_.empty();
   }
 
-  // How long the program waits for copies is measured from here on, or no more. What it waited: seconds; none: the device is
-  // not done.
-  void measure_waits(bool on);
+  // How long the program waits for copies is measured from here on, and when operators begin, see `mark_operator`; or no
+  // more. Both in seconds; none: the device is not done.
+  void measure(bool waits, bool operators);
   std::optional<double> waited_s();
+  std::optional<std::vector<double>> operators_s();
+
+  // An outermost operator of the program begins, or the step is over.
+  void mark_operator() {
+    times_.mark_operator(*streams_);
+  }
 
   // Of the host, in use.
   int64_t host_bytes();
@@ -156,7 +162,7 @@ class StorageSwapper {
   std::vector<std::unique_ptr<Absent>> gone_; // their storages died while they returned
   int64_t passive_room_; // bytes of the host that may be added
   int64_t returns_ = 0; // that ever began
-  WaitTimes wait_times_;
+  StepTimes times_;
   SwapCounters counters_;
 };
 

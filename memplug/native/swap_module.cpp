@@ -129,8 +129,9 @@ void add_swaps(py::module_& module) {
       .def("release", &StorageSwapper::release)
       .def("release_leaving", &StorageSwapper::release_leaving)
       .def("turn_back", &StorageSwapper::turn_back)
-      .def("measure_waits", &StorageSwapper::measure_waits)
+      .def("measure", &StorageSwapper::measure, py::arg("waits"), py::arg("operators") = false)
       .def("waited_s", &StorageSwapper::waited_s)
+      .def("operators_s", &StorageSwapper::operators_s)
       .def("leave_now", [](StorageSwapper& swapper, py::handle tensor) {
         return swapper.leave_now(tensor_of(tensor).storage());
       })

@@ -58,6 +58,7 @@ void SwapStep::begin() {
 
 bool SwapStep::end() {
   if (is_running_) {
+    swapper_->mark_operator();
     const auto all = static_cast<int64_t>(plan_.targets.size());
     counters.found += finder_.found();
     counters.missed += all - finder_.found();
@@ -84,6 +85,7 @@ bool SwapStep::is_in(const Moment& moment) const {
 }
 
 void SwapStep::tick(const at::RecordFunction& function, int32_t number, const Moment& moment) {
+  swapper_->mark_operator();
   if (plan_.targets.empty() || repeated_.is_followed()) {
     return;
   }

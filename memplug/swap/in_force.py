@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from memplug.device.device import Device
@@ -141,16 +142,24 @@ class InForce:
             self.relieved_bytes = sum(nbytes for kind, nbytes in events if kind in ("released", "left", "turned back"))
             self.has_failed = any(kind == "given up" for kind, _ in events)
 
-    def measure_waits(self, on: bool) -> None:
-        """How long operators wait for copies is measured from here on, or no more."""
+    def measure(self, *, waits: bool = False, operators: bool = False) -> None:
+        """How long operators wait for copies, or take besides, is measured from here on, or no more."""
         if self._swapper is not None:
-            self._swapper.measure_waits(on)
+            self._swapper.measure(waits, operators)
 
     def waited_s(self) -> float | None:
         """What was measured, in seconds; on the CPU, which makes the copies itself, their time. None: the device is not
         done.
         """
         return None if self._swapper is None else self._swapper.waited_s()
+
+    def operators_s(self, count: int) -> np.ndarray | None:
+        """float64[count]: of the program's outermost operators that were measured, without what they waited, in seconds.
+        None: those were others. The host waits for the device.
+        """
+        self._device.synchronize()
+        measured = None if self._swapper is None else self._swapper.operators_s()
+        return np.array(measured, np.float64) if measured is not None and len(measured) == count else None
 
     def _load(self, tables: Tables, min_bytes: int, slab: torch.Tensor | None, passive_bytes: int) -> None:
         self._swapper = self._core.StorageSwapper(self._device.streams(self._core), slab, max(0, passive_bytes))

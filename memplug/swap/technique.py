@@ -22,7 +22,7 @@ from memplug.device.device import device_of
 from memplug.errors import SwapError
 from memplug.plan.replay_swaps import mistakes_of_places
 from memplug.plan.schema import MemoryPlan
-from memplug.plan.swap.from_trace import dispatched_s
+from memplug.plan.swap.from_trace import clock_of
 from memplug.plan.swap.part import SwapBudgets, SwapPart, plan_part
 from memplug.profile.hardware import link_rates
 from memplug.profile.recorder import Detail
@@ -122,12 +122,15 @@ class SwapsWhole(Technique[SwapPart]):
             for tensor in self._given.tensors() if self._config.swap.states else ():
                 self._core.count_cpu(tensor)
         self._in_force.begin_step()
-        self._in_force.measure_waits(self.state is State.SWAPPING and self._steps == MEASURED_STEP - 1)
+        self._in_force.measure(
+            waits=self.state is State.SWAPPING and self._steps == MEASURED_STEP - 1,
+            operators=self.state is State.RECORDING,
+        )
 
     def end_step(self) -> None:
         """Between two steps nothing is away, unless the device has no room for it."""
         self._in_force.end_step()
-        self._in_force.measure_waits(False)
+        self._in_force.measure()
         self._steps += 1
         if self.promises is not None and self._steps >= MEASURED_STEP and self.promises.stall_s is None:
             self.promises.compare_stall(self._in_force.waited_s())
@@ -258,8 +261,7 @@ class SwapsWhole(Technique[SwapPart]):
             d2h_bytes_per_s=d2h,
             h2d_bytes_per_s=h2d,
         )
-        # On the CPU operators take as long as it takes to get to the next one; on a device nothing is known (Eq. 1).
-        seconds = dispatched_s(trace) if self._device.kind == "cpu" else None
+        seconds = self._in_force.operators_s(clock_of(trace).ticks)
         self._state = State.PLANNING
         others = _others(trace, self._config.tokenwise.enabled, self._sizes_vary)
         self._beside.begin(

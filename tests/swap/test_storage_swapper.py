@@ -55,7 +55,7 @@ def test_waits_are_measured_while_that_is_asked_for(swapper: Any) -> None:
     tensor = sample()
 
     def waited_s(measured: bool) -> float:
-        swapper.measure_waits(measured)
+        swapper.measure(measured)
         away(swapper, tensor)
         swapper.restore(1)
         if tensor.is_cuda:
@@ -65,7 +65,7 @@ def test_waits_are_measured_while_that_is_asked_for(swapper: Any) -> None:
     assert waited_s(False) == 0
     seconds = waited_s(True)
     assert 0 < seconds < 10 and waited_s(False) == seconds, "it is kept"
-    swapper.measure_waits(True)
+    swapper.measure(True)
     assert swapper.waited_s() == 0
 
 

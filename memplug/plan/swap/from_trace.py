@@ -110,12 +110,6 @@ def even_s(step: Trace) -> np.ndarray:
     return np.full(count, step.steps[0][2] / max(count, 1))
 
 
-def dispatched_s(step: Trace) -> np.ndarray:
-    """float64[n]: from the dispatch of each outermost operator to that of the next: how long each takes on the CPU."""
-    times_s = step.operators["time_ns"][clock_of(step).outermost] / 1e9
-    return np.diff(times_s, append=max(step.steps[0][2], times_s[-1] if len(times_s) else 0.0))
-
-
 def in_use_bytes(step: Trace) -> np.ndarray:
     """int64[n]: the most device memory in use while each outermost operator ran, in a step without a swap list (Figure
     3). What left passively is in use: to a recording it never left (memplug/native/requests.h, `Moving`).
