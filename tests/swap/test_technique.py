@@ -53,13 +53,12 @@ def test_a_followed_step_whose_middle_is_another_loses_few_tensors(training: Tra
 
 
 def test_a_list_is_made_of_how_long_each_operator_of_the_recorded_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what they waited for tensors that left because memory was short."""
     given: list[np.ndarray] = []
     monkeypatch.setattr(technique, "plan_part", lambda *args: given.append(args[2]) or plan_part(*args))
     training = Training()
     training.until_it_swaps()
     part = training.session._boundary.swapping.part
-    assert training.report["swap_passive"] > 0 and len(given) == 1
+    assert len(given) == 1
     assert given[0].shape == (len(part.program),) and 0 <= given[0].min() < given[0].max() < given[0].sum() < 1
 
 
