@@ -77,7 +77,7 @@ class CachingAllocator:
             block = self._expanded(pool, size) if self.expandable else self._segment(pool, size)
         pool.take(block)
         left = block.nbytes - size
-        if left >= SMALLEST_BYTES if small else left > SMALL_BYTES:
+        if left >= SMALLEST_BYTES if small or self.expandable else left > SMALL_BYTES:
             self._split(pool, block, size)
         self.allocated_bytes += block.nbytes
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)

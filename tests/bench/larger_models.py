@@ -2,8 +2,9 @@
 section 7; on the virtual device: all figures are predicted ones).
 
 Of a Llama with head, loss and AdamW, trained in bfloat16 on one GPU, each size is raised by itself until a step runs
-out of memory: with all tensors kept, with every layer recomputed, and with memplug. Then the time of a step: where
-recomputation just fits, and memplug has the same memory.
+out of memory: with all tensors kept, with every layer recomputed, and with memplug; each with what helps most where
+memory is short, expandable segments and an optimizer that goes from parameter to parameter. Then the time of a step:
+where recomputation just fits, and memplug has the same memory.
 
 | column | what it is |
 |---|---|
@@ -84,7 +85,7 @@ def train(device: VirtualDevice, shape: Shape, mode: str) -> Result | None:
 
 def _train(device: VirtualDevice, shape: Shape, mode: str) -> Result:
     model = _model(shape)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     if mode == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     session = memplug.attach(model, _block()) if mode == "memplug" else None
@@ -160,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     hardware = Hardware.read(args.hardware)
     if args.memory_gib is not None:
         hardware = dataclasses.replace(hardware, memory_bytes=args.memory_gib * GIB)
-    device = VirtualDevice(hardware)
+    device = VirtualDevice(hardware, expandable_segments=True)
     base = Shape(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Shape)})
     case = f"{hardware.name}, {hardware.memory_bytes / GIB:.0f} GiB; {base}"
     print(case)

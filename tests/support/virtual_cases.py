@@ -141,8 +141,11 @@ def test_a_request_beyond_the_memory_fails_as_one_of_a_device_does(device: Virtu
     assert on_device(36 * MIB).numel() == 36 * MIB and small.usage().retries == 1, "what was free went back"
 
 
-def test_memory_is_given_out_as_the_simulated_allocator_does(device: VirtualDevice) -> None:
-    chance, simulated = random.Random(0), CachingAllocator()
+@pytest.mark.parametrize("expandable", [False, True])
+def test_memory_is_given_out_as_the_simulated_allocator_does(device: VirtualDevice, expandable: bool) -> None:
+    chance, simulated = random.Random(0), CachingAllocator(expandable=expandable)
+    device = VirtualDevice(SIMPLE, expandable_segments=expandable)
+    device.empty_cache()
     before = device.usage()
     live: list[tuple[torch.Tensor, object]] = []
     for _ in range(3000):
@@ -156,6 +159,33 @@ def test_memory_is_given_out_as_the_simulated_allocator_does(device: VirtualDevi
         now = device.usage()
         assert now.allocated - before.allocated == simulated.allocated_bytes
     assert now.reserved - before.reserved == simulated.reserved_bytes
+
+
+def test_pages_of_expandable_segments_go_where_they_are_asked_for() -> None:
+    device = VirtualDevice(SIMPLE, expandable_segments=True)
+    device.empty_cache()
+    there = device.usage().reserved
+    VirtualDevice(Hardware(**{**vars(SIMPLE), "memory_bytes": there + 100 * MIB}), expandable_segments=True)
+    kept = [on_device(20 * MIB) for _ in range(5)]
+    del kept[1], kept[2]  # 20 MiB each, with 20 in between
+    apart = on_device(40 * MIB)
+    assert device.usage().reserved == there + 100 * MIB and device.usage().retries > 0
+    with pytest.raises(torch.OutOfMemoryError):
+        on_device(MIB)
+    del apart, kept
+    assert on_device(100 * MIB).numel() == 100 * MIB
+
+
+def test_what_is_free_once_a_stream_is_past_it_is_waited_for_where_memory_is_short(device: VirtualDevice) -> None:
+    there = device.usage().reserved
+    VirtualDevice(Hardware(**{**vars(SIMPLE), "memory_bytes": there + 40 * MIB}))
+    used, side = on_device(30 * MIB), torch.Stream("virtual")
+    with side:
+        torch.empty(30 * MIB, dtype=torch.uint8).copy_(used, non_blocking=True)
+    used.record_stream(side)
+    del used
+    before_s = device.now_s()
+    assert on_device(32 * MIB).numel() == 32 * MIB and device.now_s() > before_s
 
 
 def test_what_another_stream_uses_is_not_given_out_before_that_is_past(device: VirtualDevice) -> None:

@@ -36,6 +36,7 @@ class VirtualDevice(Device):
 
     Args:
         hardware: how fast it is, and how much memory it has.
+        expandable_segments: as of `PYTORCH_CUDA_ALLOC_CONF`.
 
     Raises:
         HardwareError: torch has another device in its place already, of another vendor's; or the process has run a
@@ -46,7 +47,7 @@ class VirtualDevice(Device):
     kind = NAME
     _current: VirtualDevice | None = None
 
-    def __init__(self, hardware: Hardware):
+    def __init__(self, hardware: Hardware, *, expandable_segments: bool = False):
         self._core = _started()
         self.hardware, self.torch_device = hardware, torch.device(NAME, 0)
         self.memory = _Memory(self._core)
@@ -54,6 +55,7 @@ class VirtualDevice(Device):
             functools.partial(costs.kernel_s, hardware), functools.partial(costs.copy_s, hardware), hardware.launch_s
         )
         self._core.limit_memory(int(hardware.memory_bytes))
+        self._core.expand_segments(expandable_segments)
         VirtualDevice._current = self
 
     @classmethod

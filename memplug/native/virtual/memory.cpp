@@ -12,67 +12,48 @@ namespace {
 using Lock = std::lock_guard<std::mutex>;
 
 constexpr size_t kAddresses = size_t(1) << 45; // bytes, none of which is ever touched
-constexpr int64_t kMiB = 1 << 20;
 constexpr int64_t kSmallestBlock = 512;
-constexpr int64_t kSmall = kMiB; // up to it, the small pool
-constexpr int64_t kSmallSegment = 2 * kMiB, kLargeSegment = 20 * kMiB;
-constexpr int64_t kLarge = 10 * kMiB; // from it on, segments of their own
-constexpr int64_t kRound = 2 * kMiB;
-
-int64_t rounded(int64_t nbytes, int64_t to) {
-  return (nbytes + to - 1) / to * to;
-}
+constexpr int64_t kSmall = 1 << 20; // up to it, the small pool
 
 } // namespace
 
-CachingMemory::CachingMemory(const Clocks& clocks) : clocks_(clocks) {
+CachingMemory::CachingMemory(Clocks& clocks) : clocks_(clocks) {
   void* const begin = mmap(nullptr, kAddresses, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (begin == MAP_FAILED) {
     throw std::bad_alloc();
   }
   next_ = static_cast<char*>(begin);
+  end_ = next_ + kAddresses;
 }
 
 void* CachingMemory::malloc(int64_t nbytes, int64_t stream) {
   const Lock lock(mutex_);
   process_pending();
-  const int64_t size = rounded(nbytes, kSmallestBlock);
+  const int64_t size = (nbytes + kSmallestBlock - 1) / kSmallestBlock * kSmallestBlock;
   const bool small = size <= kSmall;
-  Pool& pool = pools_.try_emplace({stream, small}, Pool{small, {}}).first->second;
+  Pool& pool = pools_.try_emplace({stream, small, expands_}, Pool{small, expands_, {}}).first->second;
   const auto fit = pool.free.lower_bound({size, nullptr});
-  Block* block = fit != pool.free.end() ? blocks_.at(fit->second).get() : nullptr;
-  if (block == nullptr) {
-    const int64_t segment = small ? kSmallSegment : size < kLarge ? kLargeSegment : rounded(size, kRound);
-    block = add_segment(pool, segment);
-    if (block == nullptr && release_free_segments()) {
-      ++usage_.retries;
-      block = add_segment(pool, segment);
-    }
-    TORCH_CHECK_WITH(
-        OutOfMemoryError,
-        block != nullptr,
-        "virtual device out of memory. Tried to allocate ",
-        nbytes,
-        " bytes. It has ",
-        capacity_,
-        ", of which ",
-        usage_.allocated,
-        " are allocated, and ",
-        usage_.reserved - usage_.allocated,
-        " are reserved but unallocated");
+  Block* block = fit != pool.free.end() ? blocks_.at(fit->second).get() : more(pool, size);
+  if (block == nullptr && release_free()) {
+    ++usage_.retries;
+    block = more(pool, size);
   }
-  pool.free.erase({block->nbytes, block->address});
-  block->is_free = false;
+  TORCH_CHECK_WITH(
+      OutOfMemoryError,
+      block != nullptr,
+      "virtual device out of memory. Tried to allocate ",
+      nbytes,
+      " bytes. It has ",
+      capacity_,
+      ", of which ",
+      usage_.allocated,
+      " are allocated, and ",
+      usage_.reserved - usage_.allocated,
+      " are reserved but unallocated");
+  take(block);
   const int64_t left = block->nbytes - size;
-  if (small ? left >= kSmallestBlock : left > kSmall) {
-    auto rest = std::make_unique<Block>(Block{block->address + size, left, 0, &pool, true, block, block->after, {}});
-    if (block->after != nullptr) {
-      block->after->before = rest.get();
-    }
-    block->after = rest.get();
-    block->nbytes = size;
-    pool.free.insert({left, rest->address});
-    blocks_.emplace(rest->address, std::move(rest));
+  if (small || expands_ ? left >= kSmallestBlock : left > kSmall) {
+    put(cut(block, size));
   }
   block->requested = nbytes;
   usage_.requested += nbytes;
@@ -93,7 +74,7 @@ void CachingMemory::free(void* address) {
   if (over_s > clocks_.host_s()) {
     pending_.push_back({address, over_s});
   } else {
-    give_back(block);
+    put(block);
   }
 }
 
@@ -104,13 +85,17 @@ void CachingMemory::use_on(void* address, int64_t stream) {
 
 void CachingMemory::empty_cache() {
   const Lock lock(mutex_);
-  process_pending();
-  release_free_segments();
+  release_free();
 }
 
 void CachingMemory::limit(int64_t nbytes) {
   const Lock lock(mutex_);
   capacity_ = nbytes;
+}
+
+void CachingMemory::expand_segments(bool on) {
+  const Lock lock(mutex_);
+  expands_ = on;
 }
 
 int64_t CachingMemory::capacity() const {
@@ -129,22 +114,23 @@ void CachingMemory::reset_peaks() {
   note_peaks();
 }
 
-// Null: the device has no more.
-CachingMemory::Block* CachingMemory::add_segment(Pool& pool, int64_t nbytes) {
-  if (nbytes > capacity_ - usage_.reserved) {
-    return nullptr;
+// -- blocks -----------------------------------------------------------------------------------------------------------------
+
+CachingMemory::Block* CachingMemory::add(Block block) {
+  char* const address = block.address;
+  return blocks_.emplace(address, std::make_unique<Block>(std::move(block))).first->second.get();
+}
+
+// What is left of a block behind its first bytes; neither is among the free ones.
+CachingMemory::Block* CachingMemory::cut(Block* block, int64_t nbytes) {
+  Block* const rest = add(
+      {block->address + nbytes, block->nbytes - nbytes, 0, block->pool, false, block->is_mapped, block, block->after, {}});
+  if (block->after != nullptr) {
+    block->after->before = rest;
   }
-  char* address = next_;
-  if (const auto unused = unused_.find(nbytes); unused != unused_.end()) {
-    address = unused->second;
-    unused_.erase(unused);
-  } else {
-    next_ += nbytes;
-  }
-  usage_.reserved += nbytes;
-  pool.free.insert({nbytes, address});
-  auto block = std::make_unique<Block>(Block{address, nbytes, 0, &pool, true, nullptr, nullptr, {}});
-  return blocks_.emplace(address, std::move(block)).first->second.get();
+  block->after = rest;
+  block->nbytes = nbytes;
+  return rest;
 }
 
 // Two neighbours as one; neither is among the free ones.
@@ -160,45 +146,36 @@ CachingMemory::Block* CachingMemory::merged(Block* one, Block* other) {
   return first;
 }
 
-void CachingMemory::give_back(Block* block) {
-  Free& free = block->pool->free;
+// Among the free ones, one with its free neighbours.
+CachingMemory::Block* CachingMemory::put(Block* block) {
   for (Block* const neighbour : {block->before, block->after}) {
-    if (neighbour != nullptr && neighbour->is_free) {
-      free.erase({neighbour->nbytes, neighbour->address});
+    if (neighbour != nullptr && neighbour->is_free && neighbour->is_mapped == block->is_mapped) {
+      take(neighbour);
       block = merged(block, neighbour);
     }
   }
   block->is_free = true;
-  free.insert({block->nbytes, block->address});
+  block->is_mapped ? (void)block->pool->free.insert({block->nbytes, block->address})
+                   : (void)block->pool->unmapped.insert(block->address);
+  return block;
+}
+
+// No longer among them.
+void CachingMemory::take(Block* block) {
+  block->is_free = false;
+  block->is_mapped ? block->pool->free.erase({block->nbytes, block->address}) : block->pool->unmapped.erase(block->address);
 }
 
 void CachingMemory::process_pending() {
   const double now_s = clocks_.host_s();
   for (auto each = pending_.begin(); each != pending_.end();) {
     if (each->over_s <= now_s) {
-      give_back(blocks_.at(static_cast<char*>(each->address)).get());
+      put(blocks_.at(static_cast<char*>(each->address)).get());
       each = pending_.erase(each);
     } else {
       ++each;
     }
   }
-}
-
-bool CachingMemory::release_free_segments() {
-  bool any = false;
-  for (auto each = blocks_.begin(); each != blocks_.end();) {
-    const Block& block = *each->second;
-    if (block.is_free && block.before == nullptr && block.after == nullptr) {
-      block.pool->free.erase({block.nbytes, block.address});
-      usage_.reserved -= block.nbytes;
-      unused_.emplace(block.nbytes, block.address);
-      each = blocks_.erase(each);
-      any = true;
-    } else {
-      ++each;
-    }
-  }
-  return any;
 }
 
 void CachingMemory::note_peaks() {

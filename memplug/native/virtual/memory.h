@@ -2,7 +2,8 @@
 //
 // After c10/cuda/CUDACachingAllocator.cpp: sizes rounded to 512 bytes, of each stream one pool for small requests and one for large
 // ones, best fit by size and then address, splitting, coalescing with free neighbours; where the device has no more, segments that
-// are free go back to it. What is used on another stream is free once that is past its use. No expandable segments.
+// are free go back to it. What is used on another stream is free once that is past its use. Segments are expandable where that is
+// asked for: each pool has one, a range of addresses, of which pages have memory.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -12,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -27,7 +29,7 @@ struct VirtualMemory {
 
 class CachingMemory {
  public:
-  explicit CachingMemory(const Clocks& clocks);
+  explicit CachingMemory(Clocks& clocks);
 
   // Throws torch's OutOfMemoryError where the device has no more.
   void* malloc(int64_t nbytes, int64_t stream);
@@ -40,6 +42,7 @@ class CachingMemory {
   void empty_cache();
 
   void limit(int64_t nbytes); // that the device has
+  void expand_segments(bool on); // from here on
   int64_t capacity() const;
   VirtualMemory usage() const;
   void reset_peaks();
@@ -48,14 +51,16 @@ class CachingMemory {
   struct Block;
   using Free = std::set<std::pair<int64_t, char*>>; // bytes and address
   struct Pool {
-    bool small;
-    Free free;
+    bool small, expandable;
+    Free free; // with memory
+    std::set<char*> unmapped{}; // without
+    char* base = nullptr; // of its range
   };
   struct Block {
     char* address;
     int64_t nbytes, requested;
     Pool* pool;
-    bool is_free;
+    bool is_free, is_mapped;
     Block *before, *after; // of its segment
     std::set<int64_t> streams; // that use it besides
   };
@@ -64,22 +69,34 @@ class CachingMemory {
     double over_s;
   };
 
-  Block* add_segment(Pool& pool, int64_t nbytes);
+  Block* add(Block block);
+  Block* cut(Block* block, int64_t nbytes);
   Block* merged(Block* one, Block* other);
-  void give_back(Block* block);
+  Block* put(Block* block);
+  void take(Block* block);
   void process_pending();
-  bool release_free_segments();
+
+  // segments.cpp
+  char* addresses(int64_t nbytes);
+  Block* more(Pool& pool, int64_t size);
+  Block* add_segment(Pool& pool, int64_t nbytes);
+  Block* expanded(Pool& pool, int64_t size);
+  Block* place_in_range(Pool& pool, int64_t size);
+  bool map(Block* block, int64_t nbytes);
+  bool unmap(Block* block);
+  bool release_free();
   void note_peaks();
 
-  const Clocks& clocks_;
+  Clocks& clocks_;
   mutable std::mutex mutex_;
   int64_t capacity_ = INT64_MAX;
   VirtualMemory usage_;
-  std::map<std::pair<int64_t, bool>, Pool> pools_; // by stream, and whether small
+  bool expands_ = false;
+  std::map<std::tuple<int64_t, bool, bool>, Pool> pools_; // by stream, and whether small and expandable
   std::map<char*, std::unique_ptr<Block>> blocks_;
   std::vector<Pending> pending_;
   std::multimap<int64_t, char*> unused_; // addresses of segments that went back
-  char* next_ = nullptr;
+  char *next_ = nullptr, *end_ = nullptr; // of the addresses that there are
 };
 
 } // namespace memplug

@@ -72,6 +72,7 @@ PYBIND11_MODULE(memplug_virtual, module) {
   module.def("memory", [] { return VirtualDevice::get().memory.usage(); });
   module.def("capacity", [] { return VirtualDevice::get().memory.capacity(); });
   module.def("limit_memory", [](int64_t nbytes) { VirtualDevice::get().memory.limit(nbytes); });
+  module.def("expand_segments", [](bool on) { VirtualDevice::get().memory.expand_segments(on); });
   module.def("reset_peaks", [] { VirtualDevice::get().memory.reset_peaks(); });
   module.def("empty_cache", [] { VirtualDevice::get().memory.empty_cache(); });
 }
