@@ -18,15 +18,22 @@ class StepTimes {
     if (waits || operators) {
       waits_.clear();
       began_.clear();
+      ended_ = nullptr;
     }
     measures_waits_ = waits || operators;
     measures_operators_ = operators;
   }
 
-  // An operator begins on the current stream, or the last one is over.
-  void mark_operator(Streams& streams) {
+  // An operator of the program begins on the current stream, or something else does.
+  void mark_operator(Streams& streams, bool of_program) {
+    if (measures_operators_ && (of_program || (!began_.empty() && began_.back().of_program)) && !streams.is_capturing()) {
+      began_.push_back({streams.mark(streams.current()), of_program});
+    }
+  }
+
+  void end_step(Streams& streams) {
     if (measures_operators_ && !streams.is_capturing()) {
-      began_.push_back(streams.mark(streams.current()));
+      ended_ = streams.mark(streams.current());
     }
   }
 
@@ -55,39 +62,52 @@ class StepTimes {
     return all;
   }
 
-  // Seconds of each operator, from where it began to where the next one did, without waits; none: the device is not done.
+  // Seconds of each operator of the program, from where it began to where the next one did, without waits, and of what ran behind
+  // the last one; none: the device is not done.
   std::optional<std::vector<double>> operators_s(Streams& streams) const {
-    std::vector<double> all;
-    for (size_t i = 1; i < began_.size(); ++i) {
-      const std::optional<double> one = streams.seconds_between(began_[i - 1], began_[i]);
+    if (!began_.empty() && ended_ == nullptr) {
+      return std::nullopt;
+    }
+    std::vector<double> spans, all;
+    for (size_t i = 0; i < began_.size(); ++i) {
+      const EventRef& end = i + 1 < began_.size() ? began_[i + 1].at : ended_;
+      const std::optional<double> one = streams.seconds_between(began_[i].at, end);
       if (!one) {
         return std::nullopt;
       }
-      all.push_back(*one);
+      spans.push_back(*one);
     }
     for (const Waited& wait : waits_) {
       const std::optional<double> one = streams.seconds_between(wait.begin, wait.end);
       if (!one) {
         return std::nullopt;
       }
-      if (wait.operators > 0 && wait.operators <= all.size()) {
-        all[wait.operators - 1] -= *one;
+      if (wait.marks > 0) {
+        spans[wait.marks - 1] -= *one;
       }
     }
-    for (double& one : all) { // on two streams an operator may begin before the one that was asked for earlier
-      one = std::max(one, 0.0);
+    double behind_s = 0;
+    for (size_t i = 0; i < spans.size(); ++i) {
+      const double one = std::max(spans[i], 0.0); // on two streams one may begin before another that was asked for earlier
+      began_[i].of_program ? all.push_back(one) : void(behind_s = one);
     }
+    all.push_back(began_.empty() || began_.back().of_program ? 0.0 : behind_s);
     return all;
   }
 
  private:
+  struct Began {
+    EventRef at;
+    bool of_program;
+  };
   struct Waited {
     EventRef begin, end;
-    size_t operators; // that had begun
+    size_t marks; // before it
   };
 
   bool measures_waits_ = false, measures_operators_ = false;
-  std::vector<EventRef> began_;
+  std::vector<Began> began_;
+  EventRef ended_;
   std::vector<Waited> waits_;
 };
 

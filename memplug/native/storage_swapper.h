@@ -114,14 +114,17 @@ class StorageSwapper {
   }
 
   // How long the program waits for copies is measured from here on, and when operators begin, see `mark_operator`; or no
-  // more. Both in seconds; none: the device is not done.
+  // more. What it waited, and see `StepTimes::operators_s`: seconds; none: the device is not done.
   void measure(bool waits, bool operators);
   std::optional<double> waited_s();
   std::optional<std::vector<double>> operators_s();
 
-  // An outermost operator of the program begins, or the step is over.
-  void mark_operator() {
-    times_.mark_operator(*streams_);
+  // An outermost operator of the program begins, or one that is none of it.
+  void mark_operator(bool of_program) {
+    times_.mark_operator(*streams_, of_program);
+  }
+  void end_step() {
+    times_.end_step(*streams_);
   }
 
   // Of the host, in use.

@@ -58,7 +58,7 @@ void SwapStep::begin() {
 
 bool SwapStep::end() {
   if (is_running_) {
-    swapper_->mark_operator();
+    swapper_->end_step();
     const auto all = static_cast<int64_t>(plan_.targets.size());
     counters.found += finder_.found();
     counters.missed += all - finder_.found();
@@ -85,7 +85,7 @@ bool SwapStep::is_in(const Moment& moment) const {
 }
 
 void SwapStep::tick(const at::RecordFunction& function, int32_t number, const Moment& moment) {
-  swapper_->mark_operator();
+  swapper_->mark_operator(true);
   if (plan_.targets.empty() || repeated_.is_followed()) {
     return;
   }
@@ -143,6 +143,7 @@ void SwapStep::pass(const at::RecordFunction& function, int32_t number, const Mo
   }
   const bool collective = is_collective(function, number), is_counted = trains_unsuspended();
   if (is_counted) {
+    swapper_->mark_operator(false);
     lasting_.pass(number);
   }
   each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t slot) {

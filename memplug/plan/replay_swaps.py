@@ -58,7 +58,8 @@ class Limits(NamedTuple):
         device_bytes, host_bytes: budgets.
         d2h_bytes_per_s, h2d_bytes_per_s: of the link.
         stall_s: that the plan promises not to exceed: seconds in which the device waits for copies.
-        operator_s: float64[n]: duration of each outermost operator without waiting.
+        operator_s: float64[n]: duration of each outermost operator without waiting, and of what runs behind them, if
+            anything does.
         d2h_busy_s, h2d_busy_s: float64[n]: link time that other copies take while each operator runs.
         others: tensors that another technique decides on.
     """
@@ -90,6 +91,8 @@ def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: Limits) 
     place_of = np.maximum(np.add.accumulate(is_outermost, dtype=np.int64) - 1, 0)
     count = int(is_outermost.sum())
     used_at = place_of + (step.operators["depth"] < 0)  # before the next one
+    behind = (np.cumsum(is_outermost) == count) & (step.operators["depth"] == -1)  # the optimizer, for example
+    place_of[int(behind.argmax()) if behind.any() else len(behind) :] = count
     misplaced = [
         sentence
         for number, swap in enumerate(swaps)
@@ -99,7 +102,7 @@ def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: Limits) 
     if misplaced:
         return
     yield from _twice_away(swaps)
-    yield from _above_the_budget(swaps, step, place_of, count, limits.device_bytes)
+    yield from _above_the_budget(swaps, step, place_of, count + bool(behind.any()), limits.device_bytes)
     swapped = sum(swap.nbytes for swap in swaps)
     if swapped > limits.host_bytes:
         yield f"{swapped} bytes are swapped, and the host has {limits.host_bytes} for them"
@@ -161,10 +164,10 @@ def _twice_away(swaps: Sequence[JudgedSwap]) -> Iterator[str]:
 
 
 def _above_the_budget(
-    swaps: Sequence[JudgedSwap], step: Trace, place_of: np.ndarray, count: int, budget_bytes: int
+    swaps: Sequence[JudgedSwap], step: Trace, place_of: np.ndarray, places: int, budget_bytes: int
 ) -> Iterator[str]:
     """Walks through the requests of the step, in order, with what is away at the operator of each."""
-    away = [0] * count
+    away = [0] * places
     for swap in swaps:
         for operator in range(swap.release, swap.prefetch):
             away[operator] += swap.nbytes

@@ -13,6 +13,7 @@ import torch
 from memplug.device.device import Device
 from memplug.device.host_pool import HostPool
 from memplug.errors import SwapError
+from memplug.plan.swap.from_trace import Clock
 from memplug.plan.swap.part import SwapPart
 from memplug.profile.recorder import dtype_numbers
 from memplug.show.words import size
@@ -153,13 +154,15 @@ class InForce:
         """
         return None if self._swapper is None else self._swapper.waited_s()
 
-    def operators_s(self, count: int) -> np.ndarray | None:
-        """float64[count]: of the program's outermost operators that were measured, without what they waited, in seconds.
-        None: those were others. The host waits for the device.
+    def operators_s(self, clock: Clock) -> np.ndarray | None:
+        """float64[places]: of each place of a measured step's clock, in seconds, without what was waited for there. The
+        host waits for the device. None: other operators were measured.
         """
         self._device.synchronize()
         measured = None if self._swapper is None else self._swapper.operators_s()
-        return np.array(measured, np.float64) if measured is not None and len(measured) == count else None
+        if measured is None or len(measured) != clock.ticks + 1:
+            return None
+        return np.array(measured[: clock.places], np.float64)
 
     def _load(self, tables: Tables, min_bytes: int, slab: torch.Tensor | None, passive_bytes: int) -> None:
         self._swapper = self._core.StorageSwapper(self._device.streams(self._core), slab, max(0, passive_bytes))

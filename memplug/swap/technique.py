@@ -261,7 +261,7 @@ class SwapsWhole(Technique[SwapPart]):
             d2h_bytes_per_s=d2h,
             h2d_bytes_per_s=h2d,
         )
-        seconds = self._in_force.operators_s(clock_of(trace).ticks)
+        seconds = self._in_force.operators_s(clock_of(trace))
         self._state = State.PLANNING
         others = _others(trace, self._config.tokenwise.enabled, self._sizes_vary)
         self._beside.begin(

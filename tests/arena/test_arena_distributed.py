@@ -37,8 +37,8 @@ def trained(folder: Path, cases: dict[str, Any], time_limit_s: float) -> dict[st
 def test_steps_at_every_stage_of_zero_are_served_and_no_loss_differs(
     stages: Sequence[int], steps: int, validate: int, share: float, tmp_path: Path
 ) -> None:
-    """`share`: of the requests from the first plan on. The first step of ZeRO 3 that is served is not like the next, and
-    what a collective's thread has in its hands is free a little sooner or later in each: on busy cores up to 4 in 1,000.
+    """`share`: of the requests from the first plan on. The first step of ZeRO 3 that is served is not like the next;
+    and what a collective's thread has is free a little sooner or later in each: on busy cores up to 4 in 1,000.
     """
     case = {"model": "llama", "memplug": PLANNED, "steps": steps, "validate": validate}
     cases = {f"ZeRO {stage}": {"stage": stage, **case} for stage in stages}

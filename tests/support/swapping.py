@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from memplug.plan.swap.policy import NEGLIGIBLE_S, forced
 from memplug.plan.swap.problem import Candidate, SwapProblem, least_budget
 from memplug.plan.swap.simulator import NOT_FORCED, place, simulate
+from memplug.profile.records import OPERATOR
 from tests.support.traces import Recording
 
 
@@ -74,6 +75,25 @@ def fewest_bytes(problem, *, longest_stall_s):
         if stall_s <= longest_stall_s + NEGLIGIBLE_S:
             return int(total[subset])
     return None
+
+
+def with_an_optimizer():
+    """A step of three operators, of which the second one needs 100 bytes, and an optimizer that needs 80, and a state of
+    50 that is there before.
+    """
+    recording = Recording()
+    recording.step()
+    batch, state, weight = recording.tensor(1), recording.tensor(50), recording.tensor(1)
+    for nbytes in (10, 100, 10):
+        recording.op("aten::mm", (batch,))
+        recording.free(recording.malloc(nbytes))
+    recording.op("aten::empty")
+    request = recording.malloc(80)
+    recording.op("aten::add_", (weight, state), (weight,))
+    recording.free(request)
+    operators = np.array(recording.operators, OPERATOR)
+    operators["depth"][3:] = -1
+    return recording.trace(operators=operators, base_bytes=52)
 
 
 def three_tensors():

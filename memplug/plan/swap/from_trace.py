@@ -1,8 +1,8 @@
 """The swap problem of a recorded step: memory in use without swaps, tensors with a gap (Chameleon, 4, 5.1 to 5.3).
 
 The clock of a swap list is the program's outermost operators: what an operator runs inside of it, and what runs
-without gradients after it, counts to it. Memory is asked for inside of operators, and a tensor leaves or comes back
-only between two of them.
+without gradients after it, counts to it; what runs behind all of them, such as the optimizer, is one more. Memory is
+asked for inside of operators, and a tensor leaves or comes back only between two of them.
 """
 
 from __future__ import annotations
@@ -41,21 +41,31 @@ class Clock(NamedTuple):
         outermost: int64[n]: where they are in `Trace.operators`.
         now: int64[operators]: by operator of the trace, the outermost one that runs then, or ran last; 0 before the
             first.
+        behind: in `Trace.operators`, the first that runs behind the program; their number: none does.
     """
 
     outermost: np.ndarray
     now: np.ndarray
+    behind: int
 
     @property
     def ticks(self) -> int:
         """How many there are."""
         return len(self.outermost)
 
+    @property
+    def places(self) -> int:
+        """The same, and one where something runs behind the program."""
+        return self.ticks + (self.behind < len(self.now))
+
 
 def clock_of(step: Trace) -> Clock:
     """The clock of one step."""
-    is_outermost = step.operators["depth"] == 0
-    return Clock(np.flatnonzero(is_outermost), np.maximum(is_outermost.cumsum() - 1, 0))
+    depth = step.operators["depth"]
+    outermost, outside = np.flatnonzero(depth == 0), np.flatnonzero(depth == NO_PART)
+    behind = outside[np.searchsorted(outside, outermost[-1]) :] if len(outermost) else outside[:0]
+    first = int(behind[0]) if len(behind) else len(depth)
+    return Clock(outermost, np.maximum((depth == 0).cumsum() - 1, 0), first)
 
 
 def swap_problem(
@@ -76,15 +86,14 @@ def swap_problem(
         link: between host and device.
         budget_bytes, host_bytes: as in `SwapProblem`.
         min_bytes: Of a candidate.
-        operator_s: float64[n], duration of each outermost operator; without it all last equally long (Eq. 1).
+        operator_s: float64[n], duration of each place of the clock; without it all operators last equally long (Eq. 1).
         others: Tensors, by index, that another technique decides on.
         states: See `gaps`.
 
     Returns:
-        Its operators are the outermost ones of the step. Candidates are gaps with an operator above the budget.
+        Its operators are the places of the clock. Candidates are gaps with an operator above the budget.
     """
-    clock = clock_of(step)
-    count = clock.ticks
+    count = clock_of(step).places
     seconds = even_s(step) if operator_s is None else operator_s
     in_use = in_use_bytes(step)
     above = np.concatenate(([0], np.cumsum(in_use > budget_bytes)))
@@ -105,24 +114,25 @@ def swap_problem(
 
 
 def even_s(step: Trace) -> np.ndarray:
-    """float64[n]: of each outermost operator, where all last equally long (Eq. 1)."""
-    count = clock_of(step).ticks
-    return np.full(count, step.steps[0][2] / max(count, 1))
+    """float64[n]: of each place, where all operators last equally long (Eq. 1), and what runs behind them no time."""
+    clock = clock_of(step)
+    return np.where(np.arange(clock.places) < clock.ticks, step.steps[0][2] / max(clock.ticks, 1), 0.0)
 
 
 def in_use_bytes(step: Trace) -> np.ndarray:
-    """int64[n]: the most device memory in use while each outermost operator ran, in a step without a swap list (Figure
-    3). What left passively is in use: to a recording it never left (memplug/native/requests.h, `Moving`).
+    """int64[n]: the most device memory in use at each place, in a step without a swap list (Figure 3). What left
+    passively is in use: to a recording it never left (memplug/native/requests.h, `Moving`).
 
     Requests between two operators count to the one before them.
     """
     clock = clock_of(step)
-    in_use = np.zeros(clock.ticks, np.int64)
+    in_use = np.zeros(clock.places, np.int64)
     if not clock.ticks:
         return in_use
-    operator = clock.now[np.maximum(step.events["operator"], 0)]
+    running = np.maximum(step.events["operator"], 0)
+    operator = np.where(running >= clock.behind, clock.ticks, clock.now[running])
     # In use as an operator begins is what the last event before it left.
-    before = np.searchsorted(operator, np.arange(clock.ticks))
+    before = np.searchsorted(operator, np.arange(clock.places))
     live = np.concatenate(([step.base_bytes], step.live_bytes))
     in_use[:] = live[before]
     np.maximum.at(in_use, operator, step.live_bytes)

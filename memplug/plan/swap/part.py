@@ -251,8 +251,11 @@ def target_of(step: Trace, candidate: Candidate, look: tuple[Use, int], release:
 
 
 def _impossible(error: OverBudgetError, step: Trace, budgets: SwapBudgets) -> SwapError:
-    least = error.least
-    name = step.names[step.operators["name"][clock_of(step).outermost[least.operator]]]
+    least, clock = error.least, clock_of(step)
+    what = "what runs behind the backward, such as the optimizer,"
+    if least.operator < clock.ticks:
+        name = step.names[step.operators["name"][clock.outermost[least.operator]]]
+        what = f"operator {least.operator:,} ({name})"
     device_gib, host_gib, least_gib = (
         f"{nbytes / GIB:.3g} GiB" for nbytes in (budgets.device_bytes, budgets.host_bytes, least.nbytes)
     )
@@ -263,8 +266,7 @@ def _impossible(error: OverBudgetError, step: Trace, budgets: SwapBudgets) -> Sw
             'Raise "host_budget_gib", or "device_budget_gib"; or let a step take less.',
         )
     return SwapError(
-        f"{device_gib} of the device are too little: operator {least.operator:,} ({name}) takes {least_gib} with all "
-        "that can be swapped away",
+        f"{device_gib} of the device are too little: {what} takes {least_gib} with all that can be swapped away",
         f'Set "device_budget_gib" to {least.nbytes / GIB:.3g} or more; or lower "swap.min_bytes", or let a step take '
         "less: a shorter sequence, a smaller micro-batch.",
     )

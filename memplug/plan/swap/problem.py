@@ -22,7 +22,7 @@ class Candidate(NamedTuple):
     last_use: int
     """Operator that uses it last before the gap; `FROM_THE_BEGINNING`: none in this step."""
     next_use: int
-    """Operator that uses it next; the number of operators: none of the program, and it is back when that has ended."""
+    """Operator that uses it next; the number of those of the program: none of them, and it is back behind them."""
 
     @property
     def gap(self) -> slice:
@@ -114,7 +114,7 @@ class SwapProblem:
 
     @property
     def operators(self) -> int:
-        """How many the step has."""
+        """How many the step has, with what runs behind the program as one of them."""
         return len(self.in_use_bytes)
 
     @cached_property

@@ -11,7 +11,7 @@ from memplug.plan.replay_swaps import JudgedSwap, Limits, mistakes_of_swaps
 from memplug.plan.swap.from_trace import Link, swap_problem
 from memplug.plan.swap.policy import swap_list
 from memplug.plan.swap.problem import least_budget
-from tests.support.swapping import three_tensors
+from tests.support.swapping import three_tensors, with_an_optimizer
 from tests.support.traces import recordings
 
 FIRST = JudgedSwap(tensor=0, nbytes=30, last_use=0, release=4, prefetch=7, next_use=10)
@@ -31,6 +31,14 @@ def test_a_sound_list_is_accepted():
     # Two gaps of one tensor.
     twice = [JudgedSwap(2, 10, 2, 3, 4, 4)]
     assert list(mistakes_of_swaps(twice, three_tensors(), limits())) == []
+
+
+def test_what_the_optimizer_uses_counts_while_that_runs():
+    swap, times = JudgedSwap(1, 50, -1, 0, 3, 3), {"operator_s": np.ones(4), "stall_s": 99.0}
+    busy = {"d2h_busy_s": np.zeros(4), "h2d_busy_s": np.zeros(4)}
+    assert list(mistakes_of_swaps([swap], with_an_optimizer(), limits(device_bytes=132, **times, **busy))) == []
+    (mistake,) = mistakes_of_swaps([swap], with_an_optimizer(), limits(device_bytes=131, **times, **busy))
+    assert "operator 3 has 132 bytes" in mistake
 
 
 BROKEN = {

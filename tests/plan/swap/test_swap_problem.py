@@ -1,12 +1,13 @@
 """Swap problems of recorded steps: memory without swaps, gaps between uses."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 
 from memplug.plan.swap.from_trace import Link, gaps, in_use_bytes, marks, outside_of, swap_problem
-from memplug.plan.swap.problem import Candidate
+from memplug.plan.swap.problem import Candidate, Swap, least_budget
 from memplug.profile.records import OPERATOR
-from tests.support.swapping import three_tensors
+from tests.support.swapping import three_tensors, with_an_optimizer
 from tests.support.traces import Recording, recordings
 
 IN_USE = [37, 57, 67, 67, 67, 67, 57, 57, 57, 57, 37, 7]
@@ -79,6 +80,16 @@ def test_with_states_what_the_optimizer_uses_has_gaps_from_the_beginning_and_unt
     assert [mark[:3] for mark in marks(step)] == [(3, 1, 0), (3, 2, 0), (3, 4, 0), (3, 5, 0)]
     assert {mark.tensor for mark in marks(step)} == {*weights, *states}
     assert outside_of(step, 3) == operators["name"][4:].tolist()
+
+
+def test_what_the_optimizer_uses_is_there_while_that_runs():
+    step = with_an_optimizer()
+    assert in_use_bytes(step).tolist() == [62, 152, 62, 132]
+    problem = swap_problem(step, Link(1.0, 1.0), budget_bytes=120, host_bytes=99, min_bytes=2, states=True)
+    assert problem.candidates == (Candidate(1, 50, -1, 3),)
+    assert problem.in_use_with((Swap(0, 0, 3),)).tolist() == [12, 102, 12, 132]
+    assert least_budget(problem) == (132, 3)
+    assert np.diff(problem.begin_s).tolist() == [pytest.approx(1 / 3)] * 3 + [0]
 
 
 def test_a_problem_has_the_candidates_whose_gap_is_above_the_budget():
