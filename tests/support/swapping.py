@@ -78,8 +78,8 @@ def fewest_bytes(problem, *, longest_stall_s):
 
 
 def with_an_optimizer():
-    """A step of three operators, of which the second one needs 100 bytes, and an optimizer that needs 80, and a state of
-    50 that is there before.
+    """A step of three operators, of which the second one needs 100 bytes, and an optimizer that needs 80 and a state
+    that is there before, of 50.
     """
     recording = Recording()
     recording.step()

@@ -44,7 +44,7 @@ class Hardware:
     @classmethod
     def read(cls, file: Path) -> Hardware:
         """From a JSON file: an object of these attributes, each `{"value": ..., "from": ...}`: "measured", "fitted" to
-        steps that were measured, "published", or "scaled": published, times the share of that which was fitted elsewhere.
+        steps that were measured, "published", or "scaled": published, times the share of it that was fitted elsewhere.
 
         Raises:
             HardwareError: it is no such file.
