@@ -20,7 +20,7 @@ torch.ones(1, requires_grad=True).backward()
 STARTS = """
 from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.errors import HardwareError
-from tests.support.virtual_cases import SIMPLE
+from tests.support.on_virtual.devices import SIMPLE
 try:
     VirtualDevice(SIMPLE)
 except HardwareError as error:
@@ -28,8 +28,10 @@ except HardwareError as error:
 """
 
 
-def test_clocks_memory_operators_and_an_h200() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/support/virtual_cases.py"]
+@pytest.mark.parametrize("cases", ["time_and_memory", "operator", "memplug", "h200"])
+def test_cases_on_it_pass(cases: str) -> None:
+    file = f"tests/support/on_virtual/{cases}_cases.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 

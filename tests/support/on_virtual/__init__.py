@@ -1,0 +1,5 @@
+"""What the virtual device does, and memplug on it.
+
+Run by tests/device/test_virtual.py in processes of their own: torch has one such device for good, and learns of it
+before the first backward.
+"""

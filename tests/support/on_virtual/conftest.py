@@ -1,0 +1,19 @@
+"""The device that cases begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from memplug.device.virtual import VirtualDevice
+from tests.support.on_virtual.devices import SIMPLE
+
+
+@pytest.fixture
+def device() -> Iterator[VirtualDevice]:
+    """A megabyte takes a second to the host, half a one to the device, and a millisecond to be read."""
+    device = VirtualDevice(SIMPLE)
+    device.synchronize()
+    device.empty_cache()
+    yield device

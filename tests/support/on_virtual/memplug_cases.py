@@ -1,0 +1,83 @@
+"""memplug on the virtual device: budgets are kept, and a step takes what was predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import memplug
+from memplug.device.virtual import Hardware, VirtualDevice
+from tests.bench import larger_models
+from tests.support.on_virtual.devices import H200, HIDDEN, Layers
+
+
+def _trained(device: VirtualDevice, config: dict[str, Any], steps: int = 12) -> tuple[dict[str, Any], int, float]:
+    """Four layers of 8,192 tokens: a report, and of the last step the peak and seconds."""
+    gc.collect()
+    device.empty_cache()
+    with torch.device("virtual"):
+        model = Layers(4).to(torch.bfloat16)
+        inputs = torch.randn(1, 8192, HIDDEN, dtype=torch.bfloat16)
+    with memplug.attach(model, {"enabled": True, "plan_dir": False, "host_budget_gib": 200, **config}) as session:
+        for _ in range(steps):
+            began = device.synchronize()
+            device.reset_peaks()
+            model(inputs).backward(inputs)
+            model.zero_grad()
+            session.step()
+            took_s = device.synchronize() - began
+        return session.report(), device.usage().requested_peak, took_s
+
+
+NO_LIST, NO_REGIONS = {"swap": {"enabled": False}}, {"tokenwise": {"enabled": False}}
+PLAIN = {"arena": {"enabled": False}, "profiler": {"wait_for_plans": True}}
+
+
+def test_a_swap_list_keeps_to_its_budget_and_waits_no_longer_than_it_says() -> None:
+    device = VirtualDevice(Hardware.read(H200))
+    fits, most, alone_s = _trained(device, {**PLAIN, **NO_REGIONS})
+    assert fits["swap"] == "fits"
+    budget_bytes = int(0.75 * most)
+    config = {**PLAIN, **NO_REGIONS, "device_budget_gib": budget_bytes / (1 << 30), "swap": {"enabled": True}}
+    report, peak, took_s = _trained(device, config)
+    assert report["swap"] == "swapping" and report["swap_repeated"] > 0 == report["swap_passive"]
+    assert peak <= budget_bytes and report["swap_peak_bytes"] == report["predicted_swap_peak_bytes"] <= budget_bytes
+    assert report["swap_demanded"] == report["swap_cancelled"] == report["swap_refused"] == report["swap_missed"] == 0
+    assert 0 < report["swap_stall_s"] == pytest.approx(report["predicted_swap_stall_s"], rel=0.05)
+    assert report["swap_stall_s"] == pytest.approx(took_s - alone_s, rel=0.2)
+
+
+def test_regions_swap_keep_and_recompute_and_that_is_faster_than_recomputing_all() -> None:
+    device = VirtualDevice(Hardware.read(H200))
+    _, most, keep_s = _trained(device, {**PLAIN, **NO_LIST, **NO_REGIONS})
+    regions = {"regions": ["layers.*"]}
+    config = {**PLAIN, **NO_LIST, "tokenwise": regions, "device_budget_gib": 0.85 * most / (1 << 30)}
+    report, peak, took_s = _trained(device, config, steps=16)
+    assert report["stage"] == "stable" and report["offloaded_bytes"] > 0
+    assert peak < 0.9 * most
+    full_s = report["predicted_full_recomputation_s"]
+    assert keep_s * 0.99 < took_s < keep_s + 0.9 * (full_s - keep_s)
+
+
+def test_a_first_step_that_does_not_fit_completes() -> None:
+    device = VirtualDevice(Hardware.read(H200))
+    _, most, _ = _trained(device, {**PLAIN, **NO_REGIONS}, steps=1)
+    small = VirtualDevice(dataclasses.replace(device.hardware, memory_bytes=0.8 * most))
+    report, peak, _ = _trained(small, {**PLAIN, **NO_REGIONS}, steps=1)
+    assert report["swap_passive"] > 0 and peak <= 0.8 * most
+
+
+def test_larger_models_finds_the_largest_that_fits() -> None:
+    pytest.importorskip("transformers")
+    gc.collect()
+    device = VirtualDevice(dataclasses.replace(Hardware.read(H200), memory_bytes=2 << 30))
+    device.empty_cache()
+    shape = larger_models.Shape(tokens=4096, layers=2, hidden=256)
+    tokens = larger_models.largest(device, shape, "tokens", "keep")
+    assert tokens >= 4096 and larger_models.train(device, dataclasses.replace(shape, tokens=tokens), "keep") is not None
+    assert larger_models.train(device, dataclasses.replace(shape, tokens=2 * tokens), "keep") is None
+    assert larger_models.largest(device, shape, "tokens", "full") >= tokens

@@ -1,0 +1,95 @@
+"""Operators, what they cost, and the files that say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from memplug.device.virtual import Hardware, VirtualDevice, costs
+from memplug.errors import HardwareError
+from tests.support.on_virtual.devices import H200
+
+
+def test_a_training_step_of_common_operators_runs(device: VirtualDevice) -> None:
+    with torch.device("virtual"):
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.Flatten(),
+            nn.Dropout(0.1),
+            nn.Linear(8 * 16 * 16, 32),
+            nn.GELU(),
+            nn.LayerNorm(32),
+            nn.Linear(32, 10),
+        )
+        images, labels = torch.randn(4, 3, 16, 16), torch.zeros(4, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        with torch.autocast("virtual", torch.bfloat16):
+            loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() == 1 and loss.device.type == "virtual"
+    assert all(p.device.type == "virtual" for state in optimizer.state.values() for p in (state["exp_avg"],))
+
+
+def test_operators_are_the_kernels_that_cuda_has(device: VirtualDevice) -> None:
+    with torch.device("virtual"):
+        norm, x = nn.RMSNorm(8), torch.randn(2, 4, 6, 8, requires_grad=True)
+    device.keep_spans(True)
+    F.scaled_dot_product_attention(norm(x), x, x, is_causal=True).sum().backward()
+    device.keep_spans(False)
+    names = [span.name for span in device.take_spans()]
+    assert {"aten::_fused_rms_norm", "attention", "attention_backward", "aten::_fused_rms_norm_backward"} <= set(names)
+    assert len(names) < 12
+
+
+def test_what_depends_on_data_fails(device: VirtualDevice) -> None:
+    with pytest.raises(RuntimeError):
+        torch.empty(3, device="virtual").nonzero()
+
+
+def test_operators_on_the_cpu_are_as_before(device: VirtualDevice) -> None:
+    x = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    F.rms_norm(x, (3,)).sum().backward()
+    assert x.grad.isfinite().all() and (x @ x.t())[0, 0] == 5
+
+
+# -- costs and profiles ------------------------------------------------------------------------------------------------
+
+
+def _work(name: str, *sizes: tuple[int, ...], causal: bool = False) -> SimpleNamespace:
+    tensors = [SimpleNamespace(sizes=size, nbytes=0) for size in sizes]
+    return SimpleNamespace(name=name, inputs=tensors, outputs=[], causal=causal)
+
+
+def test_attention_computes_two_products_and_in_backward_five() -> None:
+    shape = (2, 4, 16, 8)
+    pairs = 2 * 4 * 16 * 16
+    assert costs.attention_flops(_work("attention", shape, shape, shape), backward=False) == 2 * 2 * pairs * 8
+    causal = _work("attention_backward", shape, shape, shape, causal=True)
+    assert costs.attention_flops(causal, backward=True) == 5 * pairs * 8
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "Expecting value"),
+        ("[]", "a hardware profile has"),
+        ('{"name": "x"}', "a hardware profile has"),
+        (H200.read_text().replace("150100000000.0", "-1"), "above 0"),
+        (H200.read_text().replace("published", "heard"), "where it is from"),
+    ],
+)
+def test_a_profile_that_is_none_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "gpu.json").write_text(text)
+    with pytest.raises(HardwareError, match=said):
+        Hardware.read(tmp_path / "gpu.json")

@@ -1,0 +1,149 @@
+"""Clocks, streams and the link; and the simulated allocator."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from memplug.device.virtual import Hardware, VirtualDevice
+from tests.bench.caching_allocator import CachingAllocator
+from tests.support.on_virtual.devices import MIB, SIMPLE, on_device, seconds
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_take_what_they_compute_or_move_one_after_the_other(device: VirtualDevice) -> None:
+    left, right = torch.empty(100, 200, device="virtual"), torch.empty(200, 300, device="virtual")
+    began = seconds(device)
+    product = left @ right
+    assert seconds(device) - began == pytest.approx(2 * 100 * 200 * 300 / 1e12, rel=1e-2)
+    began = seconds(device)
+    product.add_(1)
+    product + product
+    assert seconds(device) - began == pytest.approx((2 + 3) * 100 * 300 * 4 / 1e9, rel=1e-2)
+
+
+def test_views_take_no_time_and_share_memory(device: VirtualDevice) -> None:
+    x = torch.empty(4, 6, device="virtual")
+    began, used = seconds(device), device.usage().allocated
+    views = [x.t(), x[1:], x.view(2, 12), x.unsqueeze(0).expand(3, 4, 6), x.chunk(2)[1], x.reshape(24), x.detach()]
+    assert seconds(device) == began and device.usage().allocated == used
+    assert all(view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for view in views)
+
+
+def test_streams_run_beside_each_other_and_wait_by_events(device: VirtualDevice) -> None:
+    side = torch.Stream("virtual")
+    x, y = on_device(MIB), torch.empty(MIB, dtype=torch.uint8)
+    began = seconds(device)
+    with side:
+        y.copy_(x, non_blocking=True)  # 1.05 s
+        copied = side.record_event(torch.Event("virtual", enable_timing=True))
+    begin = torch.Event("virtual", enable_timing=True)
+    begin.record()
+    x.add_(1)
+    assert not copied.query() and begin.query()
+    torch.accelerator.current_stream().wait_event(copied)
+    end = torch.Event("virtual", enable_timing=True)
+    end.record()
+    assert seconds(device) - began == pytest.approx(MIB / 1e6, rel=1e-3)
+    assert begin.elapsed_time(end) / 1e3 == pytest.approx(MIB / 1e6, rel=1e-3) and copied.query()
+
+
+def test_each_direction_of_the_link_carries_one_copy_at_a_time(device: VirtualDevice) -> None:
+    x, y = on_device(MIB), torch.empty(MIB, dtype=torch.uint8)
+    began = seconds(device)
+    for to_host in (True, True, False):
+        with torch.Stream("virtual"):
+            (y if to_host else x).copy_(x if to_host else y, non_blocking=True)
+    assert seconds(device) - began == pytest.approx(2 * MIB / 1e6, rel=1e-3)
+    began = seconds(device)
+    x.copy_(y)
+    assert torch.accelerator.current_stream().query(), "the host has waited"
+    assert seconds(device) - began == pytest.approx(MIB / 2e6, rel=1e-3)
+
+
+def test_spans_are_what_kept_streams_busy(device: VirtualDevice) -> None:
+    x = on_device(MIB)
+    device.keep_spans(True)
+    x.add_(1)
+    x.cpu()
+    device.keep_spans(False)
+    x.add_(1)
+    first, second = device.take_spans()
+    assert (first.name, second.name) == ("aten::add_", "to host") and first.end_s <= second.begin_s
+    assert second.end_s - second.begin_s == pytest.approx(MIB / 1e6, rel=1e-3)
+    assert device.take_spans() == []
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_beyond_the_memory_fails_as_one_of_a_device_does(device: VirtualDevice) -> None:
+    small = VirtualDevice(Hardware(**{**vars(SIMPLE), "memory_bytes": device.usage().reserved + 40 * MIB}))
+    kept = on_device(30 * MIB)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 20971520 bytes"):
+        on_device(20 * MIB)
+    del kept
+    assert small.usage().retries == 0
+    assert on_device(36 * MIB).numel() == 36 * MIB and small.usage().retries == 1, "what was free went back"
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_memory_is_given_out_as_the_simulated_allocator_does(device: VirtualDevice, expandable: bool) -> None:
+    chance, simulated = random.Random(0), CachingAllocator(expandable=expandable)
+    device = VirtualDevice(SIMPLE, expandable_segments=expandable)
+    device.empty_cache()
+    before = device.usage()
+    live: list[tuple[torch.Tensor, object]] = []
+    for _ in range(3000):
+        if live and chance.random() < 0.5:
+            tensor, handle = live.pop(chance.randrange(len(live)))
+            del tensor
+            simulated.free(handle)
+        else:
+            nbytes = int(10 ** chance.uniform(1, 7.8))
+            live.append((on_device(nbytes), simulated.malloc(nbytes)))
+        now = device.usage()
+        assert now.allocated - before.allocated == simulated.allocated_bytes
+    assert now.reserved - before.reserved == simulated.reserved_bytes
+
+
+def test_pages_of_expandable_segments_go_where_they_are_asked_for() -> None:
+    device = VirtualDevice(SIMPLE, expandable_segments=True)
+    device.empty_cache()
+    there = device.usage().reserved
+    VirtualDevice(Hardware(**{**vars(SIMPLE), "memory_bytes": there + 100 * MIB}), expandable_segments=True)
+    kept = [on_device(20 * MIB) for _ in range(5)]
+    del kept[1], kept[2]  # 20 MiB each, with 20 in between
+    apart = on_device(40 * MIB)
+    assert device.usage().reserved == there + 100 * MIB and device.usage().retries > 0
+    with pytest.raises(torch.OutOfMemoryError):
+        on_device(MIB)
+    del apart, kept
+    assert on_device(100 * MIB).numel() == 100 * MIB
+
+
+def test_what_is_free_once_a_stream_is_past_it_is_waited_for_where_memory_is_short(device: VirtualDevice) -> None:
+    there = device.usage().reserved
+    VirtualDevice(Hardware(**{**vars(SIMPLE), "memory_bytes": there + 40 * MIB}))
+    used, side = on_device(30 * MIB), torch.Stream("virtual")
+    with side:
+        torch.empty(30 * MIB, dtype=torch.uint8).copy_(used, non_blocking=True)
+    used.record_stream(side)
+    del used
+    before_s = device.now_s()
+    assert on_device(32 * MIB).numel() == 32 * MIB and device.now_s() > before_s
+
+
+def test_what_another_stream_uses_is_not_given_out_before_that_is_past(device: VirtualDevice) -> None:
+    used, side = on_device(MIB * 3), torch.Stream("virtual")
+    address = used.data_ptr()
+    with side:
+        torch.empty(MIB * 3, dtype=torch.uint8).copy_(used, non_blocking=True)
+    used.record_stream(side)
+    del used
+    assert on_device(MIB * 3).data_ptr() != address
+    device.synchronize()
+    assert on_device(MIB * 3).data_ptr() == address
