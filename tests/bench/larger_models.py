@@ -149,7 +149,7 @@ def largest(device: VirtualDevice, base: Shape, raised: str, mode: str) -> int:
     low, high = 0, max(1, getattr(base, raised) // step)
     while fits(high):
         low, high = high, 2 * high
-    while high - low > max(1, low // 16):
+    while high - low > max(1, low // 32):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low * step

@@ -2,8 +2,8 @@
 //
 // After c10/cuda/CUDACachingAllocator.cpp: sizes rounded to 512 bytes, of each stream one pool for small requests and one for large
 // ones, best fit by size and then address, splitting, coalescing with free neighbours; where the device has no more, segments that
-// are free go back to it. What is used on another stream is free once that is past its use. Segments are expandable where that is
-// asked for: each pool has one, a range of addresses, of which pages have memory.
+// are free go back to it. What is used on another stream is free once that is past its use. Where segments are expandable, a pool
+// has ranges of addresses instead, of which pages have memory.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -54,7 +54,6 @@ class CachingMemory {
     bool small, expandable;
     Free free; // with memory
     std::set<char*> unmapped{}; // without
-    char* base = nullptr; // of its range
   };
   struct Block {
     char* address;

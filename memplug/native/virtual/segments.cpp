@@ -11,7 +11,7 @@ constexpr int64_t kMiB = 1 << 20;
 constexpr int64_t kSmallSegment = 2 * kMiB, kLargeSegment = 20 * kMiB; // and pages, where they are expandable
 constexpr int64_t kLarge = 10 * kMiB; // from it on, segments of their own
 constexpr int64_t kRound = 2 * kMiB;
-constexpr int64_t kRange = (int64_t(1) << 38) / kLargeSegment * kLargeSegment; // bytes; more than devices have
+constexpr int64_t kRange = (int64_t(1) << 38) / kLargeSegment * kLargeSegment; // bytes; more than any device has
 
 int64_t rounded(int64_t nbytes, int64_t to) {
   return (nbytes + to - 1) / to * to;
@@ -23,11 +23,14 @@ int64_t page(bool small) {
 
 } // namespace
 
+// None of them was given out before, and they begin with a page.
 char* CachingMemory::addresses(int64_t nbytes) {
-  if (nbytes > end_ - next_) {
+  char* const begin = next_ + (kLargeSegment - reinterpret_cast<intptr_t>(next_) % kLargeSegment) % kLargeSegment;
+  if (nbytes > end_ - begin) {
     throw std::bad_alloc();
   }
-  return std::exchange(next_, next_ + nbytes);
+  next_ = begin + nbytes;
+  return begin;
 }
 
 // A free block that is large enough; null: the device has no more.
@@ -56,6 +59,9 @@ CachingMemory::Block* CachingMemory::add_segment(Pool& pool, int64_t nbytes) {
 // -- expandable segments -----------------------------------------------------------------------------------------------------
 
 CachingMemory::Block* CachingMemory::expanded(Pool& pool, int64_t size) {
+  if (size > std::min(capacity_, kRange)) {
+    return nullptr;
+  }
   Block* block = place_in_range(pool, size);
   take(block);
   if (!block->is_mapped && !map(block, size)) {
@@ -90,11 +96,7 @@ CachingMemory::Block* CachingMemory::place_in_range(Pool& pool, int64_t size) {
       return first;
     }
   }
-  if (pool.base != nullptr || size > kRange) {
-    throw std::bad_alloc(); // more than any device has
-  }
-  pool.base = addresses(kRange);
-  return put(add({pool.base, kRange, 0, &pool, true, false, nullptr, nullptr, {}}));
+  return put(add({addresses(kRange), kRange, 0, &pool, true, false, nullptr, nullptr, {}}));
 }
 
 // The first pages of a block that is not among the free ones get memory, as many as it takes. False: the device has no more.
@@ -113,18 +115,17 @@ bool CachingMemory::map(Block* block, int64_t nbytes) {
 
 // The whole pages of a free block give their memory back. False: it has none.
 bool CachingMemory::unmap(Block* block) {
-  const Pool& pool = *block->pool;
-  const int64_t offset = block->address - pool.base, size = page(pool.small);
-  const int64_t begin = rounded(offset, size), end = (offset + block->nbytes) / size * size;
+  const int64_t size = page(block->pool->small), at = reinterpret_cast<intptr_t>(block->address);
+  const int64_t begin = rounded(at, size) - at, end = (at + block->nbytes) / size * size - at; // in the block
   if (end <= begin) {
     return false;
   }
   take(block);
-  if (end < offset + block->nbytes) {
-    put(cut(block, end - offset));
+  if (end < block->nbytes) {
+    put(cut(block, end));
   }
-  if (begin > offset) {
-    Block* const inner = cut(block, begin - offset);
+  if (begin > 0) {
+    Block* const inner = cut(block, begin);
     put(block);
     block = inner;
   }
