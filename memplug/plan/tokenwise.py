@@ -7,17 +7,16 @@ against the time to recompute, under the link's time in forward and in backward,
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
-from scipy.sparse import csr_array
 
 from memplug.plan import memo
 from memplug.plan.cost import Amounts, Linear, Quantity, chosen, measure, passes_s, together, unchosen
 from memplug.plan.idle import without_idle
+from memplug.plan.linear_program import GAP, LinearProgram
 from memplug.plan.tokenwise_model import (
     Budget,
     Group,
@@ -44,13 +43,9 @@ __all__ = [
 
 TIME_LIMIT_S = 5.0
 """For the whole search; the best plan found until then counts."""
-NODE_LIMIT = 100
-"""For one program: bounds the effort the same way on every machine, unlike time."""
 ATTEMPTS = 4
 MARGIN = 4e-6
 """To hold the budgets to the byte."""
-GAP = 1e-4
-"""Share of the step time within which a plan counts as optimal."""
 TIE_HOST, TIE_DEVICE = 2e-6, 1e-6
 """Weights of all bytes against all time: between equal times fewer host bytes win, then fewer device bytes."""
 ALL_SHARES_UP_TO = 8
@@ -104,64 +99,6 @@ def _check(regions: Sequence[Region], budget: Budget, alpha: float | str) -> Non
             there.update(operator.outputs)
         if missing := region.saved - there:
             raise ValueError(f"backward of region {region.key!r} asks for {sorted(missing)}: not given or made")
-
-
-@dataclass(slots=True)
-class _Program:
-    """Columns and rows of a mixed integer linear program."""
-
-    unit_s: float
-    unit_bytes: float
-    """What rows and the objective count in, so that their numbers are near 1."""
-    cost: list[float] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    integer: list[bool] = field(default_factory=list)
-    entries: list[tuple[int, int, float]] = field(default_factory=list)
-    limits: list[float] = field(default_factory=list)
-
-    def column(self, *, lower: float = 0.0, upper: float = 1.0, integer: bool = False) -> int:
-        self.cost.append(0.0)
-        self.lower.append(lower)
-        self.upper.append(upper)
-        self.integer.append(integer)
-        return len(self.cost) - 1
-
-    def row(self, terms: Mapping[int, float], at_least: float = 0.0) -> None:
-        """Sum of coefficient times column >= at_least."""
-        self.entries += [(len(self.limits), column, value) for column, value in terms.items()]
-        self.limits.append(at_least)
-
-    def largest(self, *pieces_s: Linear) -> Linear:
-        """Of seconds, once the program has made it as small as it can be."""
-        return self._largest(pieces_s, self.unit_s)
-
-    def largest_bytes(self, pieces: Sequence[Linear]) -> Linear:
-        """Of bytes, likewise; 0 where there are none above."""
-        return self._largest(pieces, self.unit_bytes)
-
-    def _largest(self, pieces: Sequence[Linear], unit: float) -> Linear:
-        result = Linear(terms={self.column(upper=np.inf): unit})
-        for piece in pieces:
-            over = (result - piece) / unit
-            self.row(over.terms, at_least=-over.constant)
-        return result
-
-    def limit(self, nbytes: Linear, at_most: float, margin: float) -> None:
-        """Less a margin, in units; what no choice can spare is never too much."""
-        left = (Linear(at_most) - nbytes) / self.unit_bytes
-        self.row(left.terms, at_least=min(margin - left.constant, 0.0))
-
-    def run(self, time_limit_s: float, *, relaxed: bool = False) -> OptimizeResult:
-        rows, columns, values = zip(*self.entries, strict=True)
-        matrix = csr_array((values, (rows, columns)), shape=(len(self.limits), len(self.cost)))
-        return milp(
-            np.array(self.cost),
-            integrality=None if relaxed else np.array(self.integer, dtype=int),
-            bounds=Bounds(self.lower, self.upper),
-            constraints=LinearConstraint(matrix, lb=np.array(self.limits)),
-            options={"time_limit": time_limit_s, "node_limit": NODE_LIMIT, "mip_rel_gap": GAP},
-        )
 
 
 _Choice = tuple[int, dict[int, float], Collection[int]]
@@ -288,8 +225,8 @@ class _Search:
         """Of rounding buffers, on top of the safest setting's."""
         return plan.in_flight_bytes * self.budget.buffers // max(self.budget.in_flight, 1)
 
-    def _program(self, cut: list[tuple[int, ...]], margin: float = 0.0) -> tuple[_Program, list[list[_Columns]]]:
-        program = _Program(self.unit_s, self.unit_bytes)
+    def _program(self, cut: list[tuple[int, ...]], margin: float = 0.0) -> tuple[LinearProgram, list[list[_Columns]]]:
+        program = LinearProgram(self.unit_s, self.unit_bytes)
         columns, phases = [], [Amounts(), Amounts()]
         for region, live, sizes in zip(self.regions, self.live, cut, strict=True):
             parts = [self._group(program, region, live) for _ in sizes]
@@ -308,7 +245,7 @@ class _Search:
             program.cost[column] = value
         return program, columns
 
-    def _in_flight_bytes(self, program: _Program, columns: list[list[_Columns]]) -> Linear:
+    def _in_flight_bytes(self, program: LinearProgram, columns: list[list[_Columns]]) -> Linear:
         """At least, rounding buffers included; a tensor that is swapped in part counts in part."""
         count = self.budget.in_flight + self.budget.buffers
         if not count:
@@ -321,7 +258,7 @@ class _Search:
                 pieces.append(Linear(-region.safest_bytes, terms))
         return program.largest_bytes(pieces) * count
 
-    def _group(self, program: _Program, region: Region, live: list[int]) -> _Columns:
+    def _group(self, program: LinearProgram, region: Region, live: list[int]) -> _Columns:
         """Columns of the operators, and the rows that make every output that is asked for available."""
         columns = _Columns()
         read, asked = makers(region.operators, region.saved, region.given)
@@ -333,7 +270,7 @@ class _Search:
             program.row(columns.sources(writer), at_least=1.0)
         return columns
 
-    def _operator(self, program: _Program, columns: _Columns, index: int, operator: Operator) -> None:
+    def _operator(self, program: LinearProgram, columns: _Columns, index: int, operator: Operator) -> None:
         if not operator.capturable:
             columns.run[index] = columns.reads[index] = program.column(lower=float(operator.always_runs))
             return

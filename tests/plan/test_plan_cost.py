@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from memplug.plan import tokenwise
 from memplug.plan.cost import chosen, measure
 from memplug.plan.idle import without_idle
-from memplug.plan.tokenwise import _Program, _Search
+from memplug.plan.linear_program import LinearProgram
+from memplug.plan.tokenwise import _Search
 from memplug.plan.tokenwise_model import group_of
 from tests.plan.test_plan_properties import MIB, budgets, problems
 from tests.support import plans
@@ -88,13 +89,13 @@ def notices():
 
 @pytest.mark.parametrize("piece", range(10))
 def test_a_program_that_lacks_a_piece_of_a_time_is_noticed(piece):
-    class Lacking(_Program):
+    class Lacking(LinearProgram):
         def largest(self, *pieces):
             before = getattr(self, "pieces", 0)
             self.pieces = before + len(pieces)
             return super().largest(*(one for at, one in enumerate(pieces, before) if at != piece))
 
-    with mock.patch.object(tokenwise, "_Program", Lacking):
+    with mock.patch.object(tokenwise, "LinearProgram", Lacking):
         assert notices()
 
 

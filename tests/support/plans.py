@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplug.plan.tokenwise import GAP as SOLVER_GAP
+from memplug.plan.linear_program import GAP as SOLVER_GAP
 from memplug.plan.tokenwise import Budget, Operator, Region
 
 GAP = 1.0 + 2 * SOLVER_GAP
