@@ -117,7 +117,7 @@ class PlannedAddresses(Technique[Addresses]):
     def make(cls, given: Given) -> PlannedAddresses:
         """Raises `ArenaError` where memplug cannot stand in front of this device's allocator."""
         config = given.config
-        arena = Arena(given.device, config.arena.checks)
+        arena = Arena(given.device.torch_device, config.arena.checks)
         has_others = dist.is_initialized() and dist.get_world_size() > 1
         folder = Path(config.plan_dir) if config.plan_dir and has_others else None
         return cls(config.arena, arena, Beside(config.profiler.wait_for_plans), given.tell, folder)

@@ -8,7 +8,32 @@ import torch
 
 
 class DeviceMemory(abc.ABC):
-    """Bytes and counts as they are when they are asked for; peaks are of the process so far."""
+    """Bytes and counts as they are when they are asked for.
+
+    Peaks are of the process so far. The allocator's own begin anew whenever a program resets them, as many do to log
+    each step's: those that `note` has seen since `begin` count as well.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A session begins: what was noted is of another one."""
+        self._noted = (0, 0)
+
+    def note(self) -> None:
+        """A step is over."""
+        self._noted = self.allocated_peak_bytes, self.reserved_peak_bytes
+
+    @property
+    def allocated_peak_bytes(self) -> int:
+        """The most that tensors had at a time."""
+        return max(self._noted[0], self._peaks()[0])
+
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """The most that the allocator had of the device at a time."""
+        return max(self._noted[1], self._peaks()[1])
 
     @property
     @abc.abstractmethod
@@ -17,24 +42,19 @@ class DeviceMemory(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def allocated_peak_bytes(self) -> int:
-        """The most that tensors had at a time."""
-
-    @property
-    @abc.abstractmethod
-    def reserved_peak_bytes(self) -> int:
-        """The most that the allocator had of the device at a time."""
-
-    @property
-    @abc.abstractmethod
     def retries(self) -> int:
         """How often it has had to empty its cache before a request fitted."""
+
+    @abc.abstractmethod
+    def _peaks(self) -> tuple[int, int]:
+        """The allocator's own, of what tensors had and of what it reserved."""
 
 
 class CudaMemory(DeviceMemory):
     """torch's caching allocator of one CUDA device."""
 
     def __init__(self, which: torch.device):
+        super().__init__()
         self._which = which
 
     @property
@@ -43,13 +63,8 @@ class CudaMemory(DeviceMemory):
         return free_bytes + torch.cuda.memory_reserved(self._which)
 
     @property
-    def allocated_peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self._which)
-
-    @property
-    def reserved_peak_bytes(self) -> int:
-        return torch.cuda.max_memory_reserved(self._which)
-
-    @property
     def retries(self) -> int:
         return torch.cuda.memory_stats_as_nested_dict(self._which)["num_alloc_retries"]
+
+    def _peaks(self) -> tuple[int, int]:
+        return torch.cuda.max_memory_allocated(self._which), torch.cuda.max_memory_reserved(self._which)

@@ -192,9 +192,7 @@ void Frame::learn(const std::vector<size_t>& substituted) {
   asked.insert(of_ranks.begin(), of_ranks.end());
   for (const auto& [index, capture] : captures_) {
     const bool used = asked.count(index) > 0 ||
-        std::any_of(capture.parts.begin(), capture.parts.end(), [](const Part& part) {
-          return part.swapped != nullptr && part.swapped->uses > 0;
-        });
+        std::any_of(capture.parts.begin(), capture.parts.end(), [](const Part& part) { return part.is_viewed(); });
     if (!used && !tape->records[index].op->has(CHOICE)) {
       region->leave_out(index, tape->records[index].op);
     }

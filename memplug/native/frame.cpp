@@ -129,9 +129,8 @@ void Frame::close(bool direct) {
   forward.sort(direct);
   for (const Forward::Saved& saved : forward.saved) {
     if (saved.alive && saved.way == Forward::Way::VIEW) {
-      if (const auto& part = parts_.at(saved.use.storage).swapped; part != nullptr) {
-        ++part->uses;
-      }
+      const Part& part = parts_.at(saved.use.storage);
+      part.kept != nullptr ? void(part.kept->viewed = true) : void(++part.swapped->uses);
     }
     recomputes = recomputes || (saved.alive && saved.way == Forward::Way::RECOMPUTED);
   }

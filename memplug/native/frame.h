@@ -25,6 +25,7 @@ struct Kept {
   at::Tensor tensor;
   uint32_t version;
   bool written = false; // by the forward, after it was captured
+  bool viewed = false; // backward reads it itself
 };
 
 // Memory from outside of a region that a recompute pass finds again: an input that is kept by reference.
@@ -49,6 +50,10 @@ struct Part {
 
   bool whole() const {
     return kept != nullptr || swapped->whole();
+  }
+  // Backward reads it itself, once its frame is closed.
+  bool is_viewed() const {
+    return kept != nullptr ? kept->viewed : swapped->uses > 0;
   }
 };
 

@@ -96,6 +96,8 @@ class Boundary:
         self.watches = plans and config.profiler.enabled
         begin = Stage.WARM_UP if plans else Stage.STABLE
         self.adjuster = Adjuster(config.profiler, self.tokenwise, begin, self._ranks)
+        if device.memory is not None:
+            device.memory.begin()
         self.claim: Claim | None = None
         self.kept: KeptPlans | None = None
         self.steps = self.planned_steps = 0
@@ -114,7 +116,7 @@ class Boundary:
             [technique for technique in FOLLOWING if technique.is_wanted(config)],
             Given(
                 config,
-                self._device.torch_device,
+                self._device,
                 self.adjuster.tell,
                 self._free_host_bytes,
                 self._request_failed,
@@ -173,6 +175,8 @@ class Boundary:
     def end_step(self) -> None:
         """A step is over."""
         self.steps += 1
+        if self._device.memory is not None:
+            self._device.memory.note()
         recording, adjuster, tokenwise = self.recording, self.adjuster, self.tokenwise
         for follower in self.followers:
             follower.technique.end_step()

@@ -14,6 +14,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 
 from memplug.config import MemplugConfig
+from memplug.device.device import Device
 from memplug.plan.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
@@ -34,7 +35,7 @@ class Given:
     """
 
     config: MemplugConfig
-    device: torch.device
+    device: Device
     tell: Callable[[str, int], None]
     host_bytes: Callable[[], int]
     explain: Callable[[], str]

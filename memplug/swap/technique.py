@@ -18,7 +18,6 @@ import torch
 from memplug import native
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
-from memplug.device.device import device_of
 from memplug.errors import SwapError
 from memplug.plan.replay_swaps import mistakes_of_places
 from memplug.plan.schema import MemoryPlan
@@ -65,7 +64,7 @@ class SwapsWhole(Technique[SwapPart]):
     def __init__(self, given: Given):
         self.part: SwapPart | None = None
         self._given, self._config, self._tell = given, given.config, given.tell
-        self._device = device = device_of(given.device)
+        self._device = device = given.device
         self._core, self._room = native.load(), Room(given.config, device)
         self._beside = Beside(given.config.profiler.wait_for_plans)
         self._state = State.WAITING

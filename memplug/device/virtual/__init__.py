@@ -111,6 +111,7 @@ class VirtualDevice(Device):
 
 class _Memory(DeviceMemory):
     def __init__(self, core: Any):
+        super().__init__()
         self._core = core
 
     @property
@@ -118,16 +119,12 @@ class _Memory(DeviceMemory):
         return self._core.capacity()
 
     @property
-    def allocated_peak_bytes(self) -> int:
-        return self._core.memory().allocated_peak
-
-    @property
-    def reserved_peak_bytes(self) -> int:
-        return self._core.memory().reserved_peak
-
-    @property
     def retries(self) -> int:
         return self._core.memory().retries
+
+    def _peaks(self) -> tuple[int, int]:
+        memory = self._core.memory()
+        return memory.allocated_peak, memory.reserved_peak
 
 
 class _Module:
