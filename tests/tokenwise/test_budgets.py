@@ -51,6 +51,17 @@ def test_the_peak_of_the_observed_step_counts_where_it_is_known_with_the_allocat
     assert room_gib(16, 60.0) == pytest.approx(40)
 
 
+def test_peaks_that_a_program_resets_in_every_step_count_from_the_sessions_beginning(allocator: dict[str, int]) -> None:
+    memory = CudaDevice(0).memory
+    memory.note()
+    allocator |= {"most_reserved": 30 * GIB, "most_allocated": 2 * GIB}
+    assert (memory.allocated_peak_bytes, memory.reserved_peak_bytes) == (32 * GIB, 40 * GIB)
+    memory.begin()
+    assert (memory.allocated_peak_bytes, memory.reserved_peak_bytes) == (2 * GIB, 30 * GIB)
+    allocator["most_allocated"] = 3 * GIB
+    assert memory.allocated_peak_bytes == 3 * GIB
+
+
 def test_on_the_cpu_nothing_is_kept_unless_it_is_asked_for() -> None:
     asked = MemplugConfig(enabled=True, device_budget_gib=2.0)
     assert budgets.device_room_bytes(MemplugConfig(enabled=True), Device(), GIB) == 0
