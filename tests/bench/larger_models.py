@@ -75,6 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def train(device: VirtualDevice, shape: Shape, mode: str) -> Result | None:
     """The last of a few steps; None: one runs out of memory."""
+    torch.ones(1, device="virtual", requires_grad=True).backward()  # lets go of one that failed
     gc.collect()
     device.empty_cache()
     try:
