@@ -11,7 +11,7 @@ import memplug
 from tests.cudasim import device
 from tests.cudasim.device import Schedule, scheduled
 from tests.cudasim.training import ALONE, block, model
-from tests.swap.test_technique import Training
+from tests.support.beside_plain import ROWS, Training
 
 pytestmark = pytest.mark.gpu
 
@@ -60,8 +60,10 @@ def test_the_host_waits_where_alpha_is_checked_a_plan_is_made_or_the_arena_begin
 def test_the_host_waits_in_no_step_under_a_swap_list_that_has_settled() -> None:
     with torch.device("cuda"), scheduled(Schedule("lazy")):
         training = Training()
+        x = training.inputs()
+        training.inputs = lambda rows=ROWS: x  # the list is made of steps with the same one
         training.until_it_swaps()
-        x, former = training.inputs(), training.report
+        former = training.report
         waited = []
         for _ in range(12):
             before = device.blocked()

@@ -77,8 +77,8 @@ class Positions(torch.autograd.Function):
 
 
 def test_what_an_operator_is_given_to_fill_is_found_though_it_has_no_memory_as_that_begins() -> None:
-    model = Deep()
-    with memplug.attach(model, block(budget_gib(76 * ROWS * WIDTH * 4))) as session:
+    model, swap = Deep(), {"enabled": True, "min_bytes": 8 * ROWS * WIDTH * 4}
+    with memplug.attach(model, block(budget_gib(76 * ROWS * WIDTH * 4), swap=swap)) as session:
         for _ in range(12):
             model(Positions.apply(torch.ones(ROWS, WIDTH, requires_grad=True))).backward()
             session.step()
