@@ -76,6 +76,7 @@ class Positions(torch.autograd.Function):
         return grad * positions[: grad.numel()].view_as(grad)
 
 
+@pytest.mark.cpu("a device has more than was asked for")
 def test_what_an_operator_is_given_to_fill_is_found_though_it_has_no_memory_as_that_begins() -> None:
     model, swap = Deep(), {"enabled": True, "min_bytes": 8 * ROWS * WIDTH * 4}
     with memplug.attach(model, block(budget_gib(76 * ROWS * WIDTH * 4), swap=swap)) as session:
