@@ -22,18 +22,21 @@ class DeviceMemory(abc.ABC):
         self._noted = (0, 0)
 
     def note(self) -> None:
-        """A step is over."""
-        self._noted = self.allocated_peak_bytes, self.reserved_peak_bytes
+        """What the allocator says now; at the end of every step."""
+        (allocated, reserved), (allocated_now, reserved_now) = self._noted, self._peaks()
+        self._noted = max(allocated, allocated_now), max(reserved, reserved_now)
 
     @property
     def allocated_peak_bytes(self) -> int:
         """The most that tensors had at a time."""
-        return max(self._noted[0], self._peaks()[0])
+        self.note()
+        return self._noted[0]
 
     @property
     def reserved_peak_bytes(self) -> int:
         """The most that the allocator had of the device at a time."""
-        return max(self._noted[1], self._peaks()[1])
+        self.note()
+        return self._noted[1]
 
     @property
     @abc.abstractmethod
@@ -67,4 +70,5 @@ class CudaMemory(DeviceMemory):
         return torch.cuda.memory_stats_as_nested_dict(self._which)["num_alloc_retries"]
 
     def _peaks(self) -> tuple[int, int]:
-        return torch.cuda.max_memory_allocated(self._which), torch.cuda.max_memory_reserved(self._which)
+        stats = torch.cuda.memory_stats(self._which)  # once: it is asked for in every step
+        return stats.get("allocated_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0)

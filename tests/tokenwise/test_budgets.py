@@ -22,8 +22,15 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     said = {"free": 50 * GIB, "reserved": 20 * GIB, "most_reserved": 40 * GIB, "most_allocated": 32 * GIB}
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (said["free"], 80 * GIB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: said["reserved"])
-    monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda device: said["most_reserved"])
-    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: said["most_allocated"])
+
+    def stats(device: object) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.peak": said["most_allocated"],
+            "reserved_bytes.all.peak": said["most_reserved"],
+        }
+
+    monkeypatch.setattr("torch.cuda.memory_stats", stats)
+    CUDA.memory.begin()
     return said
 
 
