@@ -154,6 +154,8 @@ void Frame::add(const at::Tensor& tensor, const Part& part) {
   parts_[storage] = part;
   if (part.swapped != nullptr) {
     swapped.push_back(part.swapped);
+  } else {
+    kept_bytes += forward.storages.nbytes[storage];
   }
 }
 

@@ -135,7 +135,8 @@ bool Flow::has_room(const Swapped& part, int64_t pending_bytes) {
 }
 
 void Flow::trim(const Frame& frame) {
-  while (largest_region_bytes > 0 && resident_.size() > 1 && held_bytes() + frame.pending_bytes() > limit_bytes()) {
+  const auto of_frame = [&] { return frame.pending_bytes() + frame.kept_bytes; };
+  while (largest_region_bytes > 0 && resident_.size() > 1 && held_bytes() + of_frame() > limit_bytes()) {
     release_oldest();
   }
 }

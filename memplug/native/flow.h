@@ -79,7 +79,8 @@ class Flow {
     return transfer->reserve(buffers_, nbytes);
   }
 
-  // Releases the oldest resident frames where captured tensors exceed the limit, which one region's run tells.
+  // Releases the oldest resident frames where captured tensors exceed the limit, which one region's run tells. What this
+  // frame keeps counts as if it were recomputed: a plan that keeps outputs has no more on its way than one without.
   void trim(const Frame& frame);
 
   // How many bytes of saved tensors may be on the device, so that the peak is that of full recomputation.

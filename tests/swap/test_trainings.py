@@ -61,12 +61,10 @@ def test_a_step_keeps_to_its_budget_with_the_same_numbers(kind: str, share: floa
     "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("t5", "vit", "mixtral"))]
 )
 def test_regions_that_swap_and_recompute_keep_a_step_to_its_budget(kind: str, share: float) -> None:
-    """Alone, or as good as: a step may take some per cent more than what a plan of regions that keep outputs predicts,
-    and where parameters count they take much of a small budget. The list has to help then.
-    """
+    """Alone, but where parameters count, which take much of a small budget: the list may have to help then."""
     swapped = beside_regions(kind, share)
-    report, alone = swapped.report, share > 0.5 or not COUNTS_PARAMETERS
-    assert report["swap"] == "fits" or not alone or report["swap_planned_bytes"] < 0.05 * swapped.peak_bytes
+    report = swapped.report
+    assert report["swap"] == "fits" or (COUNTS_PARAMETERS and share == 0.5)
     assert report["offloaded_bytes"] > 0
 
 

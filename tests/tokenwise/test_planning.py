@@ -240,6 +240,23 @@ def test_what_backward_reads_itself_is_kept_in_every_forward_and_what_nothing_re
     assert read & kept and kept - read
 
 
+def test_what_is_kept_leaves_no_more_on_its_way_to_the_host() -> None:
+    observed = Observed(Stack(4))
+    (region,) = observed.describe()
+
+    def on_their_way() -> int:
+        loss = observed.model(torch.randn(2, 6, 16))
+        resident_bytes = observed.executor.transfer.resident_bytes
+        loss.backward()
+        return resident_bytes
+
+    safest = [on_their_way() for _ in range(3)]
+    swapped = {index: 1.0 for index, operator in enumerate(region.operators) if operator.always_swapped}
+    capturable = {index for index, operator in enumerate(region.operators) if operator.capture != "never"}
+    observed.put(solution_for(region, [group(4, swapped, keep=tuple(capturable - set(swapped)))]))
+    assert [on_their_way() for _ in range(3)] == safest and safest[0] > 0
+
+
 def test_a_policy_predicts_the_peak_from_the_observed_one() -> None:
     observed = Observed(Stack(2))
     (region,) = observed.describe()
