@@ -9,8 +9,10 @@
 
 #include "clock.h"
 #include "cuda_memory.h"
+#include "operator_names.h"
 #include "requests.h"
 #include "rows.h"
+#include "saved_type.h"
 #include "sequence.h"
 #include "serving.h"
 #include "forward_module.h"
@@ -155,7 +157,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const Records records = end_records();
     return py::make_tuple(bytes_of(records.operators), bytes_of(records.uses), bytes_of(records.tensors));
   });
-
+  module.def("recorded_numbers", [](const py::list& tensors) {
+    std::vector<at::Tensor> found;
+    for (const py::handle tensor : tensors) {
+      found.push_back(tensor_of(tensor));
+    }
+    return recorded_numbers(found);
+  });
   module.def("running_operator", &running_operator);
 
   module.def("begin_requests", &begin_requests);

@@ -19,7 +19,7 @@ class ProgramClock {
  public:
   static constexpr int32_t kAlike = 4, kReach = 64;
 
-  // The numbers of its operators, see sequence.h.
+  // The numbers of its operators, see operator_names.h.
   void load(std::vector<int32_t> program) {
     program_ = std::move(program);
     begin();

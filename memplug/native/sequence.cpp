@@ -6,7 +6,6 @@
 #include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -14,6 +13,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "operator_names.h"
 #include "operators.h"
 #include "requests.h"
 
@@ -21,93 +21,6 @@ namespace memplug {
 namespace {
 
 constexpr int64_t CAPACITY = 1 << 22; // operators of one step; pages that no step reaches are never touched
-constexpr size_t NAMES = 1 << 13; // operators of different names; torch has some 3,000
-
-constexpr int32_t UNNAMED = 0; // there were more names than fit
-
-// Numbers by the address of an operator's name, which its schema owns: found without locks or allocation.
-class Names {
- public:
-  int32_t number(const at::RecordFunction& function) {
-    const char* key = function.name();
-    for (size_t i = slot(key), tried = 0; tried < PROBES; i = (i + 1) % NAMES, ++tried) {
-      const char* found = table_[i].key.load(std::memory_order_acquire);
-      if (found == key) {
-        return table_[i].number;
-      }
-      if (found == nullptr) {
-        return insert(function, key);
-      }
-    }
-    return UNNAMED;
-  }
-
-  std::vector<int32_t> numbers(const std::vector<std::string>& texts) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    std::vector<int32_t> found;
-    for (const std::string& text : texts) {
-      found.push_back(number_of(text));
-    }
-    return found;
-  }
-
-  std::vector<std::string> all() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    return of_number_;
-  }
-
-  std::mutex mutex;
-
- private:
-  static constexpr size_t PROBES = 64;
-
-  struct Entry {
-    std::atomic<const char*> key{nullptr};
-    int32_t number = UNNAMED;
-  };
-
-  static size_t slot(const char* key) {
-    return reinterpret_cast<uintptr_t>(key) * 0x9E3779B97F4A7C15ull >> 51;
-  }
-
-  int32_t insert(const at::RecordFunction& function, const char* key) {
-    const auto name = function.operator_name();
-    if (!name) {
-      return NOT_AN_OPERATOR;
-    }
-    const std::lock_guard<std::mutex> lock(mutex);
-    const int32_t number =
-        number_of(name->overload_name.empty() ? name->name : name->name + "." + name->overload_name);
-    for (size_t i = slot(key), tried = 0; tried < PROBES; i = (i + 1) % NAMES, ++tried) {
-      const char* taken = table_[i].key.load(std::memory_order_relaxed);
-      if (taken == nullptr) {
-        table_[i].number = number;
-        table_[i].key.store(key, std::memory_order_release);
-      }
-      if (taken == nullptr || taken == key) {
-        break;
-      }
-    }
-    return number;
-  }
-
-  int32_t number_of(const std::string& text) {
-    const auto [found, fresh] = by_text_.emplace(text, static_cast<int32_t>(of_number_.size()));
-    if (fresh) {
-      of_number_.push_back(text);
-    }
-    return found->second;
-  }
-
-  std::array<Entry, NAMES> table_;
-  std::vector<std::string> of_number_{"?"};
-  ska::flat_hash_map<std::string, int32_t> by_text_;
-};
-
-Names& names() {
-  static auto* instance = new Names(); // never destroyed: autograd's threads outlive static destruction
-  return *instance;
-}
 
 // The sequence of one step, written without locks.
 struct Sequence {
@@ -184,7 +97,7 @@ void add_to_sequence(int32_t number) {
 
 std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& function) {
   if (!deaf && in_program()) {
-    const int32_t number = names().number(function);
+    const int32_t number = number_of(function);
     if (number != NOT_AN_OPERATOR) {
       add_to_sequence(number);
     }
@@ -208,7 +121,7 @@ int64_t add_operator(Recording& r, int32_t number) {
 }
 
 std::unique_ptr<at::ObserverContext> on_recorded_operator(const at::RecordFunction& function) {
-  const int32_t number = names().number(function);
+  const int32_t number = number_of(function);
   if (number == NOT_AN_OPERATOR) {
     return nullptr;
   }
@@ -239,7 +152,7 @@ std::unique_ptr<at::ObserverContext> on_recorded_operator(const at::RecordFuncti
 }
 
 void on_recorded_end(const at::RecordFunction& function, at::ObserverContext* context) {
-  if (names().number(function) == NOT_AN_OPERATOR) {
+  if (number_of(function) == NOT_AN_OPERATOR) {
     return;
   }
   --depth;
@@ -328,18 +241,6 @@ std::pair<std::vector<int32_t>, int64_t> take_sequence() {
   return {std::vector<int32_t>(s.numbers.get(), s.numbers.get() + kept), count};
 }
 
-std::vector<std::string> operator_names() {
-  return names().all();
-}
-
-int32_t number_of(const at::RecordFunction& function) {
-  return names().number(function);
-}
-
-std::vector<int32_t> operator_numbers(const std::vector<std::string>& texts) {
-  return names().numbers(texts);
-}
-
 void begin_records(Detail level, int32_t device_type) {
   end_records();
   {
@@ -358,19 +259,32 @@ Records end_records() {
   return take_records();
 }
 
+std::vector<int32_t> recorded_numbers(const std::vector<at::Tensor>& tensors) {
+  auto& r = recording();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  std::vector<int32_t> numbers;
+  for (const at::Tensor& tensor : tensors) {
+    const auto found = tensor.has_storage() ? r.number_of.find(tensor.storage().unsafeGetStorageImpl()) : r.number_of.end();
+    if (found != r.number_of.end()) {
+      numbers.push_back(found->second);
+    }
+  }
+  return numbers;
+}
+
 int64_t running_operator() {
   return running.load(std::memory_order_relaxed);
 }
 
 void lock_records_for_fork() {
   (void)at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); // or the child's next operator may ask for torch's lock
-  names().mutex.lock();
+  lock_names_for_fork();
   recording().mutex.lock();
 }
 
 void unlock_records_after_fork() {
   recording().mutex.unlock();
-  names().mutex.unlock();
+  unlock_names_after_fork();
 }
 
 } // namespace memplug

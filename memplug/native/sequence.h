@@ -1,10 +1,10 @@
 // The operators that the training thread and autograd's threads run, as integers, and in detail while recording.
 #pragma once
 
-#include <ATen/record_function.h>
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "clock.h"
@@ -57,18 +57,14 @@ void watch(bool on);
 
 // Operators since the last call, and how many there were: more than fit where the two differ.
 std::pair<std::vector<int32_t>, int64_t> take_sequence();
-std::vector<std::string> operator_names();
-
-// An operator's number, found without a lock.
-constexpr int32_t NOT_AN_OPERATOR = -1; // a label, such as those that autograd's engine puts around a node
-int32_t number_of(const at::RecordFunction& function);
-
-// The numbers of operators of these names, given to those that have none yet.
-std::vector<int32_t> operator_numbers(const std::vector<std::string>& names);
 
 // Watch, and note more of each operator from now on until `end_records`, after which nothing is watched; `device_type` of the storages (c10::DeviceType).
 void begin_records(Detail detail, int32_t device_type);
 Records end_records();
+
+// Which of the current recording's storages these tensors lie in, into `Records::tensors`; those that no operator has used are
+// left out.
+std::vector<int32_t> recorded_numbers(const std::vector<at::Tensor>& tensors);
 
 // Index of the operator that runs now or ran last in the current recording, -1 before the first.
 int64_t running_operator();

@@ -9,9 +9,9 @@
 
 #include "clock.h"
 #include "cuda_memory.h"
+#include "operator_names.h"
 #include "relief.h"
 #include "requests.h"
-#include "sequence.h"
 
 namespace memplug {
 namespace {

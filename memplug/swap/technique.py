@@ -73,6 +73,7 @@ class SwapsWhole(Technique[SwapPart]):
         self._missed = self._missing_steps = 0
         self._steps = 0  # since what is in force is
         self._sizes_vary = False  # of what layers ask for that are dynamic
+        self._resident: tuple[int, ...] = ()  # of the recorded step's tensors, those of the model
         self._others_left = 0  # recorded steps that may fit, and be another program's
 
     @classmethod
@@ -130,6 +131,8 @@ class SwapsWhole(Technique[SwapPart]):
         """Between two steps nothing is away, unless the device has no room for it."""
         self._in_force.end_step()
         self._in_force.measure()
+        if self.state is State.RECORDING and self._config.swap.states:
+            self._resident = tuple(self._core.recorded_numbers(list(self._given.tensors())))
         self._steps += 1
         if self.promises is not None and self._steps >= MEASURED_STEP and self.promises.stall_s is None:
             self.promises.compare_stall(self._in_force.waited_s())
@@ -263,9 +266,8 @@ class SwapsWhole(Technique[SwapPart]):
         seconds = self._in_force.operators_s(clock_of(trace))
         self._state = State.PLANNING
         others = _others(trace, self._config.tokenwise.enabled, self._sizes_vary)
-        self._beside.begin(
-            plan_part, trace, budgets, seconds, others, self._given.layer_bytes(), self._config.swap.states
-        )
+        states = self._config.swap.states, self._resident
+        self._beside.begin(plan_part, trace, budgets, seconds, others, self._given.layer_bytes(), *states)
         return self._planned()
 
     def _planned(self) -> SwapPart | None:

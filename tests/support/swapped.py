@@ -49,6 +49,21 @@ class Wide(nn.Module):
         return x.square().mean()
 
 
+class Adapted(nn.Module):
+    """Frozen weights that are most of the memory, each with an adapter of low rank beside it (LoRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256).requires_grad_(False) for _ in range(6))
+        self.down = nn.ModuleList(nn.Linear(256, 4, bias=False) for _ in self.layers)
+        self.up = nn.ModuleList(nn.Linear(4, 256, bias=False) for _ in self.layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, down, up in zip(self.layers, self.down, self.up, strict=True):
+            x = torch.tanh(layer(x) + up(down(x)))
+        return x.square().mean()
+
+
 class Hub(nn.Module):
     """A model of Hugging Face's, which returns its loss."""
 
@@ -67,8 +82,8 @@ def _images(generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {"images": images, "labels": torch.randint(0, 10, (8,), generator=generator)}
 
 
-def _rows(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    return {"x": torch.randn(1024, 256, generator=generator)}
+def _rows(generator: torch.Generator, count: int = 1024) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(count, 256, generator=generator)}
 
 
 def _pixels(generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -114,6 +129,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "t5": (_t5, _tokens),
     "convolutions": (Convolutions, _images),
     "wide": (Wide, _rows),
+    "adapted": (Adapted, functools.partial(_rows, count=250)),
     "mixtral": (_mixtral, _tokens),
 }
 

@@ -23,9 +23,9 @@ STEPS = 14
 
 
 @functools.cache
-def most_bytes() -> int:
+def most_bytes(kind: str = "wide") -> int:
     """Of a step with everything on the device."""
-    return train("wide", block(1000.0, swap=SWAP), STEPS).peak_bytes
+    return train(kind, block(1000.0, swap=SWAP), STEPS).peak_bytes
 
 
 @pytest.mark.parametrize("share", [0.75, 0.56])
@@ -42,6 +42,22 @@ def test_states_are_away_until_the_optimizer_runs_and_losses_are_the_same(share:
     assert report["swap_demanded"] == report["swap_cancelled"] == report["swap_refused"] == 0
     assert report["swap_released_bytes"] == report["swap_prefetched_bytes"] > 0
     assert report["swap_planned_state_bytes"] > 0 or share > 0.6
+
+
+def test_frozen_weights_are_away_between_forward_and_backward() -> None:
+    reference = train("adapted", None, STEPS)
+    budget_bytes = int(0.6 * most_bytes("adapted"))
+    swapped = train("adapted", block(budget_bytes / GIB, swap={**SWAP, "min_bytes": 10_000}), STEPS)
+    assert swapped.losses == reference.losses
+    for one, other in zip(swapped.parameters, reference.parameters, strict=True):
+        assert torch.equal(one, other)
+    report = swapped.report
+    assert report["swap"] == "swapping" and report["swap_repeated"] > 0
+    assert swapped.peak_bytes == report["predicted_swap_peak_bytes"] <= budget_bytes
+    assert report["swap_missed"] == report["swap_demanded"] == report["swap_cancelled"] == 0
+    outputs_bytes, weights_bytes = 250 * 256 * 4, 256 * 256 * 4
+    more_bytes = report["swap_planned_bytes"] - report["swap_tensors"] * outputs_bytes
+    assert more_bytes > 0 == more_bytes % (weights_bytes - outputs_bytes)  # of one kind or the other, and some weights'
 
 
 Between = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]

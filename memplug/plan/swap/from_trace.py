@@ -78,6 +78,7 @@ def swap_problem(
     operator_s: np.ndarray | None = None,
     others: Collection[int] = (),
     states: bool = False,
+    resident: Collection[int] = (),
 ) -> SwapProblem:
     """What may be swapped in a step, if it is too large for a budget.
 
@@ -88,7 +89,7 @@ def swap_problem(
         min_bytes: Of a candidate.
         operator_s: float64[n], duration of each place of the clock; without it all operators last equally long (Eq. 1).
         others: Tensors, by index, that another technique decides on.
-        states: See `gaps`.
+        states, resident: See `gaps`.
 
     Returns:
         Its operators are the places of the clock. Candidates are gaps with an operator above the budget.
@@ -98,7 +99,7 @@ def swap_problem(
     in_use = in_use_bytes(step)
     above = np.concatenate(([0], np.cumsum(in_use > budget_bytes)))
     candidates = (
-        each for each in gaps(step, min_bytes, others, states) if above[each.gap.stop] > above[each.gap.start]
+        each for each in gaps(step, min_bytes, others, states, resident) if above[each.gap.stop] > above[each.gap.start]
     )
     return SwapProblem(
         in_use_bytes=in_use,
@@ -139,7 +140,9 @@ def in_use_bytes(step: Trace) -> np.ndarray:
     return in_use
 
 
-def gaps(step: Trace, min_bytes: int, others: Collection[int] = (), states: bool = False) -> list[Candidate]:
+def gaps(
+    step: Trace, min_bytes: int, others: Collection[int] = (), states: bool = False, resident: Collection[int] = ()
+) -> list[Candidate]:
     """Tensors between two uses by the program with an outermost operator in between, by first and then second use.
 
     Left out are tensors of collectives, and those that were there before the step (whose first use is not an operator's
@@ -151,6 +154,8 @@ def gaps(step: Trace, min_bytes: int, others: Collection[int] = (), states: bool
         others: Tensors, by index, that are left out too.
         states: Tensors that live from step to step count as well if the optimizer uses them, also from the step's
             beginning to their first use, and so do gradients: the second use may be no part of the program then.
+        resident: With `states`, tensors by index that live from step to step besides, such as frozen parameters: they
+            count between two uses, for nothing outside of the program tells which is which as a step begins.
     """
     uses, now = step.uses, clock_of(step).now
     order = np.argsort(uses["tensor"], kind="stable")
@@ -167,9 +172,11 @@ def gaps(step: Trace, min_bytes: int, others: Collection[int] = (), states: bool
     is_program = step.operators["depth"][operator] >= 0
     time = now[operator] + ~is_program  # what is no part of it comes before the next one
     may_end = np.ones(len(tensor), bool) if states else is_program
-    known = np.zeros(len(step.tensors), bool)
-    known[[mark.tensor for mark in marks(step) if states]] = True
-    wanted &= known | ~lasting
+    known, there = np.zeros((2, len(step.tensors)), bool)
+    if states:
+        known[[mark.tensor for mark in marks(step)]] = True
+        there[list(resident)] = True
+    wanted &= known | there | ~lasting
     here = np.flatnonzero(~begins & (time > np.roll(time, 1) + 1) & wanted[tensor] & may_end & np.roll(is_program, 1))
     found = [
         Candidate(int(tensor[at]), int(step.tensors["nbytes"][tensor[at]]), int(time[at - 1]), int(time[at]))
@@ -177,7 +184,7 @@ def gaps(step: Trace, min_bytes: int, others: Collection[int] = (), states: bool
     ]
     found += (
         Candidate(int(tensor[at]), int(step.tensors["nbytes"][tensor[at]]), FROM_THE_BEGINNING, int(time[at]))
-        for at in np.flatnonzero(begins & (time > 0) & wanted[tensor] & lasting[tensor])
+        for at in np.flatnonzero(begins & (time > 0) & (wanted & known)[tensor])
     )
     return sorted(found, key=lambda each: (each.last_use, each.next_use, each.tensor))
 

@@ -137,13 +137,14 @@ def plan_part(
     others: Collection[int] = (),
     layer_bytes: Mapping[str, int] | None = None,
     states: bool = False,
+    resident: Collection[int] = (),
 ) -> SwapPart:
     """The swap list of a recorded step, as a part.
 
     Args:
         step: one step with tensors.
         budgets: see there.
-        operator_s, others, states: as of `swap_problem`.
+        operator_s, others, states, resident: as of `swap_problem`.
         layer_bytes: that others copy, see `busy_s`.
 
     Raises:
@@ -162,6 +163,7 @@ def plan_part(
         operator_s=operator_s,
         others=others,
         states=states,
+        resident=resident,
     )
     looks = last_uses(step, {(each.tensor, each.last_use) for each in problem.candidates})
     looks |= {

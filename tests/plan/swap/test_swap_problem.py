@@ -48,16 +48,17 @@ def test_memory_in_use_is_that_of_a_loop_over_the_events(recording):
 
 def test_with_states_what_the_optimizer_uses_has_gaps_from_the_beginning_and_until_it_runs():
     """Two layers of 100 bytes, with a state of 50 each: forward at places 0 and 1, backward at 2 and 3. The optimizer
-    is no part of the program; a batch that nothing outside of the program uses is no state.
+    is no part of the program; a batch that nothing outside of the program uses is no state, a frozen weight is one.
     """
     recording = Recording()
     recording.step()
     weights, states = ([recording.tensor(nbytes) for _ in range(2)] for nbytes in (100, 50))
-    batch, gradients = recording.tensor(10), [recording.tensor(100) for _ in range(2)]
+    read = [(recording.tensor(10), frozen := recording.tensor(70)), ()]
+    gradients = [recording.tensor(100) for _ in range(2)]
     for layer in (0, 1):
-        recording.op("aten::mm", (batch, weights[layer]))
+        recording.op("aten::mm", (weights[layer], *read[layer]))
     for layer in (1, 0):
-        recording.op("aten::mm", (batch, weights[layer]), (gradients[layer],))
+        recording.op("aten::mm", (weights[layer], *read[layer]), (gradients[layer],))
     for layer in (0, 1):
         recording.op("aten::empty")
         recording.op("aten::add_", (states[layer], gradients[layer]), (states[layer],))
@@ -66,7 +67,8 @@ def test_with_states_what_the_optimizer_uses_has_gaps_from_the_beginning_and_unt
     operators["depth"][4:] = -1
     step = recording.trace(operators=operators)
     assert gaps(step, 1) == []
-    assert gaps(step, 1, states=True) == sorted(
+    found = gaps(step, 1, states=True)
+    assert found == sorted(
         [
             Candidate(weights[1], 100, -1, 1),
             Candidate(states[0], 50, -1, 4),
@@ -77,6 +79,7 @@ def test_with_states_what_the_optimizer_uses_has_gaps_from_the_beginning_and_unt
         ],
         key=lambda each: (each.last_use, each.next_use, each.tensor),
     )
+    assert set(gaps(step, 1, states=True, resident=[frozen])) - set(found) == {Candidate(frozen, 70, 0, 3)}
     assert [mark[:3] for mark in marks(step)] == [(3, 1, 0), (3, 2, 0), (3, 4, 0), (3, 5, 0)]
     assert {mark.tensor for mark in marks(step)} == {*weights, *states}
     assert outside_of(step, 3) == operators["name"][4:].tolist()
