@@ -76,7 +76,8 @@ class Extension:
 
         root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
         key = hashlib.sha256()
-        for part in (torch.__version__, str(torch.version.cuda), sysconfig.get_config_var("SOABI"), *flags()):
+        versions = torch.__version__, torch.version.cuda, sysconfig.get_config_var("SOABI")
+        for part in (*versions, *flags(), self.together):
             key.update(str(part).encode())
         for source in sorted((*self.folder.glob("*.cpp"), *self.folder.glob("*.h"))):
             key.update(source.name.encode() + source.read_bytes())

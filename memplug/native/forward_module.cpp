@@ -94,6 +94,7 @@ void add_flow(py::module_& module) {
       .def_readwrite("planned_from", &Region::planned_from)
       .def_property_readonly("last", [](const Region& region) { return std::const_pointer_cast<Tape>(region.last); })
       .def_readwrite("forward_bytes", &Region::forward_bytes)
+      .def_readonly("sent_bytes", &Region::sent_bytes)
       .def_readwrite("swaps_input", &Region::swaps_input)
       .def_readwrite("opaque", &Region::opaque)
       .def_readwrite("seen", &Region::seen)

@@ -66,7 +66,8 @@ Frame::Frame(
     : flow(std::move(own_flow)),
       region(std::move(own_region)),
       setting(region->setting),
-      forward(std::move(known), this, regathered, flow->ledger) {
+      forward(std::move(known), this, regathered, flow->ledger),
+      sent_before_bytes(flow->transfer->offloaded_total_bytes) {
   ++flow->forwards;
   ++flow->live;
   region->peak = std::max(region->peak, ++region->live);

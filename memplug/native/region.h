@@ -87,6 +87,7 @@ struct Region {
   std::shared_ptr<const Tape> last; // of its last forward that was not opaque
   std::shared_ptr<const Decisions> decisions; // of its last recompute pass, for the next
   std::optional<int64_t> forward_bytes; // that one forward sends to the host by the plan
+  int64_t sent_bytes = 0; // to the host, while its last forward ran
   bool swaps_input = true; // else it is held
   bool opaque = false;
   bool seen = false; // it has run forward

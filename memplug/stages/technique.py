@@ -30,7 +30,7 @@ class Given:
         tell: the user, in one line of a level of logging.
         host_bytes: host memory that nothing else of the session holds, within its budget.
         explain: what is known as a request for device memory fails for good, for people; on any thread.
-        layer_bytes: that one forward of each layer sends to the host, as planned, and its backward gets back.
+        layer_bytes: that the last forward of each layer sent to the host, and its backward got back.
         tensors: parameters and buffers of the model.
     """
 

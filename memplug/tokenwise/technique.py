@@ -140,11 +140,8 @@ class TokenWise(AgreedTechnique[Decisions]):
             self.executor.pool.give_back()
 
     def layer_bytes(self) -> dict[str, int]:
-        """See `memplug.stages.technique.Given`; with a number for alpha nothing is planned."""
-        return {
-            region.name: 0 if region.native.offloads_late else region.setting.forward_bytes or 0
-            for region in self._regions
-        }
+        """See `memplug.stages.technique.Given`."""
+        return {region.name: region.native.sent_bytes for region in self._regions}
 
     def in_words(self, part: Decisions) -> str:
         """See `memplug.show.words`."""

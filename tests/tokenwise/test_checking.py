@@ -175,6 +175,11 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "asks for more than fits" in record.getMessage()]
 
 
+def rows_bytes(alpha: float) -> int:
+    """That one forward sends of its matmuls' outputs."""
+    return round(alpha * TOKENS) * ROW_BYTES // TOKENS
+
+
 def figures(report: dict[str, Any]) -> tuple[Any, Any]:
     return report["alpha_by_link"], report["alpha_by_host"]
 
@@ -194,6 +199,9 @@ def test_more_than_the_link_hides_is_told_once_with_the_figures_and_stays_in_for
         report = run.step(times=3)
         assert figures(report) == (pytest.approx(0.415, abs=1e-3), 1.0) and report["swapped_share"] == 1.0
         assert all(each.setting.rows == 0.9 and each.setting.plan is None for each in run.session.regions)
+        assert run.session._boundary.tokenwise.layer_bytes() == {
+            each.name: 0 if each.native.offloads_late else WHOLE_BYTES + rows_bytes(0.9) for each in run.session.regions
+        }
     (line,) = warnings(caplog)
     assert "alpha 0.9 asks" in line and "the link hides 0.41 of" in line and "the host budget holds 1.00." in line
     assert "the forward waits for copies. " in line
