@@ -62,7 +62,7 @@ class InForce:
         self._swapper: Any = None
         self._catches = False
         self._loaded: list[Any] = []  # what a session that is never detached leaves behind
-        self._finalizer = weakref.finalize(self, _drop, core, self._loaded)
+        self._finalizer = weakref.finalize(self, _drop, core, self._loaded, str(device.torch_device))
         self._finalizer.atexit = False
         self._former: dict[str, int] = {}  # counters of what is in force no more
 
@@ -190,6 +190,8 @@ class InForce:
         self._catches = on
 
 
-def _drop(core: Any, loaded: list[Any]) -> None:
+def _drop(core: Any, loaded: list[Any], device: str) -> None:
     if loaded and core.drop_swap_list(loaded[0]):
         core.limit_cpu(-1)
+        with contextlib.suppress(RuntimeError):  # nothing stands in front, or another library does
+            core.catch_out_of_memory(False, device, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +18,9 @@ from tests.support.serving import ALONE, CHECKED, llama, nothing_leaks, owned, s
 pytestmark = pytest.mark.gpu
 
 SWAPPED = {"enabled": True, "plan_dir": False, "tokenwise": {"alpha": 1, "min_offload_bytes": 1}}
+
+WATCHING = {**ALONE, "arena": {"enabled": False}, "swap": {"enabled": True}}
+"""A swap list, before it is known whether the step fits without."""
 
 
 def batch() -> torch.Tensor:
@@ -136,3 +141,20 @@ def test_a_peak_that_was_reset_while_memplug_stood_aside_is_no_longer_there(sess
     core.catch_out_of_memory(True, f"cuda:{index}", None)
     assert torch.cuda.max_memory_allocated() == before + most_bytes
     core.catch_out_of_memory(False, f"cuda:{index}", None)
+
+
+@pytest.mark.parametrize("block, steps", [(ALONE, 8), (WATCHING, 2)], ids=["arena", "swap"])
+def test_a_session_that_is_dropped_leaves_torchs_allocator_as_it_was(block: dict, steps: int) -> None:
+    library = ctypes.CDLL("libc10_cuda.so")
+    allocator = ctypes.c_void_p.in_dll(library, "_ZN3c104cuda20CUDACachingAllocator9allocatorE")
+    before = allocator.value
+    model = llama().cuda()
+    session = memplug.attach(model, block)
+    for _ in range(steps):
+        step(model)
+        model.zero_grad()
+        session.step()
+    assert allocator.value != before
+    del model, session
+    gc.collect()
+    assert allocator.value == before
