@@ -23,12 +23,12 @@ import torch
 from memplug.device.device import Device
 from memplug.device.memory import DeviceMemory
 from memplug.device.virtual import costs
-from memplug.device.virtual.hardware import Hardware
+from memplug.device.virtual.hardware import Hardware, Rate
 from memplug.errors import HardwareError
 from memplug.native import virtual
 
 NAME = "virtual"
-__all__ = ["Hardware", "VirtualDevice"]
+__all__ = ["Hardware", "Rate", "VirtualDevice"]
 
 
 class VirtualDevice(Device):
@@ -37,23 +37,23 @@ class VirtualDevice(Device):
     Args:
         hardware: how fast it is, and how much memory it has.
         expandable_segments: as of `PYTORCH_CUDA_ALLOC_CONF`.
+        attention: the back end of it, such as "flash"; None: the profile's first one.
 
     Raises:
-        HardwareError: torch has another device in its place already, of another vendor's; or the process has run a
-            backward before: autograd has no thread for devices that come later.
+        HardwareError: the profile has no such attention. Torch has another device in its place already, of another
+            vendor's; or the process has run a backward before: autograd has no thread for devices that come later.
         NativeError: it cannot be built.
     """
 
     kind = NAME
     _current: VirtualDevice | None = None
 
-    def __init__(self, hardware: Hardware, *, expandable_segments: bool = False):
+    def __init__(self, hardware: Hardware, *, expandable_segments: bool = False, attention: str | None = None):
         self._core = _started()
         self.hardware, self.torch_device = hardware, torch.device(NAME, 0)
         self.memory = _Memory(self._core)
-        self._core.set_costs(
-            functools.partial(costs.kernel_s, hardware), functools.partial(costs.copy_s, hardware), hardware.launch_s
-        )
+        kernel_s = functools.partial(costs.kernel_s, hardware, hardware.attention(attention))
+        self._core.set_costs(kernel_s, functools.partial(costs.copy_s, hardware), hardware.launch_s)
         self._core.limit_memory(int(hardware.memory_bytes))
         self._core.expand_segments(expandable_segments)
         VirtualDevice._current = self

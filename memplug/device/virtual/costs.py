@@ -6,30 +6,45 @@ import math
 from typing import Any
 
 from memplug.device.virtual.hardware import Hardware
+from memplug.errors import HardwareError
 
+DTYPES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
+"""Of matrix products, by bytes of an element: float16 is as fast as bfloat16."""
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 WITHOUT_READING = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::ones", "aten::arange")
 """What they write to is no input of theirs."""
 
 
-def kernel_s(hardware: Hardware, work: Any) -> float:
-    """Seconds of one kernel.
+def kernel_s(hardware: Hardware, attention: str, work: Any) -> float:
+    """Seconds of one kernel: of what it computes or what it moves, the longer one.
 
     Args:
+        attention: the back end.
         work: its `name`, and of its `inputs` and `outputs` the `sizes` and `nbytes`; of attention whether it is
             `causal` (memplug/native/virtual/device.h).
     """
+    seconds = max(moved_bytes(work) / hardware.memory_bytes_per_s, hardware.kernel_s)
     if work.name in MATMULS:
-        seconds = matmul_flops(work) / hardware.matmul_flops
+        seconds = max(seconds, _products_s(hardware, work, matmul_flops(work)))
     elif work.name == "convolution":
-        seconds = convolution_flops(work) / hardware.matmul_flops
-    elif work.name == "attention":
-        seconds = attention_flops(work, backward=False) / hardware.attention_forward_flops
-    elif work.name == "attention_backward":
-        seconds = attention_flops(work, backward=True) / hardware.attention_backward_flops
-    else:
-        seconds = moved_bytes(work) / hardware.memory_bytes_per_s
-    return max(seconds, hardware.kernel_s)
+        seconds = max(seconds, _products_s(hardware, work, convolution_flops(work)))
+    elif work.name.startswith("attention"):
+        backward, keys = work.name == "attention_backward", work.inputs[1].sizes[-2]
+        rates = hardware.attention_backward_flops if backward else hardware.attention_forward_flops
+        seconds = max(seconds, attention_flops(work, backward=backward) / rates[attention].at(keys))
+    return seconds
+
+
+def _products_s(hardware: Hardware, work: Any, flops: float) -> float:
+    if not flops:
+        return 0.0
+    element_bytes = work.inputs[-1].nbytes // math.prod(work.inputs[-1].sizes)
+    rate = hardware.matmul_flops.get(DTYPES.get(element_bytes, ""))
+    if rate is None:
+        raise HardwareError(
+            f"the profile of {hardware.name} has no rate for products of {element_bytes} bytes an element"
+        )
+    return flops / rate.at(flops)
 
 
 def copy_s(hardware: Hardware, to_host: bool, nbytes: int) -> float:

@@ -1,15 +1,45 @@
-"""What a GPU does in a second: the rates that `memplug.device.virtual` counts with."""
+"""What a GPU does in a second: the rates that `memplug.device.virtual` counts with, and the files that have them."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from memplug.errors import HardwareError
 
 SOURCES = ("measured", "fitted", "published", "scaled")
+RATES = ("matmul_flops", "attention_forward_flops", "attention_backward_flops")
+"""Entries that hold several rates by name."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Something per second that depends on a size.
+
+    Attributes:
+        points: of (size, rate), sizes rising. Between two of them the rate goes evenly with the size's logarithm;
+            before the first and beyond the last one it stays.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def always(cls, rate: float) -> Rate:
+        """The same for all sizes."""
+        return cls(((1.0, rate),))
+
+    def at(self, size: float) -> float:
+        """For that size."""
+        below = [point for point in self.points if point[0] <= size]
+        above = self.points[len(below) :]
+        if not below or not above:
+            return (below or above)[-1 if below else 0][1]
+        (smaller, slow), (larger, fast) = below[-1], above[0]
+        return slow + (fast - slow) * math.log(size / smaller) / math.log(larger / smaller)
 
 
 @dataclass(frozen=True)
@@ -19,21 +49,24 @@ class Hardware:
     Attributes:
         name: of it.
         memory_bytes: that a process can have.
-        matmul_flops: per second, of matrix products in bfloat16.
-        attention_forward_flops, attention_backward_flops: per second; as is usual 2 and 5 floating-point operations for
-            each pair of tokens and channel of the output count where attention is causal, and twice as many else.
+        matmul_flops: per second, of matrix products by dtype, such as "bfloat16"; sizes are a product's floating-point
+            operations.
+        attention_forward_flops, attention_backward_flops: per second, by back end, such as "flash": the first one is
+            what programs have if nothing else is asked for. Sizes are keys of a sequence. As is usual 2 and 5
+            floating-point operations for each pair of tokens and channel of the output count where attention is causal,
+            and twice as many else.
         memory_bytes_per_s: read and written by all other operators.
         kernel_s: that no kernel takes less than.
-        to_host_bytes_per_s, to_device_bytes_per_s: over the link, of pinned memory.
+        to_host_bytes_per_s, to_device_bytes_per_s: over the link, of pinned memory, while both directions run.
         copy_s: that a copy takes besides.
         launch_s: of the host, for each operator.
     """
 
     name: str
     memory_bytes: float
-    matmul_flops: float
-    attention_forward_flops: float
-    attention_backward_flops: float
+    matmul_flops: Mapping[str, Rate]
+    attention_forward_flops: Mapping[str, Rate]
+    attention_backward_flops: Mapping[str, Rate]
     memory_bytes_per_s: float
     kernel_s: float
     to_host_bytes_per_s: float
@@ -43,8 +76,9 @@ class Hardware:
 
     @classmethod
     def read(cls, file: Path) -> Hardware:
-        """From a JSON file: an object of these attributes, each `{"value": ..., "from": ...}`: "measured", "fitted" to
-        steps that were measured, "published", or "scaled": published, times the share of it that was fitted elsewhere.
+        """From a JSON file: an object of these attributes, each `{"value": ..., "from": ...}`, or several such by name.
+        A rate's value is a number, or `[[size, rate], ...]`. It is from: "measured", "fitted" to steps that were
+        measured, "published", or "scaled": published, times the share of it that was fitted elsewhere.
 
         Raises:
             HardwareError: it is no such file.
@@ -56,12 +90,50 @@ class Hardware:
         names = [field.name for field in fields(cls)]
         if not isinstance(found, Mapping) or set(found) != set(names):
             raise HardwareError(f"{file}: a hardware profile has {', '.join(names)}")
-        for name, entry in found.items():
-            if name == "name":
-                continue
-            value = entry.get("value") if isinstance(entry, Mapping) else None
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                raise HardwareError(f"{file}: {name} is to have a value above 0")
-            if entry.get("from") not in SOURCES:
-                raise HardwareError(f"{file}: {name} is to say where it is from: {', '.join(SOURCES)}")
-        return cls(name=found["name"], **{name: float(found[name]["value"]) for name in names if name != "name"})
+        values: dict[str, Any] = {"name": str(found["name"])}
+        for name in names[1:]:
+            entry, where = found[name], f"{file}: {name}"
+            if name not in RATES:
+                values[name] = _number(_value(entry, where), where)
+            elif isinstance(entry, Mapping) and entry:
+                values[name] = {each: _rate(_value(entry[each], where), where) for each in entry}
+            else:
+                raise HardwareError(f"{where} is to have one rate or more by name")
+        if set(values["attention_forward_flops"]) != set(values["attention_backward_flops"]):
+            raise HardwareError(f"{file}: attention has other back ends in forward and backward")
+        return cls(**values)
+
+    def attention(self, backend: str | None) -> str:
+        """The back end of that name; None: the first one.
+
+        Raises:
+            HardwareError: there is none of that name.
+        """
+        known = tuple(self.attention_forward_flops)
+        if backend is not None and backend not in known:
+            raise HardwareError(f"{self.name} has no attention {backend!r}: {', '.join(known)}")
+        return backend or known[0]
+
+
+def _value(entry: Any, where: str) -> Any:
+    if not isinstance(entry, Mapping) or set(entry) != {"value", "from"}:
+        raise HardwareError(f'{where} is to be {{"value": ..., "from": ...}}')
+    if entry["from"] not in SOURCES:
+        raise HardwareError(f"{where} is to say where it is from: {', '.join(SOURCES)}")
+    return entry["value"]
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise HardwareError(f"{where} is to have a value above 0")
+    return float(value)
+
+
+def _rate(value: Any, where: str) -> Rate:
+    if not isinstance(value, list):
+        return Rate.always(_number(value, where))
+    points = tuple(tuple(_number(each, where) for each in point) for point in value if isinstance(point, list))
+    sizes = [point[0] for point in points if len(point) == 2]
+    if not sizes or len(sizes) < len(value) or any(b <= a for a, b in zip(sizes, sizes[1:], strict=False)):
+        raise HardwareError(f"{where} is to have a number, or [[size, rate], ...] with sizes rising")
+    return Rate(points)

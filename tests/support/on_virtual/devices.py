@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memplug.device.virtual import Hardware, VirtualDevice
+from memplug.device.virtual import Hardware, Rate, VirtualDevice
 from tests.support.folders import ROOT
 
 H200 = ROOT / "configs" / "hardware" / "h200.json"
@@ -14,9 +14,9 @@ MIB = 1 << 20
 SIMPLE = Hardware(
     name="simple",
     memory_bytes=1e12,
-    matmul_flops=1e12,
-    attention_forward_flops=1e12,
-    attention_backward_flops=1e12,
+    matmul_flops={"bfloat16": Rate.always(1e9), "float32": Rate.always(1e9)},
+    attention_forward_flops={"flash": Rate.always(1e12)},
+    attention_backward_flops={"flash": Rate.always(1e12)},
     memory_bytes_per_s=1e9,
     kernel_s=1e-6,
     to_host_bytes_per_s=1e6,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memplug.device.virtual import Hardware, VirtualDevice, costs
+from memplug.device.virtual import Hardware, Rate, VirtualDevice, costs
 from memplug.errors import HardwareError
-from tests.support.on_virtual.devices import H200
+from tests.support.on_virtual.devices import H200, SIMPLE
 
 
 def test_a_training_step_of_common_operators_runs(device: VirtualDevice) -> None:
@@ -71,6 +73,50 @@ def _work(name: str, *sizes: tuple[int, ...], causal: bool = False) -> SimpleNam
     return SimpleNamespace(name=name, inputs=tensors, outputs=[], causal=causal)
 
 
+def test_a_rate_goes_with_the_logarithm_of_the_size_between_two_points() -> None:
+    rate = Rate(((10.0, 100.0), (1000.0, 300.0), (10000.0, 200.0)))
+    assert [rate.at(size) for size in (1, 10, 100, 1000, 1e5)] == [100, 100, pytest.approx(200), 300, 200]
+    assert Rate.always(5.0).at(0.1) == Rate.always(5.0).at(1e9) == 5.0
+
+
+def test_a_product_takes_what_it_computes_or_moves_by_its_dtype() -> None:
+    hardware = dataclasses.replace(
+        SIMPLE, matmul_flops={"bfloat16": Rate(((1e6, 1e9), (1e8, 3e9))), "float32": Rate.always(1e9)}, kernel_s=1e-12
+    )
+    for side, flops, element_bytes, expected_s in (
+        (100, 2e6, 4, 2e6 / 1e9),
+        (100, 2e6, 2, 2e6 / (1e9 + 2e9 * math.log(2) / math.log(100))),
+        (2, 16, 4, 3 * 4 * 4 / 1e9),  # its bytes take longer
+    ):
+        matrix = SimpleNamespace(sizes=(side, side), nbytes=side * side * element_bytes)
+        work = SimpleNamespace(name="aten::mm", inputs=[matrix, matrix], outputs=[matrix], causal=False)
+        assert costs.matmul_flops(work) == flops
+        assert costs.kernel_s(hardware, "flash", work) == pytest.approx(expected_s)
+    matrix.nbytes *= 2
+    with pytest.raises(HardwareError, match="8 bytes an element"):
+        costs.kernel_s(hardware, "flash", work)
+
+
+def test_attention_takes_what_its_back_end_takes_at_its_length() -> None:
+    hardware = dataclasses.replace(
+        SIMPLE,
+        attention_forward_flops={"cudnn": Rate(((16, 1e6), (64, 2e6))), "flash": Rate.always(4e6)},
+        attention_backward_flops={"cudnn": Rate.always(1e6), "flash": Rate.always(1e6)},
+    )
+    assert (hardware.attention(None), hardware.attention("flash")) == ("cudnn", "flash")
+    with pytest.raises(HardwareError, match="simple has no attention 'math': cudnn, flash"):
+        VirtualDevice(hardware, attention="math")
+    for tokens, backend, rate in ((16, "cudnn", 1e6), (32, "cudnn", 1.5e6), (64, "cudnn", 2e6), (32, "flash", 4e6)):
+        work = _work("attention", *[(1, 1, tokens, 8)] * 3)
+        assert costs.kernel_s(hardware, backend, work) == pytest.approx(4 * tokens * tokens * 8 / rate)
+
+
+@pytest.mark.parametrize("file", sorted(H200.parent.glob("*.json")), ids=lambda file: file.stem)
+def test_profiles_that_are_shipped_are_some(file: Path) -> None:
+    hardware = Hardware.read(file)
+    assert {"bfloat16", "float32"} <= set(hardware.matmul_flops) and hardware.memory_bytes > 20e9
+
+
 def test_attention_computes_two_products_and_in_backward_five() -> None:
     shape = (2, 4, 16, 8)
     pairs = 2 * 4 * 16 * 16
@@ -85,7 +131,10 @@ def test_attention_computes_two_products_and_in_backward_five() -> None:
         ("", "Expecting value"),
         ("[]", "a hardware profile has"),
         ('{"name": "x"}', "a hardware profile has"),
-        (H200.read_text().replace("150100000000.0", "-1"), "above 0"),
+        (H200.read_text().replace("1.501e11", "-1"), "above 0"),
+        (H200.read_text().replace("32768", "8192"), "sizes rising"),
+        (H200.read_text().replace("[8192, ", "["), "sizes rising"),
+        (H200.read_text().replace('"flash"', '"efficient"', 1), "other back ends"),
         (H200.read_text().replace("published", "heard"), "where it is from"),
     ],
 )
