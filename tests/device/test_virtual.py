@@ -26,6 +26,11 @@ try:
 except HardwareError as error:
     print(error)
 """
+ENDS = """
+from tests.support.on_virtual.h200 import measured, predicted
+for row in measured()[:2]:
+    predicted(row)
+"""
 
 
 @pytest.mark.parametrize("cases", ["time_and_memory", "operator", "memplug", "h200"])
@@ -34,6 +39,14 @@ def test_cases_on_it_pass(cases: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_process_ends_well_right_behind_a_backward() -> None:
+    """Autograd's thread still had Python's objects of it in about every second one."""
+    command = [sys.executable, "-c", ENDS]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(3)]
+    errors = [each.communicate(timeout=300)[1] for each in running]
+    assert [each.returncode for each in running] == [0, 0, 0], errors
 
 
 @pytest.mark.parametrize(

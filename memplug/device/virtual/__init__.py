@@ -15,6 +15,7 @@ whose output depends on data, such as `nonzero`, fails there. A number that is r
 
 from __future__ import annotations
 
+import atexit
 import functools
 from typing import Any
 
@@ -191,4 +192,5 @@ def _started() -> Any:
         torch.ones(1, device=NAME, requires_grad=True).backward()
     except RuntimeError as error:
         raise HardwareError("the virtual device has to be made before the first backward of the process") from error
+    atexit.register(core.settle)  # else autograd's thread may ask for the lock of a Python that is gone
     return core

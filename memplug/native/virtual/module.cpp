@@ -3,6 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <ATen/ATen.h>
+
+#include <thread>
 #include <utility>
 
 #include "device.h"
@@ -19,6 +22,14 @@ std::shared_ptr<py::function> kept(Function function) {
             const py::gil_scoped_acquire locked;
             delete each;
           }};
+}
+
+// Waits until autograd's thread has let go of what it ran last, Python's objects included: a backward of a thread that has none
+// comes after it.
+void settle() {
+  std::thread([] {
+    at::ones({1}, at::TensorOptions().device(at::kPrivateUse1)).set_requires_grad(true).backward();
+  }).join();
 }
 
 } // namespace
@@ -48,6 +59,7 @@ PYBIND11_MODULE(memplug_virtual, module) {
       .def_readonly("reserved_peak", &memplug::VirtualMemory::reserved_peak)
       .def_readonly("retries", &memplug::VirtualMemory::retries);
   module.def("start", [] { VirtualDevice::get().start(); });
+  module.def("settle", &settle, py::call_guard<py::gil_scoped_release>());
   module.def("set_costs", [](py::function kernel, py::function copy, double launch_s) {
     VirtualDevice::get().set_costs(
         {[ask = kept(std::move(kernel))](const memplug::Work& work) {
