@@ -150,12 +150,10 @@ std::optional<Part> Frame::part_of(
 
 void Frame::add(const at::Tensor& tensor, const Part& part) {
   const int32_t storage = forward.storages.find(tensor);
-  forward.set_captured(storage, part.whole(), tensor.scalar_type());
+  forward.set_captured(storage, part.whole(), part.kept != nullptr, tensor.scalar_type());
   parts_[storage] = part;
   if (part.swapped != nullptr) {
     swapped.push_back(part.swapped);
-  } else {
-    kept_bytes += forward.storages.nbytes[storage];
   }
 }
 

@@ -79,7 +79,7 @@ void Flow::end(Frame& frame) {
   largest_region_bytes = std::max(largest_region_bytes, frame.forward.saved_bytes);
   largest_saved_bytes = std::max(largest_saved_bytes, frame.forward.largest_saved_bytes);
   number(frame);
-  frame.region->sent_bytes = transfer->offloaded_total_bytes - frame.sent_before_bytes;
+  frame.region->sending_bytes = transfer->offloaded_total_bytes - frame.sent_before_bytes;
   for (const auto& part : frame.swapped) {
     if (!part->tensor.defined()) { // an operator wrote to it in place
       frame.todo.push_back(part);
@@ -136,7 +136,7 @@ bool Flow::has_room(const Swapped& part, int64_t pending_bytes) {
 }
 
 void Flow::trim(const Frame& frame) {
-  const auto of_frame = [&] { return frame.pending_bytes() + frame.kept_bytes; };
+  const auto of_frame = [&] { return frame.pending_bytes() + frame.forward.kept_bytes; };
   while (largest_region_bytes > 0 && resident_.size() > 1 && held_bytes() + of_frame() > limit_bytes()) {
     release_oldest();
   }

@@ -99,10 +99,11 @@ void Forward::give(int32_t storage, const at::Tensor& tensor) {
   }
 }
 
-void Forward::set_captured(int32_t storage, bool whole, at::ScalarType dtype) {
-  captured_[storage] = {whole ? WHOLE : PART, dtype};
+void Forward::set_captured(int32_t storage, bool whole, bool kept, at::ScalarType dtype) {
+  captured_[storage] = {whole ? WHOLE : PART, kept, dtype};
   if (counted_[storage]) {
     pending_bytes -= storages.nbytes[storage];
+    kept_bytes += kept ? storages.nbytes[storage] : 0;
   }
 }
 

@@ -82,7 +82,7 @@ class Forward {
   void save(const at::Tensor& tensor, bool held);
 
   // A storage has a copy, until it is written to.
-  void set_captured(int32_t storage, bool whole, at::ScalarType dtype);
+  void set_captured(int32_t storage, bool whole, bool kept, at::ScalarType dtype);
 
   // The forward is over. Returns its tape.
   std::shared_ptr<const Tape> close();
@@ -139,8 +139,8 @@ class Forward {
   std::vector<Given> given; // by storage
   std::vector<std::vector<Drawn>> drawn; // by operators that draw, in their order
 
-  // Bytes of storages that backward asks for: of all, and of those that are not captured.
-  int64_t saved_bytes = 0, pending_bytes = 0, largest_saved_bytes = 0;
+  // Bytes of storages that backward asks for: of all, of those that are not captured, and of those that are and stay.
+  int64_t saved_bytes = 0, pending_bytes = 0, kept_bytes = 0, largest_saved_bytes = 0;
 
   bool is_captured(int32_t storage) const {
     return static_cast<size_t>(storage) < captured_.size() && captured_[storage].rows != NOT;
@@ -184,6 +184,7 @@ class Forward {
   std::vector<bool> own_, counted_; // by storage
   struct Captured {
     uint8_t rows = NOT;
+    bool kept = false; // on the device
     at::ScalarType dtype = at::kFloat;
   };
   std::vector<Captured> captured_;

@@ -97,7 +97,7 @@ std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
     swapped.push_back(part);
     inputs.emplace_back(storage, part);
     parts_[storage] = {part, nullptr};
-    forward.set_captured(storage, part->whole(), value.scalar_type());
+    forward.set_captured(storage, part->whole(), false, value.scalar_type());
   }
   return part;
 }

@@ -152,7 +152,6 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   int64_t input_bytes = 0; // of inputs that have a copy, but for another region's
   int64_t offered = 0, offered_bytes = 0; // likewise, with those that the host had no room for
   const int64_t sent_before_bytes; // by all forwards before it
-  int64_t kept_bytes = 0; // of captured outputs that stay on the device
   bool writes_input = false;
   bool recomputes = false; // some saved tensor has to be recomputed
   bool communicates = false; // the recompute pass launches collectives

@@ -76,6 +76,7 @@ struct Region {
     offloads_late = forwards > 0 && !released;
     released = false;
     forwards = 0;
+    sent_bytes = std::exchange(sending_bytes, 0);
     return std::exchange(given_bytes, {});
   }
 
@@ -87,7 +88,8 @@ struct Region {
   std::shared_ptr<const Tape> last; // of its last forward that was not opaque
   std::shared_ptr<const Decisions> decisions; // of its last recompute pass, for the next
   std::optional<int64_t> forward_bytes; // that one forward sends to the host by the plan
-  int64_t sent_bytes = 0; // to the host, while its last forward ran
+  int64_t sent_bytes = 0; // to the host, while the last forward of the last step ran; 0: there was none that could
+  int64_t sending_bytes = 0; // likewise, of this step
   bool swaps_input = true; // else it is held
   bool opaque = false;
   bool seen = false; // it has run forward

@@ -48,6 +48,7 @@ void Forward::count(int32_t storage) {
     counted_[storage] = true;
     saved_bytes += storages.nbytes[storage];
     pending_bytes += is_captured(storage) ? 0 : storages.nbytes[storage];
+    kept_bytes += captured_[storage].kept ? storages.nbytes[storage] : 0;
     largest_saved_bytes = std::max(largest_saved_bytes, storages.nbytes[storage]);
   }
 }

@@ -264,8 +264,9 @@ std::vector<int32_t> recorded_numbers(const std::vector<at::Tensor>& tensors) {
   const std::lock_guard<std::mutex> lock(r.mutex);
   std::vector<int32_t> numbers;
   for (const at::Tensor& tensor : tensors) {
-    const auto found = tensor.has_storage() ? r.number_of.find(tensor.storage().unsafeGetStorageImpl()) : r.number_of.end();
-    if (found != r.number_of.end()) {
+    const auto* const storage = tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+    const auto found = r.number_of.find(storage);
+    if (found != r.number_of.end() && storage->resizable() && storage->allocator() != nullptr) {
       numbers.push_back(found->second);
     }
   }

@@ -63,7 +63,7 @@ void begin_records(Detail detail, int32_t device_type);
 Records end_records();
 
 // Which of the current recording's storages these tensors lie in, into `Records::tensors`; those that no operator has used are
-// left out.
+// left out, and memory of others, such as another process, that torch cannot give back.
 std::vector<int32_t> recorded_numbers(const std::vector<at::Tensor>& tensors);
 
 // Index of the operator that runs now or ran last in the current recording, -1 before the first.

@@ -30,6 +30,26 @@ ENDS = """
 from tests.support.on_virtual.h200 import measured, predicted
 predicted(next(row for row in measured() if row.mode == "selective"))
 """
+FULL = """
+import torch
+from tests.support.on_virtual.devices import MIB, SIMPLE, VirtualDevice
+import dataclasses
+VirtualDevice(dataclasses.replace(SIMPLE, memory_bytes=64 * MIB))
+there = []
+try:
+    while True:
+        there.append(torch.empty(MIB, dtype=torch.uint8, device="virtual"))
+except torch.OutOfMemoryError:
+    pass
+"""
+FORKED = """
+import os, sys
+from tests.support.on_virtual.devices import SIMPLE, VirtualDevice
+VirtualDevice(SIMPLE)
+child = os.fork()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
 
 
 @pytest.mark.parametrize("cases", ["time_and_memory", "operator", "memplug", "h200"])
@@ -37,6 +57,12 @@ def test_cases_on_it_pass(cases: str) -> None:
     file = f"tests/support/on_virtual/{cases}_cases.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("program", [FULL, FORKED], ids=["full", "forked"])
+def test_a_process_ends_well_with_its_memory_full_and_in_a_fork(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

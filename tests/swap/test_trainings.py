@@ -64,7 +64,7 @@ def test_regions_that_swap_and_recompute_keep_a_step_to_its_budget(kind: str, sh
     """Alone, but where parameters count, which take much of a small budget: the list may have to help then."""
     swapped = beside_regions(kind, share)
     report = swapped.report
-    assert report["swap"] == "fits" or (COUNTS_PARAMETERS and share == 0.5)
+    assert report["swap"] in ("fits", "swapping" if COUNTS_PARAMETERS and share == 0.5 else "fits")
     assert report["offloaded_bytes"] > 0
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 from typing import Any
 
 import torch
@@ -192,5 +193,13 @@ def _started() -> Any:
         torch.ones(1, device=NAME, requires_grad=True).backward()
     except RuntimeError as error:
         raise HardwareError("the virtual device has to be made before the first backward of the process") from error
-    atexit.register(core.settle)  # else autograd's thread may ask for the lock of a Python that is gone
+    atexit.register(_settle, core, os.getpid())
     return core
+
+
+def _settle(core: Any, process: int) -> None:
+    """As the process ends, or autograd's thread may ask for the lock of a Python that is gone; a fork has no such
+    thread.
+    """
+    if os.getpid() == process:
+        core.settle()

@@ -55,7 +55,7 @@ class Hardware:
             what programs have if nothing else is asked for. Sizes are keys of a sequence. As is usual 2 and 5
             floating-point operations for each pair of tokens and channel of the output count where attention is causal,
             and twice as many else.
-        memory_bytes_per_s: read and written by all other operators.
+        memory_bytes_per_s: read and written by operators, where that takes longer than what they compute.
         kernel_s: that no kernel takes less than.
         to_host_bytes_per_s, to_device_bytes_per_s: over the link, of pinned memory, while both directions run.
         copy_s: that a copy takes besides.
