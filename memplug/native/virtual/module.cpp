@@ -25,7 +25,7 @@ std::shared_ptr<py::function> kept(Function function) {
           }};
 }
 
-// Waits until autograd's thread has let go of what it ran last, Python's objects included: a backward of a thread that has none
+// Waits until autograd's thread has dropped what it ran last, Python's objects included: a backward of a thread that has none
 // comes after it. It asks for no memory, of which there may be none.
 void settle() {
   std::thread([] {
