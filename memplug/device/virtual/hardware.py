@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from memplug.errors import HardwareError
 
 SOURCES = ("measured", "fitted", "published", "scaled")
@@ -21,8 +23,8 @@ class Rate:
     """Something per second that depends on a size.
 
     Attributes:
-        points: of (size, rate), sizes rising. Between two of them the rate goes evenly with the size's logarithm;
-            before the first and beyond the last one it stays.
+        points: of (size, rate), sizes rising, none below 1. Between two of them the rate goes evenly with the size's
+            logarithm; before the first and beyond the last one it stays.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -34,12 +36,8 @@ class Rate:
 
     def at(self, size: float) -> float:
         """For that size."""
-        below = [point for point in self.points if point[0] <= size]
-        above = self.points[len(below) :]
-        if not below or not above:
-            return (below or above)[-1 if below else 0][1]
-        (smaller, slow), (larger, fast) = below[-1], above[0]
-        return slow + (fast - slow) * math.log(size / smaller) / math.log(larger / smaller)
+        sizes, rates = zip(*self.points, strict=True)
+        return float(np.interp(math.log(max(size, 1.0)), np.log(sizes), rates))
 
 
 @dataclass(frozen=True)
