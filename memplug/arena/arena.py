@@ -115,6 +115,10 @@ class Arena:
         if self.device.type == "cuda" and not self.serving:
             torch.cuda.empty_cache()
         try:
+            if self._leave is None:  # before it reserves memory, which counts as none that training has in use
+                self._stand_in_front(True)
+                self._leave = weakref.finalize(self, _leave, self._native, self._stand_in_front)
+                self._leave.atexit = False
             self._native.load_arena(
                 tables.requests.tobytes(),
                 tables.slots.tobytes(),
@@ -126,10 +130,6 @@ class Arena:
                 tables.kept_bytes,
                 tables.streams,
             )
-            if self._leave is None:
-                self._stand_in_front(True)
-                self._leave = weakref.finalize(self, _leave, self._native, self._stand_in_front)
-                self._leave.atexit = False
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
             self.close()
             self._native.close_arena()

@@ -79,7 +79,7 @@ def test_statistics_count_the_arenas_blocks_and_not_what_it_reserved(session: me
     torch.cuda.reset_peak_memory_stats()
     block = torch.empty(3 * 2**20, dtype=torch.uint8, device="cuda")
     assert torch.cuda.memory_allocated() - before == 3 * 2**20
-    assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated()
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
     del block
     assert torch.cuda.memory_allocated() == before
     assert torch.cuda.memory_reserved() >= reserved >= session.report()["arena_bytes"]
@@ -145,6 +145,8 @@ def test_a_peak_that_was_reset_while_memplug_stood_aside_is_no_longer_there(sess
 
 @pytest.mark.parametrize("block, steps", [(ALONE, 8), (WATCHING, 2)], ids=["arena", "swap"])
 def test_a_session_that_is_dropped_leaves_torchs_allocator_as_it_was(block: dict, steps: int) -> None:
+    if "swap" in block and not native.load().StorageSwapper.is_possible():
+        pytest.skip("a swap list needs torch 2.13")
     library = ctypes.CDLL("libc10_cuda.so")
     allocator = ctypes.c_void_p.in_dll(library, "_ZN3c104cuda20CUDACachingAllocator9allocatorE")
     before = allocator.value

@@ -43,10 +43,20 @@ class Case:
     min_offload_bytes: int
     host: str = "transformers"
     """Whose layers: a package of HOSTS."""
+    gpu: str = ""
+    """Whose rates the virtual device has: a file of configs/hardware."""
+    budget_bytes: int | None = None
+    """Of the device, for memplug."""
+
+    @property
+    def is_virtual(self) -> bool:
+        """Nothing is computed."""
+        return self.device == "virtual"
 
     def __str__(self) -> str:
         host = "" if self.host == HOSTS[0] else f"{self.host} "
-        return f"{host}{self.model} {self.tokens}x{self.layers} {self.device}"
+        gpu = f" {self.gpu}" if self.gpu else ""
+        return f"{host}{self.model} {self.tokens}x{self.layers} {self.device}{gpu}"
 
 
 def gradient_error(measured: dict[str, list[float]], expected: dict[str, list[float]]) -> float:

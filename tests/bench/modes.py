@@ -32,7 +32,7 @@ Apply = Callable[[Layer, torch.Tensor], torch.Tensor]
 class Stack(nn.Module):
     """Decoder layers without embedding and head.
 
-    Parameters and input depend on the arguments alone: bf16 on CUDA, fp32 on the CPU.
+    Parameters and input depend on the arguments alone: fp32 on the CPU, else bf16.
 
     Args:
         shape: fields of Hugging Face's LlamaConfig, as in configs/models.
@@ -43,7 +43,7 @@ class Stack(nn.Module):
     def __init__(self, shape: dict[str, Any], tokens: int, device: str):
         super().__init__()
         config = LlamaConfig(**shape, attn_implementation="sdpa")
-        dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
         torch.manual_seed(0)
         with torch.device(device):
             layers = range(config.num_hidden_layers)
@@ -143,7 +143,7 @@ def _selective(run: Run, case: Case, alpha: str) -> None:
 
 
 def _save_on_cpu(run: Run, case: Case, alpha: str) -> None:
-    run.around = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=case.device.startswith("cuda"))
+    run.around = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=case.device != "cpu")
 
 
 def _deepspeed(run: Run, case: Case, alpha: str) -> None:
@@ -162,9 +162,14 @@ def _deepspeed(run: Run, case: Case, alpha: str) -> None:
 
 def _memplug(run: Run, case: Case, alpha: str) -> None:
     tokenwise = {"alpha": float(alpha) if alpha else "auto", "min_offload_bytes": case.min_offload_bytes}
-    profiler = {"warmup_steps": 0, "policy_steps": 5}
-    run.session = memplug.attach(run.stack, {"enabled": True, "profiler": profiler, "tokenwise": tokenwise})
-    run.warm_up = 8  # one is compared, one observed, up to five try plans
+    profiler = {"warmup_steps": 0, "policy_steps": 5, "wait_for_plans": True}
+    block = {"enabled": True, "plan_dir": False, "profiler": profiler, "tokenwise": tokenwise}
+    if case.budget_bytes is not None:
+        block["device_budget_gib"] = case.budget_bytes / 2**30
+    if case.is_virtual:
+        block["arena"] = {"enabled": False}
+    run.session = memplug.attach(run.stack, block)
+    run.warm_up = 12  # one is compared, one observed, some try plans, then addresses are planned
 
 
 _PREPARE: dict[str, Callable[[Run, Case, str], None]] = {

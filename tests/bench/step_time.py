@@ -5,6 +5,11 @@ Every mode (tests/bench/cases.py) has a process of its own; for each case the mo
 the table holds medians. Times are the device's own on CUDA. Peaks: tests/bench/memory.py; gradient buffers are there
 from the first step on. GB are 10^9 bytes. Exits with 1 where a mode failed or its gradients differ from `keep_all`'s.
 
+With `--budget B` memplug has B times the memory that `full` reserves; else all of the device's, and where that is
+enough it keeps everything.
+
+`--device virtual` predicts: the same steps on the virtual device (memplug/device/virtual), with the rates of `--gpu`.
+
 Targets on one H200 with `7b`: over `keep_all` at most 1.10 / 1.03 / 1.015 / 1.01 at 8,192 / 32,768 / 65,536 / 131,072
 tokens, with a peak no higher than `full`'s.
 
@@ -59,7 +64,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, help="timed steps a round [5; 3 beyond 32768 tokens]")
     add("--rounds", type=int, help="how often the modes take turns [cuda: 1; cpu: 2]")
     add("--min-offload-bytes", type=int, help="of the memplug block [cuda: 1 MiB; cpu: 64 KiB, as tensors are small]")
-    add("--device", help="cuda, cpu [cuda where there is one]")
+    add("--device", help="cuda, cpu, virtual [cuda where there is one]")
+    add("--gpu", default="h200", help="that the virtual device is: a file of configs/hardware [h200]")
+    add("--budget", type=float, metavar="B", help="memplug's, over what `full` reserves [all of the device]")
     add("--json", type=Path, metavar="FILE", help="write the rows here")
     args = parser.parse_args(argv)
     unknown = [mode for mode in args.modes or () if not is_mode(mode)]
@@ -74,7 +81,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         import torch
 
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    cuda = args.device.startswith("cuda")
+    cuda = args.device != "cpu"
+    args.gpu = args.gpu if args.device == "virtual" else ""
     args.model = args.model or ("7b" if cuda else "tiny")
     args.tokens = args.tokens or ([8192, 32768, 65536, 131072] if cuda else [512, 2048])
     args.layers = args.layers or ([LAYERS.get(tokens, 4) for tokens in args.tokens] if cuda else [4])
@@ -92,8 +100,10 @@ def plan_of(args: argparse.Namespace) -> list[tuple[Case, list[str], int]]:
     """(case, modes, timed steps) in the order in which they run."""
     plan = []
     for tokens, layers in zip(args.tokens, args.layers, strict=True):
-        case = Case(tokens, layers, args.model, args.device, args.attention, args.min_offload_bytes, args.host)
-        short = args.device.startswith("cuda") and tokens != 32768
+        case = Case(
+            *(tokens, layers, args.model, args.device, args.attention, args.min_offload_bytes, args.host, args.gpu)
+        )
+        short = case.is_virtual or (args.device != "cpu" and tokens != 32768)
         modes = args.modes or [mode for mode in MODES if not (short and mode in SLOW_MODES)]
         plan.append((case, list(modes), args.steps or (3 if tokens > 32768 else 5)))
     return plan
@@ -122,7 +132,14 @@ def measure(workers: dict[str, worker.Worker], case: Case, mode: str, steps: int
     return result
 
 
-def run(plan: list[tuple[Case, list[str], int]], rounds: int) -> Results:
+def with_budget(case: Case, mode: str, share: float | None, full: list[dict[str, Any]]) -> Case:
+    """The case, with what memplug's mode may take: so much of what `full` reserved the last time."""
+    if share is None or not mode.startswith("memplug") or not full or full[-1]["outcome"] != "ok":
+        return case
+    return dataclasses.replace(case, budget_bytes=int(share * full[-1]["peak_reserved_bytes"]))
+
+
+def run(plan: list[tuple[Case, list[str], int]], rounds: int, budget: float | None = None) -> Results:
     """All cases, the modes of each in turn; medians over the rounds."""
     workers = {mode: worker.Worker(f"tests.bench.{BENCH}", mode) for _, modes, _ in plan for mode in modes}
     found: dict[tuple[Case, str], list[dict[str, Any]]] = {}
@@ -132,7 +149,8 @@ def run(plan: list[tuple[Case, list[str], int]], rounds: int) -> Results:
         for turn in range(rounds):
             for case, modes, steps in plan:
                 for mode in modes:
-                    result = measure(workers, case, mode, steps)
+                    full = found.get((case, "full"), [])
+                    result = measure(workers, with_budget(case, mode, budget, full), mode, steps)
                     found.setdefault((case, mode), []).append(result)
                     told = f"{result['step_s']:.4f} s" if result["outcome"] == "ok" else result["outcome"]
                     print(f"{BENCH}: round {turn + 1} of {rounds}: {case}: {mode}: {told}", file=sys.stderr, flush=True)
@@ -215,7 +233,7 @@ def table_of(results: Results) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run, print the table, write the rows; 1 where a mode failed or gradients differ."""
     args = parse_args(argv)
-    results = run(plan_of(args), args.rounds)
+    results = run(plan_of(args), args.rounds, args.budget)
     compare(results)
     print(table_of(results))
     if args.json:

@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 import traceback
 from typing import Any
 
@@ -94,66 +93,45 @@ def measure(mode: str, case: Case, steps: int) -> dict[str, Any]:
 
     Returns:
         outcome "ok", step_s, steps, peak_allocated_bytes, peak_reserved_bytes (None on the CPU), host_bytes (None where
-        the mode has no pinned memory), gradients.
+        the mode has no pinned memory), gradients (None on the virtual device).
     """
-    import torch
+    from tests.bench import measuring, modes
 
-    from tests.bench import memory, modes
-
-    cuda = case.device.startswith("cuda")
+    on = measuring.of(case)
     with modes.prepared(mode, case) as run:
         for _ in range(run.warm_up):
             run.clear_gradients()
             run.step()
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        times = [_timed(run, cuda) for _ in range(steps)]
+        on.reset_peaks()
+        times = []
+        for _ in range(steps):
+            run.clear_gradients()
+            times.append(on.seconds(run))
         run.clear_gradients()
-        if cuda:
-            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            run.step()
-        else:
-            peak, reserved = memory.cpu_peak_bytes(run.step, run.slabs), None
+        peak, reserved = on.peaks(run)
         result = {
             "outcome": "ok",
             "step_s": statistics.median(times),
             "steps": steps,
             "peak_allocated_bytes": peak,
             "peak_reserved_bytes": reserved,
-            "host_bytes": _host_bytes(run, mode, cuda),
-            "gradients": run.gradients(),
+            "host_bytes": _host_bytes(run, mode, case),
+            "gradients": None if case.is_virtual else run.gradients(),
         }
+        if run.session is not None:
+            told = {key: value for key, value in run.session.report().items() if value not in (None, 0, [])}
+            print(f"{case}: {mode}: {result['step_s']} s: {json.dumps(told)}", file=sys.stderr, flush=True)
     del run
     gc.collect()
-    if cuda:
-        torch.cuda.empty_cache()
+    on.free()
     return result
 
 
-def _timed(run: Any, cuda: bool) -> float:
-    """Seconds of one step: between two events of the device, or on the host's clock."""
-    import torch
-
-    run.clear_gradients()
-    if not cuda:
-        start = time.perf_counter()
-        run.step()
-        return time.perf_counter() - start
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    begin.record()
-    run.step()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
-def _host_bytes(run: Any, mode: str, cuda: bool) -> int | None:
+def _host_bytes(run: Any, mode: str, case: Case) -> int | None:
     import torch
 
     if run.session is not None:
         return run.session.report()["host_pool_bytes"]
-    if cuda and mode == "save_on_cpu" and hasattr(torch.cuda, "host_memory_stats"):
+    if case.device.startswith("cuda") and mode == "save_on_cpu" and hasattr(torch.cuda, "host_memory_stats"):
         return torch.cuda.host_memory_stats().get("allocated_bytes.peak")
     return None

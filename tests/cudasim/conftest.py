@@ -1,10 +1,10 @@
 """These tests are collected where the simulated runtime is in front: with `-p tests.cudasim.plugin`."""
 
-import os
-
 import pytest
 
-if "libcudasim" not in os.environ.get("LD_PRELOAD", ""):
+from tests.support.simulated import cuda_is_simulated
+
+if not cuda_is_simulated():
     collect_ignore_glob = ["test_*.py"]
 
 

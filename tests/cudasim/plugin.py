@@ -33,9 +33,9 @@ def enter() -> None:
 enter()
 
 import torch  # noqa: E402  # behind the simulated runtime
-from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from tests.cudasim import device, table  # noqa: E402
+from tests.support.cuda_by_default import cuda_by_default, skip_those_of_the_cpu  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,20 +50,13 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of what only the CPU has are skipped."""
-    for item in items:
-        mark = item.get_closest_marker("cpu")
-        if mark is not None:
-            item.add_marker(pytest.mark.skip(reason=f"of the CPU alone: {mark.args[0]}"))
+    skip_those_of_the_cpu(items)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def on_simulated_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
     """Modules marked `device` have the simulated one for default."""
-    if request.node.get_closest_marker("device") is None:
-        yield
-        return
-    torch.cuda.init()
-    with torch.device("cuda"), SeededOnTheHost():
+    with cuda_by_default() if request.node.get_closest_marker("device") else contextlib.nullcontext():
         yield
 
 
@@ -95,18 +88,6 @@ def schedule_of(name: str) -> device.Schedule:
     """The same for the same name."""
     number = zlib.crc32(name.encode())
     return [*device.SCHEDULES, device.Schedule("random", number % 1000)][number % (len(device.SCHEDULES) + 1)]
-
-
-class SeededOnTheHost(TorchFunctionMode):
-    """Random tensors that a test draws by a generator of the CPU are made there, and moved to the default device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        generator = kwargs.get("generator")
-        makes = generator is not None and kwargs.get("device") is None and not any(map(torch.is_tensor, args))
-        if makes and generator.device.type == "cpu":
-            return func(*args, **{**kwargs, "device": "cpu"}).to(torch.get_default_device())
-        return func(*args, **kwargs)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

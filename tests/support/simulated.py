@@ -19,31 +19,42 @@ What real hardware would get wrong shows up as poison (all bits set: NaN in ever
 from __future__ import annotations
 
 import collections
+import os
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplug.device.device import Device, Wait
+from memplug.device.device import CudaDevice, Device, Wait
 from memplug.tokenwise.regions.operators import tensors_in
 from memplug.tokenwise.regions.tape import storage_of
 
 if TYPE_CHECKING:
     from tests.cudasim.device import ScheduledDevice
 
-Adversary: TypeAlias = "SimulatedDevice | ScheduledDevice"
+Adversary: TypeAlias = "SimulatedDevice | ScheduledDevice | UnscheduledDevice"
 COMPUTE = "compute"
 
 
 def adversarial_device(schedule: str, seed: int = 0, missing: Wait | None = None) -> Adversary:
-    """`SimulatedDevice`; or where tests run on simulated CUDA, that, with a schedule of the same name."""
+    """`SimulatedDevice`; or where tests run on simulated CUDA, that, with a schedule of the same name. A GPU has its own."""
     if torch.get_default_device().type == "cpu":
         return SimulatedDevice(schedule, seed, missing)
+    if not cuda_is_simulated():
+        if missing is not None:
+            pytest.skip("a GPU need not show what a missing wait allows")
+        return UnscheduledDevice(0)
     from tests.cudasim.device import ScheduledDevice
 
     return ScheduledDevice(schedule, seed, missing)
+
+
+def cuda_is_simulated() -> bool:
+    """Whether the simulated runtime is in front (tests/cudasim/plugin.py)."""
+    return "libcudasim" in os.environ.get("LD_PRELOAD", "")
 
 
 @dataclass
@@ -122,6 +133,18 @@ class LeavesOut(Device):
     def waits(self) -> collections.Counter[Wait]:
         """How often each kind was asked for."""
         return collections.Counter(dict(zip(Wait, self._native.waits, strict=True)))
+
+
+class UnscheduledDevice(LeavesOut, CudaDevice):
+    """A GPU: its copies run when they run, and nobody watches."""
+
+    violations: tuple[str, ...] = ()
+
+    def __enter__(self) -> UnscheduledDevice:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
 
 
 class SimulatedDevice(LeavesOut, ScriptedDevice):

@@ -177,8 +177,10 @@ def test_threads_whose_regions_overlap_leave_the_compiler_as_it_was(alpha: float
     model = Stack(1, Overlaps)
     tokenwise(model, alpha)
 
+    one = torch.randn(1, 6, 16)  # a thread of its own has another default device
+
     def first() -> None:
-        model(torch.randn(1, 6, 16))
+        model(one)
         first_is_over.set()
 
     thread = threading.Thread(target=first)

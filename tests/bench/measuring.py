@@ -1,0 +1,103 @@
+"""How a step is timed, and its memory counted, on each kind of device."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+from tests.bench import memory
+from tests.bench.cases import Case
+from tests.support.folders import ROOT
+
+
+class Measures(Protocol):
+    """Of one device."""
+
+    def seconds(self, run: Any) -> float:
+        """Of one step of a `modes.Run`."""
+
+    def reset_peaks(self) -> None:
+        """What follows is counted."""
+
+    def peaks(self, run: Any) -> tuple[int, int | None]:
+        """Bytes allocated, and reserved, at most; runs one more step."""
+
+    def free(self) -> None:
+        """Give back what no tensor has."""
+
+
+def of(case: Case) -> Measures:
+    """That of the case's device, which a virtual one is made for."""
+    kind = case.device.partition(":")[0]
+    return OnVirtual(case) if kind == "virtual" else OnCuda() if kind == "cuda" else OnCpu()
+
+
+class OnCuda:
+    """Between two of its events; as its allocator counts."""
+
+    def seconds(self, run: Any) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        run.step()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def reset_peaks(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    def peaks(self, run: Any) -> tuple[int, int]:
+        found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        run.step()
+        return found
+
+    def free(self) -> None:
+        torch.cuda.empty_cache()
+
+
+class OnCpu:
+    """On the host's clock; as the profiler counts (tests/bench/memory.py)."""
+
+    def seconds(self, run: Any) -> float:
+        start = time.perf_counter()
+        run.step()
+        return time.perf_counter() - start
+
+    def reset_peaks(self) -> None:
+        pass
+
+    def peaks(self, run: Any) -> tuple[int, None]:
+        return memory.cpu_peak_bytes(run.step, run.slabs), None
+
+    def free(self) -> None:
+        pass
+
+
+class OnVirtual:
+    """Predicted: as its clocks and its allocator say."""
+
+    def __init__(self, case: Case):
+        from memplug.device.virtual import Hardware, VirtualDevice
+
+        hardware = Hardware.read(ROOT / "configs" / "hardware" / f"{case.gpu}.json")
+        self.device = VirtualDevice(hardware, attention=None if case.attention == "default" else case.attention)
+
+    def seconds(self, run: Any) -> float:
+        began_s = self.device.synchronize()
+        run.step()
+        return self.device.synchronize() - began_s
+
+    def reset_peaks(self) -> None:
+        self.device.reset_peaks()
+
+    def peaks(self, run: Any) -> tuple[int, int]:
+        found = self.device.usage()
+        run.step()
+        return found.allocated_peak, found.reserved_peak
+
+    def free(self) -> None:
+        self.device.empty_cache()
