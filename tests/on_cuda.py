@@ -13,9 +13,9 @@ import pytest
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is loaded
 
-import torch  # noqa: E402
+import torch
 
-from tests.support.cuda_by_default import cuda_by_default, skip_those_of_the_cpu  # noqa: E402
+from tests.support.cuda_by_default import cuda_by_default, skip_those_of_the_cpu
 
 
 def pytest_configure() -> None:

@@ -40,7 +40,7 @@ COMPUTE = "compute"
 
 
 def adversarial_device(schedule: str, seed: int = 0, missing: Wait | None = None) -> Adversary:
-    """`SimulatedDevice`; or where tests run on simulated CUDA, that, with a schedule of the same name. A GPU has its own."""
+    """`SimulatedDevice`; on simulated CUDA that, with a schedule of the same name; a GPU as it is."""
     if torch.get_default_device().type == "cpu":
         return SimulatedDevice(schedule, seed, missing)
     if not cuda_is_simulated():
