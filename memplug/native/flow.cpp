@@ -88,6 +88,10 @@ void Flow::end(Frame& frame) {
   }
   if (!frame.region->offloads_late) {
     expect(*frame.region);
+    return;
+  }
+  while (resident_.size() > 1) { // what follows the last region, such as a loss, may take more than any of them
+    release_oldest();
   }
 }
 
@@ -108,6 +112,7 @@ void Flow::expect(const Region& region) {
 }
 
 void Flow::pump(Frame& frame) {
+  note_held(frame);
   if (ledger->waiting == 0) {
     return;
   }
@@ -117,6 +122,7 @@ void Flow::pump(Frame& frame) {
       const auto part = ahead->todo.back();
       const bool is_ahead = ahead.get() != &frame && !part->tensor.defined();
       if (is_ahead && !has_room(*part, pending_bytes)) {
+        note_held(frame);
         return;
       }
       ahead->todo.pop_back(); // before the copy, for which a device in Python may let another thread run
@@ -125,6 +131,7 @@ void Flow::pump(Frame& frame) {
     }
     pending_bytes += ahead->pending_bytes();
   }
+  note_held(frame);
 }
 
 // Whether a tensor may be prefetched before its frame asks for it, which has to leave `pending_bytes` free.
@@ -140,6 +147,11 @@ void Flow::trim(const Frame& frame) {
   while (largest_region_bytes > 0 && resident_.size() > 1 && held_bytes() + of_frame() > limit_bytes()) {
     release_oldest();
   }
+  note_held(frame);
+}
+
+void Flow::note_held(const Frame& frame) {
+  peak_held_bytes = std::max(peak_held_bytes, held_bytes() + frame.pending_bytes());
 }
 
 void Flow::release_oldest() {

@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -88,7 +89,8 @@ class Flow {
   // Full recomputation holds one region's saved tensors at once, and every region's input. It has let some of the former
   // go by the time backward's own temporaries are there: three gradients as large as the largest of them.
   int64_t limit_bytes() const {
-    return largest_region_bytes + peak_input_bytes - kTemporaries * largest_saved_bytes;
+    const int64_t limit = largest_region_bytes + peak_input_bytes - kTemporaries * largest_saved_bytes;
+    return std::min(limit, most_held_bytes.value_or(limit));
   }
 
   // Bytes of saved tensors on the device: captured and not released, prefetched, recomputed, or with autograd.
@@ -102,6 +104,8 @@ class Flow {
   std::shared_ptr<Ledger> ledger = std::make_shared<Ledger>();
   double share = 1; // of the rows that regions say, that are swapped: less where host memory has run out
   int64_t largest_region_bytes = 0, largest_saved_bytes = 0;
+  int64_t peak_held_bytes = 0; // of saved tensors on the device, with what the frame at hand was still to recompute
+  std::optional<int64_t> most_held_bytes; // of these, that a plan was promised not to exceed
   int64_t largest_frame_bytes = 0; // of tensors that a forward swapped and its backward needs, with their rounding
   int64_t forwards = 0, live = 0; // that there have been, and that are in flight
   int64_t input_bytes = 0, peak_input_bytes = 0; // of swapped inputs of the forwards in flight: now, and the most
@@ -114,6 +118,7 @@ class Flow {
   static constexpr int64_t kTemporaries = 3; // of backward: gradients of a gated MLP's product and of its two factors
 
   void release_oldest();
+  void note_held(const Frame& frame);
   void number(const Frame& frame);
   bool has_room(const Swapped& part, int64_t pending_bytes);
 

@@ -118,6 +118,8 @@ void add_flow(py::module_& module) {
           py::arg("regathers") = false)
       .def("reserve", &Flow::reserve)
       .def_readwrite("largest_frame_bytes", &Flow::largest_frame_bytes)
+      .def_readwrite("peak_held_bytes", &Flow::peak_held_bytes)
+      .def_readwrite("most_held_bytes", &Flow::most_held_bytes)
       .def("run", &Running::run)
       .def(
           "end_step",

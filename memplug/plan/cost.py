@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from memplug.plan.tokenwise_model import Bound, Budget, Group, Region, RegionPlan, TokenwisePlan
+from memplug.plan.tokenwise_model import Bound, Budget, Group, InFlight, Region, RegionPlan, TokenwisePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,16 +197,22 @@ def measure(
 
 
 def in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Group]], budget: Budget) -> int:
-    """On the device, of outputs on their way to the host or back: as if all that are there at a time were of the region
-    that swaps the most. Without rounding buffers.
+    """Of outputs on their way to the host or back, by which the step's peak is higher than at the safest setting;
+    without rounding buffers.
     """
+    most_bytes = most_in_flight_bytes(regions, groups)
+    return max((at.count * most_bytes - at.room_bytes for at in (*budget.in_flight, InFlight(0))), default=0)
+
+
+def most_in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Group]]) -> int:
+    """Of one instance of the region that swaps the most, on top of the safest setting."""
     each = (
         region.in_flight_bytes(group.fractions)
         for region, parts in zip(regions, groups, strict=True)
         for group in parts
         if group.instances
     )
-    return budget.in_flight * max(each, default=0)
+    return max(each, default=0)
 
 
 def swapped_tensors(region: Region, swapped: Iterable[int]) -> int:

@@ -74,5 +74,8 @@ class Decisions:
     """Of the region that swaps the most: what its tensors take on the device once prefetched, at most."""
     peak_bytes: int | None = None
     """Predicted largest allocation total of the device, without rounding buffers."""
+    held_bytes: int | None = None
+    """What regions' saved tensors may take of the device at a time, for that prediction to hold; None: as much as with
+    full recomputation."""
     full_recomputation_s: float | None = None
     """Predicted time of all regions in a step that recomputes everything."""

@@ -14,12 +14,23 @@ from typing import Literal
 import numpy as np
 
 from memplug.plan import memo
-from memplug.plan.cost import Amounts, Linear, Quantity, chosen, measure, passes_s, together, unchosen
+from memplug.plan.cost import (
+    Amounts,
+    Linear,
+    Quantity,
+    chosen,
+    measure,
+    most_in_flight_bytes,
+    passes_s,
+    together,
+    unchosen,
+)
 from memplug.plan.idle import without_idle
 from memplug.plan.linear_program import GAP, LinearProgram
 from memplug.plan.tokenwise_model import (
     Budget,
     Group,
+    InFlight,
     Operator,
     Region,
     RegionPlan,
@@ -32,6 +43,7 @@ from memplug.plan.tokenwise_model import (
 __all__ = [
     "Budget",
     "Group",
+    "InFlight",
     "Operator",
     "Region",
     "RegionPlan",
@@ -214,16 +226,14 @@ class _Search:
                 for sizes, parts in zip(cut, columns, strict=True)
             ]
             plan = self._plan(choices)
-            device_bytes = plan.device_bytes + self._buffer_bytes(plan)
+            groups = [plan.regions[region.key].groups for region in self.regions]
+            buffer_bytes = self.budget.buffers * most_in_flight_bytes(self.regions, groups)
+            device_bytes = plan.device_bytes + buffer_bytes
             if plan.host_bytes <= self.budget.host_bytes and device_bytes <= self.budget.device_bytes:
                 return plan
             over_bytes = max(plan.host_bytes - self.budget.host_bytes, device_bytes - self.budget.device_bytes)
             margin += over_bytes / self.unit_bytes + MARGIN
         return None
-
-    def _buffer_bytes(self, plan: TokenwisePlan) -> int:
-        """Of rounding buffers, on top of the safest setting's."""
-        return plan.in_flight_bytes * self.budget.buffers // max(self.budget.in_flight, 1)
 
     def _program(self, cut: list[tuple[int, ...]], margin: float = 0.0) -> tuple[LinearProgram, list[list[_Columns]]]:
         program = LinearProgram(self.unit_s, self.unit_bytes)
@@ -239,24 +249,26 @@ class _Search:
         first, last = phases
         host_bytes, kept_bytes = first.host_bytes + last.host_bytes, first.kept_bytes + last.kept_bytes
         program.limit(host_bytes, self.budget.host_bytes, margin)
-        program.limit(kept_bytes + self._in_flight_bytes(program, columns), self.budget.device_bytes, margin)
+        for in_flight_bytes in self._in_flight_bytes(program, columns):
+            program.limit(kept_bytes + in_flight_bytes, self.budget.device_bytes, margin)
         step_s = sum(passes_s(first, last, self.budget, program.largest))
         for column, value in self._objective(step_s, host_bytes, kept_bytes).terms.items():
             program.cost[column] = value
         return program, columns
 
-    def _in_flight_bytes(self, program: LinearProgram, columns: list[list[_Columns]]) -> Linear:
-        """At least, rounding buffers included; a tensor that is swapped in part counts in part."""
-        count = self.budget.in_flight + self.budget.buffers
-        if not count:
-            return Linear()
+    def _in_flight_bytes(self, program: LinearProgram, columns: list[list[_Columns]]) -> list[Linear]:
+        """Each is at most what is in flight, rounding buffers included; a tensor that is swapped in part counts in part."""
+        times, buffers = (*self.budget.in_flight, InFlight(0)), self.budget.buffers
+        if len(times) == 1 and not buffers:
+            return [Linear()]
         pieces = []
         for region, parts in zip(self.regions, columns, strict=True):
             sizes = [operator.output_bytes for operator in region.operators]
             for group in parts:
                 terms = {column: sizes[index] for index, column in group.swap.items()}
                 pieces.append(Linear(-region.safest_bytes, terms))
-        return program.largest_bytes(pieces) * count
+        most_bytes = program.largest_bytes(pieces)
+        return [most_bytes * (at.count + buffers) + Linear(-at.room_bytes) for at in times]
 
     def _group(self, program: LinearProgram, region: Region, live: list[int]) -> _Columns:
         """Columns of the operators, and the rows that make every output that is asked for available."""

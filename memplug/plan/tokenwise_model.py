@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +91,15 @@ class Region:
         return max(0, sum(self.operators[index].output_bytes for index in swapped) - self.safest_bytes)
 
 
+class InFlight(NamedTuple):
+    """A time within a step, and what of swapped tensors is on the device then."""
+
+    count: int
+    """How many instances', on their way to the host or back, or not sent at all."""
+    room_bytes: int = 0
+    """By how much the observed step took less of the device then than at its peak."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
     """What the machine has to give."""
@@ -105,9 +114,8 @@ class Budget:
     """What each tensor there may take on top of its bytes, since it begins at a multiple of some number."""
     device_bytes: int
     """Device memory that may be spent on keeping, and on copies that lag behind or are in flight."""
-    in_flight: int = 0
-    """How many instances' swapped tensors are on the device at a time, on their way to the host or back (MEMO, section
-    4.1: two); 0: they do not count."""
+    in_flight: tuple[InFlight, ...] = ()
+    """Times at which the step may have its peak under a plan; none: what is in flight does not count."""
     buffers: int = 0
     """Rounding buffers for which a plan leaves room besides, each for what one instance swaps."""
 
@@ -197,7 +205,7 @@ class TokenwisePlan:
     device_bytes: int
     """Kept outputs, and what is in flight."""
     in_flight_bytes: int
-    """Of swapped outputs on their way, on top of the safest setting's."""
+    """Of swapped outputs on their way, by which the step's peak is higher than at the safest setting."""
     bound: Bound
     """The fullest budget where swapping more could still spare recompute, or the link stalls; none: neither is so."""
 

@@ -39,6 +39,7 @@ from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program
+from memplug.profile.trace import Trace
 from memplug.session.claim import Claim
 from memplug.session.kept_plans import KeptPlans
 from memplug.session.recording import Recording, unused
@@ -90,7 +91,8 @@ class Boundary:
         self._config, self._device, self._ranks = config, device, Ranks()
         self._request_failed = request_failed
         self.tokenwise = TokenWise(
-            config, regions, device, regathers, explain, self.unrecorded, self._ranks, self._step_peak
+            *(config, regions, device, regathers, explain, self.unrecorded, self._ranks),
+            *(self._step_peak, self._trace),
         )
         plans = self.tokenwise.plans
         self.watches = plans and config.profiler.enabled
@@ -297,6 +299,9 @@ class Boundary:
 
     def _step_peak(self) -> int | None:
         return self.recording.peak_bytes if self.recording is not None else None
+
+    def _trace(self) -> Trace | None:
+        return self.recording.trace if self.recording is not None else None
 
     # -- time ----------------------------------------------------------------------------------------------------------
 

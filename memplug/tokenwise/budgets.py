@@ -35,12 +35,19 @@ def host_budget_bytes(config: MemplugConfig) -> int:
     return int(host_available_bytes() * HOST_SHARE / int(processes))
 
 
-def budget(config: MemplugConfig, device: Device, host_bytes: int, observed_peak_bytes: int | None) -> plan.Budget:
+def budget(
+    config: MemplugConfig,
+    device: Device,
+    host_bytes: int,
+    observed_peak_bytes: int | None,
+    in_flight: tuple[plan.InFlight, ...] | None = None,
+) -> plan.Budget:
     """What the planner may use; the first plan of a process measures the link.
 
     Args:
         host_bytes: of the pool.
         observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown.
+        in_flight: see `Budget`; None: unknown, and it counts as if it were there at the peak.
     """
     d2h, h2d = link_rates(device.torch_device)
     room_bytes = device_room_bytes(config, device, observed_peak_bytes)
@@ -51,7 +58,7 @@ def budget(config: MemplugConfig, device: Device, host_bytes: int, observed_peak
         host_bytes=host_bytes,
         padding_bytes=ALIGNMENT_BYTES - 1,
         device_bytes=room_bytes,
-        in_flight=config.tokenwise.buffers if is_limited else 0,
+        in_flight=(in_flight or (plan.InFlight(config.tokenwise.buffers),)) if is_limited else (),
         buffers=config.tokenwise.buffers if is_limited and not config.arena.enabled else 0,
     )
 

@@ -55,10 +55,21 @@ def agree(
         return None
     budgets = [other for keys, other in everyone if keys == mine]
     shared = ("d2h_bytes_per_s", "h2d_bytes_per_s", "host_bytes", "device_bytes")
-    smallest = replace(budget, **{name: min(getattr(other, name) for other in budgets) for name in shared})
+    smallest = replace(
+        budget,
+        **{name: min(getattr(other, name) for other in budgets) for name in shared},
+        in_flight=_tightest([other.in_flight for other in budgets]),
+    )
     fraction = min(gather(memo.fraction_of(regions, smallest))) if alpha == "memo" else None
     solver = next(rank for rank, (keys, _) in enumerate(everyone) if keys == mine)
     return Task(regions, smallest, fraction, most, solver)
+
+
+def _tightest(ranks: list[tuple[plan.InFlight, ...]]) -> tuple[plan.InFlight, ...]:
+    """What holds for all ranks; those whose steps differ have no room that all of them know of."""
+    if len({tuple(at.count for at in times) for times in ranks}) > 1:
+        return (plan.InFlight(max(at.count for times in ranks for at in times)),)
+    return tuple(min(same, key=lambda at: at.room_bytes) for same in zip(*ranks, strict=True))
 
 
 def solve(task: Task) -> list[plan.TokenwisePlan]:

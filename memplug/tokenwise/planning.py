@@ -145,11 +145,12 @@ def decisions_of(
     observer: Observer,
     observed_peak_bytes: int | None = None,
     full_recomputation_s: float | None = None,
+    held_bytes: int | None = None,
 ) -> Decisions:
     """Each observed region's part of a plan.
 
     Args:
-        full_recomputation_s: see `Decisions`.
+        full_recomputation_s, held_bytes: see `Decisions`.
         observed_peak_bytes: largest allocation total of the device at the safest setting, None where unknown.
     """
     settings, frame_bytes = {}, 0
@@ -194,6 +195,7 @@ def decisions_of(
         frame_bytes=frame_bytes,
         peak_bytes=None if observed_peak_bytes is None else observed_peak_bytes + solution.device_bytes,
         full_recomputation_s=full_recomputation_s,
+        held_bytes=held_bytes,
     )
 
 
@@ -224,13 +226,14 @@ def _frame_bytes(tape: Tape, group: plan.Group, observer: Observer, name: str) -
     return observer.input_bytes[name] + sum(outputs) + tensors * (ALIGNMENT_BYTES - 1)
 
 
-def put(decisions: Decisions | None, regions: Sequence[Region]) -> None:
+def put(decisions: Decisions | None, regions: Sequence[Region], executor: Executor) -> None:
     """Run regions by decisions from the next forward on. Without any, and where they have none for a region, at the
     safest setting: inputs and attention outputs swapped, every matmul recomputed.
     """
     for region in regions:
         setting = decisions.settings.get(region.name) if decisions is not None else None
         region.set(setting or Setting(region.kind))
+    executor.flow.most_held_bytes = decisions.held_bytes if decisions is not None else None
 
 
 def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes: int) -> plan.Operator:

@@ -19,8 +19,9 @@ from memplug.plan import plain
 from memplug.plan import tokenwise as plan
 from memplug.plan.decisions import Decisions
 from memplug.profile.recorder import Detail
+from memplug.profile.trace import Trace
 from memplug.stages.ranks import Ranks
-from memplug.tokenwise import budgets, candidates, planning
+from memplug.tokenwise import budgets, candidates, in_flight, planning
 from memplug.tokenwise.regions.executor import Executor
 from memplug.tokenwise.regions.region import Region
 
@@ -65,6 +66,7 @@ class Search:
         observer: listens to the executor.
         config: budgets, and how many plans to try; with none, or only one, the optimum is taken as it is.
         step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
+        step_trace: the last step that was recorded in detail, None where none was.
         keeps: whether plans may keep outputs on the device.
 
     Attributes:
@@ -80,13 +82,15 @@ class Search:
         config: MemplugConfig,
         ranks: Ranks,
         step_peak: Callable[[], int | None],
+        step_trace: Callable[[], Trace | None],
         keeps: bool,
     ):
         self.keeps = keeps
         self.regions, self.executor, self.observer, self.config = regions, executor, observer, config
         self.outcome = ""
         self.fits = True
-        self._ranks, self._gather, self._step_peak = ranks, ranks.gather, step_peak
+        self._ranks, self._gather = ranks, ranks.gather
+        self._step_peak, self._step_trace = step_peak, step_trace
         self._beside = Beside(config.profiler.wait_for_plans)
         self._task: candidates.Task | None = None  # while plans are made of what was observed
         self._decisions_of: Callable[[plan.TokenwisePlan], Decisions]
@@ -104,6 +108,7 @@ class Search:
         """The step's first forward with gradients begins: what comes before it is no part of the step's time."""
         self.executor.device.synchronize()
         self._begun = self.executor.device.now_s()
+        self.executor.flow.peak_held_bytes = 0
 
     def end_step(self) -> Decisions | None:
         """A step of the program is over. None: nothing is decided yet, and the regions run the next plan."""
@@ -116,7 +121,7 @@ class Search:
             return None
         if len(self._candidates) > max(1, len(self._trials)) and not self._is_out_of_the_way():
             self._refused = self.executor.transfer.refused
-            planning.put(self._candidates[len(self._trials)], self.regions)
+            planning.put(self._candidates[len(self._trials)], self.regions, self.executor)
             return None
         return self._choose()
 
@@ -142,7 +147,9 @@ class Search:
         device = self.executor.device
         groups = planning.group_regions(self.regions, self.observer)
         described = planning.describe(groups, self.observer, self.executor) if groups else []
-        budget = budgets.budget(self.config, device, self.executor.pool.budget_bytes, peak_bytes)
+        step = self._step_trace() if peak_bytes is not None else None
+        times = in_flight.times(step, self.regions, self.config.tokenwise.buffers) if step is not None else None
+        budget = budgets.budget(self.config, device, self.executor.pool.budget_bytes, peak_bytes, times)
         own = described, budget if self.keeps else replace(budget, device_bytes=0)
         most, alpha = max(1, self.config.profiler.policy_steps), self.config.tokenwise.alpha
         task = candidates.agree(own, self._gather, most, alpha)
@@ -156,6 +163,7 @@ class Search:
         total_bytes = budgets.peak_bytes(device) if peak_bytes is None else peak_bytes
         self._decisions_of = functools.partial(
             planning.decisions_of,
+            held_bytes=self.executor.flow.peak_held_bytes if task.budget.in_flight else None,
             groups=groups,
             observer=self.observer,
             observed_peak_bytes=total_bytes,

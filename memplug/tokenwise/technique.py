@@ -46,6 +46,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         explain: an error of the device's memory passes, in a phase of a region.
         own: `with own():` around operators that are no part of the program.
         step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
+        step_trace: the last step that was recorded in detail, None where none was.
 
     Attributes:
         executor: runs the regions.
@@ -68,9 +69,11 @@ class TokenWise(AgreedTechnique[Decisions]):
         own: Callable[[], AbstractContextManager[Any]],
         ranks: Ranks,
         step_peak: Callable[[], int | None],
+        step_trace: Callable[[], Trace | None],
     ):
         tokenwise, host_bytes = config.tokenwise, budgets.host_budget_bytes(config)
-        self._config, self._regions, self._ranks, self._step_peak = config, regions, ranks, step_peak
+        self._config, self._regions, self._ranks = config, regions, ranks
+        self._peaks = step_peak, step_trace
         self.plain = PlainRegions(regions)
         hooks = Hooks(explain=explain, on_larger=self.plain.enter_all, own=own)
         self.executor = Executor(device, host_bytes, tokenwise.min_offload_bytes, regathers, tokenwise.buffers, hooks)
@@ -92,7 +95,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         search = self._search
         if search is None:
             self._search = Search(
-                self._regions, self.executor, self.observer, self._config, self._ranks, self._step_peak, self.may_keep
+                self._regions, self.executor, self.observer, self._config, self._ranks, *self._peaks, self.may_keep
             )
             return None
         decisions = search.end_step()
@@ -114,13 +117,13 @@ class TokenWise(AgreedTechnique[Decisions]):
         """Run the regions by it."""
         self._stop_search()
         if part is not self.decisions:
-            planning.put(part, self._regions)
+            planning.put(part, self._regions, self.executor)
         self.decisions = part
 
     def withdraw(self) -> None:
         """Run the regions at the safest setting."""
         self._stop_search()
-        planning.put(None, self._regions)
+        planning.put(None, self._regions, self.executor)
         self.decisions = None
 
     # -- what the stages ask -------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memplug.plan.memo import alpha_of_layer, fraction_of
-from memplug.plan.tokenwise import needed, solve
+from memplug.plan.tokenwise import InFlight, needed, solve
 from tests.support.plans import GAP, budget, operator, region
 
 MATMUL = operator("mm", (0,), (1,), time_s=4.0, size=100)
@@ -95,20 +95,21 @@ def test_what_stays_on_the_device_by_itself_keeps_as_the_last_instances_do():
 
 def test_nothing_is_swapped_that_the_device_has_no_room_for_on_its_way():
     """Two outputs of 100 bytes each are in flight at a time: 199 bytes are too few, 200 are enough; with as many
-    rounding buffers, 400.
+    rounding buffers, 400; where 150 raise no peak, 50 and, buffers beside, 250.
     """
     layers = region(MATMUL, saved={1}, instances=2)
-    for device, buffers, swaps in ((199, 0, False), (200, 0, True), (399, 2, False), (400, 2, True)):
-        limits = replace(budget(device=device), in_flight=2, buffers=buffers)
-        plan = solve([replace(layers, instances=8)], limits)
-        assert any(group.fractions for group in plan.regions["layer"].groups) is swaps
-        assert plan.in_flight_bytes == (200 if swaps else 0) and plan.device_bytes <= device
+    for room, enough, buffers in ((0, 200, 0), (0, 400, 2), (150, 50, 0), (150, 250, 2), (300, 200, 2)):
+        for device, swaps in ((enough - 1, False), (enough, True)):
+            limits = replace(budget(device=device), in_flight=(InFlight(2, room),), buffers=buffers)
+            plan = solve([replace(layers, instances=8)], limits)
+            assert any(group.fractions for group in plan.regions["layer"].groups) is swaps
+            assert plan.in_flight_bytes == (max(0, 200 - room) if swaps else 0) and plan.device_bytes <= device
 
 
 def test_what_the_safest_setting_swaps_is_in_flight_whatever_the_plan():
     """Outputs of attention: they are part of the step that was observed."""
     always = replace(ATTENTION, always_swapped=True)
-    plan = solve([region(always, saved={1}, instances=4)], replace(budget(), in_flight=2))
+    plan = solve([region(always, saved={1}, instances=4)], replace(budget(), in_flight=(InFlight(2),)))
     assert plan.regions["layer"].groups[0].fractions == {0: 1.0} and plan.device_bytes == 0
 
 

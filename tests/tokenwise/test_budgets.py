@@ -137,7 +137,7 @@ def test_where_there_is_a_limit_what_is_in_flight_counts_and_buffers_where_no_ar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(budgets, "link_rates", lambda device: (2.0, 3.0))
-    for arena, limit, expected in ((True, 1, (3, 0)), (False, 1, (3, 3)), (False, "auto", (0, 0))):
+    for arena, limit, expected in ((True, 1, (((3, 0),), 0)), (False, 1, (((3, 0),), 3)), (False, "auto", ((), 0))):
         config = MemplugConfig(
             enabled=True, device_budget_gib=limit, tokenwise={"buffers": 3}, arena={"enabled": arena}
         )

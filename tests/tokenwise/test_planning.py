@@ -45,7 +45,7 @@ class Observed:
 
     def put(self, solution: plan.TokenwisePlan) -> Decisions:
         decisions = planning.decisions_of(solution, self.groups, self.observer)
-        planning.put(decisions, self.regions)
+        planning.put(decisions, self.regions, self.executor)
         return decisions
 
     def describe(self) -> list[plan.Region]:
@@ -220,9 +220,9 @@ def test_a_policy_can_be_taken_back_and_put_again() -> None:
     for member in observed.regions:
         member.native.leave_out(rows, "aten::mm")
     assert all(member.native.unneeded == {rows: "aten::mm"} for member in observed.regions)
-    planning.put(None, observed.regions)
+    planning.put(None, observed.regions, observed.executor)
     assert [(each.setting, each.native.unneeded) for each in observed.regions] == [(Setting("Block"), {})] * 3
-    planning.put(decisions, observed.regions)
+    planning.put(decisions, observed.regions, observed.executor)
     assert [member.setting for member in observed.regions] == run_by
 
 

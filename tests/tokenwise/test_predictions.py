@@ -13,6 +13,7 @@ import memplug
 from memplug.plan.decisions import Decisions
 from memplug.stages.table import Stage
 from memplug.tokenwise import planning, predictions
+from memplug.tokenwise.regions.executor import Executor
 from memplug.tokenwise.regions.region import Region
 from tests.support.blocks import LAYERS, Block, Layer, Stack, assert_same, gradients, twin
 from tests.support.forwards import WritesAfterUse, WritesInput
@@ -119,9 +120,9 @@ def test_a_plan_that_moves_something_else_is_told_once(
     monkeypatch.setattr(predictions.Predictions, "warn", WARN)
     put = planning.put
 
-    def untrue(decisions: Decisions | None, regions: Sequence[Region]) -> None:
+    def untrue(decisions: Decisions | None, regions: Sequence[Region], executor: Executor) -> None:
         """Regions are to send what they do not."""
-        put(decisions, regions)
+        put(decisions, regions, executor)
         for region in regions:
             region.native.forward_bytes = region.native.forward_bytes and region.native.forward_bytes + 1000
 

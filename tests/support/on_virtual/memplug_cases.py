@@ -63,6 +63,18 @@ def test_regions_swap_keep_and_recompute_and_that_is_faster_than_recomputing_all
     assert keep_s * 0.99 < took_s < keep_s + 0.9 * (full_s - keep_s)
 
 
+def test_plans_take_what_they_say_and_at_the_memory_of_full_recomputation_little_is_recomputed() -> None:
+    device = VirtualDevice(Hardware.read(H200))
+    _, most, keep_s = _trained(device, {**PLAIN, **NO_LIST, **NO_REGIONS})
+    config = {**PLAIN, **NO_LIST, "tokenwise": {"regions": ["layers.*"], "alpha": 0}}
+    _, least, full_s = _trained(device, config)
+    config = {**PLAIN, **NO_LIST, "tokenwise": {"regions": ["layers.*"]}, "device_budget_gib": 1.05 * least / (1 << 30)}
+    report, peak, took_s = _trained(device, config, steps=16)
+    assert 0.98 * report["predicted_peak_bytes"] <= peak <= report["predicted_peak_bytes"] <= 1.05 * least
+    assert report["buffer_bytes"] == 0 < report["offloaded_bytes"]
+    assert took_s < keep_s + 0.8 * (full_s - keep_s)
+
+
 def test_a_first_step_that_does_not_fit_completes() -> None:
     device = VirtualDevice(Hardware.read(H200))
     _, most, _ = _trained(device, {**PLAIN, **NO_REGIONS}, steps=1)

@@ -185,7 +185,7 @@ def test_a_shared_input_that_one_of_the_regions_writes_to_has_its_former_value_f
     for seed, graphs in enumerate((1, 1, 3)):
         sent_bytes.append(step_alone(model, reference, executor, alpha, seed=seed, graphs=graphs, times=times))
         end_step(model, executor)
-    assert [nbytes > 0 for nbytes in sent_bytes[1:]] == [False, True], sent_bytes
+    assert sent_bytes[2] > sent_bytes[1], "its own too, as other forwards follow"
 
 
 @pytest.mark.cpu("it stands for two streams in Python")

@@ -1,0 +1,44 @@
+"""When in a step swapped tensors are on the device besides what it needs, and how much room there is for them then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from memplug.plan.tokenwise import InFlight
+from memplug.profile.trace import Pass, Trace
+from memplug.tokenwise.regions.region import Region
+
+
+def times(step: Trace, regions: Sequence[Region], buffers: int) -> tuple[InFlight, ...]:
+    """When the step may have its peak under a plan that swaps more than the safest setting.
+
+    Not while backwards of regions run: the executor holds back what it prefetches (`Flow::limit_bytes`). While forwards
+    do, tensors of `buffers` regions are on their way. The last region of a step sends its own only if it has to: they,
+    and no others, are there between its forward and its backward.
+
+    Args:
+        step: recorded in detail, at the safest setting.
+        regions: which it ran.
+        buffers: of the executor.
+    """
+    live_bytes = step.live_bytes
+    if not live_bytes.size:
+        return (InFlight(buffers),)
+    inside = [i for i, layer in enumerate(step.layers) if any(_is_of(layer.name, region.name) for region in regions)]
+    backwards = [i for i, phase in enumerate(step.phases) if phase.kind is Pass.BACKWARD]
+    of_regions = np.isin(step.events["layer"], inside)
+    in_backward = of_regions & np.isin(step.events["phase"], backwards)
+
+    def at(count: int, events: np.ndarray) -> InFlight:
+        return InFlight(count, int(live_bytes.max() - live_bytes[events].max(initial=step.base_bytes)))
+
+    if any(region.native.offloads_late for region in regions):
+        return at(buffers, of_regions & ~in_backward), at(1, ~of_regions)
+    return (at(buffers, ~in_backward),)
+
+
+def _is_of(layer: str, region: str) -> bool:
+    """Whether it is the region, or inside of it."""
+    return layer == region or layer.startswith(f"{region}.")
