@@ -257,7 +257,7 @@ class _Search:
         return program, columns
 
     def _in_flight_bytes(self, program: LinearProgram, columns: list[list[_Columns]]) -> list[Linear]:
-        """Each at most what is in flight, rounding buffers included; a tensor that is swapped in part counts in part."""
+        """At most what is in flight, each, with rounding buffers; a tensor that is swapped in part counts in part."""
         times, buffers = (*self.budget.in_flight, InFlight(0)), self.budget.buffers
         if len(times) == 1 and not buffers:
             return [Linear()]
