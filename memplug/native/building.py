@@ -77,7 +77,7 @@ class Extension:
         root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
         key = hashlib.sha256()
         versions = torch.__version__, torch.version.cuda, sysconfig.get_config_var("SOABI")
-        for part in (*versions, *flags(), self.together):
+        for part in (*versions, *flags(), *libraries(), self.together):
             key.update(str(part).encode())
         for source in sorted((*self.folder.glob("*.cpp"), *self.folder.glob("*.h"))):
             key.update(source.name.encode() + source.read_bytes())
@@ -123,7 +123,7 @@ class Extension:
                 sources,
                 extra_cflags=flags,
                 extra_include_paths=list(map(str, cuda)),
-                extra_ldflags=["-lc10_cuda"] if cuda else None,
+                extra_ldflags=libraries(),
                 build_directory=str(folder),
                 is_python_module=False,
             )
@@ -140,6 +140,25 @@ def flags() -> list[str]:
     """For the compiler."""
     # NDEBUG is part of torch's ABI: at::RecordFunction has a member more without it
     return ["-O2", "-std=c++20", "-DNDEBUG", *(["-DMEMPLUG_CUDA"] if cuda_headers() else [])]
+
+
+def libraries() -> list[str]:
+    """For the linker: what torch's own does not name.
+
+    The C++ runtime is the one that torch has loaded, even where the compiler would link its own in (`-static-libstdc++`,
+    as wrappers of compilers do): a stream of one runtime that meets a locale of the other ends the process.
+    """
+    runtime = next(iter(sorted(set(_loaded("libstdc++.so")))), None)
+    return [*(["-lc10_cuda"] if cuda_headers() else []), *([runtime] if runtime else [])]
+
+
+def _loaded(name: str) -> Iterator[str]:
+    """Paths of libraries in this process; none where the system does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            *_, path = line.split(maxsplit=5)
+            if Path(path).name.startswith(name):
+                yield path
 
 
 @functools.cache

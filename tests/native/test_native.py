@@ -11,6 +11,7 @@ import pytest
 
 from memplug import native
 from memplug.errors import NativeError
+from memplug.native.building import Extension
 from tests.support.recording import run_python, start_python
 
 FAILS = """
@@ -110,6 +111,27 @@ def test_a_library_that_is_broken_is_said_with_advice(root: Path, refusal: Calla
     assert "cannot be loaded" in output and str(folder) in output and "What to do: Delete that folder" in output
     (folder / f"{native.CORE.name}.so").unlink()
     assert not native.CORE.is_built()
+
+
+def test_the_cpp_runtime_is_torchs_even_where_the_compiler_links_its_own_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers in messages end the process otherwise: they are written by one runtime with the other's locale."""
+    compiler = shutil.which("g++") or pytest.skip("there is no g++")
+    wrapper = tmp_path / "g++"
+    wrapper.write_text(f'#!/bin/sh\nexec {compiler} "$@" -static-libstdc++\n')
+    wrapper.chmod(0o755)
+    (tmp_path / "tiny.cpp").write_text(
+        "#include <sstream>\n"
+        'extern "C" void* PyInit_tiny() { std::ostringstream out; out << 1L; return new std::string(out.str()); }\n'
+    )
+    monkeypatch.setenv("CXX", str(wrapper))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    tiny = Extension("tiny", "test", tmp_path, (("tiny",),))
+    folder = tiny.build_folder()
+    folder.mkdir(parents=True)
+    tiny._build(folder)
+    assert b"libstdc++.so" in tiny.library().read_bytes()
 
 
 def test_every_source_is_compiled_once() -> None:

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.device
 
 
 def train(budget_gib: float | str, **block: Any) -> dict[str, Any]:
-    """Gradients are those without memplug; returns the report of the plan in force."""
+    """Gradients are those without memplug, to the rounding of products that are made row by row; returns the report of
+    the plan in force.
+    """
     gc.collect()  # memory of an earlier training counts
     torch.manual_seed(0)
     model = Stack(4)
@@ -33,7 +35,7 @@ def train(budget_gib: float | str, **block: Any) -> dict[str, Any]:
             x = torch.randn(16, 64, 16)
             model(x).backward()
             reference(x).backward()
-            assert_same(gradients(model), gradients(reference))
+            assert_same(gradients(model), gradients(reference), exact=False)
             session.step()
         assert session.stage is Stage.STABLE
         return session.report()
