@@ -145,7 +145,7 @@ def flags() -> list[str]:
 def libraries() -> list[str]:
     """For the linker: what torch's own does not name.
 
-    The C++ runtime is the one that torch has loaded, even where the compiler would link its own in (`-static-libstdc++`,
+    The C++ runtime is the one that torch has loaded, even where the compiler links its own in (`-static-libstdc++`,
     as wrappers of compilers do): a stream of one runtime that meets a locale of the other ends the process.
     """
     runtime = next(iter(sorted(set(_loaded("libstdc++.so")))), None)
