@@ -42,7 +42,9 @@ def decided_plan():
         "layers.0": Setting("key", 0.25, decisions, planned_from=2**64 - 5, learnt=learnt),
         "layers.1": Setting("key", plain_bytes=7),
     }
-    decisions = Decisions(solution=solution, settings=settings, frame_bytes=1, peak_bytes=7, full_recomputation_s=4.5)
+    decisions = Decisions(
+        solution=solution, settings=settings, frame_bytes=1, peak_bytes=7, full_recomputation_s=4.5, held_bytes=6
+    )
     program = PlannedProgram(
         names=("aten::mm", "aten::t"), operators=(1, 0, 0), sizes=((1, 2), ()), nodes=3, unseen=(1,)
     )

@@ -1,0 +1,92 @@
+"""What the recorded step says of the times at which swapped tensors are on the device besides what it needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memplug.plan.tokenwise import InFlight
+from memplug.profile.trace import Pass, Trace
+from memplug.tokenwise import in_flight
+from memplug.tokenwise.regions.region import Region
+from tests.support.blocks import Stack, assert_same, gradients, tokenwise, twin
+from tests.support.traces import Recording
+
+
+def step_of(forward: int, loss: int, backward: int) -> Trace:
+    """One that has so many bytes at most in each: 100 are there before it, a tensor of 10 stays from forward on."""
+    recording = Recording()
+    recording.step()
+    recording.malloc(10)
+    recording.phase(Pass.FORWARD, 0)
+    recording.layer("layers.0.experts")
+    _at_once(recording, forward - 110)
+    recording.layer(None)
+    _at_once(recording, loss - 110)
+    recording.phase(Pass.BACKWARD, 0)
+    recording.layer("layers.0")
+    _at_once(recording, backward - 110)
+    return recording.trace(base_bytes=100)
+
+
+def _at_once(recording: Recording, nbytes: int) -> None:
+    recording.op("aten::mm")
+    recording.free(recording.malloc(nbytes))
+
+
+def regions(late: bool) -> list[Region]:
+    region = Region("layers.0", "Layer", 0.0)
+    region.native.offloads_late = late
+    return [region]
+
+
+@pytest.mark.parametrize(
+    "late, bytes_of, expected",
+    [
+        (True, (200, 300, 1000), (InFlight(2, 800), InFlight(1, 700))),
+        (True, (200, 1000, 300), (InFlight(2, 800), InFlight(1, 0))),
+        (True, (1000, 200, 300), (InFlight(2, 0), InFlight(1, 800))),
+        (False, (200, 300, 1000), (InFlight(2, 700),)),
+        (False, (1000, 300, 400), (InFlight(2, 0),)),
+    ],
+)
+def test_there_is_room_for_it_by_as_much_as_the_step_is_below_its_peak_then(late, bytes_of, expected) -> None:
+    assert in_flight.times(step_of(*bytes_of), regions(late), 2) == expected
+
+
+def test_a_layer_whose_name_only_begins_like_a_regions_is_none() -> None:
+    (alone,) = in_flight.times(step_of(200, 300, 1000), [Region("layers", "Layer", 0.0)], 2)
+    other = in_flight.times(step_of(200, 300, 1000), [Region("layers.00", "Layer", 0.0)], 2)
+    assert alone == InFlight(2, 700) and other == (InFlight(2, 0),), "then the backward is the program's"
+
+
+def test_without_events_it_counts_as_if_it_were_there_at_the_peak() -> None:
+    recording = Recording()
+    recording.step()
+    assert in_flight.times(recording.trace(), regions(True), 3) == (InFlight(3),)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 480_000, 700_000])
+def test_regions_hold_no_more_than_a_plan_was_promised_and_prefetch_later(most_bytes: int) -> None:
+    """One region's saved tensors are there at once whatever was promised; without a promise it is what full
+    recomputation would hold.
+    """
+    freely, least, kept_to = (most_held(promised) for promised in (None, 0, most_bytes))
+    assert least <= kept_to <= max(least, most_bytes) < freely
+
+
+def most_held(promised_bytes: int | None) -> int:
+    """Of a stack whose inputs are most of what full recomputation would hold."""
+    torch.manual_seed(0)
+    model = Stack(40)
+    reference = twin(model)
+    executor = tokenwise(model, 1.0)
+    executor.flow.most_held_bytes = promised_bytes
+    for _ in range(3):
+        executor.flow.peak_held_bytes = 0
+        x = torch.randn(16, 24, 16)
+        for network in (model, reference):
+            network(x).square().sum().backward()
+        assert_same(gradients(model), gradients(reference))
+        executor.flow.end_step([region.native for region in model.regions])
+    return executor.flow.peak_held_bytes
