@@ -157,7 +157,7 @@ def _loaded(name: str) -> Iterator[str]:
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
             *_, path = line.split(maxsplit=5)
-            if Path(path).name.startswith(name):
+            if Path(path).name.startswith(name) and Path(path).exists():
                 yield path
 
 

@@ -201,7 +201,7 @@ def in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Group]]
     without rounding buffers.
     """
     most_bytes = most_in_flight_bytes(regions, groups)
-    return max((at.count * most_bytes - at.room_bytes for at in (*budget.in_flight, InFlight(0))), default=0)
+    return max(at.count * most_bytes - at.room_bytes for at in (*budget.in_flight, InFlight(0)))
 
 
 def most_in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Group]]) -> int:
