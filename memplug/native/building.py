@@ -155,7 +155,7 @@ def libraries() -> list[str]:
 def _loaded(name: str) -> Iterator[str]:
     """Paths of libraries in this process; none where the system does not tell."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
+        for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
             *_, path = line.split(maxsplit=5)
             if Path(path).name.startswith(name) and Path(path).exists():
                 yield path

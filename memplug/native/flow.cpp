@@ -90,9 +90,7 @@ void Flow::end(Frame& frame) {
     expect(*frame.region);
     return;
   }
-  while (resident_.size() > 1) { // what follows the last region, such as a loss, may take more than any of them
-    release_oldest();
-  }
+  release_others(frame); // what follows the last region, such as a loss, may take more than any of them
 }
 
 // Backward asks for a tensor that frames share in the last of them first.
@@ -152,6 +150,27 @@ void Flow::trim(const Frame& frame) {
 
 void Flow::note_held(const Frame& frame) {
   peak_held_bytes = std::max(peak_held_bytes, held_bytes() + frame.pending_bytes());
+}
+
+// Not those that another thread is running.
+void Flow::release_others(const Frame& frame) {
+  std::vector<std::shared_ptr<Frame>> others;
+  for (const auto& each : resident_) {
+    if (const auto other = each.lock(); other != nullptr && other.get() != &frame && other->is_over()) {
+      others.push_back(other);
+    }
+  }
+  resident_.erase(
+      std::remove_if(
+          resident_.begin(),
+          resident_.end(),
+          [&](const auto& each) {
+            return each.expired() || std::find(others.begin(), others.end(), each.lock()) != others.end();
+          }),
+      resident_.end());
+  for (const auto& other : others) {
+    other->release();
+  }
 }
 
 void Flow::release_oldest() {

@@ -87,7 +87,8 @@ class Flow {
   // How many bytes of saved tensors may be on the device, so that the peak is that of full recomputation.
   //
   // Full recomputation holds one region's saved tensors at once, and every region's input. It has let some of the former
-  // go by the time backward's own temporaries are there: three gradients as large as the largest of them.
+  // go by the time backward's own temporaries are there: three gradients as large as the largest of them. A plan may have
+  // been promised to stay below that.
   int64_t limit_bytes() const {
     const int64_t limit = largest_region_bytes + peak_input_bytes - kTemporaries * largest_saved_bytes;
     return std::min(limit, most_held_bytes.value_or(limit));
@@ -118,6 +119,7 @@ class Flow {
   static constexpr int64_t kTemporaries = 3; // of backward: gradients of a gated MLP's product and of its two factors
 
   void release_oldest();
+  void release_others(const Frame& frame);
   void note_held(const Frame& frame);
   void number(const Frame& frame);
   bool has_room(const Swapped& part, int64_t pending_bytes);

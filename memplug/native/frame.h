@@ -132,6 +132,11 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
     return is_restored ? 0 : forward.pending_bytes;
   }
 
+  // Its forward has ended.
+  bool is_over() const {
+    return is_over_;
+  }
+
   // What was restored and not taken goes.
   void forget();
 

@@ -14,9 +14,10 @@ from memplug.tokenwise.regions.region import Region
 def times(step: Trace, regions: Sequence[Region], buffers: int) -> tuple[InFlight, ...]:
     """When the step may have its peak under a plan that swaps more than the safest setting.
 
-    Not while backwards of regions run: the executor holds back what it prefetches (`Flow::limit_bytes`). While forwards
-    do, tensors of `buffers` regions are on their way. The last region of a step sends its own only if it has to: they,
-    and no others, are there between its forward and its backward.
+    Until the last region's forward is over, tensors of `buffers` regions are on their way. That region sends its own
+    only if it has to: they, and no others, are there from then until backward, and later, outside of regions, those of
+    one that is prefetched. While backwards of regions run, the executor holds back what it prefetches
+    (`Flow::limit_bytes`). Without such a region, as where other graphs are in flight, nothing is known of the peak.
 
     Args:
         step: recorded in detail, at the safest setting.
@@ -24,19 +25,18 @@ def times(step: Trace, regions: Sequence[Region], buffers: int) -> tuple[InFligh
         buffers: of the executor.
     """
     live_bytes = step.live_bytes
-    if not live_bytes.size:
+    if not live_bytes.size or not any(region.native.offloads_late for region in regions):
         return (InFlight(buffers),)
     inside = [i for i, layer in enumerate(step.layers) if any(_is_of(layer.name, region.name) for region in regions)]
     backwards = [i for i, phase in enumerate(step.phases) if phase.kind is Pass.BACKWARD]
     of_regions = np.isin(step.events["layer"], inside)
     in_backward = of_regions & np.isin(step.events["phase"], backwards)
+    forwards_follow = np.logical_or.accumulate((of_regions & ~in_backward)[::-1])[::-1]
 
     def at(count: int, events: np.ndarray) -> InFlight:
-        return InFlight(count, int(live_bytes.max() - live_bytes[events].max(initial=step.base_bytes)))
+        return InFlight(count, max(0, int(live_bytes.max() - live_bytes[events].max(initial=step.base_bytes))))
 
-    if any(region.native.offloads_late for region in regions):
-        return at(buffers, of_regions & ~in_backward), at(1, ~of_regions)
-    return (at(buffers, ~in_backward),)
+    return at(buffers, forwards_follow & ~in_backward), at(1, ~forwards_follow & ~of_regions)
 
 
 def _is_of(layer: str, region: str) -> bool:

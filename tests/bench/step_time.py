@@ -69,6 +69,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--budget", type=float, metavar="B", help="memplug's, over what `full` reserves [all of the device]")
     add("--json", type=Path, metavar="FILE", help="write the rows here")
     args = parser.parse_args(argv)
+    if args.budget is not None and (args.device == "cpu" or (args.modes and "full" not in args.modes)):
+        parser.error("--budget is of what `full` reserves, on a device that counts it: --modes has to name it, first")
     unknown = [mode for mode in args.modes or () if not is_mode(mode)]
     if unknown:
         parser.error(f"unknown mode {unknown[0]}")
@@ -134,7 +136,7 @@ def measure(workers: dict[str, worker.Worker], case: Case, mode: str, steps: int
 
 def with_budget(case: Case, mode: str, share: float | None, full: list[dict[str, Any]]) -> Case:
     """The case, with what memplug's mode may take: so much of what `full` reserved the last time."""
-    if share is None or not mode.startswith("memplug") or not full or full[-1]["outcome"] != "ok":
+    if share is None or not mode.startswith("memplug"):
         return case
     return dataclasses.replace(case, budget_bytes=int(share * full[-1]["peak_reserved_bytes"]))
 
@@ -150,7 +152,10 @@ def run(plan: list[tuple[Case, list[str], int]], rounds: int, budget: float | No
             for case, modes, steps in plan:
                 for mode in modes:
                     full = found.get((case, "full"), [])
-                    result = measure(workers, with_budget(case, mode, budget, full), mode, steps)
+                    if budget is not None and mode.startswith("memplug") and (not full or full[-1]["outcome"] != "ok"):
+                        result = {"outcome": "no budget: `full` did not run before"}
+                    else:
+                        result = measure(workers, with_budget(case, mode, budget, full), mode, steps)
                     found.setdefault((case, mode), []).append(result)
                     told = f"{result['step_s']:.4f} s" if result["outcome"] == "ok" else result["outcome"]
                     print(f"{BENCH}: round {turn + 1} of {rounds}: {case}: {mode}: {told}", file=sys.stderr, flush=True)

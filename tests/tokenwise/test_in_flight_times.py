@@ -13,12 +13,13 @@ from tests.support.blocks import Stack, assert_same, gradients, tokenwise, twin
 from tests.support.traces import Recording
 
 
-def step_of(forward: int, loss: int, backward: int) -> Trace:
+def step_of(before: int, forward: int, loss: int, backward: int) -> Trace:
     """One that has so many bytes at most in each: 100 are there before it, a tensor of 10 stays from forward on."""
     recording = Recording()
     recording.step()
     recording.malloc(10)
     recording.phase(Pass.FORWARD, 0)
+    _at_once(recording, before - 110)
     recording.layer("layers.0.experts")
     _at_once(recording, forward - 110)
     recording.layer(None)
@@ -34,8 +35,8 @@ def _at_once(recording: Recording, nbytes: int) -> None:
     recording.free(recording.malloc(nbytes))
 
 
-def regions(late: bool) -> list[Region]:
-    region = Region("layers.0", "Layer", 0.0)
+def regions(late: bool, name: str = "layers.0") -> list[Region]:
+    region = Region(name, "Layer", 0.0)
     region.native.offloads_late = late
     return [region]
 
@@ -43,11 +44,11 @@ def regions(late: bool) -> list[Region]:
 @pytest.mark.parametrize(
     "late, bytes_of, expected",
     [
-        (True, (200, 300, 1000), (InFlight(2, 800), InFlight(1, 700))),
-        (True, (200, 1000, 300), (InFlight(2, 800), InFlight(1, 0))),
-        (True, (1000, 200, 300), (InFlight(2, 0), InFlight(1, 800))),
-        (False, (200, 300, 1000), (InFlight(2, 700),)),
-        (False, (1000, 300, 400), (InFlight(2, 0),)),
+        (True, (150, 200, 300, 1000), (InFlight(2, 800), InFlight(1, 700))),
+        (True, (150, 200, 1000, 300), (InFlight(2, 800), InFlight(1, 0))),
+        (True, (150, 1000, 200, 300), (InFlight(2, 0), InFlight(1, 800))),
+        (True, (1000, 200, 300, 300), (InFlight(2, 0), InFlight(1, 700))),
+        (False, (150, 200, 300, 1000), (InFlight(2),)),
     ],
 )
 def test_there_is_room_for_it_by_as_much_as_the_step_is_below_its_peak_then(late, bytes_of, expected) -> None:
@@ -55,9 +56,16 @@ def test_there_is_room_for_it_by_as_much_as_the_step_is_below_its_peak_then(late
 
 
 def test_a_layer_whose_name_only_begins_like_a_regions_is_none() -> None:
-    (alone,) = in_flight.times(step_of(200, 300, 1000), [Region("layers", "Layer", 0.0)], 2)
-    other = in_flight.times(step_of(200, 300, 1000), [Region("layers.00", "Layer", 0.0)], 2)
-    assert alone == InFlight(2, 700) and other == (InFlight(2, 0),), "then the backward is the program's"
+    around, other = regions(True, "layers"), regions(True, "layers.00")
+    assert in_flight.times(step_of(150, 200, 300, 1000), around, 2) == (InFlight(2, 800), InFlight(1, 700))
+    assert in_flight.times(step_of(150, 200, 300, 1000), other, 2)[1] == InFlight(1, 0), "the backward is the program's"
+
+
+def test_a_step_that_begins_at_its_peak_has_no_less_than_no_room() -> None:
+    recording = Recording()
+    recording.step()
+    recording.free(-1, 50)
+    assert in_flight.times(recording.trace(base_bytes=100), regions(True), 2) == (InFlight(2), InFlight(1))
 
 
 def test_without_events_it_counts_as_if_it_were_there_at_the_peak() -> None:
@@ -66,7 +74,7 @@ def test_without_events_it_counts_as_if_it_were_there_at_the_peak() -> None:
     assert in_flight.times(recording.trace(), regions(True), 3) == (InFlight(3),)
 
 
-@pytest.mark.parametrize("most_bytes", [0, 480_000, 700_000])
+@pytest.mark.parametrize("most_bytes", [480_000, 700_000])
 def test_regions_hold_no_more_than_a_plan_was_promised_and_prefetch_later(most_bytes: int) -> None:
     """One region's saved tensors are there at once whatever was promised; without a promise it is what full
     recomputation would hold.

@@ -181,11 +181,13 @@ def test_a_shared_input_that_one_of_the_regions_writes_to_has_its_former_value_f
     model = SharesInput()
     reference = twin(model)
     executor = tokenwise(model, alpha, device, buffers=4)
-    sent_bytes = []
+    sent_bytes, late = [], []
     for seed, graphs in enumerate((1, 1, 3)):
         sent_bytes.append(step_alone(model, reference, executor, alpha, seed=seed, graphs=graphs, times=times))
         end_step(model, executor)
-    assert sent_bytes[2] > sent_bytes[1], "its own too, as other forwards follow"
+        late.append([region.native.offloads_late for region in model.regions])
+    assert late == [[True, True], [False, True], [False, False]]
+    assert sent_bytes[2] > 2 * sent_bytes[1], "its own too, as other forwards follow"
 
 
 @pytest.mark.cpu("it stands for two streams in Python")
