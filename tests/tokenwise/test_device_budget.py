@@ -59,20 +59,19 @@ def test_the_least_that_is_named_trains_and_keeps_next_to_nothing(arena: bool) -
 
 @pytest.mark.parametrize("arena", [True, False])
 def test_every_budget_from_the_least_on_is_kept_to_and_more_of_it_is_used(arena: bool) -> None:
-    """With the arena for outputs that are kept; else for rounding buffers too, through which more is swapped."""
+    """With the arena for outputs that are kept; else for rounding buffers at first, through which more is swapped."""
     block = {"arena": {"enabled": arena}}
     least, everything = least_gib(**block), train(1.0, **block)
     assert everything["plain_regions"] == 4
     most = everything["predicted_peak_bytes"] / GIB
-    kept, used = [], []
+    kept = []
     for share in (0.25, 0.5, 0.75):
         budget_gib = least + share * (most - least)
         report = train(budget_gib, **block)
         assert report["predicted_peak_bytes"] <= budget_gib * GIB
         kept.append(report["predicted_kept_bytes"])
-        used.append(report["predicted_peak_bytes"])
-    assert kept[-1] < everything["predicted_kept_bytes"]
-    assert kept == sorted(kept) if arena else used == sorted(used), (kept, used)
+    assert kept[0] < kept[-1] < everything["predicted_kept_bytes"]
+    assert kept == sorted(kept) or not arena
     if arena and torch.get_default_device().type == "cpu":  # rounding buffers, and what torch reserves, may take it all
         assert kept[1] > 0
 
