@@ -89,6 +89,15 @@ class HardwareError(MemplugError):
     )
 
 
+class EstimateError(MemplugError):
+    """A step cannot be estimated: an operator needs values, and the virtual device has none."""
+
+    default_advice = (
+        "Estimate a module without it; or record a step of a real run (`session.record`), which `memplug show` and "
+        "`memplug plan` read."
+    )
+
+
 class RegionError(MemplugError):
     """No decoder layers were recognised, a pattern matches no module, or regions lie inside one another."""
 

@@ -82,7 +82,7 @@ class Arena:
     """Serves nothing until `serve`.
 
     Args:
-        device: whose memory it is, the CPU or a CUDA device.
+        device: whose memory it is: the CPU, a CUDA device or the virtual one.
         checks: look after freed bytes and what follows each block: for finding writes that do not belong there.
 
     Raises:
@@ -93,13 +93,14 @@ class Arena:
     def __init__(self, device: torch.device | str, checks: bool = False):
         self.device = torch.device(device)
         self._native = native.load()
-        cuda = self.device.type == "cuda"
-        if cuda:
+        kind = self.device.type
+        if kind == "cuda":
             _check_cuda(self._native)
-        self._stand_in_front = self._native.stand_before_cuda if cuda else self._native.stand_before_cpu
-        index = torch.cuda.current_device() if cuda and self.device.index is None else self.device.index or 0
+        name = kind if kind in ("cuda", "cpu") else "other"
+        self._stand_in_front = getattr(self._native, f"stand_before_{name}")
+        index = torch.cuda.current_device() if kind == "cuda" and self.device.index is None else self.device.index or 0
         try:
-            self._native.open_arena(cuda, index, checks)
+            self._native.open_arena(kind, index, checks)
         except RuntimeError as error:
             raise ArenaError(f"there can be no planned arena: {_first_line(error)}") from None
         self._leave: weakref.finalize | None = None  # while it serves, for a session that is never detached
@@ -112,8 +113,8 @@ class Arena:
         Raises:
             ArenaError: there is not as much memory; nothing is served then.
         """
-        if self.device.type == "cuda" and not self.serving:
-            torch.cuda.empty_cache()
+        if self.device.type != "cpu" and not self.serving:
+            torch.get_device_module(self.device).empty_cache()
         try:
             if self._leave is None:  # before it reserves memory, which counts as none that training has in use
                 self._stand_in_front(True)

@@ -37,10 +37,11 @@ def doctor(as_json: AsJson = False) -> None:
         facts["address_search"] = _built(packing.load)
     with progress("importing torch and measuring the device (a few seconds)"):
         from memplug.config import MemplugConfig
+        from memplug.device.device import Device
         from memplug.tokenwise.budgets import host_budget_bytes
 
         facts["hardware"] = _hardware()
-        facts["host_budget_bytes"] = host_budget_bytes(MemplugConfig())
+        facts["host_budget_bytes"] = host_budget_bytes(MemplugConfig(), Device())
     facts["memlock"] = _memlock(facts["hardware"], facts["host_budget_bytes"])
     facts["conflicts"] = _conflicts(os.environ)
     facts["missing"] = [package for package in ("torch", "deepspeed") if facts["versions"][package] == "absent"]

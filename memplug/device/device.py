@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from memplug.device.memory import CudaMemory, DeviceMemory
+from memplug.profile.hardware import host_available_bytes
 
 PAGE_BYTES = 4096
 
@@ -45,6 +46,10 @@ class Device:
     def is_capturing(self) -> bool:
         """Whether operators are captured into a graph now, instead of run."""
         return False
+
+    def host_available_bytes(self) -> int:
+        """Memory of its host that processes can still have."""
+        return host_available_bytes()
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """1-D uint8: whole pages of the system, not of torch's allocator, whose memory is the device's where the CPU

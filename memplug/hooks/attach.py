@@ -127,7 +127,7 @@ def _target_of(given: Any) -> Target:
 
 def _attach(target: Target, config: MemplugConfig, device: Device) -> Session:
     used = frameworks.frameworks_in(target)
-    found = _find(target.model, config)
+    found = find_layers(target.model, config)
     modules = found if config.tokenwise.enabled else []
     for framework in used if modules else ():
         framework.check(target, modules)
@@ -160,7 +160,12 @@ def _attach(target: Target, config: MemplugConfig, device: Device) -> Session:
     return session
 
 
-def _find(model: nn.Module, config: MemplugConfig) -> Layers:
+def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:
+    """The layers that the block names, or a framework knows: none where token-wise is off and there are none.
+
+    Raises:
+        RegionError: a pattern matches nothing, or no decoder layers were recognised.
+    """
     patterns = config.tokenwise.regions
     if patterns != "auto":
         return region_hooks.matching_modules(model, patterns)

@@ -43,17 +43,17 @@ struct Suspended {
   }
 };
 
-memplug::Device& device_of(bool cuda, int index) {
+memplug::Device& device_of(const std::string& type, int index) {
 #ifdef MEMPLUG_CUDA_ARENA
-  if (cuda) {
+  if (type == "cuda") {
     return memplug::cuda_device(index);
   }
 #endif
   (void)index;
-  if (cuda) {
+  if (type == "cuda") {
     throw std::runtime_error("the native core was built without CUDA");
   }
-  return memplug::cpu_device();
+  return type == "cpu" ? memplug::cpu_device() : memplug::other_device();
 }
 
 void load_arena(
@@ -185,7 +185,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("uninstall_cuda", &uninstall_cuda);
 #endif
 
-  module.def("open_arena", [](bool cuda, int index, bool checks) { open_arena(device_of(cuda, index), checks); });
+  module.def("open_arena", [](const std::string& type, int index, bool checks) { open_arena(device_of(type, index), checks); });
   module.def("load_arena", &load_arena);
   module.def("close_arena", [] {
     const py::gil_scoped_release released;
@@ -204,6 +204,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return owner != nullptr && owner->owns(reinterpret_cast<const void*>(address));
   });
   module.def("arenas_reserved_bytes", &reserved_bytes);
+  module.def("arenas_live_bytes", &live_bytes);
   module.def("stand_before_cpu", [](bool on) {
     serve(false);
     if (on) {
@@ -211,6 +212,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     } else {
       uninstall_cpu(ARENA);
     }
+  });
+  module.def("stand_before_other", [](bool on) {
+    serve(false);
+    on ? install_other(ARENA) : uninstall_other(ARENA);
   });
 
 #ifdef MEMPLUG_CUDA_ARENA

@@ -1,14 +1,17 @@
-// The allocator of a device that torch knows by its type alone, stood in front of; a block keeps the native allocator's context, and
-// has a deleter that notes its free.
+// The allocator of a device that torch knows by its type alone, stood in front of, and what an arena needs of that device. A block
+// of the native allocator's keeps its context, and has a deleter that notes its free.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <cstdint>
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
 
 #include "relief.h"
 #include "requests.h"
+#include "serving.h"
 
 namespace memplug {
 namespace {
@@ -49,15 +52,23 @@ void free_noted(void* block) {
   native_deleter(block);
 }
 
+const c10::impl::DeviceGuardImplInterface& guard() {
+  return *c10::impl::getDeviceGuardImpl(kOther);
+}
+
 const void* current_stream() {
-  const auto* const guard = c10::impl::getDeviceGuardImpl(kOther);
-  return reinterpret_cast<const void*>(guard->getStream(guard->getDevice()).id());
+  return reinterpret_cast<const void*>(guard().getStream(guard().getDevice()).id());
 }
 
 class Front final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
-    return watched(nbytes, &current_stream, [&] {
+    return watched(nbytes, &current_stream, [&]() -> c10::DataPtr {
+      if (serving()) {
+        if (void* block = serve_request(nbytes, current_stream())) {
+          return {block, block, &give_back_served, c10::Device(kOther, 0)};
+        }
+      }
       return with_relief(nbytes, [&] { return noted(nbytes, native->allocate(nbytes)); });
     });
   }
@@ -83,6 +94,64 @@ Front& front() {
   return *instance;
 }
 
+// By what every such device tells torch. Nothing is ever written to its memory, so that there is nothing to check.
+class OtherDevice final : public RecordingDevice {
+ public:
+  OtherDevice() : RecordingDevice(c10::Device(kOther, 0)) {}
+
+  // The native allocator's, which nothing may stand in front of yet.
+  char* reserve(size_t nbytes) override {
+    c10::Allocator* const allocator = native != nullptr ? native : c10::GetAllocator(kOther);
+    c10::DataPtr memory = allocator->allocate(nbytes);
+    auto* const begin = static_cast<char*>(memory.get());
+    const std::lock_guard<std::mutex> lock(mutex_);
+    memory_.emplace(begin, std::move(memory));
+    return begin;
+  }
+  void release(char* begin) override {
+    c10::DataPtr memory;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = memory_.find(begin);
+    memory = std::move(found->second);
+    memory_.erase(found);
+  }
+
+  Stream current_stream() override {
+    return memplug::current_stream();
+  }
+  Event record(Stream stream) override {
+    Event event = nullptr;
+    guard().record(&event, of(stream), 0, c10::EventFlag::PYTORCH_DEFAULT);
+    return event;
+  }
+  void wait(Stream stream, Event event) override {
+    guard().block(event, of(stream));
+  }
+  bool is_done(Event event) override {
+    return guard().queryEvent(event);
+  }
+  void drop(Event event) override {
+    guard().destroyEvent(event, 0);
+  }
+  void synchronize() override {
+    guard().synchronizeDevice(0);
+  }
+
+  void fill(char*, size_t, int, Stream) override {}
+  bool is_filled(const char*, size_t, int, Stream) override {
+    return true;
+  }
+
+ private:
+  static c10::Stream of(Stream stream) {
+    const auto id = static_cast<c10::StreamId>(reinterpret_cast<intptr_t>(stream));
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kOther, 0), id);
+  }
+
+  std::mutex mutex_;
+  std::map<char*, c10::DataPtr> memory_;
+};
+
 } // namespace
 
 void install_other(User user) {
@@ -102,6 +171,11 @@ void uninstall_other(User user) {
   if (before != 0 && wanted_by == 0 && c10::GetAllocator(kOther) == &front()) {
     c10::SetAllocator(kOther, native);
   }
+}
+
+Device& other_device() {
+  static auto* instance = new OtherDevice();
+  return *instance;
 }
 
 } // namespace memplug

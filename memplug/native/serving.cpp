@@ -121,6 +121,10 @@ int64_t reserved_bytes() {
   return sum_of(&ArenaCounters::reserved_bytes);
 }
 
+int64_t live_bytes() {
+  return sum_of(&ArenaCounters::live_bytes);
+}
+
 void lock_arenas_for_fork() {
   arenas().mutex.lock();
   for (const auto& [key, each] : arenas().all) {

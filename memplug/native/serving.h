@@ -38,8 +38,9 @@ void give_back_served(void* pointer);
 // as what the native allocator gave out before.
 int64_t unrecorded_bytes();
 
-// What all arenas have reserved now.
+// What all arenas have reserved now, and what is in use of it, as asked for.
 int64_t reserved_bytes();
+int64_t live_bytes();
 
 void lock_arenas_for_fork();
 void unlock_arenas_after_fork();
@@ -60,6 +61,7 @@ class RecordingDevice : public Device {
 
 // Devices: `Device` of the CPU, whose streams are all one.
 Device& cpu_device();
+Device& other_device(); // see `install_other`
 #ifdef MEMPLUG_CUDA
 Device& cuda_device(int index); // throws where this version of torch has calls that are not known
 #endif

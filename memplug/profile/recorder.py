@@ -201,8 +201,9 @@ class Recorder:
             self._native.begin_requests(-1)
         elif self.device.type != "cuda":
             self._native.install_other()
-            in_use_bytes = torch.get_device_module(self.device).memory_stats()["requested_bytes.all.current"]
-            self._native.begin_requests(in_use_bytes)
+            stats = torch.get_device_module(self.device).memory_stats()
+            arenas_bytes = self._native.arenas_live_bytes() - self._native.arenas_reserved_bytes()
+            self._native.begin_requests(stats["requested_bytes.all.current"] + arenas_bytes)
         else:
             index = self._listen_to_cuda()
             stats = torch.cuda.memory_stats(index)

@@ -13,7 +13,7 @@ from memplug.device.device import Device
 from memplug.device.host_pool import ALIGNMENT_BYTES
 from memplug.errors import BudgetError
 from memplug.plan import tokenwise as plan
-from memplug.profile.hardware import host_available_bytes, link_rates
+from memplug.profile.hardware import link_rates
 
 GIB = 2**30
 HOST_SHARE = 0.8  # of the memory that is available now, shared by the processes of this machine
@@ -27,12 +27,12 @@ LOCAL_SIZES = (
 )
 
 
-def host_budget_bytes(config: MemplugConfig) -> int:
-    """Bound of the pinned pool."""
+def host_budget_bytes(config: MemplugConfig, device: Device) -> int:
+    """Bound of the pinned pool of a process with that device."""
     if config.host_budget_gib != "auto":
         return int(config.host_budget_gib * GIB)
     processes = next((os.environ[name] for name in LOCAL_SIZES if os.environ.get(name, "").isdigit()), "1")
-    return int(host_available_bytes() * HOST_SHARE / int(processes))
+    return int(device.host_available_bytes() * HOST_SHARE / int(processes))
 
 
 def budget(

@@ -71,7 +71,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         step_peak: Callable[[], int | None],
         step_trace: Callable[[], Trace | None],
     ):
-        tokenwise, host_bytes = config.tokenwise, budgets.host_budget_bytes(config)
+        tokenwise, host_bytes = config.tokenwise, budgets.host_budget_bytes(config, device)
         self._config, self._regions, self._ranks = config, regions, ranks
         self._peaks = step_peak, step_trace
         self.plain = PlainRegions(regions)

@@ -30,6 +30,7 @@ from memplug.errors import HardwareError
 from memplug.native import virtual
 
 NAME = "virtual"
+_UNBOUNDED = 2**63 - 1  # bytes
 __all__ = ["Hardware", "Rate", "VirtualDevice"]
 
 
@@ -40,6 +41,9 @@ class VirtualDevice(Device):
         hardware: how fast it is, and how much memory it has.
         expandable_segments: as of `PYTORCH_CUDA_ALLOC_CONF`.
         attention: the back end of it, such as "flash"; None: the profile's first one.
+        bounded: requests fail where its memory is used up; else they are served, and `usage` tells how much it would
+            have had to be. Plans keep to its memory in any case.
+        host_bytes: memory of the host that it has beside it; None: that of this machine.
 
     Raises:
         HardwareError: the profile has no such attention. Torch has another device in its place already, of another
@@ -50,13 +54,21 @@ class VirtualDevice(Device):
     kind = NAME
     _current: VirtualDevice | None = None
 
-    def __init__(self, hardware: Hardware, *, expandable_segments: bool = False, attention: str | None = None):
+    def __init__(
+        self,
+        hardware: Hardware,
+        *,
+        expandable_segments: bool = False,
+        attention: str | None = None,
+        bounded: bool = True,
+        host_bytes: float | None = None,
+    ):
         self._core = _started()
-        self.hardware, self.torch_device = hardware, torch.device(NAME, 0)
-        self.memory = _Memory(self._core)
-        kernel_s = functools.partial(costs.kernel_s, hardware, hardware.attention(attention))
-        self._core.set_costs(kernel_s, functools.partial(costs.copy_s, hardware), hardware.launch_s)
-        self._core.limit_memory(int(hardware.memory_bytes))
+        self.hardware, self.host_bytes, self.torch_device = hardware, host_bytes, torch.device(NAME, 0)
+        self.memory = _Memory(self._core, int(hardware.memory_bytes))
+        cost = functools.partial(costs.cost, hardware, hardware.attention(attention))
+        self._core.set_costs(cost, functools.partial(costs.copy_s, hardware), hardware.launch_s)
+        self._core.limit_memory(int(hardware.memory_bytes) if bounded else _UNBOUNDED)
         self._core.expand_segments(expandable_segments)
         VirtualDevice._current = self
 
@@ -68,6 +80,9 @@ class VirtualDevice(Device):
 
     def streams(self, core: Any) -> Any:
         return core.other_streams()
+
+    def host_available_bytes(self) -> int:
+        return super().host_available_bytes() if self.host_bytes is None else int(self.host_bytes)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """As much as is asked for: nothing is ever written to it."""
@@ -90,7 +105,7 @@ class VirtualDevice(Device):
 
     def usage(self) -> Any:
         """Bytes `requested`, `allocated` (rounded) and `reserved` now, `..._peak` of each, and `retries`: requests for
-        which the allocator gave segments back.
+        which the allocator gave segments back. An arena counts as one request.
         """
         return self._core.memory()
 
@@ -102,23 +117,29 @@ class VirtualDevice(Device):
         """Segments that are free go back to the device."""
         self._core.empty_cache()
 
+    def flops(self) -> float:
+        """Floating-point operations of all matrix products, convolutions and attention so far."""
+        return self._core.flops()
+
     def keep_spans(self, on: bool) -> None:
         """What keeps streams busy is noted from here on, or no more."""
         self._core.keep_spans(on)
 
     def take_spans(self) -> list[Any]:
-        """What was noted, in the order in which it was queued: `stream`, `begin_s`, `end_s` and `name`."""
+        """What was noted, in the order in which it was queued: `stream`, `begin_s`, `end_s`, when the host queued it,
+        `queued_s`, and `name`.
+        """
         return self._core.take_spans()
 
 
 class _Memory(DeviceMemory):
-    def __init__(self, core: Any):
+    def __init__(self, core: Any, own_bytes: int):
         super().__init__()
-        self._core = core
+        self._core, self._own_bytes = core, own_bytes
 
     @property
     def own_bytes(self) -> int:
-        return self._core.capacity()
+        return self._own_bytes
 
     @property
     def retries(self) -> int:
@@ -164,6 +185,10 @@ class _Module:
     def memory_stats(device: Any = None) -> dict[str, int]:
         """As of `torch.cuda.memory_stats`, what memplug asks for."""
         return {"requested_bytes.all.current": virtual.load().memory().requested}
+
+    @staticmethod
+    def empty_cache() -> None:
+        virtual.load().empty_cache()
 
     @staticmethod
     def link_rates() -> tuple[float, float]:

@@ -15,6 +15,11 @@ WITHOUT_READING = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::ones", "a
 """What they write to is no input of theirs."""
 
 
+def cost(hardware: Hardware, attention: str, work: Any) -> tuple[float, float]:
+    """Of one kernel, `kernel_s` and `flops`."""
+    return kernel_s(hardware, attention, work), flops(work)
+
+
 def kernel_s(hardware: Hardware, attention: str, work: Any) -> float:
     """Seconds of one kernel: of what it computes or what it moves, the longer one.
 
@@ -24,15 +29,22 @@ def kernel_s(hardware: Hardware, attention: str, work: Any) -> float:
             `causal` (memplug/native/virtual/device.h).
     """
     seconds = max(moved_bytes(work) / hardware.memory_bytes_per_s, hardware.kernel_s)
-    if work.name in MATMULS:
-        seconds = max(seconds, _products_s(hardware, work, matmul_flops(work)))
-    elif work.name == "convolution":
-        seconds = max(seconds, _products_s(hardware, work, convolution_flops(work)))
-    elif work.name.startswith("attention"):
+    if work.name.startswith("attention"):
         backward, keys = work.name == "attention_backward", work.inputs[1].sizes[-2]
         rates = hardware.attention_backward_flops if backward else hardware.attention_forward_flops
-        seconds = max(seconds, attention_flops(work, backward=backward) / rates[attention].at(keys))
-    return seconds
+        return max(seconds, flops(work) / rates[attention].at(keys))
+    return max(seconds, _products_s(hardware, work, flops(work)))
+
+
+def flops(work: Any) -> float:
+    """Floating-point operations of a kernel's matrix products; 0 where it has none."""
+    if work.name in MATMULS:
+        return matmul_flops(work)
+    if work.name == "convolution":
+        return convolution_flops(work)
+    if work.name.startswith("attention"):
+        return attention_flops(work, backward=work.name == "attention_backward")
+    return 0.0
 
 
 def _products_s(hardware: Hardware, work: Any, flops: float) -> float:

@@ -16,10 +16,10 @@ namespace memplug {
 
 enum class Link : uint8_t { TO_HOST, TO_DEVICE };
 
-// What kept a stream busy; of a copy, its direction as the name.
+// What kept a stream busy, and when the host queued it; of a copy, its direction as the name.
 struct Span {
   int64_t stream;
-  double begin_s, end_s;
+  double begin_s, end_s, queued_s;
   std::string name;
 };
 
@@ -88,7 +88,7 @@ class Clocks {
   void run(int64_t stream, double begin_s, double seconds, const std::string& name) {
     free_s_[stream] = begin_s + seconds;
     if (keeps_spans_ && seconds > 0) {
-      spans_.push_back({stream, begin_s, begin_s + seconds, name});
+      spans_.push_back({stream, begin_s, begin_s + seconds, host_s_, name});
     }
   }
 

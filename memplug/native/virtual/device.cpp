@@ -8,6 +8,7 @@
 
 #include <memory>
 #include <new>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
@@ -237,28 +238,35 @@ void VirtualDevice::start() {
 void VirtualDevice::set_costs(Costs costs) {
   const std::lock_guard<std::mutex> lock(mutex_);
   costs_ = std::move(costs);
-  known_s_.clear();
+  known_.clear();
 }
 
 // No lock is held where Python is asked: another thread may have Python's, and wait for this one.
 void VirtualDevice::run(const Work& work) {
   const std::string key = described(work);
   Costs costs;
-  double seconds = -1;
+  std::optional<Cost> cost;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     costs = costs_;
-    if (const auto known = known_s_.find(key); known != known_s_.end()) {
-      seconds = known->second;
+    if (const auto known = known_.find(key); known != known_.end()) {
+      cost = known->second;
+      flops_ += cost->flops;
     }
   }
-  if (seconds < 0) {
-    seconds = costs.kernel ? costs.kernel(work) : 0;
+  if (!cost) {
+    cost = costs.kernel ? costs.kernel(work) : Cost{};
     const std::lock_guard<std::mutex> lock(mutex_);
-    known_s_[key] = seconds;
+    known_[key] = *cost;
+    flops_ += cost->flops;
   }
   clocks.spend(costs.launch_s);
-  clocks.launch(current, seconds, work.name);
+  clocks.launch(current, cost->seconds, work.name);
+}
+
+double VirtualDevice::flops() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return flops_;
 }
 
 void VirtualDevice::copy(Link direction, int64_t nbytes, bool blocks) {

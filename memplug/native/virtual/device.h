@@ -34,10 +34,16 @@ struct Work {
   bool causal = false;
 };
 
-// Seconds that a kernel, or a copy of so many bytes over the link, takes; asked once for each of a kind. Of the host for each
+// Of a kernel.
+struct Cost {
+  double seconds = 0;
+  double flops = 0; // floating-point operations of matrix products, convolutions and attention
+};
+
+// What a kernel, or seconds that a copy of so many bytes over the link, takes; asked once for each of a kind. Of the host for each
 // kernel, of its own.
 struct Costs {
-  std::function<double(const Work&)> kernel;
+  std::function<Cost(const Work&)> kernel;
   std::function<double(Link, int64_t)> copy;
   double launch_s = 0;
 };
@@ -55,6 +61,9 @@ class VirtualDevice {
   void run(const Work& work);
   void copy(Link direction, int64_t nbytes, bool blocks);
 
+  // Floating-point operations of all kernels so far.
+  double flops();
+
   Clocks clocks;
   CachingMemory memory{clocks};
 
@@ -62,7 +71,8 @@ class VirtualDevice {
   std::mutex mutex_;
   bool is_started_ = false;
   Costs costs_;
-  std::map<std::string, double> known_s_; // by all that a kernel's duration depends on
+  std::map<std::string, Cost> known_; // by all that a kernel's duration depends on
+  double flops_ = 0;
 };
 
 // The calling thread's.

@@ -80,7 +80,10 @@ void CachingMemory::free(void* address) {
 
 void CachingMemory::use_on(void* address, int64_t stream) {
   const Lock lock(mutex_);
-  blocks_.at(static_cast<char*>(address))->streams.insert(stream);
+  const auto found = blocks_.find(static_cast<char*>(address)); // an arena's blocks are none of these
+  if (found != blocks_.end()) {
+    found->second->streams.insert(stream);
+  }
 }
 
 void CachingMemory::empty_cache() {
@@ -96,11 +99,6 @@ void CachingMemory::limit(int64_t nbytes) {
 void CachingMemory::expand_segments(bool on) {
   const Lock lock(mutex_);
   expands_ = on;
-}
-
-int64_t CachingMemory::capacity() const {
-  const Lock lock(mutex_);
-  return capacity_;
 }
 
 VirtualMemory CachingMemory::usage() const {

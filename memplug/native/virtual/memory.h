@@ -43,7 +43,6 @@ class CachingMemory {
 
   void limit(int64_t nbytes); // that the device has
   void expand_segments(bool on); // from here on
-  int64_t capacity() const;
   VirtualMemory usage() const;
   void reset_peaks();
 

@@ -54,6 +54,7 @@ PYBIND11_MODULE(memplug_virtual, module) {
       .def_readonly("stream", &memplug::Span::stream)
       .def_readonly("begin_s", &memplug::Span::begin_s)
       .def_readonly("end_s", &memplug::Span::end_s)
+      .def_readonly("queued_s", &memplug::Span::queued_s)
       .def_readonly("name", &memplug::Span::name);
   py::class_<memplug::VirtualMemory>(module, "VirtualMemory")
       .def_readonly("requested", &memplug::VirtualMemory::requested)
@@ -69,7 +70,8 @@ PYBIND11_MODULE(memplug_virtual, module) {
     VirtualDevice::get().set_costs(
         {[ask = kept(std::move(kernel))](const memplug::Work& work) {
            const py::gil_scoped_acquire locked;
-           return (*ask)(work).cast<double>();
+           const auto cost = (*ask)(work).cast<std::pair<double, double>>();
+           return memplug::Cost{cost.first, cost.second};
          },
          [ask = kept(std::move(copy))](memplug::Link direction, int64_t nbytes) {
            const py::gil_scoped_acquire locked;
@@ -84,10 +86,10 @@ PYBIND11_MODULE(memplug_virtual, module) {
     clocks.wait(clocks.all_over_s());
     return clocks.host_s();
   });
+  module.def("flops", [] { return VirtualDevice::get().flops(); });
   module.def("keep_spans", [](bool on) { VirtualDevice::get().clocks.keep_spans(on); });
   module.def("take_spans", [] { return VirtualDevice::get().clocks.take_spans(); });
   module.def("memory", [] { return VirtualDevice::get().memory.usage(); });
-  module.def("capacity", [] { return VirtualDevice::get().memory.capacity(); });
   module.def("limit_memory", [](int64_t nbytes) { VirtualDevice::get().memory.limit(nbytes); });
   module.def("expand_segments", [](bool on) { VirtualDevice::get().memory.expand_segments(on); });
   module.def("reset_peaks", [] { VirtualDevice::get().memory.reset_peaks(); });

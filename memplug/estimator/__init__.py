@@ -1,0 +1,13 @@
+"""What a training step takes on a GPU that is not there: seconds, device memory and host memory, by mode.
+
+    estimate = memplug.estimate(make_model, lambda: torch.zeros(1, 4096, dtype=torch.long), gpu="h200")
+    print(estimate["memplug"].step_s / estimate["keep"].step_s)
+
+The step runs on the virtual device (memplug/device/virtual), with the executor, the planner and the arena that a real run
+has.
+"""
+
+from memplug.estimator.estimate import Estimate, ModeEstimate, estimate
+from memplug.estimator.modes import MODES
+
+__all__ = ["MODES", "Estimate", "ModeEstimate", "estimate"]

@@ -1,0 +1,245 @@
+"""`memplug.estimate`: each mode's step on the virtual device, one after the other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from memplug.config import MemplugConfig, load_config
+from memplug.device.virtual import Hardware, VirtualDevice
+from memplug.errors import BudgetError, EstimateError, RegionError
+from memplug.estimator import modes as ways
+from memplug.estimator.bound import bound
+from memplug.estimator.training import MakeOptimizer, Training
+from memplug.hooks.attach import attach, find_layers
+from memplug.session import Session
+from memplug.stages.table import Stage
+
+MOST_STEPS = 60  # until a program has its plan and its addresses
+KEEPING_STEPS = 4  # in which a plan shows that it lasts
+UNLIMITED_BYTES = float(1 << 62)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What kept a stream busy, in seconds from the beginning of its step; `queued_s`: when the host queued it."""
+
+    stream: int
+    begin_s: float
+    end_s: float
+    queued_s: float
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModeEstimate:
+    """One mode's step: forward, backward, and the optimizer if there is one.
+
+    Attributes:
+        mode: its name.
+        step_s: seconds.
+        flops: floating-point operations of matrix products and attention, recomputed ones included.
+        peak_allocated_bytes: the most device memory that tensors have at a time.
+        peak_reserved_bytes: that torch's caching allocator has of the device for that.
+        arena_reserved_bytes: the same where the planned arena serves; None: there is none.
+        host_bytes: pinned memory of the host.
+        to_host_bytes, to_device_bytes: over the link in a step.
+        bound: what the step waits for: "compute", "link" or "host".
+        fits: the device has as much memory.
+        spans: of all streams, in the order in which they were queued.
+    """
+
+    mode: str
+    step_s: float
+    flops: float
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    arena_reserved_bytes: int | None
+    host_bytes: int
+    to_host_bytes: int
+    to_device_bytes: int
+    bound: str
+    fits: bool
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Estimate(Mapping[str, ModeEstimate]):
+    """By mode.
+
+    Attributes:
+        hardware: the GPU's profile.
+        modes: those that could be estimated.
+        impossible: why others have no plan.
+    """
+
+    hardware: Hardware
+    modes: Mapping[str, ModeEstimate]
+    impossible: Mapping[str, BudgetError]
+
+    def __getitem__(self, mode: str) -> ModeEstimate:
+        return self.modes[mode]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.modes)
+
+    def __len__(self) -> int:
+        return len(self.modes)
+
+    def over_keep(self, mode: str) -> float | None:
+        """Its step's time over that of keeping everything; None where that was not asked for."""
+        return self[mode].step_s / self["keep"].step_s if "keep" in self else None
+
+    def utilization(self, mode: str, peak_flops: float) -> float | None:
+        """Model FLOP/s utilization: what the model computes in a second, recomputation left out, over what the device
+        could; None where keeping everything was not asked for.
+        """
+        return self["keep"].flops / self[mode].step_s / peak_flops if "keep" in self else None
+
+
+def estimate(
+    make_model: Callable[[], nn.Module],
+    example_inputs: Callable[[], Any],
+    config: MemplugConfig | dict[str, Any] | str | Path | None = None,
+    gpu: str | Path | Hardware = "h200",
+    modes: Sequence[str] = ways.MODES,
+    *,
+    make_optimizer: MakeOptimizer | None = None,
+    attention: str | None = None,
+    host_bytes: float = UNLIMITED_BYTES,
+    plan_dir: str | Path | None = None,
+    tell: Callable[[str], None] = lambda mode: None,
+) -> Estimate:
+    """Time and memory of a training step of any module on a GPU that need not be there.
+
+    The process must not have run a backward before, unless on the virtual device: torch learns of devices before that.
+    Modes that do not fit the GPU are estimated all the same.
+
+    Args:
+        make_model: makes the module, for each mode anew; tensors are made on the virtual device.
+        example_inputs: what forward is called with: a tensor, a tuple of positional arguments, or a mapping of keyword
+            arguments; those on other devices, such as meta, are moved without their values.
+        config: as in `memplug.attach`.
+        gpu: the name of a profile of configs/hardware, such as "h200", the path of another one, or a profile.
+        modes: of `MODES`.
+        make_optimizer: of parameters; None: the step has none, and gradients stay.
+        attention: the back end of it, such as "flash"; None: the profile's first one.
+        host_bytes: memory of the host, of which "host_budget_gib": "auto" is a share.
+        plan_dir: the folder that memplug's plan is written to, for a run of the same job; None: it is not written.
+        tell: called with the name of each mode before it runs.
+
+    Raises:
+        ConfigError: the block cannot be used.
+        EstimateError: a mode has no such name, or an operator needs values, and there are none.
+        HardwareError: there is no such GPU, or it has no such attention, or torch no place for the virtual device.
+        RegionError: no decoder layers were found.
+    """
+    unknown = [mode for mode in modes if mode not in ways.MODES]
+    if unknown:
+        raise EstimateError(f"there is no mode {unknown[0]!r}", f"Choose of {', '.join(ways.MODES)}.")
+    parsed = load_config({"enabled": True} if config is None else config)
+    hardware = gpu if isinstance(gpu, Hardware) else Hardware.named(gpu)
+    found: dict[str, ModeEstimate] = {}
+    impossible: dict[str, BudgetError] = {}
+    for mode in modes:
+        tell(mode)
+        device = VirtualDevice(hardware, attention=attention, bounded=False, host_bytes=host_bytes)
+        _tidy(device)
+        block = ways.block_of(mode, parsed, Path(plan_dir) if plan_dir is not None else None)
+        try:
+            found[mode] = _estimated(device, Training(make_model, example_inputs, make_optimizer), mode, block)
+        except BudgetError as error:
+            impossible[mode] = error
+        finally:
+            _tidy(device)
+    return Estimate(hardware, found, impossible)
+
+
+def _tidy(device: VirtualDevice) -> None:
+    """Nothing of an earlier mode is left."""
+    gc.collect()
+    device.empty_cache()
+
+
+def _estimated(device: VirtualDevice, training: Training, mode: str, block: MemplugConfig) -> ModeEstimate:
+    ways.recompute((layer for _, layer in _layers(training.model, block, mode)), mode)
+    if mode != "memplug" and not block.arena.enabled:
+        training.step()
+        return _measured(device, training.step, mode, None, None)
+
+    def step() -> None:
+        training.step()
+        session.step()
+
+    with attach(training.model, block) as session:
+        plain = None
+        for _ in range(MOST_STEPS):
+            if plain is None and session.stage is Stage.STABLE:
+                plain = _measured(device, step, mode, session, None)
+            elif plain is not None and session.report()["arena"] in ("serving", "off"):
+                break
+            else:
+                step()
+        if plain is None:
+            raise EstimateError(f"in {MOST_STEPS} steps of mode {mode!r} no plan was made: each is another program")
+        for _ in range(KEEPING_STEPS if block.plan_dir else 0):
+            step()
+        if session.report()["arena"] != "serving":
+            return plain
+        return _measured(device, step, mode, session, plain)
+
+
+def _layers(model: nn.Module, block: MemplugConfig, mode: str) -> Sequence[tuple[str, nn.Module]]:
+    """That a mode recomputes; a module without layers can be kept all the same."""
+    tokenwise = block.tokenwise.model_copy(update={"enabled": True})
+    try:
+        return find_layers(model, block.model_copy(update={"tokenwise": tokenwise}))
+    except RegionError:
+        if mode == "keep":
+            return ()
+        raise
+
+
+def _measured(
+    device: VirtualDevice, step: Callable[[], None], mode: str, session: Session | None, plain: ModeEstimate | None
+) -> ModeEstimate:
+    """One more step.
+
+    Args:
+        plain: the same without the arena, which this step is served from; None: it is not.
+    """
+    before = session.report() if session is not None else {}
+    began_s, flops = device.synchronize(), device.flops()
+    device.reset_peaks()
+    device.keep_spans(True)
+    step()
+    step_s = device.synchronize() - began_s
+    device.keep_spans(False)
+    spans, usage = device.take_spans(), device.usage()
+    after = session.report() if session is not None else {}
+    return ModeEstimate(
+        mode=mode,
+        step_s=step_s,
+        flops=device.flops() - flops,
+        peak_allocated_bytes=plain.peak_allocated_bytes if plain is not None else usage.allocated_peak,
+        peak_reserved_bytes=plain.peak_reserved_bytes if plain is not None else usage.reserved_peak,
+        arena_reserved_bytes=usage.reserved_peak if plain is not None else None,
+        host_bytes=after.get("host_pool_bytes", 0),
+        to_host_bytes=_change(before, after, "offloaded_bytes", "swap_released_bytes"),
+        to_device_bytes=_change(before, after, "prefetched_bytes", "swap_prefetched_bytes"),
+        bound=bound(spans, step_s),
+        fits=usage.reserved_peak <= device.hardware.memory_bytes,
+        spans=tuple(
+            Span(each.stream, each.begin_s - began_s, each.end_s - began_s, each.queued_s - began_s, each.name)
+            for each in spans
+        ),
+    )
+
+
+def _change(before: Mapping[str, Any], after: Mapping[str, Any], *names: str) -> int:
+    return sum(after.get(name, 0) - before.get(name, 0) for name in names)

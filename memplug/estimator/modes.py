@@ -1,0 +1,48 @@
+"""The ways of training that are estimated, and what makes a model train in each of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from memplug.config import MemplugConfig
+
+MODES = ("keep", "full", "selective", "memplug")
+"""All is kept; every layer is recomputed; all of it but attention is; memplug decides."""
+
+
+def block_of(mode: str, config: MemplugConfig, plan_dir: Path | None) -> MemplugConfig:
+    """The block that a mode trains with: of modes other than memplug's, the arena alone.
+
+    Args:
+        plan_dir: the folder that memplug's plan goes to; None: it goes nowhere.
+    """
+    profiler = config.profiler.model_copy(update={"wait_for_plans": True})
+    changes: dict[str, Any] = {"enabled": True, "plan_dir": False, "profiler": profiler}
+    if mode == "memplug":
+        changes["plan_dir"] = str(plan_dir) if plan_dir is not None else False
+    else:
+        changes["tokenwise"] = config.tokenwise.model_copy(update={"enabled": False})
+        changes["swap"] = config.swap.model_copy(update={"enabled": False})
+    return config.model_copy(update=changes)
+
+
+def recompute(layers: Iterable[nn.Module], mode: str) -> None:
+    """Let layers recompute in backward as torch does it, where the mode asks for that."""
+    if mode not in ("full", "selective"):
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _attention_is_saved)
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
+
+
+def _attention_is_saved(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_attention = operator.name().startswith("aten::_scaled_dot_product")
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE

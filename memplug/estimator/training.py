@@ -1,0 +1,103 @@
+"""A module that trains on the virtual device: its step, and the operators that cannot run there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memplug.errors import EstimateError
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Training:
+    """One module with its inputs, and an optimizer if there is to be one. The virtual device is there.
+
+    Args:
+        make_model: called where tensors are made on the virtual device; a module on another device, such as meta, is
+            moved there without its values.
+        example_inputs: likewise: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        make_optimizer: of the module's parameters; None: gradients stay from step to step.
+
+    Raises:
+        EstimateError: the module cannot be made there.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        example_inputs: Callable[[], Any],
+        make_optimizer: MakeOptimizer | None = None,
+    ):
+        self._device = torch.device("virtual", 0)
+        try:
+            with self._device:
+                self.model = self._moved(make_model())
+                inputs = tree_map(self._moved_tensor, example_inputs())
+        except (NotImplementedError, RuntimeError) as error:
+            raise _unable("making the model", error) from error
+        self._args: tuple[Any, ...] = ()
+        self._kwargs: Mapping[str, Any] = {}
+        if isinstance(inputs, Mapping):
+            self._kwargs = inputs
+        else:
+            self._args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        self._optimizer = make_optimizer(self.model.parameters()) if make_optimizer is not None else None
+
+    def step(self) -> None:
+        """Forward, backward and the optimizer. What forward gives has a gradient of its own shape: its `loss`, where it
+        has one.
+
+        Raises:
+            EstimateError: an operator needs values, and there are none; or forward gives nothing to differentiate.
+        """
+        try:
+            with self._device:
+                outputs = _differentiable(self.model(*self._args, **self._kwargs))
+                torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+                del outputs
+                if self._optimizer is not None:
+                    self._optimizer.step()
+                    self._optimizer.zero_grad()
+        except torch.OutOfMemoryError:
+            raise
+        except (NotImplementedError, RuntimeError) as error:
+            raise _unable("a step", error) from error
+
+    def _moved_tensor(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device == self._device:
+            return value
+        return torch.empty_like(value, device=self._device, requires_grad=value.requires_grad)
+
+    def _moved(self, model: nn.Module) -> nn.Module:
+        """On the virtual device; parameters that modules share stay shared."""
+        made: dict[torch.Tensor, Any] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.device != self._device:
+                    if parameter not in made:
+                        tensor = self._moved_tensor(parameter.detach())
+                        made[parameter] = nn.Parameter(tensor, parameter.requires_grad)
+                    module._parameters[name] = made[parameter]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = made.setdefault(buffer, self._moved_tensor(buffer))
+        return model
+
+
+def _differentiable(given: Any) -> list[torch.Tensor]:
+    loss = given.get("loss") if isinstance(given, Mapping) else getattr(given, "loss", None)
+    leaves = tree_leaves(dict(given) if loss is None and isinstance(given, Mapping) else given if loss is None else loss)
+    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not found:
+        raise EstimateError("the module's forward gives nothing that needs a gradient", "Estimate a module that trains.")
+    return found
+
+
+def _unable(what: str, error: Exception) -> EstimateError:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return EstimateError(f"{what} cannot run without values: {first}")
