@@ -1,6 +1,6 @@
 """A GPU that is not there: kernels and copies take the time that its rates say, and memory is addresses.
 
-    device = VirtualDevice(Hardware.read(Path("configs/hardware/h200.json")))
+    device = VirtualDevice(Hardware.named("h200"))
     with torch.device("virtual"):
         model = make_model()
     began_s = device.synchronize()

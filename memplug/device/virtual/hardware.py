@@ -16,6 +16,8 @@ from memplug.errors import HardwareError
 SOURCES = ("measured", "fitted", "published", "scaled")
 RATES = ("matmul_flops", "attention_forward_flops", "attention_backward_flops")
 """Entries that hold several rates by name."""
+PROFILES = Path(__file__).with_name("profiles")
+"""Those that memplug comes with: configs/hardware, to which this is a link in the repository."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,23 @@ class Hardware:
     to_device_bytes_per_s: float
     copy_s: float
     launch_s: float
+
+    @classmethod
+    def named(cls, name: str, folder: Path = PROFILES) -> Hardware:
+        """Of a GPU that the folder has a profile of, such as "h200", in capitals or not; or of a file, by its path.
+
+        Raises:
+            HardwareError: there is neither; it names those that the folder has. Or the file is no profile.
+        """
+        known = {file.stem: file for file in sorted(folder.glob("*.json"))}
+        file = known.get(name.lower(), Path(name))
+        if not file.is_file():
+            raise HardwareError(
+                f"no GPU {name!r}: there are {', '.join(known)}",
+                "Name one of those, or the file of a profile: `memplug doctor --measure FILE` writes one of a GPU "
+                "that is at hand.",
+            )
+        return cls.read(file)
 
     @classmethod
     def read(cls, file: Path) -> Hardware:

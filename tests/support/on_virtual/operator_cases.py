@@ -117,6 +117,16 @@ def test_profiles_that_are_shipped_are_some(file: Path) -> None:
     assert {"bfloat16", "float32"} <= set(hardware.matmul_flops) and hardware.memory_bytes > 20e9
 
 
+def test_a_profile_is_found_by_the_name_of_its_gpu_or_by_its_path(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.json"
+    mine.write_text(H200.read_text().replace("H200", "mine"))
+    assert Hardware.named("h200") == Hardware.named("H200") == Hardware.read(H200)
+    assert Hardware.named(str(mine)).name == Hardware.named("mine", tmp_path).name == "mine"
+    with pytest.raises(HardwareError, match="no GPU 'h201': there are 4090, 910b, a100, h100, h200") as refused:
+        Hardware.named("h201")
+    assert "memplug doctor --measure" in refused.value.advice
+
+
 def test_attention_computes_two_products_and_in_backward_five() -> None:
     shape = (2, 4, 16, 8)
     pairs = 2 * 4 * 16 * 16
