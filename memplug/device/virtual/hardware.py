@@ -14,6 +14,8 @@ import numpy as np
 from memplug.errors import HardwareError
 
 SOURCES = ("measured", "fitted", "published", "scaled")
+LINK_RATES = tuple(f"{to}{both}_bytes_per_s" for both in ("", "_both") for to in ("to_host", "to_device"))
+"""Entries that are one rate, by the bytes of a copy."""
 RATES = ("matmul_flops", "attention_forward_flops", "attention_backward_flops")
 """Entries that hold several rates by name."""
 PROFILES = Path(__file__).with_name("profiles")
@@ -57,7 +59,9 @@ class Hardware:
             and twice as many else.
         memory_bytes_per_s: read and written by operators, where that takes longer than what they compute.
         kernel_s: that no kernel takes less than.
-        to_host_bytes_per_s, to_device_bytes_per_s: over the link, of pinned memory, while both directions run.
+        to_host_bytes_per_s, to_device_bytes_per_s: over the link, of pinned memory, while the other direction is idle;
+            sizes are the bytes of a copy.
+        to_host_both_bytes_per_s, to_device_both_bytes_per_s: of each direction while both are busy.
         copy_s: that a copy takes besides.
         launch_s: of the host, for each operator.
     """
@@ -69,8 +73,10 @@ class Hardware:
     attention_backward_flops: Mapping[str, Rate]
     memory_bytes_per_s: float
     kernel_s: float
-    to_host_bytes_per_s: float
-    to_device_bytes_per_s: float
+    to_host_bytes_per_s: Rate
+    to_device_bytes_per_s: Rate
+    to_host_both_bytes_per_s: Rate
+    to_device_both_bytes_per_s: Rate
     copy_s: float
     launch_s: float
 
@@ -110,7 +116,9 @@ class Hardware:
         values: dict[str, Any] = {"name": str(found["name"])}
         for name in names[1:]:
             entry, where = found[name], f"{file}: {name}"
-            if name not in RATES:
+            if name in LINK_RATES:
+                values[name] = _rate(_value(entry, where), where)
+            elif name not in RATES:
                 values[name] = _number(_value(entry, where), where)
             elif isinstance(entry, Mapping) and entry:
                 values[name] = {each: _rate(_value(entry[each], where), where) for each in entry}

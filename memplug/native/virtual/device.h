@@ -38,7 +38,7 @@ struct Work {
 // kernel, of its own.
 struct Costs {
   std::function<double(const Work&)> kernel;
-  std::function<double(Link, int64_t)> copy;
+  std::function<CopySeconds(Link, int64_t)> copy;
   double launch_s = 0;
 };
 
