@@ -9,7 +9,6 @@ import torch
 
 from tests.bench import memory
 from tests.bench.cases import Case
-from tests.support.folders import ROOT
 
 
 class Measures(Protocol):
@@ -83,8 +82,8 @@ class OnVirtual:
     def __init__(self, case: Case):
         from memplug.device.virtual import Hardware, VirtualDevice
 
-        hardware = Hardware.read(ROOT / "configs" / "hardware" / f"{case.gpu}.json")
-        self.device = VirtualDevice(hardware, attention=None if case.attention == "default" else case.attention)
+        attention = None if case.attention == "default" else case.attention
+        self.device = VirtualDevice(Hardware.named(case.gpu), attention=attention)
 
     def seconds(self, run: Any) -> float:
         began_s = self.device.synchronize()

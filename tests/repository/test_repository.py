@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from tests.support.folders import ROOT
 from tests.support.readmes import readmes
@@ -31,6 +34,16 @@ def test_importing_memplug_imports_nothing_heavy() -> None:
         "import sys, memplug; print([m for m in ('torch', 'deepspeed', 'transformers', 'scipy') if m in sys.modules])",
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_an_installed_memplug_has_the_profiles_of_gpus(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    built = run("-c", "import setuptools; setuptools.setup()", "build_py", "--build-lib", str(tmp_path))
+    assert built.returncode == 0, built.stderr
+    profiles = tmp_path / "memplug" / "device" / "virtual" / "profiles"
+    assert not profiles.is_symlink()
+    for file in (ROOT / "configs" / "hardware").iterdir():
+        assert (profiles / file.name).read_bytes() == file.read_bytes()
 
 
 def test_scripts_and_configurations_that_the_readmes_name_exist() -> None:

@@ -1,6 +1,6 @@
 """A GPU that is not there: kernels and copies take the time that its rates say, and memory is addresses.
 
-    device = VirtualDevice(Hardware.read(Path("configs/hardware/h200.json")))
+    device = VirtualDevice(Hardware.named("h200"))
     with torch.device("virtual"):
         model = make_model()
     began_s = device.synchronize()
@@ -31,6 +31,8 @@ from memplug.native import virtual
 
 NAME = "virtual"
 _UNBOUNDED = 2**63 - 1  # bytes
+LINK_RATES_BYTES = 64 << 20
+"""Of the copies that memplug measures a link with."""
 __all__ = ["Hardware", "Rate", "VirtualDevice"]
 
 
@@ -192,9 +194,12 @@ class _Module:
 
     @staticmethod
     def link_rates() -> tuple[float, float]:
-        """Device to host and host to device, in bytes per second."""
+        """Device to host and host to device with both at work, in bytes per second: what `profile.hardware.link_rates`
+        measures on a GPU.
+        """
         hardware = VirtualDevice.current().hardware
-        return hardware.to_host_bytes_per_s, hardware.to_device_bytes_per_s
+        both = hardware.to_host_both_bytes_per_s, hardware.to_device_both_bytes_per_s
+        return both[0].at(LINK_RATES_BYTES), both[1].at(LINK_RATES_BYTES)
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -59,10 +59,14 @@ def _products_s(hardware: Hardware, work: Any, flops: float) -> float:
     return flops / rate.at(flops)
 
 
-def copy_s(hardware: Hardware, to_host: bool, nbytes: int) -> float:
-    """Seconds of one copy over the link."""
-    rate = hardware.to_host_bytes_per_s if to_host else hardware.to_device_bytes_per_s
-    return hardware.copy_s + nbytes / rate
+def copy_s(hardware: Hardware, to_host: bool, nbytes: int) -> tuple[float, float]:
+    """Seconds of one copy over the link: while the other direction is idle, and while it is busy."""
+    alone, both = (
+        (hardware.to_host_bytes_per_s, hardware.to_host_both_bytes_per_s)
+        if to_host
+        else (hardware.to_device_bytes_per_s, hardware.to_device_both_bytes_per_s)
+    )
+    return hardware.copy_s + nbytes / alone.at(nbytes), hardware.copy_s + nbytes / both.at(nbytes)
 
 
 def matmul_flops(work: Any) -> float:

@@ -14,8 +14,12 @@ import numpy as np
 from memplug.errors import HardwareError
 
 SOURCES = ("measured", "fitted", "published", "scaled")
+LINK_RATES = tuple(f"{to}{both}_bytes_per_s" for both in ("", "_both") for to in ("to_host", "to_device"))
+"""Entries that are one rate, by the bytes of a copy."""
 RATES = ("matmul_flops", "attention_forward_flops", "attention_backward_flops")
 """Entries that hold several rates by name."""
+PROFILES = Path(__file__).with_name("profiles")
+"""Those that memplug comes with: configs/hardware, to which this is a link in the repository."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ class Hardware:
             and twice as many else.
         memory_bytes_per_s: read and written by operators, where that takes longer than what they compute.
         kernel_s: that no kernel takes less than.
-        to_host_bytes_per_s, to_device_bytes_per_s: over the link, of pinned memory, while both directions run.
+        to_host_bytes_per_s, to_device_bytes_per_s: over the link, of pinned memory, while the other direction is idle;
+            sizes are the bytes of a copy.
+        to_host_both_bytes_per_s, to_device_both_bytes_per_s: of each direction while both are busy.
         copy_s: that a copy takes besides.
         launch_s: of the host, for each operator.
     """
@@ -67,10 +73,29 @@ class Hardware:
     attention_backward_flops: Mapping[str, Rate]
     memory_bytes_per_s: float
     kernel_s: float
-    to_host_bytes_per_s: float
-    to_device_bytes_per_s: float
+    to_host_bytes_per_s: Rate
+    to_device_bytes_per_s: Rate
+    to_host_both_bytes_per_s: Rate
+    to_device_both_bytes_per_s: Rate
     copy_s: float
     launch_s: float
+
+    @classmethod
+    def named(cls, name: str, folder: Path = PROFILES) -> Hardware:
+        """Of a GPU that the folder has a profile of, such as "h200", in capitals or not; or of a file, by its path.
+
+        Raises:
+            HardwareError: there is neither; it names those that the folder has. Or the file is no profile.
+        """
+        known = {file.stem: file for file in sorted(folder.glob("*.json"))}
+        file = known.get(name.lower(), Path(name))
+        if not file.is_file():
+            raise HardwareError(
+                f"no GPU {name!r}: there are {', '.join(known)}",
+                "Name one of those, or the file of a profile: `memplug doctor --measure FILE` writes one of a GPU "
+                "that is at hand.",
+            )
+        return cls.read(file)
 
     @classmethod
     def read(cls, file: Path) -> Hardware:
@@ -91,7 +116,9 @@ class Hardware:
         values: dict[str, Any] = {"name": str(found["name"])}
         for name in names[1:]:
             entry, where = found[name], f"{file}: {name}"
-            if name not in RATES:
+            if name in LINK_RATES:
+                values[name] = _rate(_value(entry, where), where)
+            elif name not in RATES:
                 values[name] = _number(_value(entry, where), where)
             elif isinstance(entry, Mapping) and entry:
                 values[name] = {each: _rate(_value(entry[each], where), where) for each in entry}

@@ -1,20 +1,19 @@
 // Time of a device that computes nothing: of the host, of each stream, and of the link in each direction.
 //
 // What is queued on a stream begins once that is free, and not before the host has come to queue it; a copy over the link needs
-// that direction of it, too. Seconds since the device was made.
+// that direction of it, too (link.h). Seconds since the device was made.
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
-namespace memplug {
+#include "link.h"
 
-enum class Link : uint8_t { TO_HOST, TO_DEVICE };
+namespace memplug {
 
 // What kept a stream busy, and when the host queued it; of a copy, its direction as the name.
 struct Span {
@@ -39,15 +38,17 @@ class Clocks {
 
   void launch(int64_t stream, double seconds, const std::string& name) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    run(stream, std::max(free_s_[stream], host_s_), seconds, name);
+    const double begin_s = std::max(free_s_[stream], host_s_);
+    run(stream, begin_s, begin_s + seconds, name);
   }
 
   // When it is over.
-  double copy(int64_t stream, Link direction, double seconds) {
+  double copy(int64_t stream, Link direction, CopySeconds seconds) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    double& link_s = link_free_s_[static_cast<size_t>(direction)];
-    run(stream, std::max({free_s_[stream], link_s, host_s_}), seconds, direction == Link::TO_HOST ? "to host" : "to device");
-    return link_s = free_s_[stream];
+    const double begin_s = std::max({free_s_[stream], link_.free_s(direction), host_s_});
+    const double over_s = link_.copy(direction, begin_s, host_s_, seconds);
+    run(stream, begin_s, over_s, direction == Link::TO_HOST ? "to host" : "to device");
+    return over_s;
   }
 
   // When all that is queued now is over.
@@ -85,17 +86,17 @@ class Clocks {
   }
 
  private:
-  void run(int64_t stream, double begin_s, double seconds, const std::string& name) {
-    free_s_[stream] = begin_s + seconds;
-    if (keeps_spans_ && seconds > 0) {
-      spans_.push_back({stream, begin_s, begin_s + seconds, host_s_, name});
+  void run(int64_t stream, double begin_s, double end_s, const std::string& name) {
+    free_s_[stream] = end_s;
+    if (keeps_spans_ && end_s > begin_s) {
+      spans_.push_back({stream, begin_s, end_s, host_s_, name});
     }
   }
 
   mutable std::mutex mutex_;
   double host_s_ = 0;
   std::vector<double> free_s_{0}; // by stream; 0: the default one
-  std::array<double, 2> link_free_s_{};
+  LinkClock link_;
   bool keeps_spans_ = false;
   std::vector<Span> spans_;
 };

@@ -276,7 +276,7 @@ void VirtualDevice::copy(Link direction, int64_t nbytes, bool blocks) {
     costs = costs_;
   }
   clocks.spend(costs.launch_s);
-  const double over_s = clocks.copy(current, direction, costs.copy ? costs.copy(direction, nbytes) : 0);
+  const double over_s = clocks.copy(current, direction, costs.copy ? costs.copy(direction, nbytes) : CopySeconds{});
   if (blocks) {
     clocks.wait(over_s);
   }

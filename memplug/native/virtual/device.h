@@ -44,7 +44,7 @@ struct Cost {
 // kernel, of its own.
 struct Costs {
   std::function<Cost(const Work&)> kernel;
-  std::function<double(Link, int64_t)> copy;
+  std::function<CopySeconds(Link, int64_t)> copy;
   double launch_s = 0;
 };
 

@@ -75,7 +75,9 @@ PYBIND11_MODULE(memplug_virtual, module) {
          },
          [ask = kept(std::move(copy))](memplug::Link direction, int64_t nbytes) {
            const py::gil_scoped_acquire locked;
-           return (*ask)(direction == memplug::Link::TO_HOST, nbytes).cast<double>();
+           const auto [alone, beside] =
+               (*ask)(direction == memplug::Link::TO_HOST, nbytes).cast<std::pair<double, double>>();
+           return memplug::CopySeconds{alone, beside};
          },
          launch_s});
   });

@@ -19,8 +19,10 @@ SIMPLE = Hardware(
     attention_backward_flops={"flash": Rate.always(1e12)},
     memory_bytes_per_s=1e9,
     kernel_s=1e-6,
-    to_host_bytes_per_s=1e6,
-    to_device_bytes_per_s=2e6,
+    to_host_bytes_per_s=Rate.always(1e6),
+    to_device_bytes_per_s=Rate.always(2e6),
+    to_host_both_bytes_per_s=Rate.always(1e6),
+    to_device_both_bytes_per_s=Rate.always(2e6),
     copy_s=1e-9,
     launch_s=1e-9,
 )

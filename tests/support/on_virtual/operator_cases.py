@@ -97,6 +97,13 @@ def test_a_product_takes_what_it_computes_or_moves_by_its_dtype() -> None:
         costs.kernel_s(hardware, "flash", work)
 
 
+def test_a_copy_takes_what_its_direction_does_at_its_size_and_what_any_takes() -> None:
+    rates = {"to_device_bytes_per_s": Rate(((1e3, 1e6), (1e5, 3e6))), "to_device_both_bytes_per_s": Rate.always(1e6)}
+    hardware = dataclasses.replace(SIMPLE, copy_s=1.0, **rates)
+    assert costs.copy_s(hardware, False, 10**4) == pytest.approx((1 + 1e4 / 2e6, 1 + 1e4 / 1e6))
+    assert costs.copy_s(hardware, True, 10**6) == (2.0, 2.0)
+
+
 def test_attention_takes_what_its_back_end_takes_at_its_length() -> None:
     hardware = dataclasses.replace(
         SIMPLE,
@@ -115,6 +122,21 @@ def test_attention_takes_what_its_back_end_takes_at_its_length() -> None:
 def test_profiles_that_are_shipped_are_some(file: Path) -> None:
     hardware = Hardware.read(file)
     assert {"bfloat16", "float32"} <= set(hardware.matmul_flops) and hardware.memory_bytes > 20e9
+    for alone, both in (
+        (hardware.to_host_bytes_per_s, hardware.to_host_both_bytes_per_s),
+        (hardware.to_device_bytes_per_s, hardware.to_device_both_bytes_per_s),
+    ):
+        assert 0.5 * alone.at(1 << 26) <= both.at(1 << 26) <= alone.at(1 << 26)
+
+
+def test_a_profile_is_found_by_the_name_of_its_gpu_or_by_its_path(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.json"
+    mine.write_text(H200.read_text().replace("H200", "mine"))
+    assert Hardware.named("h200") == Hardware.named("H200") == Hardware.read(H200)
+    assert Hardware.named(str(mine)).name == Hardware.named("mine", tmp_path).name == "mine"
+    with pytest.raises(HardwareError, match="no GPU 'h201': there are 4090, 910b, a100, h100, h200") as refused:
+        Hardware.named("h201")
+    assert "memplug doctor --measure" in refused.value.advice
 
 
 def test_attention_computes_two_products_and_in_backward_five() -> None:
@@ -136,6 +158,8 @@ def test_attention_computes_two_products_and_in_backward_five() -> None:
         (H200.read_text().replace("[8192, ", "["), "sizes rising"),
         (H200.read_text().replace('"flash"', '"efficient"', 1), "other back ends"),
         (H200.read_text().replace("published", "heard"), "where it is from"),
+        (H200.read_text().replace("5.53e10", "[[64, 1e10], [64, 2e10]]"), "sizes rising"),
+        (H200.read_text().replace("to_host_both_bytes_per_s", "both"), "to_host_both_bytes_per_s"),
     ],
 )
 def test_a_profile_that_is_none_is_refused(tmp_path: Path, text: str, said: str) -> None:

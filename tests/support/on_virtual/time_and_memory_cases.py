@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 import torch
 
-from memplug.device.virtual import Hardware, VirtualDevice
+from memplug.device.virtual import Hardware, Rate, VirtualDevice
 from tests.bench.caching_allocator import CachingAllocator
 from tests.support.on_virtual.devices import MIB, SIMPLE, on_device, seconds
 
@@ -62,6 +63,66 @@ def test_each_direction_of_the_link_carries_one_copy_at_a_time(device: VirtualDe
     x.copy_(y)
     assert torch.accelerator.current_stream().query(), "the host has waited"
     assert seconds(device) - began == pytest.approx(MIB / 2e6, rel=1e-3)
+
+
+# Each direction is half as fast while the other one is busy.
+SHARED = dataclasses.replace(
+    SIMPLE, to_host_both_bytes_per_s=Rate.always(0.5e6), to_device_both_bytes_per_s=Rate.always(1e6)
+)
+
+
+def _copy(to_host: bool, nbytes: int) -> torch.Event:
+    """On a stream of its own; an event of its end."""
+    ends = (torch.empty(nbytes, dtype=torch.uint8), on_device(nbytes))
+    with torch.Stream("virtual") as stream:
+        ends[not to_host].copy_(ends[to_host], non_blocking=True)
+        return stream.record_event(torch.Event("virtual", enable_timing=True))
+
+
+def _ends_s(device: VirtualDevice, *copies: tuple[bool, int]) -> list[float]:
+    """When copies are over that are queued at once, one after the other."""
+    device.synchronize()
+    begin, ends = device.stamp(), [_copy(*each) for each in copies]
+    device.synchronize()
+    return [device.seconds_between(begin, end) for end in ends]
+
+
+def test_a_copy_is_slower_while_the_other_direction_is_busy(device: VirtualDevice) -> None:
+    device = VirtualDevice(SHARED)
+    assert _ends_s(device, (True, MIB)) == [pytest.approx(MIB / 1e6, rel=1e-3)]
+    short_s = 0.25 * MIB / 2e6
+    _, end_s = _ends_s(device, (False, MIB // 4), (True, MIB))
+    # The short one takes twice as long too, although its end was fixed before the other one came.
+    assert end_s == pytest.approx(MIB / 1e6 + 2 * short_s / 2, rel=1e-3)
+
+
+def test_what_a_copy_loses_to_a_later_one_of_the_other_direction_its_successor_waits_for(device: VirtualDevice) -> None:
+    device = VirtualDevice(SHARED)
+    first_s, other_s, next_s = _ends_s(device, (True, MIB), (False, MIB), (True, MIB))
+    assert first_s == pytest.approx(MIB / 1e6, rel=1e-3), "its end was fixed"
+    assert other_s == pytest.approx(MIB / 1e6, rel=1e-3), "it ran beside the other one all the while"
+    assert next_s == pytest.approx(2 * MIB / 1e6 + other_s / 2, rel=1e-3)
+
+
+def _flowing_ends_s(queues: list[list[float]]) -> list[float]:
+    """When two queues are over, given what each copy takes alone, if each is half as fast while both have copies."""
+    alone = [sum(queue) for queue in queues]
+    both_s = 2 * min(alone)
+    return [both_s + each - min(alone) for each in alone]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_queues_in_both_directions_take_as_long_as_if_no_end_was_fixed_early(device: VirtualDevice, seed: int) -> None:
+    chance, device = random.Random(seed), VirtualDevice(SHARED)
+    copies = [(chance.random() < 0.5, chance.randrange(MIB // 8, MIB)) for _ in range(20)]
+    alone = [[nbytes / (1e6 if each else 2e6) for to_host, nbytes in copies if to_host == each] for each in (1, 0)]
+    *_, to_host_s, to_device_s = _ends_s(device, *copies, (True, 1), (False, 1))
+    assert [to_host_s, to_device_s] == pytest.approx(_flowing_ends_s(alone), rel=1e-3)
+
+
+def test_the_rates_that_memplug_plans_with_are_those_of_both_directions_at_work(device: VirtualDevice) -> None:
+    VirtualDevice(SHARED)
+    assert torch.get_device_module("virtual").link_rates() == (0.5e6, 1e6)
 
 
 def test_spans_are_what_kept_streams_busy(device: VirtualDevice) -> None:
