@@ -7,6 +7,7 @@ import typer
 from memplug.cli.check import check
 from memplug.cli.diff import diff
 from memplug.cli.doctor import doctor
+from memplug.cli.estimate import estimate
 from memplug.cli.plan import plan
 from memplug.cli.show import show
 from memplug.cli.versions import echo_version
@@ -31,6 +32,7 @@ def options(
 
 app.command(epilog="Example: memplug check ds_config.json")(check)
 app.command(epilog="Example: memplug doctor > doctor.txt, to paste into a bug report")(doctor)
+app.command(epilog="Example: memplug estimate --model configs/models/7b.yaml --gpu h200 --seq-len 32768")(estimate)
 app.command(epilog="Example: memplug show trace.npz --html memory.html")(show)
 app.command(epilog="Example: memplug plan trace.npz -o plan.json")(plan)
 app.command(epilog="Example: memplug diff plan_of_rank0.json plan_of_rank1.json")(diff)

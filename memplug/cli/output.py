@@ -31,6 +31,27 @@ def print_facts(facts: dict[str, Any], rows: list[tuple[str, str]], *, as_json: 
     Console().print(table)
 
 
+def print_table(headers: list[str], lines: list[list[str]]) -> None:
+    """A table on a terminal, else plain and unwrapped columns, to be pasted."""
+    if not sys.stdout.isatty():
+        widths = [max(map(len, column)) for column in zip(headers, *lines, strict=True)]
+        for line in (headers, *lines):
+            cells = [
+                f"{cell:{'>' if at else '<'}{width}}" for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            typer.echo("  ".join(cells).rstrip())
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for column, header in enumerate(headers):
+        table.add_column(header, justify="right" if column else "left")
+    for line in lines:
+        table.add_row(*line)
+    Console().print(table)
+
+
 @contextmanager
 def refusing() -> Iterator[None]:
     """Prints what memplug refuses, with its advice, and leaves with exit code 1."""

@@ -21,6 +21,7 @@ from memplug.session import Session
 from memplug.stages.table import Stage
 
 MOST_STEPS = 60  # until a program has its plan and its addresses
+LASTING_STEPS = 2  # after which optimizer states and gradients are there
 KEEPING_STEPS = 4  # in which a plan shows that it lasts
 UNLIMITED_BYTES = float(1 << 62)
 
@@ -169,7 +170,8 @@ def _tidy(device: VirtualDevice) -> None:
 def _estimated(device: VirtualDevice, training: Training, mode: str, block: MemplugConfig) -> ModeEstimate:
     ways.recompute((layer for _, layer in _layers(training.model, block, mode)), mode)
     if mode != "memplug" and not block.arena.enabled:
-        training.step()
+        for _ in range(LASTING_STEPS):
+            training.step()
         return _measured(device, training.step, mode, None, None)
 
     def step() -> None:
@@ -179,7 +181,7 @@ def _estimated(device: VirtualDevice, training: Training, mode: str, block: Memp
     with attach(training.model, block) as session:
         plain = None
         for _ in range(MOST_STEPS):
-            if plain is None and session.stage is Stage.STABLE:
+            if plain is None and session.stage is Stage.STABLE and session.steps >= LASTING_STEPS:
                 plain = _measured(device, step, mode, session, None)
             elif plain is not None and session.report()["arena"] in ("serving", "off"):
                 break

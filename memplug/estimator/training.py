@@ -91,10 +91,14 @@ class Training:
 
 def _differentiable(given: Any) -> list[torch.Tensor]:
     loss = given.get("loss") if isinstance(given, Mapping) else getattr(given, "loss", None)
-    leaves = tree_leaves(dict(given) if loss is None and isinstance(given, Mapping) else given if loss is None else loss)
+    leaves = tree_leaves(
+        dict(given) if loss is None and isinstance(given, Mapping) else given if loss is None else loss
+    )
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not found:
-        raise EstimateError("the module's forward gives nothing that needs a gradient", "Estimate a module that trains.")
+        raise EstimateError(
+            "the module's forward gives nothing that needs a gradient", "Estimate a module that trains."
+        )
     return found
 
 

@@ -51,6 +51,8 @@ class Hardware:
     Attributes:
         name: of it.
         memory_bytes: that a process can have.
+        peak_flops: per second, of matrix products in bfloat16, as its vendor says it: what model FLOP/s utilization is
+            a share of.
         matmul_flops: per second, of matrix products by dtype, such as "bfloat16"; sizes are a product's floating-point
             operations.
         attention_forward_flops, attention_backward_flops: per second, by back end, such as "flash": the first one is
@@ -68,6 +70,7 @@ class Hardware:
 
     name: str
     memory_bytes: float
+    peak_flops: float
     matmul_flops: Mapping[str, Rate]
     attention_forward_flops: Mapping[str, Rate]
     attention_backward_flops: Mapping[str, Rate]

@@ -14,6 +14,7 @@ MIB = 1 << 20
 SIMPLE = Hardware(
     name="simple",
     memory_bytes=1e12,
+    peak_flops=2e9,
     matmul_flops={"bfloat16": Rate.always(1e9), "float32": Rate.always(1e9)},
     attention_forward_flops={"flash": Rate.always(1e12)},
     attention_backward_flops={"flash": Rate.always(1e12)},

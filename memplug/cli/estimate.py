@@ -1,0 +1,242 @@
+"""`memplug estimate`: what a training step takes on a GPU that is not there."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memplug.cli.output import collected_warnings, echo_warnings, print_table, progress, refusing
+
+if TYPE_CHECKING:
+    from memplug.config import MemplugConfig
+    from memplug.device.virtual import Hardware
+    from memplug.estimator import Estimate
+    from memplug.estimator.workload import Workload
+
+_ALL = "all"
+
+
+def estimate(
+    ds_json: Annotated[
+        Path | None,
+        typer.Argument(metavar="DS_JSON", help='DeepSpeed JSON: its "memplug" block, dtype and micro-batch.'),
+    ] = None,
+    model: Annotated[
+        Path, typer.Option(metavar="FILE", help="Shape of the model: fields of LlamaConfig, as YAML.")
+    ] = ...,
+    gpu: Annotated[str, typer.Option(help="A GPU that memplug has a profile of, or the file of a profile.")] = "h200",
+    layers: Annotated[int | None, typer.Option(help="Decoder layers; by default all of the model's.", min=1)] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence; by default the most that the model is made for.", min=1)
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Sequences; by default as the DeepSpeed JSON says, else 1.", min=1)
+    ] = None,
+    head: Annotated[bool, typer.Option(help="With embedding, head and loss.")] = True,
+    optimizer: Annotated[bool, typer.Option(help="With AdamW, its states in the parameters' dtype.")] = True,
+    mode: Annotated[str, typer.Option(help="keep, full, selective, memplug, or all of them.")] = _ALL,
+    attention: Annotated[
+        str | None, typer.Option(help="Back end: cudnn, flash; by default the profile's first.")
+    ] = None,
+    host_gib: Annotated[
+        float | None, typer.Option(help="Memory of the host for this GPU; by default as much as is asked for.", min=0)
+    ] = None,
+    limits: Annotated[
+        bool, typer.Option(help="Find the longest sequence and the largest micro-batch that fit.")
+    ] = True,
+    plan_dir: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write memplug's plan there, for a run of the same job.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a chart of each step as a page; needs plotly.")
+    ] = None,
+    chrome: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write each step as a Chrome trace, for ui.perfetto.dev.")
+    ] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers there, as one JSON object.")
+    ] = None,
+) -> None:
+    """Predict the step time, device memory and host memory of a training step on a GPU; none is used.
+
+    Modes: keep everything; recompute every layer in full; all of it but attention (selective); or as memplug plans.
+    One GPU's step, forward, backward and optimizer, of a Llama from Hugging Face. All figures are predictions.
+    Exit code 0: done; 1: something is not usable, or no mode fits.
+    """
+    with collected_warnings() as warnings, refusing():
+        workload, config, hardware = _asked(
+            ds_json, model, gpu, layers=layers, seq_len=seq_len, micro_batch=micro_batch, head=head, optimizer=optimizer
+        )
+        modes = _modes(mode)
+        with progress("importing torch") as say:
+            found = _estimate(workload, config, hardware, modes, attention, host_gib, plan_dir, say)
+            largest = {}
+            if limits:
+                say("limits")
+                largest = _limits(workload, config, hardware, modes, attention)
+        facts = _facts(found, workload, largest)
+        _write(found, workload, facts, html, chrome, as_json)
+    typer.echo(facts["title"])
+    print_table(*_table(facts))
+    for name, error in found.impossible.items():
+        typer.echo(f"{name}: {error}", err=True)
+    echo_warnings(list(dict.fromkeys(warnings)))
+    if not any(each["fits"] for each in facts["modes"].values()):
+        raise typer.Exit(1)
+
+
+def _asked(ds_json: Path | None, model: Path, gpu: str, **given: Any) -> "tuple[Workload, MemplugConfig, Hardware]":
+    from memplug.config import load_config, read_ds_config, read_json
+    from memplug.device.virtual import Hardware
+    from memplug.estimator.shapes import Shape
+    from memplug.estimator.workload import Workload
+
+    hardware, shape = Hardware.named(gpu), Shape.read(model)
+    settings = read_json(ds_json) if ds_json is not None else {}
+    block = read_ds_config(settings) if "memplug" in settings else load_config({"enabled": True})
+    micro_batch = settings.get("train_micro_batch_size_per_gpu")
+    on = [name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled") is True]
+    workload = Workload(
+        shape=shape,
+        layers=given["layers"] or shape.layers,
+        seq_len=given["seq_len"] or shape.fields.get("max_position_embeddings", 4096),
+        micro_batch=given["micro_batch"] or (micro_batch if isinstance(micro_batch, int) else 1),
+        dtype=next(iter(on), "fp32" if settings else "bf16"),
+        head=given["head"],
+        optimizer=given["optimizer"],
+    )
+    return workload, block, hardware
+
+
+def _modes(asked: str) -> tuple[str, ...]:
+    from memplug.estimator import MODES
+
+    if asked not in (*MODES, _ALL):
+        raise typer.BadParameter(f"{asked!r} is none of {', '.join(MODES)}, {_ALL}", param_hint="--mode")
+    return MODES if asked == _ALL else (asked,)
+
+
+def _estimate(
+    workload: "Workload",
+    config: "MemplugConfig",
+    hardware: "Hardware",
+    modes: tuple[str, ...],
+    attention: str | None,
+    host_gib: float | None,
+    plan_dir: Path | None,
+    say: Any,
+) -> "Estimate":
+    from memplug.estimator import estimate as run
+
+    return run(
+        workload.make_model,
+        workload.inputs,
+        config,
+        hardware,
+        modes,
+        make_optimizer=workload.make_optimizer if workload.optimizer else None,
+        attention=attention,
+        **({} if host_gib is None else {"host_bytes": host_gib * 2**30}),
+        plan_dir=plan_dir,
+        tell=say,
+    )
+
+
+def _limits(
+    workload: "Workload",
+    config: "MemplugConfig",
+    hardware: "Hardware",
+    modes: tuple[str, ...],
+    attention: str | None,
+) -> dict[str, dict[str, int]]:
+    from memplug.estimator import limits
+
+    return {
+        mode: {
+            "longest_seq_len": limits.longest(workload, config, hardware, mode, attention),
+            "largest_micro_batch": limits.largest_batch(workload, config, hardware, mode, attention),
+        }
+        for mode in modes
+    }
+
+
+def _facts(found: "Estimate", workload: "Workload", largest: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """Plain values: seconds, bytes, and shares."""
+    names = ("step_s", "flops", "peak_allocated_bytes", "peak_reserved_bytes", "arena_reserved_bytes")
+    more = ("host_bytes", "to_host_bytes", "to_device_bytes", "bound", "fits")
+    hardware = found.hardware
+    parts = [
+        f"{workload.layers} layers of {workload.shape.fields['hidden_size']:,}",
+        f"{workload.micro_batch} × {workload.seq_len:,} tokens",
+        workload.dtype,
+        *(["head"] if workload.head else []),
+        *(["AdamW"] if workload.optimizer else []),
+    ]
+    return {
+        "title": f"Predicted for one {hardware.name}: {', '.join(parts)}",
+        "gpu": hardware.name,
+        "device_bytes": int(hardware.memory_bytes),
+        "modes": {
+            mode: {
+                **{name: getattr(each, name) for name in (*names, *more)},
+                "over_keep": found.over_keep(mode),
+                "model_flops_utilization": found.utilization(mode, hardware.peak_flops),
+                **largest.get(mode, {}),
+            }
+            for mode, each in found.items()
+        },
+        "impossible": {mode: {"least_gib": error.least_gib} for mode, error in found.impossible.items()},
+    }
+
+
+def _table(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    from memplug.show.words import duration, known, size
+
+    def share(value: float | None) -> str:
+        return known(value, lambda each: f"{100 * each:.1f} %")
+
+    rows = [
+        ("step", lambda each: duration(each["step_s"])),
+        ("over keep", lambda each: known(each["over_keep"], lambda ratio: f"{ratio:.3f}")),
+        ("model FLOP/s utilization", lambda each: share(each["model_flops_utilization"])),
+        ("peak allocated", lambda each: size(each["peak_allocated_bytes"])),
+        ("reserved by torch", lambda each: size(each["peak_reserved_bytes"])),
+        ("reserved with the arena", lambda each: known(each["arena_reserved_bytes"], size)),
+        ("host memory", lambda each: size(each["host_bytes"])),
+        ("to host, to device", lambda each: f"{size(each['to_host_bytes'])}, {size(each['to_device_bytes'])}"),
+        ("waits for", lambda each: each["bound"]),
+        (f"fits {size(facts['device_bytes'])}", lambda each: "yes" if each["fits"] else "no"),
+        ("longest sequence", lambda each: f"{each['longest_seq_len']:,}"),
+        ("largest micro-batch", lambda each: f"{each['largest_micro_batch']:,}"),
+    ]
+    modes = list(facts["modes"])
+    if not all("longest_seq_len" in each for each in facts["modes"].values()):
+        rows = rows[:-2]
+    return ["", *modes], [[name, *(words(facts["modes"][mode]) for mode in modes)] for name, words in rows]
+
+
+def _write(
+    found: "Estimate",
+    workload: "Workload",
+    facts: dict[str, Any],
+    html: Path | None,
+    chrome: Path | None,
+    as_json: Path | None,
+) -> None:
+    """Raises MemplugError where plotly is missing, or a file cannot be written."""
+    import json
+
+    from memplug.errors import MemplugError
+    from memplug.show.gantt import gantt, write_chrome
+    from memplug.show.page import write_page
+
+    steps = {mode: (each.step_s, each.spans) for mode, each in found.items()}
+    try:
+        if html is not None and steps:
+            write_page(gantt(facts["title"], steps), html)
+        if chrome is not None:
+            write_chrome(steps, chrome)
+        if as_json is not None:
+            as_json.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise MemplugError(f"{error.filename}: {error.strerror}", "Name a file that can be written.") from None

@@ -1,0 +1,108 @@
+"""The longest sequence and the largest micro-batch that fit a GPU, of each mode.
+
+Memory rises evenly with the layers, of which all are alike, and with the tokens. So a step is run with few layers and
+extrapolated to all of them, at two sizes and extrapolated to what the GPU has; steps with all layers then say whether
+that fits, and correct it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from memplug.config import MemplugConfig
+from memplug.device.capacity import DEVICE_SHARE
+from memplug.device.virtual import Hardware
+from memplug.estimator.estimate import estimate
+from memplug.estimator.workload import Workload
+
+FEW_LAYERS = (2, 4)
+SEQ_LEN_STEP = 256  # tokens
+NO_BUDGET_GIB = 1e-3
+PRECISION = 64
+MOST_CHECKS = 6  # of one size, with all layers
+GIB = 2**30
+
+
+def longest(workload: Workload, config: MemplugConfig, hardware: Hardware, mode: str, attention: str | None) -> int:
+    """Tokens of the longest sequence of which a step fits, a multiple of `SEQ_LEN_STEP`; 0: none fits."""
+
+    def bytes_of(count: int, layers: int) -> float:
+        changed = dataclasses.replace(workload, seq_len=count * SEQ_LEN_STEP, layers=layers)
+        return least_bytes(changed, config, hardware, mode, attention)
+
+    begin = max(1, workload.seq_len // SEQ_LEN_STEP)
+    return SEQ_LEN_STEP * largest(bytes_of, begin, workload.layers, capacity_bytes(hardware, mode))
+
+
+def largest_batch(
+    workload: Workload, config: MemplugConfig, hardware: Hardware, mode: str, attention: str | None
+) -> int:
+    """Sequences of the largest micro-batch of which a step fits; 0: none does."""
+
+    def bytes_of(count: int, layers: int) -> float:
+        changed = dataclasses.replace(workload, micro_batch=count, layers=layers)
+        return least_bytes(changed, config, hardware, mode, attention)
+
+    return largest(bytes_of, workload.micro_batch, workload.layers, capacity_bytes(hardware, mode))
+
+
+def capacity_bytes(hardware: Hardware, mode: str) -> float:
+    """That a step of a mode may take of the device: memplug leaves some of it free."""
+    return hardware.memory_bytes * (DEVICE_SHARE if mode == "memplug" else 1)
+
+
+def least_bytes(
+    workload: Workload, config: MemplugConfig, hardware: Hardware, mode: str, attention: str | None
+) -> float:
+    """That a step of a mode takes at least: of memplug, with everything swapped or recomputed; of the others, what
+    torch's allocator reserves.
+    """
+    changes = {"device_budget_gib": NO_BUDGET_GIB} if mode == "memplug" else {}
+    arena = config.arena.model_copy(update={"enabled": False})
+    found = estimate(
+        workload.make_model,
+        workload.inputs,
+        config.model_copy(update={"arena": arena, **changes}),
+        hardware,
+        (mode,),
+        make_optimizer=workload.make_optimizer if workload.optimizer else None,
+        attention=attention,
+    )
+    if mode in found.impossible:
+        return found.impossible[mode].least_gib * GIB
+    return found[mode].peak_reserved_bytes
+
+
+def largest(bytes_of: Callable[[int, int], float], begin: int, layers: int, limit_bytes: float) -> int:
+    """The largest count whose step, with all layers, takes no more than the limit; 0: none does.
+
+    Args:
+        bytes_of: of a count and a number of layers.
+        begin: a count to begin with.
+    """
+
+    def predicted(count: int) -> float:
+        if layers <= FEW_LAYERS[1]:
+            return bytes_of(count, layers)
+        fewer, more = (bytes_of(count, few) for few in FEW_LAYERS)
+        return fewer + (more - fewer) / (FEW_LAYERS[1] - FEW_LAYERS[0]) * (layers - FEW_LAYERS[0])
+
+    low = predicted(begin)
+    slope = max((predicted(2 * begin) - low) / begin, 1.0)
+    count = max(1, begin + math.floor((limit_bytes - low) / slope))
+    fits, fails = 0, None  # the largest that is known to, the smallest that is known not to
+    for _ in range(MOST_CHECKS):
+        room_bytes = limit_bytes - bytes_of(count, layers)
+        more = math.floor(room_bytes / slope)
+        if more >= 0:
+            fits = count
+        else:
+            fails = count
+        precise = max(1, fits // PRECISION)
+        if 0 <= more < precise or (fails is not None and fails - fits <= precise):
+            break
+        count = max(count + more, fits + 1)
+        count = min(count, fails - 1) if fails is not None else count
+    return fits

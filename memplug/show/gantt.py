@@ -1,0 +1,130 @@
+"""What a step on the virtual device keeps busy: kernels, copies each way and the host, in time, one panel a mode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from memplug.show.figure import Axis, Bars, Column, Figure, Panel
+from memplug.show.words import duration
+
+TRACKS = ("host", "prefetch", "offload", "compute")
+"""From the bottom up."""
+COPIES = {"to host": "offload", "to device": "prefetch"}
+KINDS = {"attention": "#c8520f", "matrix product": "#2166a5", "other kernels": "#9cc8e8"}
+COLOURS = {**KINDS, "offload": "#3f8f5b", "prefetch": "#6a4c9c", "host": "#8c8f3f"}
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "convolution")
+BARS = 1500  # that a step is at most divided into, on one track
+QUEUE_S = 20e-6  # up to which the host is busy from one kernel to the next
+
+
+class Span(Protocol):
+    """What kept a stream busy, in seconds from the step's beginning; `queued_s`: when the host queued it."""
+
+    stream: int
+    begin_s: float
+    end_s: float
+    queued_s: float
+    name: str
+
+
+class Bar(NamedTuple):
+    """Spans of one kind, one right behind the other."""
+
+    track: str
+    kind: str
+    begin_s: float
+    end_s: float
+    count: int
+
+
+def gantt(title: str, steps: Mapping[str, tuple[float, Sequence[Span]]]) -> Figure:
+    """One panel for each step, all on one clock.
+
+    Args:
+        steps: by name, its seconds and its spans.
+    """
+    longest_s = max(seconds for seconds, _ in steps.values())
+    panels = []
+    for name, (seconds, spans) in steps.items():
+        bars = list(bars_of(spans, seconds))
+        rows = np.array([TRACKS.index(bar.track) for bar in bars], np.int64)
+        drawn = Bars(
+            begin=np.array([bar.begin_s for bar in bars]),
+            length=np.array([bar.end_s - bar.begin_s for bar in bars]),
+            row=rows,
+            colours=[COLOURS[bar.kind] for bar in bars],
+            words=[_words(bar) for bar in bars],
+            thickness=0.8,
+        )
+        ticks = {row: f"{track}, {name}" if track == "compute" else track for row, track in enumerate(TRACKS)}
+        y = Axis(title="", low=-0.6, high=len(TRACKS) - 0.4, ticks=ticks)
+        panels.append(Panel(y=y, height=1.0, content=[drawn]))
+    x = Axis(title="seconds", low=0, high=longest_s, grid=True)
+    told = ", ".join(f"{name} {duration(seconds)}" for name, (seconds, _) in steps.items())
+    return Figure(title=title, subtitle=f"Predicted: {told}", columns=[Column(x=x, panels=panels)])
+
+
+def bars_of(spans: Iterable[Span], step_s: float) -> Iterator[Bar]:
+    """Neighbours of one kind as one bar: those of a track that are nearer than a picture shows."""
+    resolution_s = step_s / BARS
+    open_bars: dict[str, Bar] = {}
+    for track, kind, begin_s, end_s in sorted(_placed(spans), key=lambda each: each[2]):
+        bar = open_bars.get(track)
+        near = QUEUE_S if track == "host" else resolution_s
+        if bar is not None and bar.kind == kind and begin_s - bar.end_s <= near:
+            open_bars[track] = bar._replace(end_s=max(end_s, bar.end_s), count=bar.count + 1)
+            continue
+        if bar is not None:
+            yield bar
+        open_bars[track] = Bar(track, kind, begin_s, end_s, 1)
+    yield from open_bars.values()
+
+
+def _placed(spans: Iterable[Span]) -> Iterator[tuple[str, str, float, float]]:
+    for span in spans:
+        track = COPIES.get(span.name, "compute")
+        yield track, _kind(span.name) if track == "compute" else track, span.begin_s, span.end_s
+        yield "host", "host", span.queued_s, span.queued_s
+
+
+def _kind(name: str) -> str:
+    if name.startswith("attention"):
+        return "attention"
+    return "matrix product" if name in PRODUCTS else "other kernels"
+
+
+def _words(bar: Bar) -> str:
+    what = {"host": "the host queues", "offload": "copies to host", "prefetch": "copies to device"}.get(
+        bar.track, bar.kind
+    )
+    seconds = duration(bar.end_s - bar.begin_s)
+    return f"{what}: {bar.count:,} in {seconds}, from {1e3 * bar.begin_s:.3f} ms"
+
+
+def write_chrome(steps: Mapping[str, tuple[float, Sequence[Span]]], path: Path) -> None:
+    """All spans as Chrome trace events, a process for each step and a thread for each track.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    written = {"displayTimeUnit": "ms", "traceEvents": list(chrome_events(steps))}
+    path.write_text(json.dumps(written, separators=(",", ":")), encoding="utf-8")
+
+
+def chrome_events(steps: Mapping[str, tuple[float, Sequence[Span]]]) -> Iterator[dict[str, Any]]:
+    """Metadata ("M") and complete events ("X"), in microseconds."""
+    for pid, (name, (_, spans)) in enumerate(steps.items(), start=1):
+        yield {"ph": "M", "pid": pid, "tid": 1, "name": "process_name", "args": {"name": name}}
+        for tid, track in enumerate(reversed(TRACKS[1:]), start=1):
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}}
+        for span in spans:
+            tid = len(TRACKS) - TRACKS.index(COPIES.get(span.name, "compute"))
+            begin_us, duration_us = 1e6 * span.begin_s, 1e6 * (span.end_s - span.begin_s)
+            args = {"stream": span.stream, "queued_us": round(1e6 * span.queued_s, 3)}
+            place = {"pid": pid, "tid": tid, "name": span.name, "args": args}
+            yield {"ph": "X", **place, "ts": round(begin_us, 3), "dur": round(duration_us, 3)}
