@@ -35,11 +35,9 @@ def print_table(headers: list[str], lines: list[list[str]]) -> None:
     """A table on a terminal, else plain and unwrapped columns, to be pasted."""
     if not sys.stdout.isatty():
         widths = [max(map(len, column)) for column in zip(headers, *lines, strict=True)]
-        for line in (headers, *lines):
-            cells = [
-                f"{cell:{'>' if at else '<'}{width}}" for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ]
-            typer.echo("  ".join(cells).rstrip())
+        for first, *rest in (headers, *lines):
+            cells = [f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
+            typer.echo("  ".join([f"{first:{widths[0]}}", *cells]).rstrip())
         return
     from rich.console import Console
     from rich.table import Table

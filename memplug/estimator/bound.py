@@ -10,7 +10,7 @@ IDLE_SHARE = 0.02  # of a step, up to which kernels bound it
 
 
 def bound(spans: Iterable[Any], step_s: float) -> str:
-    """ "compute" where kernels take all of the step; else what goes on while none runs: "link" where a copy does, "host"
+    """Where kernels take all of the step "compute"; else what goes on while none runs: "link" where a copy does, "host"
     where nothing does.
 
     Args:

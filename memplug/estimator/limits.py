@@ -59,12 +59,13 @@ def least_bytes(
     """That a step of a mode takes at least: of memplug, with everything swapped or recomputed; of the others, what
     torch's allocator reserves.
     """
-    changes = {"device_budget_gib": NO_BUDGET_GIB} if mode == "memplug" else {}
-    arena = config.arena.model_copy(update={"enabled": False})
+    changes = {"device_budget_gib": NO_BUDGET_GIB}
+    if mode != "memplug":
+        changes = {"arena": config.arena.model_copy(update={"enabled": False})}
     found = estimate(
         workload.make_model,
         workload.inputs,
-        config.model_copy(update={"arena": arena, **changes}),
+        config.model_copy(update=changes),
         hardware,
         (mode,),
         make_optimizer=workload.make_optimizer if workload.optimizer else None,

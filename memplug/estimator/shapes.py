@@ -41,8 +41,8 @@ class Shape:
         """From a YAML file such as those of configs/models.
 
         Raises:
-            EstimateError: it cannot be read, has a field that the model's configuration does not know, lacks a size, or its
-                heads do not divide its hidden size; transformers or PyYAML is missing.
+            EstimateError: it cannot be read, has a field that the model's configuration does not know, lacks a size, or
+                its heads do not divide its hidden size; transformers or PyYAML is missing.
         """
         yaml = needed("yaml", "PyYAML")
         try:
@@ -91,5 +91,5 @@ def needed(module: str, package: str | None = None) -> Any:
     except ImportError as error:
         name = package or module
         raise EstimateError(
-            f"a model of a file needs {name}, which cannot be imported: {error}", f"pip install {name}"
+            f"a model's shape needs {name}, which cannot be imported: {error}", f"Run `pip install {name}`."
         ) from None

@@ -90,10 +90,9 @@ class Training:
 
 
 def _differentiable(given: Any) -> list[torch.Tensor]:
-    loss = given.get("loss") if isinstance(given, Mapping) else getattr(given, "loss", None)
-    leaves = tree_leaves(
-        dict(given) if loss is None and isinstance(given, Mapping) else given if loss is None else loss
-    )
+    outputs = dict(given) if isinstance(given, Mapping) else given  # of Hugging Face's own kind
+    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    leaves = tree_leaves(outputs if loss is None else loss)
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not found:
         raise EstimateError(

@@ -18,7 +18,7 @@ from memplug.config import MemplugConfig
 from memplug.profile.records import Fingerprint
 
 PACKAGES = ("deepspeed", "megatron-core", "memplug", "torch", "transformers")  # whose versions a step depends on
-OF_NO_CONSEQUENCE = ("plan_dir", "report")  # of the block
+OF_NO_CONSEQUENCE = {"plan_dir": True, "report": True, "profiler": {"wait_for_plans"}}  # of the block
 
 
 def job_of(
@@ -38,8 +38,8 @@ def job_of(
     """
     named = ";".join(f"{name}:{type(module).__name__}" for name, module in layers)
     distributed = dist.is_initialized()
-    cuda = device.type == "cuda"
-    block = None if config is None else config.model_dump(mode="json", exclude=set(OF_NO_CONSEQUENCE))
+    is_cpu = device.type == "cpu"
+    block = None if config is None else config.model_dump(mode="json", exclude=OF_NO_CONSEQUENCE)
     return Fingerprint(
         model=type(root).__name__,
         # ZeRO 3 leaves empty tensors, which say how many elements they had
@@ -47,7 +47,7 @@ def job_of(
         layers=_digest(named),
         rank=dist.get_rank() if distributed else 0,
         world_size=dist.get_world_size() if distributed else 1,
-        device=torch.cuda.get_device_name(device) if cuda else f"cpu: {platform.machine()}",
+        device=f"cpu: {platform.machine()}" if is_cpu else torch.get_device_module(device).get_device_name(device),
         versions=_versions(),
         layout=tuple(sorted((layout or {}).items())),
         block="" if block is None else _digest(json.dumps(block, sort_keys=True)),

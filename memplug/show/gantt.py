@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from memplug.show.figure import Axis, Bars, Column, Figure, Panel
+from memplug.show.figure import Axis, Bars, Column, Figure, Group, Panel
 from memplug.show.words import duration
 
 TRACKS = ("host", "prefetch", "offload", "compute")
@@ -19,6 +19,7 @@ KINDS = {"attention": "#c8520f", "matrix product": "#2166a5", "other kernels": "
 COLOURS = {**KINDS, "offload": "#3f8f5b", "prefetch": "#6a4c9c", "host": "#8c8f3f"}
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "convolution")
 BARS = 1500  # that a step is at most divided into, on one track
+LONG_S = 10.0  # of a step, from which the clock counts seconds
 QUEUE_S = 20e-6  # up to which the host is busy from one kernel to the next
 
 
@@ -49,24 +50,34 @@ def gantt(title: str, steps: Mapping[str, tuple[float, Sequence[Span]]]) -> Figu
         steps: by name, its seconds and its spans.
     """
     longest_s = max(seconds for seconds, _ in steps.values())
+    unit, per_s = ("seconds", 1) if longest_s >= LONG_S else ("milliseconds", 1000)
     panels = []
     for name, (seconds, spans) in steps.items():
+        drawn = []
         bars = list(bars_of(spans, seconds))
-        rows = np.array([TRACKS.index(bar.track) for bar in bars], np.int64)
-        drawn = Bars(
-            begin=np.array([bar.begin_s for bar in bars]),
-            length=np.array([bar.end_s - bar.begin_s for bar in bars]),
-            row=rows,
-            colours=[COLOURS[bar.kind] for bar in bars],
-            words=[_words(bar) for bar in bars],
-            thickness=0.8,
-        )
+        for kind, colour in COLOURS.items():
+            rows = [bar for bar in bars if bar.kind == kind]
+            if rows:
+                group = Group(kind, colour) if kind in KINDS and not panels else None  # a legend names it once
+                drawn.append(_drawn(rows, colour, group, per_s))
         ticks = {row: f"{track}, {name}" if track == "compute" else track for row, track in enumerate(TRACKS)}
         y = Axis(title="", low=-0.6, high=len(TRACKS) - 0.4, ticks=ticks)
-        panels.append(Panel(y=y, height=1.0, content=[drawn]))
-    x = Axis(title="seconds", low=0, high=longest_s, grid=True)
+        panels.append(Panel(y=y, height=1.0, content=drawn, title=() if panels else ("",)))
+    x = Axis(title=unit, low=0, high=longest_s * per_s, grid=True)
     told = ", ".join(f"{name} {duration(seconds)}" for name, (seconds, _) in steps.items())
     return Figure(title=title, subtitle=f"Predicted: {told}", columns=[Column(x=x, panels=panels)])
+
+
+def _drawn(bars: Sequence[Bar], colour: str, group: Group | None, per_s: int) -> Bars:
+    return Bars(
+        begin=np.array([bar.begin_s * per_s for bar in bars]),
+        length=np.array([(bar.end_s - bar.begin_s) * per_s for bar in bars]),
+        row=np.array([TRACKS.index(bar.track) for bar in bars], np.int64),
+        colours=[colour] * len(bars),
+        words=[_words(bar) for bar in bars],
+        thickness=0.8,
+        group=group,
+    )
 
 
 def bars_of(spans: Iterable[Span], step_s: float) -> Iterator[Bar]:
@@ -99,9 +110,8 @@ def _kind(name: str) -> str:
 
 
 def _words(bar: Bar) -> str:
-    what = {"host": "the host queues", "offload": "copies to host", "prefetch": "copies to device"}.get(
-        bar.track, bar.kind
-    )
+    others = {"host": "the host queues", "offload": "copies to host", "prefetch": "copies to device"}
+    what = others.get(bar.track, bar.kind)
     seconds = duration(bar.end_s - bar.begin_s)
     return f"{what}: {bar.count:,} in {seconds}, from {1e3 * bar.begin_s:.3f} ms"
 

@@ -164,6 +164,10 @@ class _Module:
         return 1
 
     @staticmethod
+    def get_device_name(device: Any = None) -> str:
+        return VirtualDevice.current().hardware.name
+
+    @staticmethod
     def current_device() -> int:
         return 0
 

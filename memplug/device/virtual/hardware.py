@@ -49,7 +49,7 @@ class Hardware:
     """One kind of GPU, and the host and link that it has.
 
     Attributes:
-        name: of it.
+        name: of it, as torch gives it: a plan that was made for it is a real one's, too.
         memory_bytes: that a process can have.
         peak_flops: per second, of matrix products in bfloat16, as its vendor says it: what model FLOP/s utilization is
             a share of.

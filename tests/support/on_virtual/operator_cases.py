@@ -131,7 +131,7 @@ def test_profiles_that_are_shipped_are_some(file: Path) -> None:
 
 def test_a_profile_is_found_by_the_name_of_its_gpu_or_by_its_path(tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
-    mine.write_text(H200.read_text().replace("H200", "mine"))
+    mine.write_text(H200.read_text().replace("NVIDIA H200", "mine"))
     assert Hardware.named("h200") == Hardware.named("H200") == Hardware.read(H200)
     assert Hardware.named(str(mine)).name == Hardware.named("mine", tmp_path).name == "mine"
     with pytest.raises(HardwareError, match="no GPU 'h201': there are 4090, 910b, a100, h100, h200") as refused:
