@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 from memplug.config import MemplugConfig
 from memplug.device.capacity import DEVICE_SHARE
@@ -56,10 +57,13 @@ def capacity_bytes(hardware: Hardware, mode: str) -> float:
 def least_bytes(
     workload: Workload, config: MemplugConfig, hardware: Hardware, mode: str, attention: str | None
 ) -> float:
-    """That a step of a mode takes at least: of memplug, with everything swapped or recomputed; of the others, what
-    torch's allocator reserves.
+    """That a step of a mode takes at least: of memplug, with everything in layers swapped or recomputed, and nothing
+    outside of them; of the others, what torch's allocator reserves.
     """
-    changes = {"device_budget_gib": NO_BUDGET_GIB}
+    changes: dict[str, Any] = {
+        "device_budget_gib": NO_BUDGET_GIB,
+        "swap": config.swap.model_copy(update={"enabled": False}),
+    }
     if mode != "memplug":
         changes = {"arena": config.arena.model_copy(update={"enabled": False})}
     found = estimate(

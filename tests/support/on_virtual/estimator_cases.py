@@ -1,0 +1,222 @@
+"""`memplug.estimate` on the virtual device: what it says is what a step there takes, and what was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memplug
+from memplug.device.virtual import Hardware, VirtualDevice
+from memplug.errors import BudgetError, EstimateError, HardwareError, RegionError
+from memplug.estimator import limits
+from memplug.estimator.estimate import Estimate
+from memplug.estimator.shapes import Shape
+from memplug.estimator.training import Training
+from memplug.estimator.workload import Workload
+from tests.support.folders import ROOT
+from tests.support.on_virtual.devices import H200, HIDDEN, Layers
+from tests.support.on_virtual.h200 import measured
+
+LAYERS = {"enabled": True, "tokenwise": {"regions": ["layers.*"]}}
+GIB = 2**30
+
+
+def _stack(layers: int) -> nn.Module:
+    return Layers(layers).to(torch.bfloat16)
+
+
+def _input() -> torch.Tensor:
+    return torch.empty(1, 8192, HIDDEN, dtype=torch.bfloat16, device="meta")
+
+
+def _estimated(layers: int, modes: tuple[str, ...], block: dict[str, Any] | None = None, **options: Any) -> Estimate:
+    return memplug.estimate(lambda: _stack(layers), _input, block or LAYERS, "h200", modes, **options)
+
+
+@pytest.fixture(scope="module")
+def of_four() -> Estimate:
+    return _estimated(4, ("keep", "full", "selective"))
+
+
+@pytest.mark.parametrize("mode", ["keep", "full", "selective"])
+def test_a_step_takes_what_one_took_on_an_h200(of_four: Estimate, mode: str) -> None:
+    row = next(row for row in measured() if (row.tokens, row.layers, row.mode) == (8192, 4, mode))
+    assert of_four[mode].step_s == pytest.approx(row.step_s, rel=0.03)
+    assert of_four[mode].peak_allocated_bytes == pytest.approx(row.peak_allocated_bytes, rel=0.04)
+
+
+def test_recomputation_is_told_from_what_the_model_computes(of_four: Estimate) -> None:
+    assert of_four.over_keep("keep") == 1 < of_four.over_keep("selective") < of_four.over_keep("full")
+    assert 1.2 < of_four["full"].flops / of_four["keep"].flops < 4 / 3  # the last product is not needed again
+    share = of_four.utilization("full", 989e12)
+    assert share == pytest.approx(of_four["keep"].flops / of_four["full"].step_s / 989e12)
+    assert 0.3 < share < of_four.utilization("keep", 989e12) < 1
+    for each in of_four.values():
+        assert each.bound == "compute" and each.fits and each.to_host_bytes == each.host_bytes == 0
+        assert 0 < sum(span.end_s - span.begin_s for span in each.spans) <= each.step_s
+        assert all(0 <= span.queued_s <= span.begin_s < span.end_s <= each.step_s * 1.001 for span in each.spans)
+
+
+def test_few_layers_say_what_many_take(of_four: Estimate) -> None:
+    two, six = _estimated(2, tuple(of_four)), _estimated(6, tuple(of_four))
+    for mode, four in of_four.items():
+        for name, precision in (("step_s", 1e-3), ("peak_allocated_bytes", 1e-3), ("peak_reserved_bytes", 0.03)):
+            few, more, many = (getattr(each, name) for each in (two[mode], four, six[mode]))
+            assert many == pytest.approx(more + (more - few), rel=precision), (mode, name)
+
+
+def test_with_a_budget_memplug_swaps_and_takes_no_more_than_it() -> None:
+    keep = _estimated(4, ("keep",))["keep"]
+    budget_bytes = int(0.75 * keep.peak_allocated_bytes)
+    found = _estimated(4, ("memplug",), {**LAYERS, "device_budget_gib": budget_bytes / GIB})["memplug"]
+    assert found.peak_allocated_bytes <= budget_bytes
+    assert found.to_host_bytes == found.to_device_bytes > 0 and found.host_bytes > 0
+    assert keep.step_s < found.step_s < 1.25 * keep.step_s
+    assert {"to host", "to device"} <= {span.name for span in found.spans}
+    assert 0 < found.arena_reserved_bytes < 1.1 * found.peak_reserved_bytes
+
+
+def test_what_does_not_fit_is_estimated_all_the_same_and_what_cannot_be_planned_says_the_least() -> None:
+    small = dataclasses.replace(Hardware.read(H200), memory_bytes=8e9)
+    found = memplug.estimate(lambda: _stack(4), _input, LAYERS, small, ("keep", "memplug"))
+    assert not found["keep"].fits and found["keep"].peak_reserved_bytes > 8e9
+    assert found["memplug"].fits and found["memplug"].peak_allocated_bytes <= 8e9
+    smallest = dataclasses.replace(small, memory_bytes=1e9)
+    refused = memplug.estimate(lambda: _stack(4), _input, LAYERS, smallest, ("memplug",)).impossible["memplug"]
+    assert isinstance(refused, BudgetError) and 1 < refused.least_gib < found["keep"].peak_allocated_bytes / GIB
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32, device="meta"), nn.Linear(32, 64, bias=False, device="meta")
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embed(ids))
+        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), ids.flatten())}
+
+
+def test_a_model_on_meta_is_moved_and_what_it_shares_stays_shared() -> None:
+    VirtualDevice(Hardware.read(H200))
+    training = Training(_Tied, lambda: {"ids": torch.zeros(2, 8, dtype=torch.long, device="meta")}, torch.optim.SGD)
+    training.step()
+    assert training.model.head.weight is training.model.embed.weight
+    assert {parameter.device.type for parameter in training.model.parameters()} == {"virtual"}
+    keep = memplug.estimate(_Tied, lambda: (torch.zeros(2, 8, dtype=torch.long),), modes=("keep",))["keep"]
+    assert keep.step_s > 0
+    with pytest.raises(RegionError):
+        memplug.estimate(_Tied, lambda: (torch.zeros(2, 8, dtype=torch.long),), modes=("full",))
+
+
+class _NeedsValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight[x.nonzero()[:, 0]].sum()
+
+
+class _Constant(_NeedsValues):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"make_model": _NeedsValues}, EstimateError, "nonzero"),
+        ({"make_model": _Constant}, EstimateError, "nothing that needs a gradient"),
+        ({"modes": ("kept",)}, EstimateError, "no mode 'kept'"),
+        ({"gpu": "h201"}, HardwareError, "h200"),
+        ({"attention": "none"}, HardwareError, "cudnn, flash"),
+    ],
+)
+def test_what_cannot_be_estimated_is_said(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
+    given = {"make_model": lambda: _stack(1), "example_inputs": lambda: torch.ones(8), "modes": ("keep",), **arguments}
+    with pytest.raises(error, match=said):
+        memplug.estimate(**given)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def _workload(layers: int = 6) -> Workload:
+    shape = Shape(
+        {**Shape.read(ROOT / "configs/models/7b.yaml").fields, "hidden_size": 1024, "intermediate_size": 2816}
+    )
+    return Workload(shape=shape, layers=layers, seq_len=8192)
+
+
+@contextlib.contextmanager
+def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -> Iterator[memplug.Session]:
+    """Two steps of a GPU that has no more memory than that."""
+    gc.collect()
+    device = VirtualDevice(dataclasses.replace(Hardware.read(H200), memory_bytes=capacity_bytes))
+    device.empty_cache()
+    device.reset_peaks()
+    training = Training(workload.make_model, workload.inputs, workload.make_optimizer)
+    session = memplug.attach(training.model, block)
+    try:
+        for _ in range(2):
+            training.step()
+            session.step()
+        yield session
+    finally:
+        session.detach()
+        del training
+        torch.ones(1, device="virtual", requires_grad=True).backward()  # lets go of a backward that failed
+        gc.collect()
+
+
+def test_a_job_that_runs_out_of_memory_without_a_plan_finishes_from_an_estimated_one(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    workload = _workload()
+    block = {"enabled": True, "swap": {"enabled": False}, "host_budget_gib": 100, "device_budget_gib": 4.2}
+    make_optimizer = workload.make_optimizer
+    found = memplug.estimate(
+        workload.make_model,
+        workload.inputs,
+        block,
+        "h200",
+        ("memplug",),
+        make_optimizer=make_optimizer,
+        plan_dir=tmp_path,
+    )
+    assert list(tmp_path.iterdir()) and not found.impossible
+    planned = {**block, "plan_dir": str(tmp_path)}
+    with _trained(workload, planned, 1e12) as session:
+        report = session.report()
+        assert report["planned_steps"] == 2 and report["arena_step_served"] == 1
+        needed = session.device.usage().reserved_peak
+    with _trained(workload, planned, 1.005 * needed) as session:
+        assert session.report()["planned_steps"] == 2
+    with pytest.raises(torch.OutOfMemoryError), _trained(workload, {**block, "plan_dir": False}, 1.005 * needed):
+        pass
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "size"), [("keep", "seq_len"), ("full", "micro_batch"), ("memplug", "seq_len")])
+def test_the_longest_sequence_and_the_largest_batch_fit_and_larger_ones_do_not(mode: str, size: str) -> None:
+    pytest.importorskip("transformers")
+    hardware = dataclasses.replace(Hardware.read(H200), memory_bytes=3 * GIB)
+    workload = dataclasses.replace(_workload(), optimizer=False, seq_len=4096 if size == "seq_len" else 512)
+    config = memplug.MemplugConfig(enabled=True)
+    find = limits.longest if size == "seq_len" else limits.largest_batch
+    most = find(workload, config, hardware, mode, None)
+    for count, fits in ((most, True), (int(1.25 * most), False)):
+        changed = dataclasses.replace(workload, **{size: count})
+        taken = limits.least_bytes(changed, config, hardware, mode, None)
+        assert (taken <= limits.capacity_bytes(hardware, mode)) is fits, (count, taken)
