@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from memplug.device.virtual import Hardware, Rate
+from memplug.device.virtual import Hardware, Rate, measuring
 from memplug.device.virtual.measuring import measure_profile, write_profile
 from memplug.errors import HardwareError
 from tests.support.folders import ROOT
@@ -86,7 +86,8 @@ def test_other_devices_are_refused_and_files_that_cannot_be_written(tmp_path: Pa
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_is_measured_and_the_random_state_left_alone(tmp_path: Path) -> None:
+def test_a_gpu_is_measured_and_the_random_state_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_SERIES_S", 0.2)  # a simulated one computes on the CPU
     state, said = torch.cuda.get_rng_state(), []
     measured = measure_profile("cuda", said.append)
     assert torch.equal(torch.cuda.get_rng_state(), state)
