@@ -85,7 +85,8 @@ class HardwareError(MemplugError):
     """A hardware profile cannot be read, or torch has no place for the virtual device."""
 
     default_advice = (
-        "Take one of configs/hardware as an example; and a process in which no other vendor's device is imported."
+        "Take one of configs/hardware as an example, or let `memplug doctor --measure FILE` write one; "
+        "and a process in which no other vendor's device is imported."
     )
 
 

@@ -3,10 +3,13 @@
 import os
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from memplug.cli.output import AsJson, print_facts, progress
+from memplug.cli.rates import measure_into
 from memplug.cli.versions import versions
 
 # Settings of others that take away what memplug builds on, and what they do.
@@ -24,11 +27,23 @@ _CONFLICTS = (
 )
 
 
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    measure: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instead, measure the GPU for half a minute, and write its rates as a hardware profile.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Show what memplug finds on this machine: versions, compiler, device, measured rates, settings in the way.
 
     Builds the native core and the address search of `memplug plan` where that was not done yet.
     """
+    if measure is not None:
+        measure_into(measure, as_json=as_json)
+        return
     from memplug.native import packing
 
     facts = {"versions": versions(), "compiler": _compiler()}

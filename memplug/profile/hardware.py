@@ -87,15 +87,18 @@ def measure(device: torch.device | str) -> Hardware:
     )
 
 
-def measure_links(device: torch.device | str, size_bytes: int = 256 * _MIB) -> tuple[float, float]:
-    """Measures the copy bandwidth between device and host in both directions at once.
+def measure_links(
+    device: torch.device | str, size_bytes: int = 256 * _MIB, *, together: bool = True
+) -> tuple[float, float]:
+    """Measures the copy bandwidth between device and host, in both directions at once or in each alone.
 
     On CUDA the host's buffers are pinned, and each direction has a stream of its own. On the CPU, where there is no
-    link, it is the rate of two memory copies side by side.
+    link, it is the rate of memory copies, two of them side by side where both directions run.
 
     Args:
         device: "cpu" or a CUDA device.
         size_bytes: Bytes of one copy, at least 1; there are two buffers of it on each side.
+        together: Both directions run at once; else one after the other.
 
     Returns:
         Device to host and host to device, in bytes per second, each the median of several copies.
@@ -109,7 +112,8 @@ def measure_links(device: torch.device | str, size_bytes: int = 256 * _MIB) -> t
     on_device = [torch.ones(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     with _pinned(size_bytes, device) as to_host, _pinned(size_bytes, device) as from_host:
         copies = [(to_host, on_device[0]), (on_device[1], from_host)]
-        d2h_s, h2d_s = _cuda_copy_s(copies, device) if device.type == "cuda" else _cpu_copy_s(copies)
+        turns = [copies] if together else [[each] for each in copies]
+        d2h_s, h2d_s = (seconds for turn in turns for seconds in _copy_s(turn, device))
     return size_bytes / d2h_s, size_bytes / h2d_s
 
 
@@ -184,6 +188,10 @@ def _pinned(size_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
             if registered:
                 torch.cuda.synchronize()
                 cudart.cudaHostUnregister(block.data_ptr())
+
+
+def _copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> list[float]:
+    return _cuda_copy_s(copies, device) if device.type == "cuda" else _cpu_copy_s(copies)
 
 
 def _cuda_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> list[float]:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from memplug.cli import app
 from memplug.config import json_schema, load_config
+from memplug.device.virtual.hardware import LINK_RATES, Hardware
 from memplug.profile.trace_file import load, save
 from memplug.show.summary import summary
 from tests.support.folders import ROOT
@@ -170,6 +171,46 @@ def test_doctor_in_a_pipe_is_plain_text_with_progress_on_stderr_only(monkeypatch
     assert "GB/s" in lines["device to host"] and "TFLOP/s" in lines["matmul"]
     assert result.stdout.isascii()
     assert "measuring" in result.stderr and "measuring" not in result.stdout
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What the doctor measures, without the half minute: the profile of an H200."""
+    from memplug.device.virtual import measuring
+
+    profile = json.loads((ROOT / "configs" / "hardware" / "h200.json").read_text())
+    for entry in (*profile["matmul_flops"].values(), *map(profile.get, LINK_RATES)):
+        entry["value"] = [[1e6, entry["value"] / 2], [1e9, entry["value"]]]
+    for way in ("forward", "backward"):
+        profile[f"attention_{way}_flops"].pop("flash")
+    monkeypatch.setattr(measuring, "measure_profile", lambda device, doing: profile)
+    return profile
+
+
+def test_doctor_measures_a_profile_into_a_file_and_prints_its_rates(tmp_path, measured):
+    file = tmp_path / "mine.json"
+    result = run(app, ["doctor", "--measure", str(file)])
+    assert result.exit_code == 0 and result.stdout.isascii() and "measuring" in result.stderr
+    lines = dict(line.split("  ", 1) for line in result.stdout.splitlines())
+    assert lines["written to"].strip() == str(file) and lines["device"].strip() == "H200"
+    assert lines["matmul, bfloat16"].strip() == "324 TFLOP/s at 1.0e+06 operations, 648 TFLOP/s at 1.0e+09 operations"
+    assert "620 TFLOP/s at 32,768 tokens" in lines["attention forward, cudnn"]
+    assert "55.3 GB/s at 954 MiB" in lines["device to host"]
+    assert "49.1 GB/s at 954 MiB" in lines["host to device, both directions"]
+    assert Hardware.named(str(file)).name == "H200" and json.loads(file.read_text()) == measured
+
+
+def test_doctor_json_of_a_measured_profile_is_what_the_file_has(tmp_path, measured):
+    file = tmp_path / "mine.json"
+    answer = json.loads(run(app, ["doctor", "--measure", str(file), "--json"]).stdout)
+    assert answer["file"] == str(file) and answer["profile"] == json.loads(file.read_text()) == measured
+
+
+def test_doctor_measures_nothing_for_a_file_that_cannot_be(tmp_path, measured):
+    result = run(app, ["doctor", "--measure", str(tmp_path / "absent" / "mine.json")])
+    assert result.exit_code == 2 and "measuring" not in result.stderr
+    result = run(app, ["doctor", "--measure", str(tmp_path)])
+    assert result.exit_code == 1 and "the hardware profile cannot be written" in result.stderr
 
 
 @pytest.fixture

@@ -37,8 +37,11 @@ NO_LIST, NO_REGIONS = {"swap": {"enabled": False}}, {"tokenwise": {"enabled": Fa
 PLAIN = {"arena": {"enabled": False}, "profiler": {"wait_for_plans": True}}
 
 
-def test_a_swap_list_keeps_to_its_budget_and_waits_no_longer_than_it_says() -> None:
-    device = VirtualDevice(Hardware.read(H200))
+def test_a_swap_list_keeps_to_its_budget_and_waits_as_long_as_it_says_where_the_link_is_never_faster() -> None:
+    """It counts with the rates of a link whose directions both run."""
+    hardware = Hardware.read(H200)
+    both = {"to_host": hardware.to_host_both_bytes_per_s, "to_device": hardware.to_device_both_bytes_per_s}
+    device = VirtualDevice(dataclasses.replace(hardware, **{f"{to}_bytes_per_s": both[to] for to in both}))
     fits, most, alone_s = _trained(device, {**PLAIN, **NO_REGIONS})
     assert fits["swap"] == "fits"
     budget_bytes = int(0.75 * most)
@@ -49,6 +52,8 @@ def test_a_swap_list_keeps_to_its_budget_and_waits_no_longer_than_it_says() -> N
     assert report["swap_demanded"] == report["swap_cancelled"] == report["swap_refused"] == report["swap_missed"] == 0
     assert 0 < report["swap_stall_s"] == pytest.approx(report["predicted_swap_stall_s"], rel=0.05)
     assert report["swap_stall_s"] == pytest.approx(took_s - alone_s, rel=0.2)
+    report, peak, less_s = _trained(VirtualDevice(hardware), config)
+    assert peak <= budget_bytes and 0 < report["swap_stall_s"] < report["predicted_swap_stall_s"] and less_s < took_s
 
 
 def test_regions_swap_keep_and_recompute_and_that_is_faster_than_recomputing_all() -> None:

@@ -1,0 +1,282 @@
+"""Measures what this machine's GPU does in a second, or its CPU, as a profile that the virtual device takes."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from memplug.errors import HardwareError
+from memplug.files import write_whole
+from memplug.profile.hardware import host_available_bytes, measure_links
+
+_MIB = 1 << 20
+_REPEATS = 3
+_WORTH_TIMING_S = 1e-3  # shorter runs are timed several at once
+_MOST_AT_ONCE = 100
+# Sizes rise until one run takes this long, or all of them together; so a slow device is measured at small sizes.
+_LONGEST_S, _SERIES_S = 0.05, 3.0
+_LEAST_S = 1e-9  # clocks have steps
+_SIDES = tuple(256 << each for each in range(6))  # of square matrices
+_LENGTHS = tuple(128 << each for each in range(11))
+_COPIES_BYTES = {"cuda": (1 * _MIB, 16 * _MIB, 128 * _MIB), "cpu": (1 * _MIB, 8 * _MIB, 64 * _MIB)}
+_SMALL_COPY_BYTES = 4096
+_HEADS = {"cuda": (16, 128), "cpu": (4, 64)}  # of attention, and channels of each
+_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+Doing = Callable[[str], None]
+Points = list[list[float]]
+
+
+def measure_profile(device: torch.device | str, doing: Doing = lambda words: None) -> dict[str, Any]:
+    """Measures a hardware profile: medians, half a minute at most, or less than a minute on two slow cores.
+
+    Matrix products are of square matrices; attention is causal, of one sequence with 16 heads of 128 channels in
+    bfloat16 (CPU: 4 of 64 in float32), forward and backward, under each back end that torch has there, the one that it
+    takes by itself first; memory is that of an elementwise operator with two inputs. Where bfloat16 is emulated, its
+    rates are those of float16. On the CPU, where there is no link, copies are memory copies. The device should have no
+    other work. The global random state is left alone; as backward runs, this process can have no virtual device.
+
+    Args:
+        device: "cpu" or a CUDA device, on which 2 GiB are to be free.
+        doing: takes a few words on what is being measured.
+
+    Returns:
+        What `Hardware.read` reads, each value `{"value": ..., "from": "measured"}`.
+
+    Raises:
+        ValueError: another kind of device.
+        OSError: not Linux.
+    """
+    device = torch.device(device)
+    if device.type not in _HEADS:
+        raise ValueError(f"can measure cpu and cuda, got {device}")
+    is_cuda = device.type == "cuda"
+    with torch.cuda.device(device) if is_cuda else nullcontext():
+        doing("the link")
+        link = _link(device)
+        watch = _Watch(device)
+        doing("matrix products")
+        products = {name: _products(watch, dtype) for name, dtype in _dtypes(device).items()}
+        forward, backward = {}, {}
+        for name in _backends(device):
+            doing(f"attention, {name}")
+            forward[name], backward[name] = _attention(watch, _BACKENDS[name])
+        doing("memory and launches")
+        rates = {
+            "memory_bytes": torch.cuda.mem_get_info()[1] if is_cuda else host_available_bytes(),
+            "matmul_flops": products,
+            "attention_forward_flops": forward,
+            "attention_backward_flops": backward,
+            "memory_bytes_per_s": _memory_bytes_per_s(watch),
+            "kernel_s": _kernel_s(watch),
+            **link,
+            "launch_s": _launch_s(device),
+        }
+    name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or platform.machine()
+    return {"name": name, **{each: _marked(value) for each, value in rates.items()}}
+
+
+def write_profile(file: Path, profile: Mapping[str, Any]) -> None:
+    """Writes a profile, a line for each rate.
+
+    Raises:
+        HardwareError: the file cannot be written there.
+    """
+    lines = []
+    for name, entry in profile.items():
+        if isinstance(entry, Mapping) and "from" not in entry:
+            inner = ",\n".join(f"    {json.dumps(each)}: {json.dumps(entry[each])}" for each in entry)
+            lines.append(f"  {json.dumps(name)}: {{\n{inner}\n  }}")
+        else:
+            lines.append(f"  {json.dumps(name)}: {json.dumps(entry)}")
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    write_whole(file, "hardware profile", lambda out: out.write(text.encode()), HardwareError)
+
+
+class _Watch:
+    """Times what runs on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._numbers = torch.Generator(device).manual_seed(0)
+        # Keeps a GPU at work while the host queues what is timed, which would be the host's time else.
+        self._before = torch.empty(128 * _MIB, dtype=torch.uint8, device=device) if device.type == "cuda" else None
+
+    def random(self, *sizes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Normal numbers, as a GPU multiplies constants faster."""
+        return torch.randn(*sizes, dtype=dtype, device=self.device, generator=self._numbers)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Of one run: a median, after one that is not timed."""
+        run()
+        once_s = max(self._together_s(run, 1), _LEAST_S)
+        count = max(1, min(_MOST_AT_ONCE, int(_WORTH_TIMING_S / once_s)))
+        return max(median(self._together_s(run, count) for _ in range(_REPEATS)) / count, _LEAST_S)
+
+    def _together_s(self, run: Callable[[], object], count: int) -> float:
+        if self._before is None:
+            began_s = time.perf_counter()
+            for _ in range(count):
+                run()
+            return time.perf_counter() - began_s
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(20):
+            self._before.zero_()
+        begin.record()
+        for _ in range(count):
+            run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def _until_slow(sizes: Iterable[int], measure: Callable[[int], float]) -> Iterator[tuple[int, float]]:
+    """Sizes with their seconds, until they take too long or more memory than there is."""
+    began_s = time.perf_counter()
+    for turn, size in enumerate(sizes):
+        try:
+            seconds = measure(size)
+        except torch.OutOfMemoryError:
+            if turn == 0:
+                raise
+            return
+        yield size, seconds
+        if seconds > _LONGEST_S or time.perf_counter() - began_s > _SERIES_S:
+            return
+
+
+def _dtypes(device: torch.device) -> dict[str, torch.dtype]:
+    # Below compute capability 8.0 bf16 is emulated.
+    emulated = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    half = torch.float16 if emulated else torch.bfloat16
+    return {"bfloat16": half, "float32": torch.float32, "float64": torch.float64}
+
+
+def _products(watch: _Watch, dtype: torch.dtype) -> Points:
+    """Rates by a product's floating-point operations."""
+
+    def measure(side: int) -> float:
+        left, right = (watch.random(side, side, dtype=dtype) for _ in range(2))
+        out = torch.empty_like(left)
+        return watch.seconds(lambda: torch.mm(left, right, out=out))
+
+    return [[2.0 * side**3, 2.0 * side**3 / seconds] for side, seconds in _until_slow(_SIDES, measure)]
+
+
+def _backends(device: torch.device) -> list[str]:
+    """Of attention, those that run here, torch's own choice first; the one without a kernel where there is no other."""
+    query, *others = _attention_inputs(_Watch(device), _LENGTHS[0])
+    found = []
+    for name, backend in _BACKENDS.items():
+        with sdpa_kernel(backend), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of why a back end does not run
+            try:
+                scaled_dot_product_attention(query, *others, is_causal=True).sum().backward()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                continue
+        found.append(name)
+    chosen = torch._fused_sdp_choice(query, *others, is_causal=True)
+    found = [name for name in found if name != "math"] or found
+    return sorted(found, key=lambda name: int(_BACKENDS[name]) != chosen)
+
+
+def _attention_inputs(watch: _Watch, tokens: int) -> list[torch.Tensor]:
+    heads, channels = _HEADS[watch.device.type]
+    dtype = torch.float32 if watch.device.type == "cpu" else _dtypes(watch.device)["bfloat16"]
+    return [watch.random(1, heads, tokens, channels, dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+def _attention(watch: _Watch, backend: SDPBackend) -> tuple[Points, Points]:
+    """Rates of forward and backward by length; 2 and 5 operations for each pair of tokens and channel (`Hardware`)."""
+    backward_s: dict[int, float] = {}
+
+    def measure(tokens: int) -> float:
+        inputs = _attention_inputs(watch, tokens)
+        with torch.no_grad():
+            forward_s = watch.seconds(lambda: scaled_dot_product_attention(*inputs, is_causal=True))
+        out = scaled_dot_product_attention(*inputs, is_causal=True)
+        gradient = torch.ones_like(out)
+        seconds = watch.seconds(lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True))
+        backward_s[tokens] = seconds
+        return forward_s
+
+    heads, channels = _HEADS[watch.device.type]
+    with sdpa_kernel(backend):
+        forward_s = dict(_until_slow(_LENGTHS, measure))
+    rates = []
+    for operations, seconds in ((2.0, forward_s), (5.0, backward_s)):
+        pairs = {tokens: heads * channels * tokens**2 for tokens in forward_s}
+        rates.append([[tokens, operations * pairs[tokens] / seconds[tokens]] for tokens in forward_s])
+    return rates[0], rates[1]
+
+
+def _memory_bytes_per_s(watch: _Watch) -> float:
+    # More than caches hold.
+    size = (256 if watch.device.type == "cuda" else 64) * _MIB
+    left, right, out = (torch.ones(size // 4, device=watch.device) for _ in range(3))
+    return 3 * size / watch.seconds(lambda: torch.add(left, right, out=out))
+
+
+def _kernel_s(watch: _Watch) -> float:
+    one = torch.ones(1, device=watch.device)
+    return watch.seconds(lambda: one.add_(1))
+
+
+def _launch_s(device: torch.device) -> float:
+    """Of the host for one operator, with its output; on the CPU all of a small one."""
+    one = torch.ones(1, device=device)
+
+    def queue() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began_s = time.perf_counter()
+        for _ in range(_MOST_AT_ONCE):
+            torch.add(one, one)
+        return (time.perf_counter() - began_s) / _MOST_AT_ONCE
+
+    return max(median(queue() for _ in range(_REPEATS + 1)), _LEAST_S)
+
+
+def _link(device: torch.device) -> dict[str, Any]:
+    """Rates of each direction by the bytes of a copy, without what the smallest copy takes."""
+    small_s = [_SMALL_COPY_BYTES / rate for rate in measure_links(device, _SMALL_COPY_BYTES, together=False)]
+    copy_s = fmean(small_s)
+    found: dict[str, Any] = {}
+    for both, together in (("", False), ("_both", True)):
+        for size in _COPIES_BYTES[device.type]:
+            for to, rate in zip(("host", "device"), measure_links(device, size, together=together), strict=True):
+                seconds = size / rate
+                points = found.setdefault(f"to_{to}{both}_bytes_per_s", [])
+                points.append([size, size / max(seconds - copy_s, seconds / 2)])
+    return {**found, "copy_s": copy_s}
+
+
+def _marked(value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {name: _marked(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return {"value": [[size, _rounded(rate)] for size, rate in value], "from": "measured"}
+    return {"value": _rounded(value), "from": "measured"}
+
+
+def _rounded(value: float) -> float:
+    """To four digits, which is more than two runs agree on."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,100 @@
+"""A profile of the machine at hand: its rates are plausible and marked, and the virtual device runs on it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memplug.device.virtual import Hardware, Rate, measuring
+from memplug.device.virtual.measuring import measure_profile, write_profile
+from memplug.errors import HardwareError
+from tests.support.folders import ROOT
+
+STEP = """
+import sys, torch
+from torch.nn.functional import scaled_dot_product_attention
+from memplug.device.virtual import Hardware, VirtualDevice
+device = VirtualDevice(Hardware.named(sys.argv[1]))
+with torch.device("virtual"):
+    layer, x = torch.nn.Linear(64, 192, dtype=torch.bfloat16), torch.randn(1, 256, 64, dtype=torch.bfloat16)
+query, key, value = layer(x).view(1, 256, 3, 4, 16).permute(2, 0, 3, 1, 4)
+scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+layer.weight.cpu()
+print(device.synchronize())
+"""
+
+
+@pytest.fixture(scope="module")
+def profile() -> dict[str, Any]:
+    return measure_profile("cpu")
+
+
+@pytest.fixture
+def file(tmp_path: Path, profile: dict[str, Any]) -> Path:
+    write_profile(tmp_path / "mine.json", profile)
+    return tmp_path / "mine.json"
+
+
+def entries(profile: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for name, entry in profile.items():
+        if name != "name":
+            yield from [entry] if "from" in entry else entry.values()
+
+
+def test_the_rates_of_the_cpu_are_plausible(file: Path) -> None:
+    hardware = Hardware.read(file)
+    # Between a very slow and an impossible machine: a unit that is wrong by 1e3 falls outside.
+    for rate in (hardware.matmul_flops["float32"], hardware.matmul_flops["float64"]):
+        assert 1e8 < rate.at(1e9) < 1e14
+    for rates in (hardware.attention_forward_flops, hardware.attention_backward_flops):
+        assert tuple(rates) == ("flash",) and 1e7 < rates["flash"].at(512) < 1e14
+    links = (hardware.to_host_bytes_per_s, hardware.to_device_bytes_per_s)
+    both = (hardware.to_host_both_bytes_per_s, hardware.to_device_both_bytes_per_s)
+    assert all(1e8 < rate.at(1 << 26) < 1e12 for rate in (*links, *both))
+    assert 1e8 < hardware.memory_bytes_per_s < 1e13 and 1e8 < hardware.memory_bytes < 1e14
+    assert all(1e-9 < seconds < 1e-2 for seconds in (hardware.kernel_s, hardware.copy_s, hardware.launch_s))
+    assert hardware.name
+
+
+def test_all_of_it_is_marked_as_measured_and_the_file_has_it(file: Path, profile: dict[str, Any]) -> None:
+    assert all(entry["from"] == "measured" for entry in entries(profile))
+    assert json.loads(file.read_text()) == profile
+    assert isinstance(Hardware.read(file).to_host_bytes_per_s, Rate)
+    assert len(file.read_text().splitlines()) < 30, "a line for each rate"
+
+
+def test_the_virtual_device_runs_on_it(file: Path) -> None:
+    command = [sys.executable, "-c", STEP, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert 0 < float(done.stdout) < 10
+
+
+def test_other_devices_are_refused_and_files_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="can measure cpu and cuda, got meta"):
+        measure_profile("meta")
+    with pytest.raises(HardwareError, match="the hardware profile cannot be written"):
+        write_profile(tmp_path / "absent" / "mine.json", {"name": "mine"})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_measured_and_the_random_state_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_SERIES_S", 0.2)  # a simulated one computes on the CPU
+    state, said = torch.cuda.get_rng_state(), []
+    measured = measure_profile("cuda", said.append)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    write_profile(tmp_path / "gpu.json", measured)
+    hardware = Hardware.read(tmp_path / "gpu.json")
+    assert (
+        hardware.name == torch.cuda.get_device_name() and hardware.attention(None) in hardware.attention_forward_flops
+    )
+    assert hardware.memory_bytes == pytest.approx(torch.cuda.mem_get_info()[1], rel=1e-3)
+    assert said[0] == "the link" and len(said) >= 4
