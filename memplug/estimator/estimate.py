@@ -21,7 +21,7 @@ from memplug.session import Session
 from memplug.stages.table import Stage
 
 MOST_STEPS = 60  # until a program has its plan and its addresses
-LASTING_STEPS = 2  # after which optimizer states and gradients are there
+LASTING_STEPS = 1  # after which optimizer states and gradients are there
 KEEPING_STEPS = 4  # in which a plan shows that it lasts
 UNLIMITED_BYTES = float(1 << 62)
 

@@ -21,8 +21,8 @@ from memplug.estimator.workload import Workload
 FEW_LAYERS = (2, 4)
 SEQ_LEN_STEP = 256  # tokens
 NO_BUDGET_GIB = 1e-3
-PRECISION = 64
-MOST_CHECKS = 6  # of one size, with all layers
+PRECISION = 32
+MOST_CHECKS = 4  # of one size, with all layers
 GIB = 2**30
 
 
@@ -97,17 +97,17 @@ def largest(bytes_of: Callable[[int, int], float], begin: int, layers: int, limi
     low = predicted(begin)
     slope = max((predicted(2 * begin) - low) / begin, 1.0)
     count = max(1, begin + math.floor((limit_bytes - low) / slope))
-    fits, fails = 0, None  # the largest that is known to, the smallest that is known not to
+    fits, fails, failed = 0, None, 0  # the largest that is known to fit, the smallest that is known not to
     for _ in range(MOST_CHECKS):
-        room_bytes = limit_bytes - bytes_of(count, layers)
-        more = math.floor(room_bytes / slope)
+        more = math.floor((limit_bytes - bytes_of(count, layers)) / slope)
         if more >= 0:
             fits = count
         else:
-            fails = count
+            fails, failed = count, failed + 1
         precise = max(1, fits // PRECISION)
         if 0 <= more < precise or (fails is not None and fails - fits <= precise):
             break
         count = max(count + more, fits + 1)
-        count = min(count, fails - 1) if fails is not None else count
+        if fails is not None:
+            count = (fits + fails) // 2 if failed > 1 else min(count, fails - 1)
     return fits

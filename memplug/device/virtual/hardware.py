@@ -51,8 +51,8 @@ class Hardware:
     Attributes:
         name: of it, as torch gives it: a plan that was made for it is a real one's, too.
         memory_bytes: that a process can have.
-        peak_flops: per second, of matrix products in bfloat16, as its vendor says it: what model FLOP/s utilization is
-            a share of.
+        peak_flops: per second, of matrix products in bfloat16, as its vendor says it, or the most that was measured:
+            model FLOP/s utilization is a share of it.
         matmul_flops: per second, of matrix products by dtype, such as "bfloat16"; sizes are a product's floating-point
             operations.
         attention_forward_flops, attention_backward_flops: per second, by back end, such as "flash": the first one is

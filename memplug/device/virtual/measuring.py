@@ -80,6 +80,7 @@ def measure_profile(device: torch.device | str, doing: Doing = lambda words: Non
         doing("memory and launches")
         rates = {
             "memory_bytes": torch.cuda.mem_get_info()[1] if is_cuda else host_available_bytes(),
+            "peak_flops": max(rate for _, rate in products["bfloat16"]),
             "matmul_flops": products,
             "attention_forward_flops": forward,
             "attention_backward_flops": backward,

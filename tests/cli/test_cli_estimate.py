@@ -1,0 +1,66 @@
+"""`memplug estimate`, as a user runs it: a process of its own, since torch learns of the virtual device there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.folders import ROOT
+
+pytest.importorskip("transformers")
+MODEL = ROOT / "configs" / "models" / "tiny.yaml"
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from memplug.cli import main; main()", "estimate", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+
+
+def test_the_table_and_the_files_say_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    block = {"enabled": True, "host_budget_gib": 1, "device_budget_gib": 1}
+    settings = {"train_micro_batch_size_per_gpu": 3, "fp16": {"enabled": True}, "memplug": block}
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    files = {name: tmp_path / f"{name}.file" for name in ("json", "html", "chrome")}
+    options = [each for name, file in files.items() for each in (f"--{name}", file)]
+    told = run(tmp_path / "ds.json", "--model", MODEL, "--gpu", "H100", *options, "--plan-dir", tmp_path / "plans")
+    assert told.returncode == 0, told.stderr
+    assert "one NVIDIA H100 80GB HBM3: 4 layers of 128, 3 × 2,048 tokens, fp16, head, AdamW" in told.stdout
+    facts = json.loads(files["json"].read_text())
+    assert list(facts["modes"]) == ["keep", "full", "selective", "memplug"] and facts["impossible"] == {}
+    for mode, each in facts["modes"].items():
+        assert each["step_s"] > 0 and each["fits"] and 0 < each["model_flops_utilization"] < 1
+        assert each["longest_seq_len"] > 2048 and each["largest_micro_batch"] > 3
+        assert f"{each['largest_micro_batch']:,}" in told.stdout and mode in told.stdout
+    assert facts["modes"]["full"]["over_keep"] > 1 == facts["modes"]["keep"]["over_keep"]
+    assert "memplug" in files["html"].read_text() and json.loads(files["chrome"].read_text())["traceEvents"]
+    assert len(list((tmp_path / "plans").glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--gpu", "h201"], 1, "there are 4090, 910b, a100, h100, h200"),
+        (["--attention", "math"], 1, "cudnn, flash"),
+        (["--mode", "kept"], 2, "'kept' is none of"),
+        (["--model", "absent.yaml"], 1, "absent.yaml"),
+        (["--model", ROOT / "configs/models/mixtral_tiny.yaml"], 1, "memplug tune"),
+        (["--html", "/absent/chart.html", "--mode", "keep", "--no-limits"], 1, "/absent/chart.html"),
+    ],
+)
+def test_what_is_not_usable_is_said(options: list[object], code: int, said: str) -> None:
+    told = run(*([] if "--model" in options else ["--model", MODEL]), *options)
+    assert told.returncode == code and said in told.stderr and "Traceback" not in told.stderr
+
+
+def test_what_cannot_fit_says_the_least(tmp_path: Path) -> None:
+    small = json.loads((ROOT / "configs" / "hardware" / "4090.json").read_text())
+    small["memory_bytes"]["value"] = 20e6
+    (tmp_path / "small.json").write_text(json.dumps(small))
+    told = run("--model", MODEL, "--gpu", tmp_path / "small.json", "--no-limits")
+    assert told.returncode == 1 and 'Set "device_budget_gib" to ' in told.stderr
+    assert [line.split()[-4:] for line in told.stdout.splitlines() if line.startswith("fits")] == [["no"] * 4]

@@ -1,0 +1,26 @@
+"""What a step waits for, by its spans."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplug.estimator.bound import bound
+from memplug.estimator.estimate import Span
+
+
+def _span(name: str, begin_s: float, end_s: float, stream: int = 0) -> Span:
+    return Span(stream, begin_s, end_s, begin_s, name)
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([_span("aten::mm", 0, 1)], "compute"),
+        ([_span("aten::mm", 0, 0.5), _span("aten::mm", 0.49, 0.99), _span("to host", 0, 1, 1)], "compute"),
+        ([_span("aten::mm", 0, 0.5), _span("to host", 0.4, 0.9, 1), _span("aten::mm", 0.9, 1)], "link"),
+        ([_span("aten::mm", 0, 0.5), _span("to device", 0.4, 0.6, 2), _span("aten::mm", 0.9, 1)], "host"),
+        ([], "host"),
+    ],
+)
+def test_it_waits_for_what_goes_on_while_no_kernel_runs(spans: list[Span], expected: str) -> None:
+    assert bound(spans, 1.0) == expected

@@ -1,0 +1,40 @@
+"""The search for the largest count that fits, on memory that is known."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplug.estimator.limits import FEW_LAYERS, MOST_CHECKS, PRECISION, largest
+
+BYTES = st.integers(1, 10**9)
+
+
+@given(
+    fixed=BYTES, of_layer=BYTES, of_count=BYTES, of_both=BYTES, begin=st.integers(1, 64), limit=st.integers(1, 10**12)
+)
+def test_where_memory_rises_evenly_the_largest_is_found(fixed, of_layer, of_count, of_both, begin, limit):
+    def bytes_of(count: int, layers: int) -> float:
+        return fixed + of_layer * layers + count * (of_count + of_both * layers)
+
+    found = largest(bytes_of, begin, 32, limit)
+    assert bytes_of(found, 32) <= limit or found == 0
+    assert bytes_of(found + 1 + found // PRECISION, 32) > limit
+
+
+@given(bend=st.integers(1, 2000), steeper=st.integers(2, 10), limit=st.integers(2, 10**4))
+def test_where_it_rises_faster_from_somewhere_on_no_more_than_fits_is_found(bend, steeper, limit):
+    runs = []
+
+    def bytes_of(count: int, layers: int) -> float:
+        runs.append(layers)
+        return layers * (count + max(0, count - bend) * (steeper - 1))
+
+    found = largest(bytes_of, 16, 32, 32 * limit)
+    assert bytes_of(found, 32) <= 32 * limit
+    assert found >= min(bend, limit) // 4
+    assert runs.count(32) <= MOST_CHECKS + 1 and runs.count(FEW_LAYERS[0]) == 2, "with all layers a step takes long"
+
+
+def test_where_nothing_fits_that_is_none():
+    assert largest(lambda count, layers: 1e12 * layers + count, 16, 32, 1e9) == 0
