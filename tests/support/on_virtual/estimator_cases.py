@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,8 @@ from tests.support.folders import ROOT
 from tests.support.on_virtual.devices import H200, HIDDEN, Layers
 from tests.support.on_virtual.h200 import measured
 
-LAYERS = {"enabled": True, "tokenwise": {"regions": ["layers.*"]}}
+NO_LIST = {"swap": {"enabled": False}}
+LAYERS = {"enabled": True, "tokenwise": {"regions": ["layers.*"]}, **NO_LIST}
 GIB = 2**30
 
 
@@ -86,13 +85,17 @@ def test_with_a_budget_memplug_swaps_and_takes_no_more_than_it() -> None:
 
 
 def test_what_does_not_fit_is_estimated_all_the_same_and_what_cannot_be_planned_says_the_least() -> None:
-    small = dataclasses.replace(Hardware.read(H200), memory_bytes=8e9)
+    small = dataclasses.replace(Hardware.read(H200), memory_bytes=9e9)
     found = memplug.estimate(lambda: _stack(4), _input, LAYERS, small, ("keep", "memplug"))
-    assert not found["keep"].fits and found["keep"].peak_reserved_bytes > 8e9
-    assert found["memplug"].fits and found["memplug"].peak_allocated_bytes <= 8e9
+    assert not found["keep"].fits and found["keep"].peak_reserved_bytes > 9e9
+    assert found["memplug"].fits and found["memplug"].peak_allocated_bytes <= 9e9
     smallest = dataclasses.replace(small, memory_bytes=1e9)
-    refused = memplug.estimate(lambda: _stack(4), _input, LAYERS, smallest, ("memplug",)).impossible["memplug"]
-    assert isinstance(refused, BudgetError) and 1 < refused.least_gib < found["keep"].peak_allocated_bytes / GIB
+    least = memplug.estimate(lambda: _stack(4), _input, LAYERS, smallest, ("memplug",))["memplug"]
+    assert not least.fits and least.peak_allocated_bytes < found["memplug"].peak_allocated_bytes
+    asked = {**LAYERS, "device_budget_gib": 1}
+    refused = memplug.estimate(lambda: _stack(4), _input, asked, small, ("memplug",)).impossible["memplug"]
+    assert isinstance(refused, BudgetError)
+    assert refused.least_gib * GIB == pytest.approx(least.peak_allocated_bytes, rel=0.1)
 
 
 class _Tied(nn.Module):
@@ -158,22 +161,24 @@ def _workload(layers: int = 6) -> Workload:
     return Workload(shape=shape, layers=layers, seq_len=8192)
 
 
-@contextlib.contextmanager
-def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -> Iterator[memplug.Session]:
-    """Two steps of a GPU that has no more memory than that."""
+def _shape() -> Shape:
+    return Shape.read(ROOT / "configs" / "models" / "7b.yaml")
+
+
+def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -> tuple[dict[str, Any], int]:
+    """Two steps of a GPU that has no more memory than that: a report, and the most that was reserved."""
     gc.collect()
     device = VirtualDevice(dataclasses.replace(Hardware.read(H200), memory_bytes=capacity_bytes))
     device.empty_cache()
     device.reset_peaks()
     training = Training(workload.make_model, workload.inputs, workload.make_optimizer)
-    session = memplug.attach(training.model, block)
     try:
-        for _ in range(2):
-            training.step()
-            session.step()
-        yield session
+        with memplug.attach(training.model, block) as session:
+            for _ in range(2):
+                training.step()
+                session.step()
+            return session.report(), device.usage().reserved_peak
     finally:
-        session.detach()
         del training
         torch.ones(1, device="virtual", requires_grad=True).backward()  # lets go of a backward that failed
         gc.collect()
@@ -181,28 +186,20 @@ def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -
 
 def test_a_job_that_runs_out_of_memory_without_a_plan_finishes_from_an_estimated_one(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    workload = _workload()
-    block = {"enabled": True, "swap": {"enabled": False}, "host_budget_gib": 100, "device_budget_gib": 4.2}
-    make_optimizer = workload.make_optimizer
+    workload = Workload(shape=_shape(), layers=8, seq_len=8192)
+    block = {"enabled": True, **NO_LIST, "host_budget_gib": 100, "device_budget_gib": 18}
+    optimizer = workload.make_optimizer
     found = memplug.estimate(
-        workload.make_model,
-        workload.inputs,
-        block,
-        "h200",
-        ("memplug",),
-        make_optimizer=make_optimizer,
-        plan_dir=tmp_path,
+        workload.make_model, workload.inputs, block, "h200", ("memplug",), make_optimizer=optimizer, plan_dir=tmp_path
     )
     assert list(tmp_path.iterdir()) and not found.impossible
     planned = {**block, "plan_dir": str(tmp_path)}
-    with _trained(workload, planned, 1e12) as session:
-        report = session.report()
-        assert report["planned_steps"] == 2 and report["arena_step_served"] == 1
-        needed = session.device.usage().reserved_peak
-    with _trained(workload, planned, 1.005 * needed) as session:
-        assert session.report()["planned_steps"] == 2
-    with pytest.raises(torch.OutOfMemoryError), _trained(workload, {**block, "plan_dir": False}, 1.005 * needed):
-        pass
+    report, needed_bytes = _trained(workload, planned, 1e12)
+    assert report["planned_steps"] == 2 and report["arena_step_served"] == 1
+    report, _ = _trained(workload, planned, 1.005 * needed_bytes)
+    assert report["planned_steps"] == 2
+    with pytest.raises(torch.OutOfMemoryError):
+        _trained(workload, {**block, "plan_dir": False}, 1.005 * needed_bytes)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -212,7 +209,8 @@ def test_a_job_that_runs_out_of_memory_without_a_plan_finishes_from_an_estimated
 def test_the_longest_sequence_and_the_largest_batch_fit_and_larger_ones_do_not(mode: str, size: str) -> None:
     pytest.importorskip("transformers")
     hardware = dataclasses.replace(Hardware.read(H200), memory_bytes=3 * GIB)
-    workload = dataclasses.replace(_workload(), optimizer=False, seq_len=4096 if size == "seq_len" else 512)
+    small = Shape({**_shape().fields, "hidden_size": 1024, "intermediate_size": 2816})
+    workload = Workload(shape=small, layers=6, seq_len=4096 if size == "seq_len" else 512, optimizer=False)
     config = memplug.MemplugConfig(enabled=True)
     find = limits.longest if size == "seq_len" else limits.largest_batch
     most = find(workload, config, hardware, mode, None)
