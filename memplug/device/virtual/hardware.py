@@ -58,6 +58,8 @@ class Hardware:
         to_host_bytes_per_s, to_device_bytes_per_s: over the link, of pinned memory, while both directions run.
         copy_s: that a copy takes besides.
         launch_s: of the host, for each operator.
+        collective_bytes_per_s: to the other GPUs of the machine, each way: the bus bandwidth of nccl-tests.
+        collective_s: that a collective takes besides.
     """
 
     name: str
@@ -71,6 +73,8 @@ class Hardware:
     to_device_bytes_per_s: float
     copy_s: float
     launch_s: float
+    collective_bytes_per_s: float
+    collective_s: float
 
     @classmethod
     def read(cls, file: Path) -> Hardware:

@@ -257,8 +257,17 @@ void VirtualDevice::run(const Work& work) {
     const std::lock_guard<std::mutex> lock(mutex_);
     known_s_[key] = seconds;
   }
-  clocks.spend(costs.launch_s);
-  clocks.launch(current, seconds, work.name);
+  launch(work.name, seconds);
+}
+
+void VirtualDevice::launch(const std::string& name, double seconds) {
+  double launch_s = 0;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    launch_s = costs_.launch_s;
+  }
+  clocks.spend(launch_s);
+  clocks.launch(current, seconds, name);
 }
 
 void VirtualDevice::copy(Link direction, int64_t nbytes, bool blocks) {

@@ -53,6 +53,7 @@ class VirtualDevice {
 
   // Queued on the calling thread's current stream.
   void run(const Work& work);
+  void launch(const std::string& name, double seconds);
   void copy(Link direction, int64_t nbytes, bool blocks);
 
   Clocks clocks;

@@ -23,6 +23,8 @@ SIMPLE = Hardware(
     to_device_bytes_per_s=2e6,
     copy_s=1e-9,
     launch_s=1e-9,
+    collective_bytes_per_s=4e6,
+    collective_s=1e-3,
 )
 
 
