@@ -28,6 +28,8 @@ def as_cuda() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in _replaced().items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        for name in ("get_rng_state", "set_rng_state", "manual_seed"):
+            stack.enter_context(mock.patch.object(torch.cuda.random, name, getattr(torch.cuda, name)))
         for name in ("range_push", "range_pop"):
             stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, lambda *args: None))
         stack.enter_context(_OnVirtual())
@@ -44,6 +46,13 @@ class _OnVirtual(TorchFunctionMode):
         if func is torch.Tensor.is_cuda.__get__:
             return args[0].device.type == NAME
         return func(*(_there(value) for value in args), **kwargs)
+
+
+class _Generators:
+    """Nothing is drawn on the virtual device: the CPU's stands for that of every index."""
+
+    def __getitem__(self, index: Any) -> torch.Generator:
+        return torch.default_generator
 
 
 class _Stream(torch.Stream):
@@ -68,6 +77,9 @@ def _replaced() -> dict[str, Any]:
         return there - usage().reserved, there
 
     return {
+        "_lazy_init": lambda: None,
+        "_lazy_call": lambda call, **kwargs: call(),
+        "default_generators": _Generators(),
         "current_device": lambda: device,
         "set_device": lambda device: None,
         "device_count": lambda: 1,
@@ -85,7 +97,7 @@ def _replaced() -> dict[str, Any]:
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": lambda device=None: torch.accelerator.current_stream(),
-        "default_stream": lambda device=None: torch.Stream(device=NAME, stream_id=0, device_index=0, device_type=20),
+        "default_stream": lambda device=None: VirtualDevice.default_stream(),
         "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
         "is_current_stream_capturing": lambda: False,
     }

@@ -3,9 +3,9 @@
     with joined(rank=0, world_size=8):
         train()  # as it would under torchrun
 
-Every process group of torch's is one of `torch.distributed.FakeProcessGroup`s: all ranks but this one are made up. On the
-virtual device a collective takes time on a stream of its own, which waits for the current one, and moves nothing; on the
-CPU it runs as if every other rank had what this one has, which object collectives and votes need.
+Every process group is torch's fake one: all ranks but this one are made up. On the virtual device a collective takes
+time on a stream of its own, which waits for the current one, and moves nothing; on the CPU it runs as if every other
+rank had what this one has, which object collectives and votes need.
 
 As NCCL's, a collective holds its tensors until `Work.wait()`, in which the current stream waits for it. The other ranks
 are never late: what a pipeline stage waits for until another stage has computed it is not counted.
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from memplug.device.virtual import NAME, VirtualDevice
 from memplug.device.virtual.costs import collective_s
+from memplug.errors import HardwareError
 from memplug.native import virtual
 
 WORK = """allreduce_coalesced_ reduce_ allgather_coalesced_ allgather_into_tensor_coalesced_ gather_ send recv_
@@ -45,12 +46,15 @@ def joined(rank: int, world_size: int) -> Iterator[None]:
     Groups that are made are fake, whichever backend they are asked for with. There is a virtual device already.
 
     Raises:
-        ValueError: a rank below 0, or not below `world_size`; or torch.distributed is initialized already.
+        HardwareError: a rank below 0, or not below `world_size`; or torch.distributed is initialized already.
     """
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} of {world_size}")
+        raise HardwareError(f"there is no rank {rank} of {world_size}", "Ranks begin at 0.")
     if dist.is_initialized():
-        raise ValueError("torch.distributed is initialized already")
+        raise HardwareError(
+            "torch.distributed is initialized already, and a rank of the virtual device has groups of its own",
+            "Leave out `init_process_group`, or destroy its group before.",
+        )
     links = _registered()
     make = distributed_c10d._new_process_group_helper
 

@@ -5,6 +5,7 @@
 
 #include <c10/core/Device.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -58,6 +59,7 @@ class VirtualDevice {
 
   Clocks clocks;
   CachingMemory memory{clocks};
+  std::atomic<double> true_share{1.0}; // of the elements of each mask
 
  private:
   std::mutex mutex_;

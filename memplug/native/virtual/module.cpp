@@ -83,6 +83,7 @@ PYBIND11_MODULE(memplug_virtual, module) {
   module.def("launch", [](const std::string& name, double seconds) {
     VirtualDevice::get().launch(name, seconds);
   });
+  module.def("assume_true", [](double share) { VirtualDevice::get().true_share = share; });
   module.def("synchronize", [] {
     auto& clocks = VirtualDevice::get().clocks;
     clocks.wait(clocks.all_over_s());

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from memplug.device.virtual import VirtualDevice
 from memplug.device.virtual.ranks import joined
+from memplug.errors import HardwareError
 from memplug.stages.ranks import Ranks
 from tests.support.on_virtual.devices import MIB, SIMPLE, on_device, seconds
 
@@ -118,5 +119,5 @@ def test_on_the_cpu_every_rank_has_what_this_one_has() -> None:
 
 @pytest.mark.parametrize("which", [-1, RANKS])
 def test_a_rank_that_there_is_not_is_refused(which: int) -> None:
-    with pytest.raises(ValueError, match=f"rank {which} of {RANKS}"), joined(which, RANKS):
+    with pytest.raises(HardwareError, match=f"no rank {which} of {RANKS}"), joined(which, RANKS):
         pass
