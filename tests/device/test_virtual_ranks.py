@@ -92,3 +92,31 @@ def test_a_rank_of_megatron_asks_for_what_one_of_two_processes_asks_for(tmp_path
     for name in names:
         assert len(_compared(cpu[name])) > 900
         assert _compared(virtual[name]) == _compared(cpu[name]), name
+
+
+@pytest.mark.long
+def test_each_stage_of_a_pipeline_asks_for_what_its_process_asks_for(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    name = "megatron-pipeline"
+    for rank in range(2):
+        cpu, virtual = _requests(tmp_path, 2, [name], rank)
+        assert len(_compared(cpu[name])) > 400
+        assert _compared(virtual[name]) == _compared(cpu[name]), f"stage {rank}"
+
+
+@pytest.mark.long
+def test_a_rank_of_experts_asks_for_what_its_process_asks_for_where_tokens_are_spread_evenly(tmp_path: Path) -> None:
+    """Choosing by a mask, and summing one up, the CPU's kernels have scratch of their own; below 1 KiB are the tensors of
+    the router that is balanced there, and of the numbers that it counts.
+    """
+    pytest.importorskip("megatron.core")
+    found = _requests(tmp_path, 2, ["megatron-expert"])
+    cpu, virtual = (
+        [
+            (kind, nbytes)
+            for kind, nbytes, operator in _of_the_device(one["megatron-expert"])
+            if nbytes > 1024 and not operator.endswith(("masked_select", "sum.dim_IntList", "embedding_backward"))
+        ]
+        for one in found
+    )
+    assert len(cpu) > 1000 and virtual == cpu

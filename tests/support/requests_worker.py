@@ -40,7 +40,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
     "sequence": {"tensor": 2, "sequence": True},
     "pipeline": {"pipeline": 2},
+    "expert": {"expert": 2},
 }
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 COLLECTIVES = """allreduce allreduce_coalesced allgather allgather_coalesced _allgather_base all_gather_single
 allgather_into_tensor_coalesced all_gather_single_coalesced reduce_scatter _reduce_scatter_base reduce_scatter_single
 reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced broadcast reduce send recv""".split()
@@ -89,9 +91,10 @@ def megatron(layout: dict[str, Any], device: str) -> Requests:
 
     parallel = recipe.Parallel(**layout)
     recipe.initialize(parallel, seed=0)
-    config = recipe.transformer_config(SHAPE, parallel, torch.float32)
+    shape = SHAPE | (EXPERTS if parallel.expert > 1 else {})
+    config = recipe.transformer_config(shape, parallel, torch.float32)
     _compose(recipe)
-    chunks = recipe.build_chunks(config, SHAPE, TOKENS, distributed_optimizer=False)
+    chunks = recipe.build_chunks(config, shape, TOKENS, distributed_optimizer=False)
     optimizer = recipe.build_optimizer(chunks, torch.float32, 1e-3, distributed=False)
     _one_by_one(optimizer)
     tokens = torch.zeros(SEQUENCES, TOKENS, dtype=torch.long).to(device)
@@ -116,9 +119,33 @@ def megatron(layout: dict[str, Any], device: str) -> Requests:
         optimizer.step()
 
     try:
-        return _recorded(chunks, step)
+        with _balanced(device) if parallel.expert > 1 else contextlib.nullcontext():
+            return _recorded(chunks, step)
     finally:
         parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def _balanced(device: str) -> Iterator[None]:
+    """Within, all experts get as many tokens."""
+    if device == "virtual":
+        from memplug.device.virtual.experts import evenly
+
+        with evenly(EXPERTS["num_experts_per_tok"], EXPERTS["num_local_experts"]):
+            yield
+        return
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def route(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        probabilities, chosen = routing(self, hidden, *args, **kwargs)
+        tokens, experts = chosen.shape
+        turn = torch.arange(tokens)[:, None] + torch.arange(self.topk)
+        even = torch.zeros_like(chosen).scatter_(1, turn % experts, True)
+        return probabilities, even
+
+    routing = TopKRouter.routing
+    with mock.patch.object(TopKRouter, "routing", route):
+        yield
 
 
 def _one_by_one(optimizer: Any) -> None:
