@@ -106,8 +106,9 @@ def test_each_stage_of_a_pipeline_asks_for_what_its_process_asks_for(tmp_path: P
 
 @pytest.mark.long
 def test_a_rank_of_experts_asks_for_what_its_process_asks_for_where_tokens_are_spread_evenly(tmp_path: Path) -> None:
-    """Choosing by a mask, and summing one up, the CPU's kernels have scratch of their own; below 1 KiB are the tensors of
-    the router that is balanced there, and of the numbers that it counts.
+    """But for scratch of the CPU's kernels that choose by a mask or sum one up.
+
+    Below 1 KiB are the tensors of the router that is balanced there, and of the numbers that it counts.
     """
     pytest.importorskip("megatron.core")
     found = _requests(tmp_path, 2, ["megatron-expert"])

@@ -26,8 +26,9 @@ DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 @contextlib.contextmanager
 def evenly(chosen: int, experts: int) -> Iterator[None]:
-    """Within, of `experts` each token goes to `chosen`, and all get as many; Megatron-Core is imported already, if it is
-    what trains.
+    """Within, of `experts` each token goes to `chosen`, and all get as many.
+
+    Megatron-Core is imported already, if it is what trains.
     """
     device, dispatchers = VirtualDevice.current(), sys.modules.get(DISPATCHER)
     device.assume_true(chosen / experts)
