@@ -12,11 +12,13 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
 from memplug.device.virtual import NAME, VirtualDevice
+from memplug.device.virtual.replacing import replaced
+
+DEEPSPEED = "deepspeed 0.19"
 
 
 @contextlib.contextmanager
@@ -52,17 +54,18 @@ def _without_reading() -> Iterator[None]:
 
     zero = "deepspeed.runtime.zero."
     with contextlib.ExitStack() as stack:
-        for path in (
-            zero + "stage_1_and_2.DeepSpeedZeroOptimizer.has_overflow",
-            zero + "stage_1_and_2.is_invalid_grad_norm",
-            zero + "stage3.DeepSpeedZeroOptimizer_Stage3.has_overflow",
-            zero + "stage3.is_invalid_grad_norm",
-            "deepspeed.runtime.utils.CheckOverflow.has_overflow",
+        for owner, name in (
+            (zero + "stage_1_and_2:DeepSpeedZeroOptimizer", "has_overflow"),
+            (zero + "stage_1_and_2", "is_invalid_grad_norm"),
+            (zero + "stage3:DeepSpeedZeroOptimizer_Stage3", "has_overflow"),
+            (zero + "stage3", "is_invalid_grad_norm"),
+            ("deepspeed.runtime.utils:CheckOverflow", "has_overflow"),
         ):
-            stack.enter_context(mock.patch(path, never(pkgutil.resolve_name(path))))
+            target = pkgutil.resolve_name(owner)
+            stack.enter_context(replaced(target, name, never(getattr(target, name)), DEEPSPEED))
         checks = importlib.import_module(zero + "utils")
-        stack.enter_context(mock.patch.object(checks, "get_lst_from_rank0", lambda numbers: numbers))
-        stack.enter_context(mock.patch.object(checks, "assert_lst_len_same_as_other_ranks", lambda numbers: None))
+        stack.enter_context(replaced(checks, "get_lst_from_rank0", lambda numbers: numbers, DEEPSPEED))
+        stack.enter_context(replaced(checks, "assert_lst_len_same_as_other_ranks", lambda numbers: None, DEEPSPEED))
         yield
 
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from memplug.device.virtual import NAME, VirtualDevice
+from memplug.device.virtual.replacing import replaced
+
+TORCH = "torch 2.6 to 2.13"
 
 
 @contextlib.contextmanager
@@ -27,11 +29,11 @@ def as_cuda() -> Iterator[None]:
     VirtualDevice.current()
     with contextlib.ExitStack() as stack:
         for name, value in _replaced().items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+            stack.enter_context(replaced(torch.cuda, name, value, TORCH))
         for name in ("get_rng_state", "set_rng_state", "manual_seed"):
-            stack.enter_context(mock.patch.object(torch.cuda.random, name, getattr(torch.cuda, name)))
+            stack.enter_context(replaced(torch.cuda.random, name, getattr(torch.cuda, name), TORCH))
         for name in ("range_push", "range_pop"):
-            stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, lambda *args: None))
+            stack.enter_context(replaced(torch.cuda.nvtx, name, lambda *args: None, TORCH))
         stack.enter_context(_OnVirtual())
         yield
 
@@ -43,7 +45,7 @@ class _OnVirtual(TorchFunctionMode):
             return args[0].to(NAME, non_blocking=kwargs.get("non_blocking", False))
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace(f"torch.{NAME}.", "torch.cuda.")
-        if func is torch.Tensor.is_cuda.__get__:
+        if func == torch.Tensor.is_cuda.__get__:  # another object each time
             return args[0].device.type == NAME
         return func(*(_there(value) for value in args), **kwargs)
 

@@ -15,11 +15,11 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
 from memplug.device.virtual import VirtualDevice
+from memplug.device.virtual.replacing import replaced
 
 DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
@@ -36,7 +36,7 @@ def evenly(chosen: int, experts: int) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if dispatchers is not None:
                 owner = dispatchers.MoEAlltoAllTokenDispatcher
-                stack.enter_context(mock.patch.object(owner, "preprocess", _counted(owner.preprocess)))
+                stack.enter_context(replaced(owner, "preprocess", _counted(owner.preprocess), "megatron-core 0.16"))
             yield
     finally:
         device.assume_true(1.0)

@@ -19,7 +19,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,9 +28,11 @@ from torch.utils._pytree import tree_leaves
 
 from memplug.device.virtual import NAME, VirtualDevice
 from memplug.device.virtual.costs import collective_s
+from memplug.device.virtual.replacing import replaced
 from memplug.errors import HardwareError
 from memplug.native import virtual
 
+TORCH = "torch 2.6 to 2.13"
 WORK = """allreduce_coalesced_ reduce_ allgather_coalesced_ allgather_into_tensor_coalesced_ gather_ send recv_
 recv_any_source_ reduce_scatter_tensor_coalesced_ alltoall_base_ barrier""".split()
 OUTPUTS_AND_WORK = """allreduce_ broadcast_ allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_ scatter_
@@ -63,7 +64,7 @@ def joined(rank: int, world_size: int) -> Iterator[None]:
         kwargs["backend_options"] = None  # of another backend
         return make(size, rank, ranks, dist.Backend(NAME), *args, **kwargs)
 
-    with mock.patch.object(distributed_c10d, "_new_process_group_helper", make_fake), links.coalescing():
+    with replaced(distributed_c10d, "_new_process_group_helper", make_fake, TORCH), links.coalescing():
         dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=world_size)
         try:
             yield
@@ -125,8 +126,8 @@ class _Links:
             return c10d.PythonCallbackWork(lambda timeout: all([work.wait() for work in works]))
 
         with (
-            mock.patch.object(dist.ProcessGroup, "_start_coalescing", begin),
-            mock.patch.object(dist.ProcessGroup, "_end_coalescing", end),
+            replaced(dist.ProcessGroup, "_start_coalescing", begin, TORCH),
+            replaced(dist.ProcessGroup, "_end_coalescing", end, TORCH),
         ):
             yield
 
