@@ -51,6 +51,7 @@ def _rows(file: Path, profile: dict[str, Any]) -> list[tuple[str, str]]:
         ("device to host, both directions", link("to_host_both")),
         ("host to device, both directions", link("to_device_both")),
         ("least copy", f"{value('copy_s') * 1e6:.1f} us"),
+        ("other GPUs", "not measured: collectives are taken to go over the link to the host"),
         ("written to", str(file)),
     ]
 

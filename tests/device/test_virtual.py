@@ -52,7 +52,7 @@ if child:
 """
 
 
-@pytest.mark.parametrize("cases", ["time_and_memory", "operator", "memplug", "h200", "estimator"])
+@pytest.mark.parametrize("cases", ["time_and_memory", "operator", "memplug", "h200", "ranks", "framework", "estimator"])
 def test_cases_on_it_pass(cases: str) -> None:
     file = f"tests/support/on_virtual/{cases}_cases.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]

@@ -10,7 +10,8 @@
 It is a device of torch's, "virtual": programs, autograd and memplug run on it as on any other, with streams and events,
 with torch's caching allocator of CUDA simulated (memplug/native/virtual/memory.h), and with torch's own
 `OutOfMemoryError` where its memory is used up. What shapes an operator's outputs have, torch's meta kernels say; one
-whose output depends on data, such as `nonzero`, fails there. A number that is read, such as `loss.item()`, is 1.
+whose output depends on data fails there, but for `nonzero` and `masked_select`: see `assume_true`. A number that is
+read, such as `loss.item()`, is 1.
 """
 
 from __future__ import annotations
@@ -80,6 +81,12 @@ class VirtualDevice(Device):
         assert cls._current is not None, "tensors are on it"
         return cls._current
 
+    @staticmethod
+    def default_stream() -> torch.Stream:
+        """The one that is current where no other is."""
+        kind = torch._C._autograd.DeviceType.PrivateUse1.value
+        return torch.Stream(stream_id=0, device_index=0, device_type=kind)
+
     def streams(self, core: Any) -> Any:
         return core.other_streams()
 
@@ -122,6 +129,12 @@ class VirtualDevice(Device):
     def flops(self) -> float:
         """Floating-point operations of all matrix products, convolutions and attention so far."""
         return self._core.flops()
+
+    def assume_true(self, share: float) -> None:
+        """Of each mask that elements are chosen by, so many are true from here on: at first 1, all of them. With
+        tokens spread evenly over experts, it is the share of the experts that a token goes to.
+        """
+        self._core.assume_true(share)
 
     def keep_spans(self, on: bool) -> None:
         """What keeps streams busy is noted from here on, or no more."""

@@ -13,6 +13,10 @@ DTYPES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 WITHOUT_READING = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::ones", "aten::arange")
 """What they write to is no input of theirs."""
+WHOLE = ("broadcast_", "reduce_", "send", "recv_", "recv_any_source_")
+"""Collectives that move all bytes that they have; others leave out a rank's own share."""
+REDUCED_AND_GATHERED = ("allreduce_", "allreduce_coalesced_")
+"""Collectives that move them twice."""
 
 
 def cost(hardware: Hardware, attention: str, work: Any) -> tuple[float, float]:
@@ -67,6 +71,19 @@ def copy_s(hardware: Hardware, to_host: bool, nbytes: int) -> tuple[float, float
         else (hardware.to_device_bytes_per_s, hardware.to_device_both_bytes_per_s)
     )
     return hardware.copy_s + nbytes / alone.at(nbytes), hardware.copy_s + nbytes / both.at(nbytes)
+
+
+def collective_s(hardware: Hardware, name: str, nbytes: int, ranks: int) -> float:
+    """Seconds of one collective in a ring, as of nccl-tests' bus bandwidth.
+
+    Args:
+        name: the operator's in torch's library c10d.
+        nbytes: that this rank has of it before or after, the larger one.
+        ranks: of the group; a lone one moves nothing.
+    """
+    share = 1.0 if name in WHOLE else (ranks - 1) / ranks
+    passes = 2 if name in REDUCED_AND_GATHERED else 1
+    return hardware.collective_s + passes * share * nbytes / hardware.collective_bytes_per_s if ranks > 1 else 0.0
 
 
 def matmul_flops(work: Any) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from memplug.errors import HardwareError
 
-SOURCES = ("measured", "fitted", "published", "scaled")
+SOURCES = ("measured", "fitted", "published", "scaled", "assumed")
 LINK_RATES = tuple(f"{to}{both}_bytes_per_s" for both in ("", "_both") for to in ("to_host", "to_device"))
 """Entries that are one rate, by the bytes of a copy."""
 RATES = ("matmul_flops", "attention_forward_flops", "attention_backward_flops")
@@ -66,6 +66,8 @@ class Hardware:
         to_host_both_bytes_per_s, to_device_both_bytes_per_s: of each direction while both are busy.
         copy_s: that a copy takes besides.
         launch_s: of the host, for each operator.
+        collective_bytes_per_s: to the other GPUs of the machine, each way: the bus bandwidth of nccl-tests.
+        collective_s: that a collective takes besides.
     """
 
     name: str
@@ -82,6 +84,8 @@ class Hardware:
     to_device_both_bytes_per_s: Rate
     copy_s: float
     launch_s: float
+    collective_bytes_per_s: float
+    collective_s: float
 
     @classmethod
     def named(cls, name: str, folder: Path = PROFILES) -> Hardware:
@@ -104,7 +108,7 @@ class Hardware:
     def read(cls, file: Path) -> Hardware:
         """From a JSON file: an object of these attributes, each `{"value": ..., "from": ...}`, or several such by name.
         A rate's value is a number, or `[[size, rate], ...]`. It is from: "measured", "fitted" to steps that were
-        measured, "published", or "scaled": published, times the share of it that was fitted elsewhere.
+        measured, "published", "scaled": published, times the share of it that was fitted elsewhere; or "assumed".
 
         Raises:
             HardwareError: it is no such file.

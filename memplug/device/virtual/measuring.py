@@ -57,7 +57,8 @@ def measure_profile(device: torch.device | str, doing: Doing = lambda words: Non
         doing: takes a few words on what is being measured.
 
     Returns:
-        What `Hardware.read` reads, each value `{"value": ..., "from": "measured"}`.
+        What `Hardware.read` reads, each value `{"value": ..., "from": "measured"}`, but for "assumed" collectives: as
+        if other GPUs were at the other end of the link to the host.
 
     Raises:
         ValueError: another kind of device.
@@ -89,8 +90,13 @@ def measure_profile(device: torch.device | str, doing: Doing = lambda words: Non
             **link,
             "launch_s": _launch_s(device),
         }
+    profile = {each: _marked(value) for each, value in rates.items()}
+    # Other GPUs are not measured: what goes to them is taken to go over the link to the host.
+    (_, rate), least_s = link["to_host_both_bytes_per_s"][-1], link["copy_s"]
+    for each, value in (("collective_bytes_per_s", rate), ("collective_s", least_s)):
+        profile[each] = {"value": _rounded(value), "from": "assumed"}
     name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or platform.machine()
-    return {"name": name, **{each: _marked(value) for each, value in rates.items()}}
+    return {"name": name, **profile}
 
 
 def write_profile(file: Path, profile: Mapping[str, Any]) -> None:

@@ -260,13 +260,22 @@ void VirtualDevice::run(const Work& work) {
     known_[key] = *cost;
     flops_ += cost->flops;
   }
-  clocks.spend(costs.launch_s);
-  clocks.launch(current, cost->seconds, work.name);
+  launch(work.name, cost->seconds);
 }
 
 double VirtualDevice::flops() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return flops_;
+}
+
+void VirtualDevice::launch(const std::string& name, double seconds) {
+  double launch_s = 0;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    launch_s = costs_.launch_s;
+  }
+  clocks.spend(launch_s);
+  clocks.launch(current, seconds, name);
 }
 
 void VirtualDevice::copy(Link direction, int64_t nbytes, bool blocks) {

@@ -5,6 +5,7 @@
 
 #include <c10/core/Device.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -59,6 +60,7 @@ class VirtualDevice {
 
   // Queued on the calling thread's current stream.
   void run(const Work& work);
+  void launch(const std::string& name, double seconds);
   void copy(Link direction, int64_t nbytes, bool blocks);
 
   // Floating-point operations of all kernels so far.
@@ -66,6 +68,7 @@ class VirtualDevice {
 
   Clocks clocks;
   CachingMemory memory{clocks};
+  std::atomic<double> true_share{1.0}; // of the elements of each mask
 
  private:
   std::mutex mutex_;

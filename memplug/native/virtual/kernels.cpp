@@ -95,6 +95,14 @@ at::Tensor rms_norm(
   return std::get<0>(at::_fused_rms_norm(input, C10_AS_INTARRAYREF_SLOW(shape), weight, eps));
 }
 
+at::Tensor embed_backward(
+    const at::Tensor& gradient, const at::Tensor& indices, c10::SymInt count, c10::SymInt, bool) {
+  const at::Tensor dense = gradient.contiguous(); // as CUDA's does, and the CPU's
+  at::Tensor output = at::empty({count.guard_int(__FILE__, __LINE__), dense.size(-1)}, dense.options());
+  VirtualDevice::get().run({"aten::embedding_dense_backward", {shape_of(dense), shape_of(indices)}, {shape_of(output)}});
+  return output;
+}
+
 // -- convolutions -----------------------------------------------------------------------------------------------------------
 
 at::Tensor convolve(
@@ -155,8 +163,10 @@ void register_kernels(torch::Library& aten) {
   at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose_attention);
   aten.impl("rms_norm", TORCH_FN(rms_norm));
   autograd.impl("rms_norm", TORCH_FN(rms_norm));
+  aten.impl("embedding_dense_backward", TORCH_FN(embed_backward));
   aten.impl("convolution_overrideable", TORCH_FN(convolve));
   aten.impl("convolution_backward_overrideable", TORCH_FN(convolve_backward));
+  register_chosen(aten);
   register_autocast();
 }
 

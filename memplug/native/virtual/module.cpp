@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 
 #include <exception>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -83,6 +84,10 @@ PYBIND11_MODULE(memplug_virtual, module) {
   });
   module.def("host_s", [] { return VirtualDevice::get().clocks.host_s(); });
   module.def("spend", [](double seconds) { VirtualDevice::get().clocks.spend(seconds); });
+  module.def("launch", [](const std::string& name, double seconds) {
+    VirtualDevice::get().launch(name, seconds);
+  });
+  module.def("assume_true", [](double share) { VirtualDevice::get().true_share = share; });
   module.def("synchronize", [] {
     auto& clocks = VirtualDevice::get().clocks;
     clocks.wait(clocks.all_over_s());

@@ -6,8 +6,12 @@
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorShape.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/view_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -139,6 +143,10 @@ at::Tensor view(const at::Tensor& self, c10::IntArrayRef size) {
   return at::native::view(self, size);
 }
 
+at::Tensor reshape_alias(const at::Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride) {
+  return at::native::_reshape_alias(self, size, stride);
+}
+
 const at::Tensor& resize(const at::Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat> format) {
   auto* const impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(size);
@@ -169,13 +177,19 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 
 // -- copies -----------------------------------------------------------------------------------------------------------------
 
+constexpr int64_t kReadBytes = 1 << 16; // a program may look at what comes to the host, but not at more than that
+
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
   VirtualDevice& device = VirtualDevice::get();
   if (is_virtual(self) && is_virtual(destination)) {
     device.run({"aten::copy_", {shape_of(self)}, {shape_of(destination)}});
   } else {
     const Link direction = is_virtual(self) ? Link::TO_HOST : Link::TO_DEVICE;
-    device.copy(direction, static_cast<int64_t>(destination.numel() * destination.element_size()), !non_blocking);
+    const auto nbytes = static_cast<int64_t>(destination.numel() * destination.element_size());
+    device.copy(direction, nbytes, !non_blocking);
+    if (direction == Link::TO_HOST && nbytes <= kReadBytes) {
+      destination.fill_(1);
+    }
   }
   return destination;
 }
@@ -236,6 +250,10 @@ void register_operators() {
   aten.impl("empty_strided", TORCH_FN(empty_strided));
   aten.impl("as_strided", TORCH_FN(as_strided));
   aten.impl("view", TORCH_FN(view));
+  aten.impl("_reshape_alias", TORCH_FN(reshape_alias));
+  aten.impl("unfold", TORCH_FN(at::native::unfold));
+  aten.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
+  aten.impl("view_as_real", TORCH_FN(at::native::view_as_real));
   aten.impl("resize_", TORCH_FN(resize));
   aten.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
   aten.impl("_copy_from", TORCH_FN(copy_from));

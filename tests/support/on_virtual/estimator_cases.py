@@ -127,7 +127,7 @@ class _NeedsValues(nn.Module):
         self.weight = nn.Parameter(torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight[x.nonzero()[:, 0]].sum()
+        return self.weight[torch.unique(x).long()].sum()
 
 
 class _Constant(_NeedsValues):
@@ -138,7 +138,7 @@ class _Constant(_NeedsValues):
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"make_model": _NeedsValues}, EstimateError, "nonzero"),
+        ({"make_model": _NeedsValues}, EstimateError, "unique"),
         ({"make_model": _Constant}, EstimateError, "nothing that needs a gradient"),
         ({"modes": ("kept",)}, EstimateError, "no mode 'kept'"),
         ({"gpu": "h201"}, HardwareError, "h200"),
@@ -186,8 +186,8 @@ def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -
 
 def test_a_job_that_runs_out_of_memory_without_a_plan_finishes_from_an_estimated_one(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    workload = Workload(shape=_shape(), layers=8, seq_len=8192)
-    block = {"enabled": True, **NO_LIST, "host_budget_gib": 100, "device_budget_gib": 18}
+    workload = Workload(shape=_shape(), layers=4, seq_len=8192)
+    block = {"enabled": True, **NO_LIST, "host_budget_gib": 100, "device_budget_gib": 12}
     optimizer = workload.make_optimizer
     found = memplug.estimate(
         workload.make_model, workload.inputs, block, "h200", ("memplug",), make_optimizer=optimizer, plan_dir=tmp_path

@@ -54,9 +54,19 @@ def test_operators_are_the_kernels_that_cuda_has(device: VirtualDevice) -> None:
     assert len(names) < 12
 
 
-def test_what_depends_on_data_fails(device: VirtualDevice) -> None:
+def test_of_a_mask_a_set_share_is_true_and_what_else_depends_on_data_fails(device: VirtualDevice) -> None:
+    mask = torch.empty(8, 4, dtype=torch.bool, device="virtual")
+    assert mask.nonzero().shape == (32, 2)
+    device.assume_true(0.25)
+    assert mask.nonzero().shape == (8, 2) and torch.ones(4, device="virtual").masked_select(mask).shape == (8,)
+    device.assume_true(1.0)
     with pytest.raises(RuntimeError):
-        torch.empty(3, device="virtual").nonzero()
+        torch.empty(3, device="virtual").unique()
+
+
+def test_what_is_read_is_one(device: VirtualDevice) -> None:
+    numbers = torch.zeros(2000, device="virtual")
+    assert numbers[3].item() == 1 and numbers.tolist() == [1.0] * 2000 and "device='virtual:0'" in repr(numbers)
 
 
 def test_operators_on_the_cpu_are_as_before(device: VirtualDevice) -> None:

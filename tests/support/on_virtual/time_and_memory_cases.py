@@ -30,6 +30,11 @@ def test_views_take_no_time_and_share_memory(device: VirtualDevice) -> None:
     x = torch.empty(4, 6, device="virtual")
     began, used = seconds(device), device.usage().allocated
     views = [x.t(), x[1:], x.view(2, 12), x.unsqueeze(0).expand(3, 4, 6), x.chunk(2)[1], x.reshape(24), x.detach()]
+    views += [
+        x.expand(3, 4, 6).transpose(1, 2).reshape(3, 3, 2, 4),
+        x.unfold(0, 2, 1),
+        torch.view_as_complex(x.view(4, 3, 2)),
+    ]
     assert seconds(device) == began and device.usage().allocated == used
     assert all(view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for view in views)
 

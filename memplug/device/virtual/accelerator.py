@@ -1,0 +1,179 @@
+"""DeepSpeed's accelerator on the virtual device: what DeepSpeed asks of a device, `deepspeed.accelerator` for it.
+
+with joined(rank=0, world_size=8), accelerated():
+    engine, *_ = deepspeed.initialize(...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memplug.device.virtual import NAME, VirtualDevice
+from memplug.device.virtual.replacing import replaced
+
+DEEPSPEED = "deepspeed 0.19"
+
+
+@contextlib.contextmanager
+def accelerated() -> Iterator[None]:
+    """Within, DeepSpeed runs on the virtual device, which is there already; torch.distributed is initialized.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+    """
+    import deepspeed
+    from deepspeed.accelerator import real_accelerator
+
+    before = real_accelerator.ds_accelerator
+    real_accelerator.set_accelerator(_accelerator())
+    try:
+        deepspeed.init_distributed(NAME)
+        with _without_reading():
+            yield
+    finally:
+        deepspeed.comm.comm.cdb = None  # of groups that may be gone
+        real_accelerator.ds_accelerator = before
+
+
+@contextlib.contextmanager
+def _without_reading() -> Iterator[None]:
+    """No number of the device can be read: DeepSpeed goes on as where training is well.
+
+    No gradient is infinite, and rank 0 has what this rank has.
+    """
+
+    def never(original: Any) -> Any:
+        return lambda *args, **kwargs: bool(original(*args, **kwargs)) and False
+
+    zero = "deepspeed.runtime.zero."
+    with contextlib.ExitStack() as stack:
+        for owner, name in (
+            (zero + "stage_1_and_2:DeepSpeedZeroOptimizer", "has_overflow"),
+            (zero + "stage_1_and_2", "is_invalid_grad_norm"),
+            (zero + "stage3:DeepSpeedZeroOptimizer_Stage3", "has_overflow"),
+            (zero + "stage3", "is_invalid_grad_norm"),
+            ("deepspeed.runtime.utils:CheckOverflow", "has_overflow"),
+        ):
+            target = pkgutil.resolve_name(owner)
+            stack.enter_context(replaced(target, name, never(getattr(target, name)), DEEPSPEED))
+        checks = importlib.import_module(zero + "utils")
+        stack.enter_context(replaced(checks, "get_lst_from_rank0", lambda numbers: numbers, DEEPSPEED))
+        stack.enter_context(replaced(checks, "assert_lst_len_same_as_other_ranks", lambda numbers: None, DEEPSPEED))
+        yield
+
+
+@functools.cache
+def _accelerator() -> Any:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    return type("VirtualAccelerator", (_Virtual, CPU_Accelerator), {})()
+
+
+class _Virtual:
+    """What differs from DeepSpeed's accelerator of the CPU, whose operators are those that torch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = NAME
+        self._communication_backend_name = NAME
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return NAME if device_index is None else f"{NAME}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        return contextlib.nullcontext()
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_device_name(self) -> str:
+        return f"{NAME}:0"
+
+    def device_count(self) -> int:
+        return 1
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        VirtualDevice.current().synchronize()
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == NAME
+
+    # streams
+
+    Stream = property(lambda self: functools.partial(torch.Stream, NAME))
+    Event = property(lambda self: functools.partial(torch.Event, NAME))
+
+    def stream(self, stream: Any) -> Any:
+        return contextlib.nullcontext() if stream is None else stream
+
+    def current_stream(self, device_index: int | None = None) -> torch.Stream:
+        return torch.accelerator.current_stream()
+
+    def default_stream(self, device_index: int | None = None) -> torch.Stream:
+        return VirtualDevice.default_stream()
+
+    # memory
+
+    def empty_cache(self) -> None:
+        VirtualDevice.current().empty_cache()
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        VirtualDevice.current().reset_peaks()
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
+        usage = VirtualDevice.current().usage()
+        return {
+            "allocated_bytes.all.current": usage.allocated,
+            "allocated_bytes.all.peak": usage.allocated_peak,
+            "reserved_bytes.all.current": usage.reserved,
+            "reserved_bytes.all.peak": usage.reserved_peak,
+            "num_alloc_retries": usage.retries,
+        }
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return VirtualDevice.current().usage().allocated
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        return VirtualDevice.current().usage().allocated_peak
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        return VirtualDevice.current().usage().reserved
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        return VirtualDevice.current().usage().reserved_peak
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return int(VirtualDevice.current().hardware.memory_bytes)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return self.total_memory() - VirtualDevice.current().usage().reserved
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
+    def pin_memory(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor.pin_memory()
+
+    def _made(self, dtype: torch.dtype) -> Any:
+        return functools.partial(torch.tensor, dtype=dtype, device=NAME)
+
+    BFloat16Tensor = property(lambda self: self._made(torch.bfloat16))
+    ByteTensor = property(lambda self: self._made(torch.uint8))
+    DoubleTensor = property(lambda self: self._made(torch.float64))
+    FloatTensor = property(lambda self: self._made(torch.float32))
+    HalfTensor = property(lambda self: self._made(torch.float16))
+    IntTensor = property(lambda self: self._made(torch.int32))
+    LongTensor = property(lambda self: self._made(torch.int64))

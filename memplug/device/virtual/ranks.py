@@ -1,0 +1,150 @@
+"""One rank of a distributed training, whose other ranks are not there.
+
+    with joined(rank=0, world_size=8):
+        train()  # as it would under torchrun
+
+Every process group is torch's fake one: all ranks but this one are made up. On the virtual device a collective takes
+time on a stream of its own, which waits for the current one, and moves nothing; on the CPU it runs as if every other
+rank had what this one has, which object collectives and votes need.
+
+As NCCL's, a collective holds its tensors until `Work.wait()`, in which the current stream waits for it. The other ranks
+are never late: what a pipeline stage waits for until another stage has computed it is not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_leaves
+
+from memplug.device.virtual import NAME, VirtualDevice
+from memplug.device.virtual.costs import collective_s
+from memplug.device.virtual.replacing import replaced
+from memplug.errors import HardwareError
+from memplug.native import virtual
+
+TORCH = "torch 2.6 to 2.13"
+WORK = """allreduce_coalesced_ reduce_ allgather_coalesced_ allgather_into_tensor_coalesced_ gather_ send recv_
+recv_any_source_ reduce_scatter_tensor_coalesced_ alltoall_base_ barrier""".split()
+OUTPUTS_AND_WORK = """allreduce_ broadcast_ allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_ scatter_
+alltoall_""".split()
+"""Operators of torch's library c10d, by what they return."""
+
+
+@contextlib.contextmanager
+def joined(rank: int, world_size: int) -> Iterator[None]:
+    """Within, this process is rank `rank` of `world_size`, and torch.distributed is initialized.
+
+    Groups that are made are fake, whichever backend they are asked for with. There is a virtual device already.
+
+    Raises:
+        HardwareError: a rank below 0, or not below `world_size`; or torch.distributed is initialized already.
+    """
+    if not 0 <= rank < world_size:
+        raise HardwareError(f"there is no rank {rank} of {world_size}", "Ranks begin at 0.")
+    if dist.is_initialized():
+        raise HardwareError(
+            "torch.distributed is initialized already, and a rank of the virtual device has groups of its own",
+            "Leave out `init_process_group`, or destroy its group before.",
+        )
+    links = _registered()
+    make = distributed_c10d._new_process_group_helper
+
+    @functools.wraps(make)
+    def make_fake(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["backend_options"] = None  # of another backend
+        return make(size, rank, ranks, dist.Backend(NAME), *args, **kwargs)
+
+    with replaced(distributed_c10d, "_new_process_group_helper", make_fake, TORCH), links.coalescing():
+        dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=world_size)
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class _Pending:
+    """A collective that the current stream has still to wait for; its tensors are kept until then."""
+
+    def __init__(self, stream: torch.Stream, tensors: Sequence[torch.Tensor]):
+        self.stream, self.event, self.tensors = stream, stream.record_event(), tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        torch.accelerator.current_stream().wait_event(self.event)
+        self.tensors = []
+        return True
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            for tensor in self.tensors:
+                tensor.record_stream(self.stream)
+
+
+class _Links:
+    """From this rank to all others: one collective at a time."""
+
+    def __init__(self) -> None:
+        self._core = virtual.load()
+        self._stream = torch.Stream(NAME)
+        self._coalesced: list[_Pending] | None = None
+
+    def run(self, name: str, *arguments: Any) -> Any:
+        """An operator of c10d: tensors, then the group, then the rest."""
+        at = next(index for index, each in enumerate(arguments) if isinstance(each, torch.ScriptObject))
+        lists = [tree_leaves(each) for each in arguments[:at]]
+        ranks = c10d.ProcessGroup.unbox(arguments[at]).size()
+        nbytes = max(sum(tensor.nbytes for tensor in each) for each in lists)
+        seconds = collective_s(VirtualDevice.current().hardware, name, nbytes, ranks)
+        self._stream.wait_stream(torch.accelerator.current_stream())
+        with self._stream:
+            self._core.launch(name.strip("_"), seconds)
+        pending = _Pending(self._stream, sum(lists, []))
+        if self._coalesced is not None:
+            self._coalesced.append(pending)
+        work = c10d.PythonCallbackWork(pending.wait).boxed()
+        return (arguments[0], work) if name in OUTPUTS_AND_WORK else work
+
+    @contextlib.contextmanager
+    def coalescing(self) -> Iterator[None]:
+        """Within, collectives that a program groups are waited for together, on the group's work."""
+
+        def begin(group: dist.ProcessGroup, device: torch.device) -> None:
+            self._coalesced = []
+
+        def end(group: dist.ProcessGroup, device: torch.device) -> dist.Work:
+            works, self._coalesced = self._coalesced or [], None
+            return c10d.PythonCallbackWork(lambda timeout: all([work.wait() for work in works]))
+
+        with (
+            replaced(dist.ProcessGroup, "_start_coalescing", begin, TORCH),
+            replaced(dist.ProcessGroup, "_end_coalescing", end, TORCH),
+        ):
+            yield
+
+
+@functools.cache
+def _registered() -> _Links:
+    """The links of this process; what c10d does on the device is theirs from here on."""
+    VirtualDevice.current()
+    links = _Links()
+    links.library = torch.library.Library("c10d", "IMPL")  # lasts as long as it
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*registered kernel")  # torch's own, which hands on to a backend
+        for name in WORK + OUTPUTS_AND_WORK:
+            links.library.impl(name, functools.partial(links.run, name), "PrivateUse1")
+    dist.Backend.register_backend(NAME, _fake_group, extended_api=True, devices=["cpu", NAME])
+    return links
+
+
+def _fake_group(common: Any, options: Any) -> c10d.FakeProcessGroup:
+    return c10d.FakeProcessGroup._create_internal(common.group_rank, common.group_size)
