@@ -6,7 +6,8 @@
   the update.
 * In Equation 7 persistent chunks stay gathered, and so do the last `n_buffer`. DeepSpeed keeps the last ones only.
 * Swapping takes no time in the paper, and less of the link is left: uploads in backward wait for blocks that are
-  prefetched. There are no configurations whose copies forward does not hide.
+  prefetched. There are no configurations whose copies forward does not hide. memplug swaps outputs of matmuls, and
+  computes the rest again, which moves three times its bytes in the device's memory.
 * Equations 8 and 9 go over the model's parts, where each block keeps, swaps or checkpoints. Equation 10 adds a
   recomputed block to a peak that lies elsewhere, at the loss for instance, and is not needed then.
 """
@@ -103,7 +104,7 @@ class StepEstimator:
         laid: _Laid = self._laid(box.layout)
         always = range(box.n_swap[-1], max(box.n_swap[-1], box.n_swap[0] + box.n_checkpoint[0]))
         passes_s = laid.passes_s(box.n_buffer[-1], box.n_swap[0], always)
-        passes_s = max(passes_s, laid.computed_s(box.n_checkpoint[0]))
+        passes_s = max(passes_s, laid.computed_s(box.n_swap[0], box.n_checkpoint[0]))
         recomputed = min(box.n_checkpoint[-1], box.blocks - box.n_swap[-1])
         return Prediction(
             step_s=passes_s + laid.update_s(box.n_persist[0], box.n_persist[-1]),
@@ -130,6 +131,7 @@ class _Laid:
         self.times = [self._times(chunk) for chunk in self.chunks]
         everywhere = Placement(0, len(self.chunks) if layout.stage < 3 else 0)
         self.forward_s = protrain.forward_s(self.times, everywhere)
+        self.remade_s = 3 * self._remade_bytes() / machine.hardware.memory_bytes_per_s
         self.backward_s = functools.cache(self._backward_s)
         self.peak_bytes = functools.cache(self._peak_bytes)
 
@@ -158,19 +160,20 @@ class _Laid:
             seconds += others * self.backward_s(n_buffer, n_swap, recomputed, False)
         return seconds
 
-    def computed_s(self, n_checkpoint: int) -> float:
+    def computed_s(self, n_swap: int, n_checkpoint: int) -> float:
         """What kernels alone take in forward and backward: never more than `passes_s`."""
         once = sum(part.forward_s + part.backward_s for part in self.profile.parts)
-        return self.layout.accumulation * (once + n_checkpoint * self.profile.layer.forward_s)
+        return self.layout.accumulation * (once + n_swap * self.remade_s + n_checkpoint * self.profile.layer.forward_s)
 
     def _backward_s(self, n_buffer: int, n_swap: int, recomputed: range, reduces: bool) -> float:
         swap_in_s = self.machine.upload_s(self.profile.swapped_bytes)
         times = []
         for chunk, each in zip(self.chunks, self.times, strict=True):
-            again = _overlap(chunk.blocks, recomputed) * self.profile.layer.forward_s
-            swapped = _overlap(chunk.blocks, range(n_swap)) if each.upload_s else 0
-            if again or swapped:
-                each = replace(each, recompute_s=again, upload_s=each.upload_s + swapped * swap_in_s)
+            swapped = _overlap(chunk.blocks, range(n_swap))
+            again_s = _overlap(chunk.blocks, recomputed) * self.profile.layer.forward_s + swapped * self.remade_s
+            if again_s:
+                upload_s = each.upload_s + swapped * swap_in_s if each.upload_s else 0.0
+                each = replace(each, recompute_s=again_s, upload_s=upload_s)
             times.append(each if reduces else replace(each, reduce_s=0.0, offload_s=0.0))
         return protrain.backward_s(times, Placement(0, n_buffer))
 
@@ -183,9 +186,12 @@ class _Laid:
         seconds = max(machine.gpu_adam_s(on_device / self.ranks), machine.cpu_adam_s(on_host))
         if layout.stage in (1, 2):
             seconds += machine.gather_s(ELEMENT_BYTES * self.total)
+        if layout.offload != "none":  # all gradients go by way of the host, and parameters to where they are
+            seconds += machine.upload_s(MASTER_BYTES * on_device / machine.gpus)
         if layout.offload == "optimizer":
-            seconds += machine.upload_s(ELEMENT_BYTES * on_host / machine.gpus)  # what was updated there
-            seconds += machine.upload_s(MASTER_BYTES * on_device / machine.gpus)  # all gradients go by way of the host
+            seconds += machine.upload_s(ELEMENT_BYTES * on_host / machine.gpus)
+        elif layout.offload == "parameters":
+            seconds += machine.offload_s(ELEMENT_BYTES * on_device / machine.gpus)
         return seconds
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -218,6 +224,11 @@ class _Laid:
     def _buffered_bytes(self, n_buffer: int) -> int:
         return ELEMENT_BYTES * (self.total - self.before[len(self.chunks) - n_buffer])
 
+    def _remade_bytes(self) -> int:
+        """Of a block that swaps: what is computed again of what it saves."""
+        profile = self.profile
+        return max(0, profile.layer.saved_bytes - profile.hidden_bytes - profile.swapped_bytes)
+
     def _peak_bytes(self, n_swap: int, n_checkpoint: int) -> int:
         """Of all that comes and goes in forward and backward, by Equations 8 and 9 over the model's parts.
 
@@ -229,7 +240,7 @@ class _Laid:
         saved, out = profile.layer.saved_bytes, profile.hidden_bytes
         kept = self._operator(profile.layer, saved, 0)
         again = self._operator(profile.layer, out, saved - out)
-        swapped = self._operator(profile.layer, out, max(0, saved - out - profile.swapped_bytes))
+        swapped = self._operator(profile.layer, out, self._remade_bytes())
         blocks = [kept] * keeps + [again] * n_checkpoint + [swapped] * n_swap
         head = self._operator(profile.head, profile.head.saved_bytes, 0)
         embedding = self._operator(profile.embedding, profile.embedding.saved_bytes, 0)
