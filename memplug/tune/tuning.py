@@ -67,13 +67,13 @@ def tune(
     fixed = Fixed.of(ds_config, block, micro_batch)
     tokens = seq_len or shape.fields.get("max_position_embeddings", SEQ_LEN)
     sizes = {size for size, _ in fixed.batches(machine.gpus)}
-    profiles = {size: profile(machine.hardware, shape, size, tokens) for size in sorted(sizes)}
-    space = space_of(fixed, machine, profiles)
-    if not any(map(len, space.boxes)):
+    if not any(fixed.offloads(stage) for stage in fixed.stages()):
         raise TuneError(
             "what the DeepSpeed JSON fixes does not go together: no configuration has all of it",
             "Offloaded parameters need ZeRO 3 and an offloaded optimizer, and that ZeRO 1 or more; leave one out.",
         )
+    profiles = {size: profile(machine.hardware, shape, size, tokens) for size in sorted(sizes)}
+    space = space_of(fixed, machine, profiles)
     estimator = StepEstimator(machine, profiles)
     device_bytes = DEVICE_SHARE * machine.hardware.memory_bytes
     if block.device_budget_gib != "auto":
