@@ -118,7 +118,7 @@ def hardware_of(name: str) -> Hardware:
     )
 
 
-def in_words(at: Configuration) -> str:
+def configuration_words(at: Configuration) -> str:
     """A configuration in one line."""
     layout = at.layout
     offload = {"none": "nothing", "optimizer": "the optimizer", "parameters": "optimizer and parameters"}
@@ -137,7 +137,7 @@ def _nothing_fits(boxes: tuple[Box, ...], estimator: StepEstimator, limits: Limi
         ways.append(unlimited)
     least = "; or ".join(
         f"{made.device_bytes / GIB:.1f} GiB of the device and {made.host_bytes / GIB:.0f} GiB of the host, by "
-        f"{in_words(at)}"
+        f"{configuration_words(at)}"
         for at, made in ways
     )
     return TuneError(
