@@ -68,14 +68,15 @@ class Fixed:
                 f"--micro-batch is {micro_batch}, and train_micro_batch_size_per_gpu of the DeepSpeed JSON is {micro}",
                 "Leave one of them out.",
             )
-        tokenwise = block.tokenwise
-        acts = tokenwise.enabled and (block.enabled or "memplug" not in ds_config)
+        tokenwise, on = block.tokenwise, block.enabled or "memplug" not in ds_config
+        stays = _has_torch_adam(ds_config) or (on and block.swap.states)  # which is refused beside offloading
+        acts = tokenwise.enabled and on
         stage = _number(zero, "stage", 0)
         if stage is not None and stage not in _OFFLOADS:
             raise TuneError(f"zero_optimization.stage is {stage}", f"DeepSpeed has {', '.join(map(str, _OFFLOADS))}.")
         return cls(
             stage=stage,
-            optimizer_on_host=False if _has_torch_adam(ds_config) else _on_host(zero, "offload_optimizer"),
+            optimizer_on_host=False if stays else _on_host(zero, "offload_optimizer"),
             parameters_on_host=_on_host(zero, "offload_param"),
             ratio=_given(_section(zero, "offload_optimizer"), "ratio"),
             max_reuse_distance=_number(zero, "stage3_max_reuse_distance", 0),
@@ -101,6 +102,21 @@ class Fixed:
             if self.optimizer_on_host in (None, each != "none")
             and self.parameters_on_host in (None, each == "parameters")
         ]
+
+    def layouts(self) -> list[tuple[int, Offload]]:
+        """Stages and offloads to search.
+
+        Raises:
+            TuneError: there are none.
+        """
+        found = [(stage, each) for stage in self.stages() for each in self.offloads(stage)]
+        if not found:
+            raise TuneError(
+                "what the DeepSpeed JSON fixes does not go together: no configuration has all of it",
+                "Offloaded parameters need ZeRO 3 and an offloaded optimizer, and that ZeRO 1 or more, DeepSpeed's own "
+                "Adam and no swap.states: leave one out.",
+            )
+        return found
 
     def batches(self, gpus: int) -> list[tuple[int, int]]:
         """Micro-batches and accumulations to search: those whose product with the ranks is the training batch; where

@@ -34,19 +34,18 @@ def space_of(fixed: Fixed, machine: Machine, profiles: Mapping[int, ModelProfile
         profiles: of the model, by micro-batch.
 
     Raises:
-        TuneError: the batch sizes do not divide.
+        TuneError: the batch sizes do not divide, or what is fixed does not go together.
     """
     ruled_out: Counter[str] = Counter()
     boxes = []
     for micro_batch, accumulation in fixed.batches(machine.gpus):
         profile = profiles[micro_batch]
-        for stage in fixed.stages():
-            for offload in fixed.offloads(stage):
-                layout = Layout(stage=stage, offload=offload, micro_batch=micro_batch, accumulation=accumulation)
-                every = _narrowed(free_box(layout, profile), fixed, profile)
-                hidden = replace(every, n_swap=range(0, min(every.n_swap.stop, most_swaps(machine, profile) + 1)))
-                ruled_out[NOT_HIDDEN] += len(every) - len(hidden)
-                boxes.append(hidden)
+        for stage, offload in fixed.layouts():
+            layout = Layout(stage=stage, offload=offload, micro_batch=micro_batch, accumulation=accumulation)
+            every = _narrowed(free_box(layout, profile), fixed, profile)
+            hidden = replace(every, n_swap=range(min(every.n_swap.stop, most_swaps(machine, profile) + 1)))
+            ruled_out[NOT_HIDDEN] += len(every) - len(hidden)
+            boxes.append(hidden)
     if fixed != Fixed():
         searched = sum(map(len, boxes)) + ruled_out[NOT_HIDDEN]
         ruled_out[FIXED] = max(0, _size_of_all(next(iter(profiles.values()))) - searched)

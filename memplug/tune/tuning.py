@@ -66,12 +66,8 @@ def tune(
     block = read_ds_config(ds_config)
     fixed = Fixed.of(ds_config, block, micro_batch)
     tokens = seq_len or shape.fields.get("max_position_embeddings", SEQ_LEN)
+    fixed.layouts()  # refuses what does not go together, before a model is run
     sizes = {size for size, _ in fixed.batches(machine.gpus)}
-    if not any(fixed.offloads(stage) for stage in fixed.stages()):
-        raise TuneError(
-            "what the DeepSpeed JSON fixes does not go together: no configuration has all of it",
-            "Offloaded parameters need ZeRO 3 and an offloaded optimizer, and that ZeRO 1 or more; leave one out.",
-        )
     profiles = {size: profile(machine.hardware, shape, size, tokens) for size in sorted(sizes)}
     space = space_of(fixed, machine, profiles)
     estimator = StepEstimator(machine, profiles)

@@ -50,17 +50,35 @@ def test_absent_and_auto_leave_everything_free_and_zero_0_is_not_searched() -> N
         ({"offload_optimizer": {"device": "none"}}, {(1, "none"), (2, "none"), (3, "none")}),
         ({"offload_param": {"device": "cpu"}}, {(3, "parameters")}),
         ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, {(3, "optimizer"), (3, "parameters")}),
-        ({"stage": 2, "offload_param": {"device": "cpu"}}, set()),
     ],
 )
 def test_a_stage_and_a_device_that_are_given_stay(zero: dict[str, Any], expected: set[tuple[int, str]]) -> None:
     assert layouts(fixed(zero)) == expected
 
 
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 2, "offload_param": {"device": "cpu"}},
+        {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+        {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "cpu"}},
+    ],
+)
+def test_a_stage_and_devices_that_do_not_go_together_are_refused(zero: dict[str, Any]) -> None:
+    with pytest.raises(TuneError, match="does not go together"):
+        layouts(fixed(zero))
+
+
 def test_an_adam_of_torch_that_deepspeed_does_not_offload_keeps_the_optimizer_on_the_device() -> None:
     torch_adam = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
     assert {offload for _, offload in layouts(fixed(**torch_adam))} == {"none"}
     assert len(layouts(fixed(**torch_adam, zero_force_ds_cpu_optimizer=False))) == 7
+
+
+def test_a_swap_list_that_may_have_states_keeps_the_optimizer_on_the_device() -> None:
+    block = {"enabled": True, "swap": {"states": True}}
+    assert {offload for _, offload in layouts(fixed(memplug=block))} == {"none"}
+    assert len(layouts(fixed(memplug={**block, "enabled": False}))) == 7
 
 
 def test_the_training_batch_stays_the_product_of_ranks_micro_batch_and_accumulation() -> None:
