@@ -29,6 +29,7 @@ STATE_BYTES = 12
 """Of a parameter's optimizer states: master weight, and the two of Adam."""
 IN_FLIGHT = 2
 """Chunks that are gathered at a time besides buffers: the one that computes, and the next."""
+FEWEST_CHUNKS = 8
 REDUCE_BUCKETS = 2
 """One is filled while the other one is reduced."""
 SWAPPING = 3
@@ -56,9 +57,12 @@ class Chunk:
 
 
 def chunks_of(profile: ModelProfile) -> list[Chunk]:
-    """Those of the size that wastes the least (appendix B.1), of one, two or four of the largest part."""
+    """Those of the size that wastes the least (appendix B.1), of one, two or four of the largest part; two chunks are
+    gathered at a time, so that none larger than one part has more than an eighth of the model.
+    """
     sizes = [part.count for part in profile.parts]
-    size = protrain.chunk_size(sizes, [n * max(sizes) for n in (1, 2, 4)])
+    several = [n * max(sizes) for n in (2, 4) if FEWEST_CHUNKS * n * max(sizes) <= sum(sizes)]
+    size = protrain.chunk_size(sizes, [max(sizes), *several])
     parts, chunks, block = iter(profile.parts), [], 0
     for filled in protrain.chunks_of(sizes, size):
         inside: list[Part] = []
