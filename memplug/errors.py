@@ -185,6 +185,12 @@ class SwapError(MemplugError):
     default_advice = 'Set "swap": {"enabled": false}, which leaves all tensors where they are.'
 
 
+class TuneError(MemplugError):
+    """`memplug tune` has no model or no GPU to tune for, or no configuration of DeepSpeed fits."""
+
+    default_advice = "See `memplug tune --help`."
+
+
 class ArenaError(MemplugError):
     """The planned arena cannot serve here, or a write went to memory of it that belongs to another block."""
 

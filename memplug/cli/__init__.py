@@ -10,6 +10,7 @@ from memplug.cli.doctor import doctor
 from memplug.cli.estimate import estimate
 from memplug.cli.plan import plan
 from memplug.cli.show import show
+from memplug.cli.tune import tune
 from memplug.cli.versions import echo_version
 
 app = typer.Typer(
@@ -36,5 +37,8 @@ app.command(epilog="Example: memplug estimate --model configs/models/7b.yaml --g
 app.command(epilog="Example: memplug show trace.npz --html memory.html")(show)
 app.command(epilog="Example: memplug plan trace.npz -o plan.json")(plan)
 app.command(epilog="Example: memplug diff plan_of_rank0.json plan_of_rank1.json")(diff)
+app.command(epilog="Example: memplug tune ds.json --model 7b.yaml --gpu h100 --gpus 8 --host-gib 1000 -o tuned.json")(
+    tune
+)
 
 main = app

@@ -109,7 +109,7 @@ def test_check_schema_prints_the_schema_alone():
     assert json.loads(run(app, ["check", "--schema"]).stdout) == json_schema()
 
 
-@pytest.mark.parametrize("command", ["check", "doctor", "show", "plan", "diff"])
+@pytest.mark.parametrize("command", ["check", "doctor", "show", "plan", "diff", "tune"])
 def test_help_of_every_command_has_an_example(command):
     result = run(app, [command, "--help"])
     assert result.exit_code == 0 and f"Example: memplug {command}" in result.stdout
@@ -122,6 +122,7 @@ def test_every_command_is_covered_by_the_help_test():
         "show",
         "plan",
         "diff",
+        "tune",
     }
 
 

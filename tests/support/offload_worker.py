@@ -90,7 +90,7 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
         losses.append(loss.item())
     result = {
         "losses": losses,
-        "digest": _digest(engine.module),
+        "digest": digest(engine.module),
         "report": session.report() if session else {},
         "offloaded": [_has(engine, "cpu_offload") or _has(engine, "offload_optimizer"), _has(engine, "offload_param")],
     }
@@ -104,7 +104,7 @@ def _has(engine: Any, name: str) -> bool:
     return bool(getattr(engine.optimizer, name, False))  # of ZeRO's optimizers, named differently by stage
 
 
-def _digest(module: nn.Module) -> str:
+def digest(module: nn.Module) -> str:
     total = hashlib.sha256()
     for parameter in module.parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):

@@ -23,7 +23,7 @@ LARGE_BYTES = 2**30  # states of a model that wants a GPU
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SETTING = re.compile(r"[A-Z_]+=\S*$")
 _KINDS = r"(?:[A-Z_]+=\S+ )*(?:launch/\w+\.sh|sbatch |torchrun |deepspeed |python3? |pip |accelerate "
-_COMMAND = re.compile(_KINDS + r"|memplug (?:check|doctor|show|plan|diff)\b)")  # "memplug is off" is a message
+_COMMAND = re.compile(_KINDS + r"|memplug (?:check|doctor|show|plan|diff|tune)\b)")  # "memplug is off" is a message
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,126 @@
+"""`memplug tune`: a DeepSpeed configuration that fits and is the fastest by ProTrain's estimators."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memplug.cli.output import collected_warnings, echo_warnings, progress, refusing
+
+if TYPE_CHECKING:
+    from memplug.tune.search import Configuration, Prediction
+    from memplug.tune.tuning import Tuned
+
+_GIB = 2**30
+_HEADINGS = (
+    "ZeRO",
+    "on the host",
+    "micro-batch",
+    "persist",
+    "buffer",
+    "swap",
+    "checkpoint",
+    "tokens/s",
+    "device GiB",
+    "host GiB",
+)
+
+
+def tune(
+    ds_json: Annotated[
+        Path, typer.Argument(metavar="DS_JSON", help='DeepSpeed JSON; "auto" and absent keys are free.')
+    ],
+    model: Annotated[Path, typer.Option(metavar="YAML", help="Fields of LlamaConfig or MixtralConfig.")],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="A profile of configs/hardware, such as h100, or its path.")],
+    gpus: Annotated[int, typer.Option(help="Of the machine; each is a rank.", min=1)],
+    host_gib: Annotated[float, typer.Option(help="Host memory of the machine that training may take.", min=0.0)],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The DeepSpeed JSON that is written.")],
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens; by default max_position_embeddings of the model.", min=1)
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Sequences of a GPU; by default the JSON's, or free.", min=1)
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the configurations and counts there.")
+    ] = None,
+) -> None:
+    """Find the fastest DeepSpeed configuration that fits: ZeRO stage, offload, micro-batch, blocks that swap and
+    recompute; no GPU is used, and all figures are predicted.
+
+    Exit code 0: found and written; 1: nothing fits, or a file is not usable.
+    """
+    with collected_warnings() as warnings:
+        with refusing(), progress("running the model's parts on the virtual device"):
+            tuned = _tuned(ds_json, model, gpu, gpus, host_gib, seq_len, micro_batch)
+            _write(output, tuned.ds_config)
+            if json_file is not None:
+                _write(json_file, _facts(tuned))
+    typer.echo("\n".join([*_table(tuned), "", *_counts(tuned), "", f"The best one is in {output}."]))
+    echo_warnings(warnings)
+
+
+def _tuned(
+    ds_json: Path,
+    model: Path,
+    gpu: str,
+    gpus: int,
+    host_gib: float,
+    seq_len: int | None,
+    micro_batch: int | None,
+) -> "Tuned":
+    from memplug.config import read_json
+    from memplug.tune import tuning
+    from memplug.tune.machine import Machine
+    from memplug.tune.models import Shape
+
+    ds_config = read_json(ds_json)
+    shape, machine = Shape.read(model), Machine(hardware=tuning.hardware_of(gpu), gpus=gpus)
+    return tuning.tune(ds_config, shape, machine, host_gib * _GIB, seq_len=seq_len, micro_batch=micro_batch)
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    from memplug.errors import TuneError
+
+    try:
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise TuneError(f"{file}: the configuration cannot be written: {error}", "Give another path.") from None
+
+
+def _facts(tuned: "Tuned") -> dict[str, Any]:
+    return {
+        "best": [{**asdict(at), "tokens_per_s": made.tokens_per_s, **asdict(made)} for at, made in tuned.best],
+        "fits_too": tuned.fits,
+        "ruled_out": dict(tuned.ruled_out),
+        "limits": asdict(tuned.limits),
+    }
+
+
+def _table(tuned: "Tuned") -> list[str]:
+    rows = [_HEADINGS, *(_row(at, made) for at, made in tuned.best)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _row(at: "Configuration", made: "Prediction") -> tuple[str, ...]:
+    layout = at.layout
+    offload = {"none": "nothing", "optimizer": "optimizer", "parameters": "optimizer, parameters"}
+    return (
+        str(layout.stage),
+        offload[layout.offload],
+        f"{layout.micro_batch} x {layout.accumulation}",
+        *map(str, (at.n_persist, at.n_buffer, at.n_swap, at.n_checkpoint)),
+        f"{made.tokens_per_s:,.0f}",
+        f"{made.device_bytes / _GIB:.1f}",
+        f"{made.host_bytes / _GIB:.1f}",
+    )
+
+
+def _counts(tuned: "Tuned") -> list[str]:
+    limits = tuned.limits
+    lines = [f"Limits: {limits.device_bytes / _GIB:.1f} GiB of a GPU, {limits.host_bytes / _GIB:.1f} of the host."]
+    lines += [f"Ruled out: {count:,} configurations: {reason}." for reason, count in tuned.ruled_out.most_common()]
+    return [*lines, f"Of those that were looked at one by one, {tuned.fits:,} more fit."]

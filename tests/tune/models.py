@@ -1,0 +1,66 @@
+"""A model's profile that is easy to count with, and configurations of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memplug.device.virtual.hardware import Hardware, Rate
+from memplug.tune.machine import Machine
+from memplug.tune.profiled import ModelProfile, Part
+from memplug.tune.search import Configuration, Layout, Offload
+
+
+def hardware(**fields: Any) -> Hardware:
+    """A GPU whose link and collectives move a byte a second, and its memory a hundred."""
+    rate = {"bfloat16": Rate.always(1e9)}
+    values = {
+        "name": "counted",
+        "memory_bytes": 1e6,
+        "matmul_flops": rate,
+        "attention_forward_flops": {"flash": Rate.always(1.0)},
+        "attention_backward_flops": {"flash": Rate.always(1.0)},
+        "memory_bytes_per_s": 100.0,
+        "kernel_s": 1e-9,
+        "to_host_bytes_per_s": 1.0,
+        "to_device_bytes_per_s": 1.0,
+        "copy_s": 1e-9,
+        "launch_s": 1e-9,
+        "collective_bytes_per_s": 1.0,
+        "collective_s": 1e-9,
+    }
+    known = Hardware.__dataclass_fields__
+    return Hardware(**{name: value for name, value in {**values, **fields}.items() if name in known})
+
+
+def machine(gpus: int = 2, host_bytes_per_s: float = 50.0, **fields: Any) -> Machine:
+    """As many of these GPUs."""
+    return Machine(hardware=hardware(**fields), gpus=gpus, host_bytes_per_s=host_bytes_per_s)
+
+
+def part(forward_s: float, parameters: tuple[int, ...], saved_bytes: int, **fields: int) -> Part:
+    """Its backward takes twice as long."""
+    peaks = {"forward_peak_bytes": saved_bytes, "backward_peak_bytes": 0, **fields}
+    return Part(forward_s=forward_s, backward_s=2 * forward_s, parameters=parameters, saved_bytes=saved_bytes, **peaks)
+
+
+def model(layers: int = 4, micro_batch: int = 1, forward_s: float = 10.0) -> ModelProfile:
+    """Ten parameters a layer; a layer saves 70 bytes of which 10 are its output, and 40 can be swapped."""
+    return ModelProfile(
+        embedding=part(1.0, (8,), 10 * micro_batch),
+        layer=part(forward_s * micro_batch, (7, 3), 70 * micro_batch, backward_peak_bytes=5 * micro_batch),
+        head=part(2.0, (1, 9), 30 * micro_batch, forward_peak_bytes=50 * micro_batch, backward_peak_bytes=20),
+        layers=layers,
+        hidden_bytes=10 * micro_batch,
+        swapped_bytes=40 * micro_batch,
+        tokens=100 * micro_batch,
+    )
+
+
+def configuration(
+    stage: int = 3, offload: Offload = "none", micro_batch: int = 1, accumulation: int = 1, **numbers: int
+) -> Configuration:
+    """Of that model, whose six parts are chunks; all of them persist and none is buffered unless said."""
+    layout = Layout(stage=stage, offload=offload, micro_batch=micro_batch, accumulation=accumulation)
+    persist = 6 if offload == "none" else 0
+    given = {"n_persist": persist, "n_buffer": 6 if stage < 3 else 0, "n_swap": 0, "n_checkpoint": 0, **numbers}
+    return Configuration(layout=layout, **given)

@@ -1,0 +1,159 @@
+"""What a DeepSpeed JSON fixes, and the space that it leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memplug.config import parse_block, read_ds_config
+from memplug.errors import TuneError
+from memplug.tune.estimate import chunks_of
+from memplug.tune.fixed import Fixed
+from memplug.tune.search import Layout
+from memplug.tune.space import FIXED, NOT_HIDDEN, free_box, space_of
+from tests.tune.models import machine, model
+
+GPUS = machine(gpus=2, to_host_bytes_per_s=100.0, host_bytes_per_s=1000.0)
+PROFILES = {size: model(micro_batch=size) for size in (1, 2, 4, 8, 16, 32)}
+
+
+def fixed(zero: dict[str, Any] | None = None, micro_batch: int | None = None, **fields: Any) -> Fixed:
+    config = {"zero_optimization": zero or {}, **fields}
+    return Fixed.of(config, read_ds_config(config), micro_batch)
+
+
+def layouts(given: Fixed) -> set[tuple[int, str]]:
+    return {(box.layout.stage, box.layout.offload) for box in space_of(given, GPUS, PROFILES).boxes}
+
+
+def test_absent_and_auto_leave_everything_free_and_zero_0_is_not_searched() -> None:
+    auto = fixed(
+        {"stage": "auto", "offload_optimizer": {"device": "auto"}, "stage3_max_reuse_distance": "auto"},
+        train_batch_size="auto",
+        train_micro_batch_size_per_gpu="auto",
+        gradient_accumulation_steps="auto",
+    )
+    assert auto == fixed() == Fixed()
+    every = {(stage, offload) for stage in (1, 2, 3) for offload in ("none", "optimizer")} | {(3, "parameters")}
+    assert layouts(auto) == every
+    space = space_of(auto, GPUS, PROFILES)
+    assert FIXED not in space.ruled_out
+    assert {box.layout.micro_batch for box in space.boxes} == {1, 2, 4, 8, 16, 32}
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ({"stage": 2}, {(2, "none"), (2, "optimizer")}),
+        ({"stage": 0}, {(0, "none")}),
+        ({"offload_optimizer": {"device": "none"}}, {(1, "none"), (2, "none"), (3, "none")}),
+        ({"offload_param": {"device": "cpu"}}, {(3, "parameters")}),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, {(3, "optimizer"), (3, "parameters")}),
+    ],
+)
+def test_a_stage_and_a_device_that_are_given_stay(zero: dict[str, Any], expected: set[tuple[int, str]]) -> None:
+    assert layouts(fixed(zero)) == expected
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 2, "offload_param": {"device": "cpu"}},
+        {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+        {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "cpu"}},
+    ],
+)
+def test_a_stage_and_devices_that_do_not_go_together_are_refused(zero: dict[str, Any]) -> None:
+    with pytest.raises(TuneError, match="does not go together"):
+        layouts(fixed(zero))
+
+
+def test_an_adam_of_torch_that_deepspeed_does_not_offload_keeps_the_optimizer_on_the_device() -> None:
+    torch_adam = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    assert {offload for _, offload in layouts(fixed(**torch_adam))} == {"none"}
+    assert len(layouts(fixed(**torch_adam, zero_force_ds_cpu_optimizer=False))) == 7
+
+
+def test_a_swap_list_that_may_have_states_keeps_the_optimizer_on_the_device() -> None:
+    block = {"enabled": True, "swap": {"states": True}}
+    assert {offload for _, offload in layouts(fixed(memplug=block))} == {"none"}
+    assert len(layouts(fixed(memplug={**block, "enabled": False}))) == 7
+
+
+def test_the_training_batch_stays_the_product_of_ranks_micro_batch_and_accumulation() -> None:
+    assert fixed(train_batch_size=12).batches(2) == [(1, 6), (2, 3), (3, 2), (6, 1)]
+    assert fixed(train_batch_size=12, gradient_accumulation_steps=2).batches(2) == [(3, 2)]
+    assert fixed(train_batch_size=128, train_micro_batch_size_per_gpu=64).batches(2) == [(64, 1)]
+    assert fixed(gradient_accumulation_steps=4, micro_batch=3).batches(2) == [(3, 4)]
+    assert {accumulation for _, accumulation in fixed().batches(2)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"train_batch_size": 9}, "9 is not divided by 2 GPUs"),
+        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}, "2 GPUs and a micro-batch of 4"),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 4}, "4 accumulation steps"),
+    ],
+)
+def test_batches_that_do_not_divide_are_refused(fields: dict[str, int], said: str) -> None:
+    with pytest.raises(TuneError, match=said):
+        fixed(**fields).batches(2)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"bf16": {"enabled": False}}, "32 bits"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "NVMe"),
+        ({"zero_optimization": {"stage": 4}}, "stage is 4"),
+        ({"train_batch_size": "many"}, "train_batch_size is 'many'"),
+        ({"train_micro_batch_size_per_gpu": 2}, "--micro-batch is 3"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(TuneError, match=said):
+        Fixed.of(config, parse_block({"enabled": True}), 3)
+
+
+def test_half_precision_is_as_good_as_bfloat16() -> None:
+    assert fixed(fp16={"enabled": True}, bf16={"enabled": False}) == Fixed()
+
+
+def test_the_block_says_whether_blocks_swap_and_recompute() -> None:
+    def ranges(block: dict[str, Any]) -> tuple[int, int]:
+        (box,) = space_of(fixed({"stage": 2}, 1, memplug=block, optimizer=ADAM), GPUS, PROFILES).boxes
+        return box.n_swap.stop - 1, box.n_checkpoint.stop - 1
+
+    ADAM = {"params": {"torch_adam": True}}
+    on = {"enabled": True}
+    assert ranges(on) == (4, 4)
+    assert ranges({"enabled": False}) == ranges({**on, "tokenwise": {"enabled": False}}) == (0, 0)
+    assert ranges({**on, "tokenwise": {"alpha": 0}}) == (0, 4)
+    assert ranges({**on, "tokenwise": {"alpha": 1}}) == (4, 0)
+    assert ranges({**on, "host_budget_gib": 100 / 2**30}) == (2, 4)
+
+
+def test_ratio_and_reuse_distance_fix_what_persists_and_what_is_buffered() -> None:
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+        "offload_param": {"device": "none"},
+        "stage3_max_reuse_distance": 45,
+    }
+    boxes = space_of(fixed(zero), GPUS, PROFILES).boxes
+    assert {(box.n_persist, box.n_buffer) for box in boxes} == {(range(3, 4), range(2, 3))}
+
+
+def test_everything_that_is_not_searched_is_counted() -> None:
+    slow = machine(gpus=2)  # one block's copies are hidden
+    space = space_of(fixed({"stage": 2}), slow, PROFILES)
+    assert space.ruled_out[NOT_HIDDEN] > 0
+    chunks = len(chunks_of(model()))
+    assert chunks == 6
+    every = 6 * sum(
+        len(free_box(Layout(stage=stage, offload=offload, micro_batch=1, accumulation=1), model()))
+        for stage, offload in layouts(Fixed())
+    )
+    assert sum(map(len, space.boxes)) + sum(space.ruled_out.values()) == every
