@@ -72,12 +72,13 @@ def _tuned(
     micro_batch: int | None,
 ) -> "Tuned":
     from memplug.config import read_json
+    from memplug.device.virtual import Hardware
+    from memplug.estimator.shapes import Shape
     from memplug.tune import tuning
     from memplug.tune.machine import Machine
-    from memplug.tune.models import Shape
 
     ds_config = read_json(ds_json)
-    shape, machine = Shape.read(model), Machine(hardware=tuning.hardware_of(gpu), gpus=gpus)
+    shape, machine = Shape.read(model), Machine(hardware=Hardware.named(gpu), gpus=gpus)
     return tuning.tune(ds_config, shape, machine, host_gib * _GIB, seq_len=seq_len, micro_batch=micro_batch)
 
 

@@ -67,7 +67,9 @@ class Shape:
         for size in _SIZES:
             value = self.fields.get(size)
             if not isinstance(value, int) or value < 1:
-                raise EstimateError(f"{file}: {size} is {value!r}", f"Give {size} a whole number of at least 1.")
+                raise EstimateError(
+                    f"{file}: {size} is {value!r}, which is no size of a model", f"Give {size} a whole number above 0."
+                )
         heads = self.fields["num_attention_heads"]
         groups = self.fields.get("num_key_value_heads", heads)
         if self.fields["hidden_size"] % heads or heads % groups:
@@ -91,5 +93,5 @@ def needed(module: str, package: str | None = None) -> Any:
     except ImportError as error:
         name = package or module
         raise EstimateError(
-            f"a model's shape needs {name}, which cannot be imported: {error}", f"Run `pip install {name}`."
+            f"a model's shape needs {name}, which cannot be imported: {error}", f"pip install {name}"
         ) from None

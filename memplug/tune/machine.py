@@ -6,14 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memplug.device.virtual.hardware import Hardware, Rate
+from memplug.device.virtual.hardware import Hardware
 
 HOST_BYTES_PER_S = 1.5e11
 """That a host's memory is read and written with, by all its processes together: about half of what eight channels of
 DDR5 have. Of a host that was measured, that counts.
 """
-COLLECTIVE_S = 2e-5
-"""That a collective takes besides, where the profile of the GPU does not say."""
 GPU_ADAM_BYTES = 40
 """Read and written for each parameter: its gradient, made 4 bytes of 2 (6); master weight, two states and gradient (16
 read, 12 written); the parameter, of the master weight (6).
@@ -39,16 +37,16 @@ class Machine:
         """All ranks get all of a tensor of that size, of which each has its part; scattering a sum takes as long."""
         if self.gpus == 1:
             return 0.0
-        rate, latency_s = collective_rate(self.hardware, nbytes)
-        return latency_s + nbytes * (self.gpus - 1) / self.gpus / rate
+        seconds = nbytes * (self.gpus - 1) / self.gpus / self.hardware.collective_bytes_per_s
+        return self.hardware.collective_s + seconds
 
     def upload_s(self, nbytes: float) -> float:
-        """Each rank gets as many bytes from the host, all at the same time."""
-        return self._copy_s(nbytes, self.hardware.to_device_bytes_per_s)
+        """Each rank gets as many bytes from the host, all at the same time, while others leave."""
+        return self._copy_s(nbytes, self.hardware.to_device_both_bytes_per_s.at(nbytes))
 
     def offload_s(self, nbytes: float) -> float:
-        """Each rank sends as many bytes to the host, all at the same time."""
-        return self._copy_s(nbytes, self.hardware.to_host_bytes_per_s)
+        """Each rank sends as many bytes to the host, all at the same time, while others come."""
+        return self._copy_s(nbytes, self.hardware.to_host_both_bytes_per_s.at(nbytes))
 
     def _copy_s(self, nbytes: float, link_bytes_per_s: float) -> float:
         return nbytes / min(link_bytes_per_s, self.host_bytes_per_s / self.gpus)
@@ -60,13 +58,3 @@ class Machine:
     def cpu_adam_s(self, parameters: float) -> float:
         """All ranks together update as many parameters on the host."""
         return parameters * CPU_ADAM_BYTES / self.host_bytes_per_s
-
-
-def collective_rate(hardware: Hardware, nbytes: float) -> tuple[float, float]:
-    """Bytes per second that a rank receives in an all-gather, or sends in a reduce-scatter, of so many bytes, and
-    seconds besides: the profile's `collective_bytes_per_s` and `collective_s`; where it has none, those of the link to
-    the host, which is too slow for GPUs that have a faster one among themselves.
-    """
-    rate = getattr(hardware, "collective_bytes_per_s", None) or hardware.to_device_bytes_per_s
-    latency_s = getattr(hardware, "collective_s", None)
-    return rate.at(nbytes) if isinstance(rate, Rate) else rate, COLLECTIVE_S if latency_s is None else latency_s

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memplug.device.virtual import Hardware, VirtualDevice
-from memplug.tune.models import Shape, needed
+from memplug.estimator.shapes import Shape, needed
 
 ELEMENT_BYTES = 2
 """Of a parameter, a gradient or an activation in bfloat16."""
@@ -83,7 +83,7 @@ def profile(hardware: Hardware, shape: Shape, micro_batch: int, seq_len: int) ->
 
     Raises:
         HardwareError, NativeError: as `VirtualDevice`.
-        TuneError: transformers is missing.
+        EstimateError: transformers is missing.
     """
     device = VirtualDevice(dataclasses.replace(hardware, memory_bytes=UNBOUNDED_BYTES), expandable_segments=True)
     model = _model(shape)

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from memplug.config import read_ds_config
 from memplug.device.capacity import DEVICE_SHARE
-from memplug.device.virtual.hardware import Hardware
 from memplug.errors import TuneError
+from memplug.estimator.shapes import Shape
 from memplug.tune.deepspeed import GIB, deepspeed_json
 from memplug.tune.estimate import StepEstimator
 from memplug.tune.fixed import Fixed
 from memplug.tune.machine import Machine
-from memplug.tune.models import Shape
 from memplug.tune.profiled import profile
 from memplug.tune.search import Box, Configuration, Limits, Prediction, least_memory, search
 from memplug.tune.space import space_of
@@ -91,26 +89,6 @@ def tune(
     )
     return Tuned(
         best=found.best, fits=found.fits, ruled_out=found.ruled_out + space.ruled_out, limits=limits, ds_config=made
-    )
-
-
-def hardware_of(name: str) -> Hardware:
-    """The profile of a GPU: of that file, or of that name in configs/hardware here or beside the package.
-
-    Raises:
-        TuneError: there is none.
-        HardwareError: it is none.
-    """
-    folders = [Path("configs/hardware"), Path(__file__).parents[2] / "configs" / "hardware"]
-    for file in (Path(name), *(folder / f"{name.lower()}.json" for folder in folders)):
-        if file.is_file():
-            return Hardware.read(file)
-    known = sorted({file.stem for folder in folders for file in folder.glob("*.json")})
-    raise TuneError(
-        f"no profile of a GPU {name!r} was found",
-        f"Give one of {', '.join(known)}, or the path of a profile such as configs/hardware/h100.json."
-        if known
-        else "Give the path of a profile, such as configs/hardware/h100.json of the repository.",
     )
 
 

@@ -64,7 +64,7 @@ def test_where_nothing_fits_the_least_is_said_and_by_which(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "ds_config", "said"),
     [
-        ({"gpu": "h1000"}, {}, "no profile of a GPU 'h1000'"),
+        ({"gpu": "h1000"}, {}, "no GPU 'h1000'"),
         ({"gpus": 3}, {"train_batch_size": 32}, "32 is not divided by 3 GPUs"),
         ({"model": MODELS / "none.yaml"}, {}, "No such file"),
         ({"model": ROOT / "configs" / "ds_tiny.json"}, {}, "LlamaConfig has no field gradient_accumulation_steps"),

@@ -16,20 +16,22 @@ def hardware(**fields: Any) -> Hardware:
     values = {
         "name": "counted",
         "memory_bytes": 1e6,
+        "peak_flops": 2e9,
         "matmul_flops": rate,
         "attention_forward_flops": {"flash": Rate.always(1.0)},
         "attention_backward_flops": {"flash": Rate.always(1.0)},
         "memory_bytes_per_s": 100.0,
         "kernel_s": 1e-9,
-        "to_host_bytes_per_s": 1.0,
-        "to_device_bytes_per_s": 1.0,
+        "to_host_bytes_per_s": Rate.always(1.0),
+        "to_device_bytes_per_s": Rate.always(1.0),
+        "to_host_both_bytes_per_s": Rate.always(1.0),
+        "to_device_both_bytes_per_s": Rate.always(1.0),
         "copy_s": 1e-9,
         "launch_s": 1e-9,
         "collective_bytes_per_s": 1.0,
         "collective_s": 1e-9,
     }
-    known = Hardware.__dataclass_fields__
-    return Hardware(**{name: value for name, value in {**values, **fields}.items() if name in known})
+    return Hardware(**{**values, **fields})
 
 
 def machine(gpus: int = 2, host_bytes_per_s: float = 50.0, **fields: Any) -> Machine:

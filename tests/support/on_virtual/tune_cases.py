@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import memplug
 from memplug.device.virtual import Hardware, VirtualDevice
+from memplug.estimator.shapes import Shape
 from memplug.tune.estimate import StepEstimator
 from memplug.tune.machine import Machine
-from memplug.tune.models import Shape
 from memplug.tune.profiled import UNBOUNDED_BYTES, profile
 from memplug.tune.search import Configuration, Layout
 from tests.support.folders import ROOT
