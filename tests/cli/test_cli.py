@@ -109,7 +109,7 @@ def test_check_schema_prints_the_schema_alone():
     assert json.loads(run(app, ["check", "--schema"]).stdout) == json_schema()
 
 
-@pytest.mark.parametrize("command", ["check", "doctor", "show", "plan", "diff", "tune"])
+@pytest.mark.parametrize("command", ["check", "doctor", "show", "plan", "diff", "estimate", "tune"])
 def test_help_of_every_command_has_an_example(command):
     result = run(app, [command, "--help"])
     assert result.exit_code == 0 and f"Example: memplug {command}" in result.stdout
@@ -122,6 +122,7 @@ def test_every_command_is_covered_by_the_help_test():
         "show",
         "plan",
         "diff",
+        "estimate",
         "tune",
     }
 
@@ -193,12 +194,12 @@ def test_doctor_measures_a_profile_into_a_file_and_prints_its_rates(tmp_path, me
     result = run(app, ["doctor", "--measure", str(file)])
     assert result.exit_code == 0 and result.stdout.isascii() and "measuring" in result.stderr
     lines = dict(line.split("  ", 1) for line in result.stdout.splitlines())
-    assert lines["written to"].strip() == str(file) and lines["device"].strip() == "H200"
+    assert lines["written to"].strip() == str(file) and lines["device"].strip() == "NVIDIA H200"
     assert lines["matmul, bfloat16"].strip() == "324 TFLOP/s at 1.0e+06 operations, 648 TFLOP/s at 1.0e+09 operations"
     assert "620 TFLOP/s at 32,768 tokens" in lines["attention forward, cudnn"]
     assert "55.3 GB/s at 954 MiB" in lines["device to host"]
     assert "49.1 GB/s at 954 MiB" in lines["host to device, both directions"]
-    assert Hardware.named(str(file)).name == "H200" and json.loads(file.read_text()) == measured
+    assert Hardware.named(str(file)).name == "NVIDIA H200" and json.loads(file.read_text()) == measured
 
 
 def test_doctor_json_of_a_measured_profile_is_what_the_file_has(tmp_path, measured):

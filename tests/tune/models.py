@@ -10,7 +10,7 @@ from memplug.tune.profiled import ModelProfile, Part
 from memplug.tune.search import Configuration, Layout, Offload
 
 
-def hardware(**fields: Any) -> Hardware:
+def hardware(to_host: float = 1.0, to_device: float = 1.0, **fields: Any) -> Hardware:
     """A GPU whose link and collectives move a byte a second, and its memory a hundred."""
     rate = {"bfloat16": Rate.always(1e9)}
     values = {
@@ -22,10 +22,10 @@ def hardware(**fields: Any) -> Hardware:
         "attention_backward_flops": {"flash": Rate.always(1.0)},
         "memory_bytes_per_s": 100.0,
         "kernel_s": 1e-9,
-        "to_host_bytes_per_s": Rate.always(1.0),
-        "to_device_bytes_per_s": Rate.always(1.0),
-        "to_host_both_bytes_per_s": Rate.always(1.0),
-        "to_device_both_bytes_per_s": Rate.always(1.0),
+        "to_host_bytes_per_s": Rate.always(to_host),
+        "to_device_bytes_per_s": Rate.always(to_device),
+        "to_host_both_bytes_per_s": Rate.always(to_host),
+        "to_device_both_bytes_per_s": Rate.always(to_device),
         "copy_s": 1e-9,
         "launch_s": 1e-9,
         "collective_bytes_per_s": 1.0,

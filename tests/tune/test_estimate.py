@@ -47,7 +47,7 @@ def test_forward_and_backward_at_zero_3_are_those_of_the_equations() -> None:
 
 
 def test_zero_1_reduces_gradients_once_a_step_and_zero_2_in_every_micro_batch() -> None:
-    slow = StepEstimator(machine(gpus=2, collective_bytes_per_s=0.1, to_device_bytes_per_s=0.1), {1: model()})
+    slow = StepEstimator(machine(gpus=2, collective_bytes_per_s=0.1, to_device=0.1), {1: model()})
     one, two = (slow.predict(configuration(stage=stage, accumulation=3)).step_s for stage in (1, 2))
     times = [
         protrain.ChunkTimes(forward_s=0, backward_s=b, reduce_s=r) for b, r in ((2, 80), *[(20, 100)] * 4, (4, 100))
@@ -95,7 +95,7 @@ def test_blocks_that_checkpoint_or_swap_leave_their_output_on_the_device() -> No
 ESTIMATORS = [
     PAIR,
     StepEstimator(machine(gpus=2, host_bytes_per_s=1.0), {1: model(), 2: model(micro_batch=2)}),
-    StepEstimator(machine(gpus=8, to_device_bytes_per_s=100.0), {1: model(forward_s=0.1), 2: model(micro_batch=2)}),
+    StepEstimator(machine(gpus=8, to_device=100.0), {1: model(forward_s=0.1), 2: model(micro_batch=2)}),
 ]
 
 
@@ -140,5 +140,5 @@ def test_bounds_find_what_trying_all_finds(estimator: StepEstimator, device: int
 
 def test_no_more_blocks_swap_than_the_forward_hides() -> None:
     assert most_swaps(machine(), model()) == 1  # 40 bytes are sent in 40 s, and four layers compute as long
-    assert most_swaps(machine(to_host_bytes_per_s=2.5, host_bytes_per_s=1000.0), model()) == 2
-    assert most_swaps(machine(to_host_bytes_per_s=100.0, host_bytes_per_s=1000.0), model()) == 4
+    assert most_swaps(machine(to_host=2.5, host_bytes_per_s=1000.0), model()) == 2
+    assert most_swaps(machine(to_host=100.0, host_bytes_per_s=1000.0), model()) == 4
