@@ -56,13 +56,12 @@ class Training:
             EstimateError: an operator needs values, and there are none; or forward gives nothing to differentiate.
         """
         try:
-            with self._device:
-                outputs = _differentiable(self.model(*self._args, **self._kwargs))
-                torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
-                del outputs
-                if self._optimizer is not None:
-                    self._optimizer.step()
-                    self._optimizer.zero_grad()
+            outputs = _differentiable(self.model(*self._args, **self._kwargs))
+            torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+            del outputs
+            if self._optimizer is not None:
+                self._optimizer.step()
+                self._optimizer.zero_grad()
         except torch.OutOfMemoryError:
             raise
         except (NotImplementedError, RuntimeError) as error:

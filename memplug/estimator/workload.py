@@ -66,7 +66,7 @@ class Workload:
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """As DeepSpeed's and Megatron-Core's, it goes over all parameters at once, in place."""
-        return torch.optim.AdamW(parameters, fused=False, foreach=False)
+        return torch.optim.AdamW(parameters, fused=True)
 
 
 class _Layers(nn.Module):
