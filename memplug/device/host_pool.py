@@ -21,6 +21,8 @@ log = logging.getLogger("memplug")
 
 ALIGNMENT_BYTES = 512
 SMALLEST_SLAB_BYTES = 64 << 20
+GROWTH = 1 / 2  # of the pool, where nothing says how large it will have to be
+GROWTH_BEYOND_PLAN = 1 / 16
 
 
 class HostPool:
@@ -93,7 +95,8 @@ class HostPool:
         room = (self.budget_bytes - capacity) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if size > room:
             return False
-        return self._add(_aligned(min(room, max(size, SMALLEST_SLAB_BYTES, capacity // 2))))
+        share = GROWTH_BEYOND_PLAN if self._planned_bytes else GROWTH
+        return self._add(_aligned(min(room, max(size, SMALLEST_SLAB_BYTES, int(capacity * share)))))
 
     def _add(self, nbytes: int) -> bool:
         """One slab more."""

@@ -90,6 +90,17 @@ def test_reserved_memory_is_there_before_the_first_use() -> None:
     assert pool.capacity_bytes <= 1 << 20
 
 
+def test_beyond_a_plan_the_pool_grows_little() -> None:
+    """A plan knows what it needs: the swap list's tensors, which come on top, are few beside it."""
+    planned, unplanned = (HostPool(Device(), 1 << 24, core()) for _ in range(2))
+    planned.reserve(1 << 20)
+    taken = [pool.rows.take(1 << 20) for pool in (planned, unplanned)]
+    before = planned.capacity_bytes, unplanned.capacity_bytes
+    taken += [pool.rows.take(SLAB_BYTES) for pool in (planned, unplanned)]
+    assert all(taken)
+    assert planned.capacity_bytes == before[0] * 17 // 16 and unplanned.capacity_bytes == before[1] * 3 // 2
+
+
 def test_closing_unregisters_every_slab() -> None:
     device = Pins()
     pool = HostPool(device, 1 << 20, core())
