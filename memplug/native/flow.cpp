@@ -142,8 +142,15 @@ bool Flow::has_room(const Swapped& part, int64_t pending_bytes) {
 
 void Flow::trim(const Frame& frame) {
   const auto of_frame = [&] { return frame.pending_bytes() + frame.forward.kept_bytes; };
-  while (largest_region_bytes > 0 && resident_.size() > 1 && held_bytes() + of_frame() > limit_bytes()) {
-    release_oldest();
+  while (largest_region_bytes > 0 && resident_.size() > 1) {
+    const int64_t excess = held_bytes() + of_frame() - limit_bytes();
+    if (excess <= 0) {
+      break;
+    }
+    const auto oldest = resident_.front().lock();
+    if (oldest == nullptr || !oldest->is_over() || !oldest->release_first(excess)) {
+      release_oldest();
+    }
   }
   note_held(frame);
 }

@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "clock.h"
 
@@ -222,6 +223,36 @@ void Frame::release() {
     flow->expect(*region);
   }
   flow->transfer->release(swapped);
+  refill();
+}
+
+bool Frame::release_first(int64_t nbytes) {
+  if (region->offloads_late) {
+    return false;
+  }
+  std::vector<std::shared_ptr<Swapped>> resident;
+  std::copy_if(swapped.begin(), swapped.end(), std::back_inserter(resident), [](const auto& part) {
+    return part->resident && part->tensor.defined() && part->slot.has_value();
+  });
+  std::sort(resident.begin(), resident.end(), [](const auto& one, const auto& other) {
+    return one->order < other->order;
+  });
+  size_t count = 0;
+  while (count < resident.size() && nbytes > 0) {
+    nbytes -= resident[count++]->nbytes;
+  }
+  if (nbytes > 0 || count == resident.size()) {
+    return false;
+  }
+  resident.resize(count);
+  region->released = true;
+  flow->transfer->release(std::move(resident));
+  refill();
+  return true;
+}
+
+// What backward has to fetch, the first needed last.
+void Frame::refill() {
   flow->ledger->waiting -= static_cast<int64_t>(todo.size());
   todo.clear();
   for (const auto& part : swapped) {

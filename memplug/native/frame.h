@@ -89,6 +89,10 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // Waits for the copies out, and releases the device memory.
   void release();
 
+  // The same of as few tensors as have so many bytes, those whose copies are over first: no wait for the others, which
+  // were queued later. False, and nothing is released: all are needed, or its copies are not queued yet.
+  bool release_first(int64_t nbytes);
+
   // -- backward
 
   // Backward asks for a saved tensor of a timed forward.
@@ -174,6 +178,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   virtual void before_foreign_write(int32_t storage, const at::Tensor& tensor) = 0;
 
  private:
+  void refill();
   struct Capture {
     std::vector<Part> parts; // none: a collective whose result no backward asks for
     bool whole;

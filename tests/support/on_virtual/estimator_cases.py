@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,20 @@ def test_what_cannot_be_estimated_is_said(arguments: dict[str, Any], error: type
     given = {"make_model": lambda: _stack(1), "example_inputs": lambda: torch.ones(8), "modes": ("keep",), **arguments}
     with pytest.raises(error, match=said):
         memplug.estimate(**given)
+
+
+def test_a_layer_does_not_wait_for_all_copies_of_the_one_before() -> None:
+    """A gated MLP's products are as large as all else that a layer swaps, and leave last: the next layer begins while
+    they do, as what left before them makes enough room.
+    """
+    pytest.importorskip("transformers")
+    workload = Workload(shape=_shape(), layers=4, seq_len=131072, head=False, optimizer=False)
+    block = {"enabled": True, **NO_LIST, "device_budget_gib": 41.7}
+    found = memplug.estimate(workload.make_model, workload.inputs, block, modes=("memplug",))["memplug"]
+    kernels = sorted((span.begin_s, span.end_s) for span in found.spans if not span.name.startswith("to "))
+    copied_s = max(span.end_s for span in found.spans if span.name == "to host")
+    waits_s = [after[0] - before[1] for before, after in itertools.pairwise(kernels) if after[0] <= copied_s]
+    assert max(waits_s) < 0.02, "one of these products takes 0.05 s to leave"
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
