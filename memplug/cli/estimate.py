@@ -34,6 +34,10 @@ def estimate(
     ] = None,
     head: Annotated[bool, typer.Option(help="With embedding, head and loss.")] = True,
     optimizer: Annotated[bool, typer.Option(help="With AdamW, its states in the parameters' dtype.")] = True,
+    gpus: Annotated[
+        int | None,
+        typer.Option(help="Ranks of DeepSpeed's engine, with the DeepSpeed JSON's ZeRO; by default no engine.", min=1),
+    ] = None,
     mode: Annotated[str, typer.Option(help="keep, full, selective, memplug, or all of them.")] = _ALL,
     attention: Annotated[
         str | None, typer.Option(help="Back end: cudnn, flash; by default the profile's first.")
@@ -42,7 +46,7 @@ def estimate(
         float | None, typer.Option(help="Memory of the host for this GPU; by default as much as is asked for.", min=0)
     ] = None,
     limits: Annotated[
-        bool, typer.Option(help="Find the longest sequence and the largest micro-batch that fit.")
+        bool, typer.Option(help="Find the longest sequence and the largest micro-batch that fit; not with --gpus.")
     ] = True,
     plan_dir: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write memplug's plan there, for a run of the same job.")
@@ -60,21 +64,26 @@ def estimate(
     """Predict the step time, device memory and host memory of a training step on a GPU; none is used.
 
     Modes: keep everything; recompute every layer in full; all of it but attention (selective); or as memplug plans.
-    One GPU's step, forward, backward and optimizer, of a Llama from Hugging Face. All figures are predictions.
+    One rank's step, forward, backward and optimizer, of a Llama from Hugging Face. All figures are predictions.
     Exit code 0: done; 1: something is not usable, or no mode fits.
     """
     with collected_warnings() as warnings, refusing():
-        workload, config, hardware = _asked(
+        if gpus is not None and (ds_json is None or not (head and optimizer)):
+            raise typer.BadParameter("takes a DeepSpeed JSON, and all of the model", param_hint="--gpus")
+        workload, config, hardware, settings = _asked(
             ds_json, model, gpu, layers=layers, seq_len=seq_len, micro_batch=micro_batch, head=head, optimizer=optimizer
         )
         modes = _modes(mode)
+        options = {"attention": attention, "plan_dir": plan_dir}
+        if host_gib is not None:
+            options["host_bytes"] = host_gib * 2**30
         with progress("importing torch") as say:
-            found = _estimate(workload, config, hardware, modes, attention, host_gib, plan_dir, say)
+            found = _estimate(workload, config, hardware, modes, settings if gpus else None, gpus, tell=say, **options)
             largest = {}
-            if limits:
+            if limits and gpus is None:
                 say("limits")
                 largest = _limits(workload, config, hardware, modes, attention)
-        facts = _facts(found, workload, largest)
+        facts = _facts(found, workload, largest, settings, gpus)
         _write(found, workload, facts, html, chrome, as_json)
     typer.echo(facts["title"])
     print_table(*_table(facts))
@@ -85,7 +94,10 @@ def estimate(
         raise typer.Exit(1)
 
 
-def _asked(ds_json: Path | None, model: Path, gpu: str, **given: Any) -> "tuple[Workload, MemplugConfig, Hardware]":
+def _asked(
+    ds_json: Path | None, model: Path, gpu: str, **given: Any
+) -> "tuple[Workload, MemplugConfig, Hardware, dict[str, Any]]":
+    """What trains, memplug's block, the GPU, and the DeepSpeed JSON."""
     from memplug.config import load_config, read_ds_config, read_json
     from memplug.device.virtual import Hardware
     from memplug.estimator.shapes import Shape
@@ -105,7 +117,7 @@ def _asked(ds_json: Path | None, model: Path, gpu: str, **given: Any) -> "tuple[
         head=given["head"],
         optimizer=given["optimizer"],
     )
-    return workload, block, hardware
+    return workload, block, hardware, settings
 
 
 def _modes(asked: str) -> tuple[str, ...]:
@@ -121,25 +133,17 @@ def _estimate(
     config: "MemplugConfig",
     hardware: "Hardware",
     modes: tuple[str, ...],
-    attention: str | None,
-    host_gib: float | None,
-    plan_dir: Path | None,
-    say: Any,
+    settings: dict[str, Any] | None,
+    gpus: int | None,
+    **options: Any,
 ) -> "Estimate":
     from memplug.estimator import estimate as run
+    from memplug.estimator.ranks import estimate_rank
 
-    return run(
-        workload.make_model,
-        workload.inputs,
-        config,
-        hardware,
-        modes,
-        make_optimizer=workload.make_optimizer if workload.optimizer else None,
-        attention=attention,
-        **({} if host_gib is None else {"host_bytes": host_gib * 2**30}),
-        plan_dir=plan_dir,
-        tell=say,
-    )
+    if settings is not None:
+        return estimate_rank(workload, config, hardware, modes, settings, gpus, **options)
+    optimizer = workload.make_optimizer if workload.optimizer else None
+    return run(workload.make_model, workload.inputs, config, hardware, modes, make_optimizer=optimizer, **options)
 
 
 def _limits(
@@ -160,7 +164,13 @@ def _limits(
     }
 
 
-def _facts(found: "Estimate", workload: "Workload", largest: dict[str, dict[str, int]]) -> dict[str, Any]:
+def _facts(
+    found: "Estimate",
+    workload: "Workload",
+    largest: dict[str, dict[str, int]],
+    settings: dict[str, Any],
+    gpus: int | None,
+) -> dict[str, Any]:
     """Plain values: seconds, bytes, and shares."""
     names = ("step_s", "flops", "peak_allocated_bytes", "peak_reserved_bytes", "arena_reserved_bytes")
     more = ("host_bytes", "to_host_bytes", "to_device_bytes", "bound", "fits")
@@ -170,10 +180,13 @@ def _facts(found: "Estimate", workload: "Workload", largest: dict[str, dict[str,
         f"{workload.micro_batch} × {workload.seq_len:,} tokens",
         workload.dtype,
         *(["head"] if workload.head else []),
-        *(["AdamW"] if workload.optimizer else []),
+        *(["AdamW"] if workload.optimizer and gpus is None else []),
     ]
+    rank = f"one {hardware.name}"
+    if gpus is not None:
+        rank = f"one of {gpus} {hardware.name}, ZeRO {settings.get('zero_optimization', {}).get('stage', 0)}"
     return {
-        "title": f"Predicted for one {hardware.name}: {', '.join(parts)}",
+        "title": f"Predicted for {rank}: {', '.join(parts)}",
         "gpu": hardware.name,
         "device_bytes": int(hardware.memory_bytes),
         "modes": {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from torch import nn
 from memplug.config import MemplugConfig, load_config
 from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.errors import BudgetError, EstimateError, RegionError
+from memplug.estimator import engine as engines
 from memplug.estimator import modes as ways
 from memplug.estimator.bound import bound
 from memplug.estimator.training import MakeOptimizer, Training
@@ -111,6 +114,8 @@ def estimate(
     modes: Sequence[str] = ways.MODES,
     *,
     make_optimizer: MakeOptimizer | None = None,
+    engine: Mapping[str, Any] | None = None,
+    gpus: int = 1,
     attention: str | None = None,
     host_bytes: float = UNLIMITED_BYTES,
     plan_dir: str | Path | None = None,
@@ -129,35 +134,46 @@ def estimate(
         gpu: the name of a profile of configs/hardware, such as "h200", the path of another one, or a profile.
         modes: of `MODES`.
         make_optimizer: of parameters; None: the step has none, and gradients stay.
+        engine: the contents of a DeepSpeed JSON: its engine trains, with its own optimizer; micro-batches are what
+            `example_inputs` gives, accumulated as it says. DeepSpeed never frees an engine's memory, so that this is
+            for one mode in a process (ranks.py). None: there is no engine.
+        gpus: ranks of the engine, all in one machine, of which the first one is estimated.
         attention: the back end of it, such as "flash"; None: the profile's first one.
-        host_bytes: memory of the host, of which "host_budget_gib": "auto" is a share.
+        host_bytes: memory of the host for one rank, of which "host_budget_gib": "auto" is a share.
         plan_dir: the folder that memplug's plan is written to, for a run of the same job; None: it is not written.
         tell: called with the name of each mode before it runs.
 
     Raises:
         ConfigError: the block cannot be used.
-        EstimateError: a mode has no such name, or an operator needs values, and there are none.
+        EstimateError: a mode has no such name, an operator needs values, and there are none, or the engine offloads.
         HardwareError: there is no such GPU, or it has no such attention, or torch no place for the virtual device.
         RegionError: no decoder layers were found.
     """
     unknown = [mode for mode in modes if mode not in ways.MODES]
     if unknown:
         raise EstimateError(f"there is no mode {unknown[0]!r}", f"Choose of {', '.join(ways.MODES)}.")
+    if engine is not None and len(modes) > 1:
+        raise EstimateError("a process estimates one mode of an engine", "Estimate each mode in a process of its own.")
     parsed = load_config({"enabled": True} if config is None else config)
     hardware = gpu if isinstance(gpu, Hardware) else Hardware.named(gpu)
-    found: dict[str, ModeEstimate] = {}
-    impossible: dict[str, BudgetError] = {}
-    for mode in modes:
-        tell(mode)
-        device = VirtualDevice(hardware, attention=attention, bounded=False, host_bytes=host_bytes)
-        _tidy(device)
-        block = ways.block_of(mode, parsed, Path(plan_dir) if plan_dir is not None else None)
-        try:
-            found[mode] = _estimated(device, Training(make_model, example_inputs, make_optimizer), mode, block)
-        except BudgetError as error:
-            impossible[mode] = error
-        finally:
+    blocks = {mode: ways.block_of(mode, parsed, Path(plan_dir) if plan_dir is not None else None) for mode in modes}
+    VirtualDevice(hardware, attention=attention)  # that ranks are of
+    with contextlib.nullcontext() if engine is None else engines.rank_of(gpus):
+        make_training = functools.partial(Training, make_model, example_inputs, make_optimizer)
+        if engine is not None:
+            make_training = functools.partial(engines.EngineTraining, make_model, example_inputs, engine)
+        found: dict[str, ModeEstimate] = {}
+        impossible: dict[str, BudgetError] = {}
+        for mode, block in blocks.items():
+            tell(mode)
+            device = VirtualDevice(hardware, attention=attention, bounded=False, host_bytes=host_bytes)
             _tidy(device)
+            try:
+                found[mode] = _estimated(device, make_training(), mode, block)
+            except BudgetError as error:
+                impossible[mode] = error
+            finally:
+                _tidy(device)
     return Estimate(hardware, found, impossible)
 
 
@@ -169,16 +185,23 @@ def _tidy(device: VirtualDevice) -> None:
 
 def _estimated(device: VirtualDevice, training: Training, mode: str, block: MemplugConfig) -> ModeEstimate:
     ways.recompute((layer for _, layer in _layers(training.model, block, mode)), mode)
-    if mode != "memplug" and not block.arena.enabled:
+    try:
+        if mode == "memplug" or block.arena.enabled:
+            return _attached(device, training, mode, block)
         for _ in range(LASTING_STEPS):
             training.step()
         return _measured(device, training.step, mode, None, None)
+    finally:
+        training.close()
 
+
+def _attached(device: VirtualDevice, training: Training, mode: str, block: MemplugConfig) -> ModeEstimate:
     def step() -> None:
         training.step()
-        session.step()
+        if not training.marks_steps:
+            session.step()
 
-    with attach(training.model, block) as session:
+    with attach(training.target, block) as session:
         plain = None
         for _ in range(MOST_STEPS):
             if plain is None and session.stage is Stage.STABLE and session.steps >= LASTING_STEPS:

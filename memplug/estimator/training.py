@@ -27,6 +27,9 @@ class Training:
         EstimateError: the module cannot be made there.
     """
 
+    marks_steps = False
+    """Whether `step` ends memplug's step as well."""
+
     def __init__(
         self,
         make_model: Callable[[], nn.Module],
@@ -39,7 +42,7 @@ class Training:
                 self.model = self._moved(make_model())
                 inputs = tree_map(self._moved_tensor, example_inputs())
         except (NotImplementedError, RuntimeError) as error:
-            raise _unable("making the model", error) from error
+            raise unable("making the model", error) from error
         self._args: tuple[Any, ...] = ()
         self._kwargs: Mapping[str, Any] = {}
         if isinstance(inputs, Mapping):
@@ -47,6 +50,14 @@ class Training:
         else:
             self._args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         self._optimizer = make_optimizer(self.model.parameters()) if make_optimizer is not None else None
+
+    @property
+    def target(self) -> Any:
+        """That memplug attaches to."""
+        return self.model
+
+    def close(self) -> None:
+        """Nothing is left behind."""
 
     def step(self) -> None:
         """Forward, backward and the optimizer. What forward gives has a gradient of its own shape: its `loss`, where it
@@ -56,7 +67,7 @@ class Training:
             EstimateError: an operator needs values, and there are none; or forward gives nothing to differentiate.
         """
         try:
-            outputs = _differentiable(self.model(*self._args, **self._kwargs))
+            outputs = differentiable(self.model(*self._args, **self._kwargs))
             torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
             del outputs
             if self._optimizer is not None:
@@ -65,7 +76,7 @@ class Training:
         except torch.OutOfMemoryError:
             raise
         except (NotImplementedError, RuntimeError) as error:
-            raise _unable("a step", error) from error
+            raise unable("a step", error) from error
 
     def _moved_tensor(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.device == self._device:
@@ -88,7 +99,12 @@ class Training:
         return model
 
 
-def _differentiable(given: Any) -> list[torch.Tensor]:
+def differentiable(given: Any) -> list[torch.Tensor]:
+    """Of what a forward gave: its `loss`, or all that needs a gradient.
+
+    Raises:
+        EstimateError: nothing does.
+    """
     outputs = dict(given) if isinstance(given, Mapping) else given  # of Hugging Face's own kind
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
     leaves = tree_leaves(outputs if loss is None else loss)
@@ -100,6 +116,7 @@ def _differentiable(given: Any) -> list[torch.Tensor]:
     return found
 
 
-def _unable(what: str, error: Exception) -> EstimateError:
+def unable(what: str, error: Exception) -> EstimateError:
+    """What cannot run, by its first error."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return EstimateError(f"{what} cannot run without values: {first}")

@@ -41,11 +41,33 @@ def test_the_table_and_the_files_say_the_same(tmp_path: Path) -> None:
     assert len(list((tmp_path / "plans").glob("*.json"))) == 1
 
 
+@pytest.mark.long
+def test_a_rank_of_deepspeed_is_estimated_with_its_zero(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    settings = json.loads((ROOT / "configs" / "ds_zero3.json").read_text())
+    facts = {}
+    for gpus in (2, 8):
+        (tmp_path / "ds.json").write_text(json.dumps(settings))
+        options = ["--gpu", "h100", "--gpus", gpus, "--seq-len", 512, "--mode", "memplug", "--json", tmp_path / "found"]
+        told = run(tmp_path / "ds.json", "--model", ROOT / "configs/models/7b.yaml", "--layers", 1, *options)
+        assert told.returncode == 0, told.stderr
+        assert f"one of {gpus} NVIDIA H100 80GB HBM3, ZeRO 3" in told.stdout
+        facts[gpus] = json.loads((tmp_path / "found").read_text())["modes"]["memplug"]
+    # shares of parameters and gradients in 2 and 4 bytes, and of three states of the optimizer in 4
+    saved_bytes = facts[2]["peak_allocated_bytes"] - facts[8]["peak_allocated_bytes"]
+    assert saved_bytes == pytest.approx(465e6 * 18 * (1 / 2 - 1 / 8), rel=0.1)
+    settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    told = run(tmp_path / "ds.json", "--model", MODEL, "--gpus", 2, "--mode", "keep")
+    assert told.returncode == 1 and "offload_optimizer leaves work to the host" in told.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
         (["--gpu", "h201"], 1, "there are 4090, 910b, a100, h100, h200"),
         (["--attention", "math"], 1, "cudnn, flash"),
+        (["--gpus", "2"], 2, "takes a DeepSpeed JSON"),
         (["--mode", "kept"], 2, "'kept' is none of"),
         (["--model", "absent.yaml"], 1, "absent.yaml"),
         (["--model", ROOT / "configs/models/mixtral_tiny.yaml"], 1, "memplug tune"),

@@ -1,0 +1,62 @@
+"""Estimates of a rank of DeepSpeed: one process for each mode, as DeepSpeed never frees an engine's memory."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from memplug.config import MemplugConfig
+from memplug.device.virtual import Hardware
+from memplug.estimator.engine import settings_of
+from memplug.estimator.estimate import Estimate, estimate
+from memplug.estimator.shapes import needed
+from memplug.estimator.workload import Workload
+
+
+def estimate_rank(
+    workload: Workload,
+    config: MemplugConfig,
+    hardware: Hardware,
+    modes: Sequence[str],
+    ds_config: Mapping[str, Any],
+    gpus: int,
+    *,
+    tell: Callable[[str], None] = lambda mode: None,
+    **options: Any,
+) -> Estimate:
+    """As `estimate`, of rank 0 of a DeepSpeed training; its engine's optimizer is that of the JSON.
+
+    Args:
+        ds_config: contents of the DeepSpeed JSON.
+        gpus: ranks, all in one machine.
+        options: further ones of `estimate`.
+    """
+    settings = settings_of(ds_config, workload.micro_batch)
+    found, impossible = {}, {}
+    for mode in modes:
+        tell(mode)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            one = pool.submit(_estimated, workload, config, hardware, mode, settings, gpus, options).result()
+        found.update(one.modes)
+        impossible.update(one.impossible)
+    return Estimate(hardware, found, impossible)
+
+
+def _estimated(
+    workload: Workload,
+    config: MemplugConfig,
+    hardware: Hardware,
+    mode: str,
+    settings: Mapping[str, Any],
+    gpus: int,
+    options: Mapping[str, Any],
+) -> Estimate:
+    """In a process of its own."""
+    logging.getLogger("memplug").setLevel(logging.ERROR)
+    needed("transformers.models.llama.modeling_llama")  # before ZeRO 3 changes what makes tensors
+    return estimate(
+        workload.make_model, workload.inputs, config, hardware, (mode,), engine=settings, gpus=gpus, **options
+    )
