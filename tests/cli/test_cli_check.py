@@ -203,7 +203,7 @@ def doctor_of(monkeypatch):
     module = sys.modules["memplug.cli.doctor"]
     absent = {"ready": False, "problem": "not asked", "advice": ""}
     monkeypatch.setattr(module, "_built", lambda load: absent)
-    monkeypatch.setattr(budgets, "host_available_bytes", lambda: 125 * GIB)
+    monkeypatch.setattr("memplug.device.device.host_available_bytes", lambda: 125 * GIB)
     for name in budgets.LOCAL_SIZES:
         monkeypatch.delenv(name, raising=False)
 

@@ -155,7 +155,7 @@ def test_processes_of_a_machine_share_its_memory(
     """torchrun sets the one variable, DeepSpeed's launcher the other."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
-    monkeypatch.setattr("memplug.tokenwise.budgets.host_available_bytes", lambda: 80 << 30)
+    monkeypatch.setattr("memplug.device.device.host_available_bytes", lambda: 80 << 30)
     if variable:
         monkeypatch.setenv(variable, str(processes))
     with memplug.attach(tiny_llama(), block()) as session:
