@@ -54,9 +54,19 @@ if child:
 
 @pytest.mark.parametrize("cases", ["time_and_memory", "operator", "memplug", "h200", "ranks", "framework", "estimator"])
 def test_cases_on_it_pass(cases: str) -> None:
+    run_cases(cases)
+
+
+@pytest.mark.long
+def test_plans_and_limits_that_were_estimated_are_those_of_steps_that_train_by_them() -> None:
+    run_cases("estimated_plan")
+
+
+def run_cases(cases: str) -> None:
+    """In a process of their own, as torch learns of the device before its first backward."""
     file = f"tests/support/on_virtual/{cases}_cases.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

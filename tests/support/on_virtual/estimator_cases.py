@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +13,8 @@ from torch.nn import functional as F
 import memplug
 from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.errors import BudgetError, EstimateError, HardwareError, RegionError
-from memplug.estimator import limits
 from memplug.estimator.estimate import Estimate
-from memplug.estimator.shapes import Shape
 from memplug.estimator.training import Training
-from memplug.estimator.workload import Workload
-from tests.support.folders import ROOT
 from tests.support.on_virtual.devices import H200, HIDDEN, Layers
 from tests.support.on_virtual.h200 import measured
 
@@ -150,86 +143,3 @@ def test_what_cannot_be_estimated_is_said(arguments: dict[str, Any], error: type
     given = {"make_model": lambda: _stack(1), "example_inputs": lambda: torch.ones(8), "modes": ("keep",), **arguments}
     with pytest.raises(error, match=said):
         memplug.estimate(**given)
-
-
-def test_a_layer_does_not_wait_for_all_copies_of_the_one_before() -> None:
-    """A gated MLP's products are as large as all else that a layer swaps, and leave last: the next layer begins while
-    they do, as what left before them makes enough room.
-    """
-    pytest.importorskip("transformers")
-    workload = Workload(shape=_shape(), layers=4, seq_len=131072, head=False, optimizer=False)
-    block = {"enabled": True, **NO_LIST, "device_budget_gib": 41.7}
-    found = memplug.estimate(workload.make_model, workload.inputs, block, modes=("memplug",))["memplug"]
-    kernels = sorted((span.begin_s, span.end_s) for span in found.spans if not span.name.startswith("to "))
-    copied_s = max(span.end_s for span in found.spans if span.name == "to host")
-    waits_s = [after[0] - before[1] for before, after in itertools.pairwise(kernels) if after[0] <= copied_s]
-    assert max(waits_s) < 0.02, "one of these products takes 0.05 s to leave"
-
-
-# -- plans -------------------------------------------------------------------------------------------------------------
-
-
-def _workload(layers: int = 6) -> Workload:
-    shape = Shape(
-        {**Shape.read(ROOT / "configs/models/7b.yaml").fields, "hidden_size": 1024, "intermediate_size": 2816}
-    )
-    return Workload(shape=shape, layers=layers, seq_len=8192)
-
-
-def _shape() -> Shape:
-    return Shape.read(ROOT / "configs" / "models" / "7b.yaml")
-
-
-def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -> tuple[dict[str, Any], int]:
-    """Two steps of a GPU that has no more memory than that: a report, and the most that was reserved."""
-    gc.collect()
-    device = VirtualDevice(dataclasses.replace(Hardware.read(H200), memory_bytes=capacity_bytes))
-    device.empty_cache()
-    device.reset_peaks()
-    training = Training(workload.make_model, workload.inputs, workload.make_optimizer)
-    try:
-        with memplug.attach(training.model, block) as session:
-            for _ in range(2):
-                training.step()
-                session.step()
-            return session.report(), device.usage().reserved_peak
-    finally:
-        del training
-        torch.ones(1, device="virtual", requires_grad=True).backward()  # lets go of a backward that failed
-        gc.collect()
-
-
-def test_a_job_that_runs_out_of_memory_without_a_plan_finishes_from_an_estimated_one(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    workload = Workload(shape=_shape(), layers=4, seq_len=8192)
-    block = {"enabled": True, **NO_LIST, "host_budget_gib": 100, "device_budget_gib": 12}
-    optimizer = workload.make_optimizer
-    found = memplug.estimate(
-        workload.make_model, workload.inputs, block, "h200", ("memplug",), make_optimizer=optimizer, plan_dir=tmp_path
-    )
-    assert list(tmp_path.iterdir()) and not found.impossible
-    planned = {**block, "plan_dir": str(tmp_path)}
-    report, needed_bytes = _trained(workload, planned, 1e12)
-    assert report["planned_steps"] == 2 and report["arena_step_served"] == 1
-    report, _ = _trained(workload, planned, 1.005 * needed_bytes)
-    assert report["planned_steps"] == 2
-    with pytest.raises(torch.OutOfMemoryError):
-        _trained(workload, {**block, "plan_dir": False}, 1.005 * needed_bytes)
-
-
-# -- limits ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("mode", "size"), [("keep", "seq_len"), ("full", "micro_batch"), ("memplug", "seq_len")])
-def test_the_longest_sequence_and_the_largest_batch_fit_and_larger_ones_do_not(mode: str, size: str) -> None:
-    pytest.importorskip("transformers")
-    hardware = dataclasses.replace(Hardware.read(H200), memory_bytes=3 * GIB)
-    small = Shape({**_shape().fields, "hidden_size": 1024, "intermediate_size": 2816})
-    workload = Workload(shape=small, layers=6, seq_len=4096 if size == "seq_len" else 512, optimizer=False)
-    config = memplug.MemplugConfig(enabled=True)
-    find = limits.longest if size == "seq_len" else limits.largest_batch
-    most = find(workload, config, hardware, mode, None)
-    for count, fits in ((most, True), (int(1.25 * most), False)):
-        changed = dataclasses.replace(workload, **{size: count})
-        taken = limits.least_bytes(changed, config, hardware, mode, None)
-        assert (taken <= limits.capacity_bytes(hardware, mode)) is fits, (count, taken)
