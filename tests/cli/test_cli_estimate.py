@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from memplug.cli import app
 from tests.support.folders import ROOT
 
 pytest.importorskip("transformers")
@@ -85,17 +87,27 @@ def test_a_rank_of_deepspeed_is_estimated_with_its_zero(tmp_path: Path) -> None:
     ("options", "code", "said"),
     [
         (["--gpu", "h201"], 1, "there are 4090, 910b, a100, h100, h200"),
-        (["--attention", "math"], 1, "cudnn, flash"),
-        (["--gpus", "2"], 2, "takes a DeepSpeed JSON"),
+        (["--gpus", "2"], 2, "DeepSpeed JSON"),
         (["--mode", "kept"], 2, "'kept' is none of"),
         (["--model", "absent.yaml"], 1, "absent.yaml"),
-        (["--model", ROOT / "configs/models/mixtral_tiny.yaml"], 1, "memplug tune"),
-        (["--html", "/absent/chart.html", "--mode", "keep", "--no-limits"], 1, "/absent/chart.html"),
     ],
 )
-def test_what_is_not_usable_is_said(options: list[object], code: int, said: str) -> None:
-    told = run(*([] if "--model" in options else ["--model", MODEL]), *options)
-    assert told.returncode == code and said in told.stderr and "Traceback" not in told.stderr
+def test_what_is_not_usable_is_said(options: list[str], code: int, said: str) -> None:
+    told = CliRunner().invoke(app, ["estimate", *([] if "--model" in options else ["--model", str(MODEL)]), *options])
+    assert told.exit_code == code and said in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", MODEL, "--attention", "math"], "cudnn, flash"),
+        (["--model", ROOT / "configs/models/mixtral_tiny.yaml"], "memplug tune"),
+        (["--model", MODEL, "--html", "/absent/chart.html", "--mode", "keep", "--no-limits"], "/absent/chart.html"),
+    ],
+)
+def test_what_the_virtual_device_shows_not_to_be_usable_is_said(options: list[object], said: str) -> None:
+    told = run(*options)
+    assert told.returncode == 1 and said in told.stderr and "Traceback" not in told.stderr
 
 
 def test_what_cannot_fit_says_the_least(tmp_path: Path) -> None:
