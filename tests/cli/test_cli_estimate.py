@@ -52,6 +52,7 @@ def test_the_table_and_the_files_say_the_same(tmp_path: Path) -> None:
     assert len(list((tmp_path / "plans").glob("*.json"))) == 1
 
 
+@pytest.mark.long
 def test_limits_of_one_mode_are_in_the_table_and_in_the_file(tmp_path: Path) -> None:
     told = run("--model", MODEL, "--mode", "keep", "--json", tmp_path / "found.json")
     assert told.returncode == 0, told.stderr
@@ -110,6 +111,7 @@ def test_what_the_virtual_device_shows_not_to_be_usable_is_said(options: list[ob
     assert told.returncode == 1 and said in told.stderr and "Traceback" not in told.stderr
 
 
+@pytest.mark.long
 def test_what_cannot_fit_says_the_least(tmp_path: Path) -> None:
     small = json.loads((ROOT / "configs" / "hardware" / "4090.json").read_text())
     small["memory_bytes"]["value"] = 20e6
