@@ -21,9 +21,13 @@ ATTENTION = "scaled_dot_product"
 def _requests(
     folder: Path, processes: int, names: list[str], rank: int = 0
 ) -> list[dict[str, list[tuple[str, int, str]]]]:
-    """Of a rank, on the CPU and on the virtual device: pass, bytes and operator by program."""
+    """Of a rank, on the CPU and on the virtual device: pass, bytes and operator by program. On the CPU all ranks run,
+    once in a folder.
+    """
     env = {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "localhost"}
-    if processes > 1:
+    if (folder / f"cpu-{rank}.json").is_file():
+        pass
+    elif processes > 1:
         launch([WORKER, "cpu", folder, *names], processes=processes, module=True, env=env)
     else:
         launch([WORKER, "cpu", folder, *names], launcher="python", module=True, env=env)
