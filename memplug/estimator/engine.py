@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import nn
 
 from memplug.device.virtual.accelerator import accelerated
@@ -93,24 +92,19 @@ class EngineTraining(Training):
         super().__init__(make, example_inputs)
         try:
             self.engine, *_ = deepspeed.initialize(model=self.model, config=dict(settings))
-        except (NotImplementedError, RuntimeError) as error:
+        except RuntimeError as error:
             raise unable("DeepSpeed's engine", error) from error
 
     @property
     def target(self) -> Any:
         return self.engine
 
-    def step(self) -> None:
+    def _train(self) -> None:
         """All micro-batches of a step."""
-        try:
-            for _ in range(self.engine.gradient_accumulation_steps()):
-                outputs = differentiable(self.engine(*self._args, **self._kwargs))
-                self.engine.backward(outputs[0] if outputs[0].dim() == 0 else outputs[0].sum())
-                self.engine.step()
-        except torch.OutOfMemoryError:
-            raise
-        except (NotImplementedError, RuntimeError) as error:
-            raise unable("a step", error) from error
+        for _ in range(self.engine.gradient_accumulation_steps()):
+            outputs = differentiable(self.engine(*self._args, **self._kwargs))
+            self.engine.backward(outputs[0] if outputs[0].dim() == 0 else outputs[0].sum())
+            self.engine.step()
 
     def close(self) -> None:
         """The engine's hooks and groups go."""

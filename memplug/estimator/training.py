@@ -41,7 +41,7 @@ class Training:
             with self._device:
                 self.model = self._moved(make_model())
                 inputs = tree_map(self._moved_tensor, example_inputs())
-        except (NotImplementedError, RuntimeError) as error:
+        except RuntimeError as error:
             raise unable("making the model", error) from error
         self._args: tuple[Any, ...] = ()
         self._kwargs: Mapping[str, Any] = {}
@@ -64,19 +64,22 @@ class Training:
         has one.
 
         Raises:
-            EstimateError: an operator needs values, and there are none; or forward gives nothing to differentiate.
+            EstimateError: an operator cannot run there, as it needs values; or forward gives nothing to differentiate.
         """
         try:
-            outputs = differentiable(self.model(*self._args, **self._kwargs))
-            torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
-            del outputs
-            if self._optimizer is not None:
-                self._optimizer.step()
-                self._optimizer.zero_grad()
+            self._train()
         except torch.OutOfMemoryError:
             raise
-        except (NotImplementedError, RuntimeError) as error:
+        except RuntimeError as error:
             raise unable("a step", error) from error
+
+    def _train(self) -> None:
+        outputs = differentiable(self.model(*self._args, **self._kwargs))
+        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+        del outputs
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
 
     def _moved_tensor(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.device == self._device:
@@ -119,4 +122,4 @@ def differentiable(given: Any) -> list[torch.Tensor]:
 def unable(what: str, error: Exception) -> EstimateError:
     """What cannot run, by its first error."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return EstimateError(f"{what} cannot run without values: {first}")
+    return EstimateError(f"{what} cannot run on the virtual device: {first}")

@@ -52,7 +52,7 @@ class Workload:
         transformers = needed("transformers")
         fields = {"max_position_embeddings": self.seq_len, **self.shape.fields, "num_hidden_layers": self.layers}
         config = transformers.LlamaConfig(**fields, use_cache=False, attn_implementation="sdpa")
-        with _by_default(DTYPES[self.dtype]):
+        with by_default(DTYPES[self.dtype]):
             model = transformers.LlamaForCausalLM(config) if self.head else transformers.LlamaModel(config)
         return model.train() if self.head else _Layers(model.train())
 
@@ -86,7 +86,8 @@ class _Layers(nn.Module):
 
 
 @contextlib.contextmanager
-def _by_default(dtype: torch.dtype) -> Iterator[None]:
+def by_default(dtype: torch.dtype) -> Iterator[None]:
+    """Within, tensors of no dtype have that one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

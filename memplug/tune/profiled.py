@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.estimator.shapes import Shape, needed
+from memplug.estimator.workload import by_default
 
 ELEMENT_BYTES = 2
 """Of a parameter, a gradient or an activation in bfloat16."""
@@ -128,8 +128,8 @@ def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x:
     began_s = device.synchronize()
     out.backward(gradient)
     backward_s = device.synchronize() - began_s
-    # autograd keeps the output until it is let go of, as large as its gradient: so the peak has one of them too many,
-    # and the part that is above has let go of it in a real backward
+    # this function holds the output, as large as its gradient: so the peak has one of them too many, and the part that
+    # is above has released it in a real backward
     return Part(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -150,7 +150,7 @@ def _model(shape: Shape) -> nn.Module:
         known = transformers.LlamaConfig().to_dict()
         fields = {name: value for name, value in fields.items() if name in known or name.startswith("rope_")}
     config = transformers.LlamaConfig(**fields, attn_implementation="sdpa")
-    with _in_bfloat16(), torch.device("virtual"):
+    with by_default(torch.bfloat16), torch.device("virtual"):
         return transformers.LlamaForCausalLM(config).train()
 
 
@@ -206,13 +206,3 @@ def _with_experts(found: ModelProfile, shape: Shape) -> ModelProfile:
         backward_peak_bytes=found.layer.backward_peak_bytes + gradients,
     )
     return dataclasses.replace(found, layer=layer)
-
-
-@contextlib.contextmanager
-def _in_bfloat16() -> Iterator[Any]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
