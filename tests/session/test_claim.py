@@ -82,7 +82,8 @@ def test_the_other_model_gets_both_once_the_first_is_detached() -> None:
 
 
 def test_a_session_that_is_dropped_without_detaching_leaves_both_to_the_next() -> None:
-    before = reserved_bytes()  # an earlier test's engine may have left something that DeepSpeed keeps
+    gc.collect()  # what an earlier test dropped goes now; what DeepSpeed keeps of its engines stays
+    before = reserved_bytes()
     model = Stack(2)
     session = memplug.attach(model, BLOCK)
     train(model, session, 8)
@@ -91,7 +92,7 @@ def test_a_session_that_is_dropped_without_detaching_leaves_both_to_the_next() -
     model.zero_grad()
     del model, session
     gc.collect()
-    assert dropped() is None and reserved_bytes() == before
+    assert dropped() is None and reserved_bytes() <= before
     model = Stack(2)
     with memplug.attach(model, BLOCK) as session:
         train(model, session, 8)
