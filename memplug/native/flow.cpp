@@ -109,7 +109,7 @@ void Flow::expect(const Region& region) {
   unplanned += region.forward_bytes.has_value() ? 0 : 1;
 }
 
-void Flow::pump(Frame& frame) {
+void Flow::pump(Frame& frame, int64_t largest_bytes) {
   note_held(frame);
   if (ledger->waiting == 0) {
     return;
@@ -119,7 +119,7 @@ void Flow::pump(Frame& frame) {
     while (!ahead->todo.empty()) {
       const auto part = ahead->todo.back();
       const bool is_ahead = ahead.get() != &frame && !part->tensor.defined();
-      if (is_ahead && !has_room(*part, pending_bytes)) {
+      if (is_ahead && !has_room(*part, pending_bytes, largest_bytes)) {
         note_held(frame);
         return;
       }
@@ -128,22 +128,27 @@ void Flow::pump(Frame& frame) {
       transfer->prefetch(*part);
     }
     pending_bytes += ahead->pending_bytes();
+    if (ahead.get() != &frame) { // what is fetched for later frames is there in this one's whole backward
+      largest_bytes = largest_saved_bytes;
+    }
   }
   note_held(frame);
 }
 
-// Whether a tensor may be prefetched before its frame asks for it, which has to leave `pending_bytes` free.
-bool Flow::has_room(const Swapped& part, int64_t pending_bytes) {
+// Whether a tensor may be prefetched before its frame asks for it, which has to leave `pending_bytes` free. One that is
+// larger than all that the running backward is yet to read would come last otherwise, as what goes makes no place for it.
+bool Flow::has_room(const Swapped& part, int64_t pending_bytes, int64_t largest_bytes) {
   if (const auto* const buffers = transfer->buffers_of(part)) {
     return buffers->has_room(part.frame, part.nbytes);
   }
-  return held_bytes() + pending_bytes + part.nbytes <= limit_bytes();
+  const int64_t limit = limit_bytes(part.nbytes > largest_bytes ? largest_bytes : largest_saved_bytes);
+  return held_bytes() + pending_bytes + part.nbytes <= limit;
 }
 
 void Flow::trim(const Frame& frame) {
   const auto of_frame = [&] { return frame.pending_bytes() + frame.forward.kept_bytes; };
   while (largest_region_bytes > 0 && resident_.size() > 1) {
-    const int64_t excess = held_bytes() + of_frame() - limit_bytes();
+    const int64_t excess = held_bytes() + of_frame() - limit_bytes(largest_saved_bytes);
     if (excess <= 0) {
       break;
     }

@@ -72,8 +72,9 @@ class Flow {
   void expect(const Region& region);
 
   // Fetches what backward needs next, the frame's tensors first, as far ahead as the rounding buffers have room; where
-  // there are none, as the limit of bytes allows.
-  void pump(Frame& frame);
+  // there are none, as the limit of bytes allows. `largest_bytes`: of the saved tensors that the frame's backward is yet to
+  // read.
+  void pump(Frame& frame, int64_t largest_bytes);
 
   // Has the rounding buffers, each of `nbytes`; see `Transfer::reserve`.
   bool reserve(int64_t nbytes) {
@@ -87,10 +88,10 @@ class Flow {
   // How many bytes of saved tensors may be on the device, so that the peak is that of full recomputation.
   //
   // Full recomputation holds one region's saved tensors at once, and every region's input. It has let some of the former
-  // go by the time backward's own temporaries are there: three gradients as large as the largest of them. A plan may have
-  // been promised to stay below that.
-  int64_t limit_bytes() const {
-    const int64_t limit = largest_region_bytes + peak_input_bytes - kTemporaries * largest_saved_bytes;
+  // go by the time backward's own temporaries are there: three gradients as large as the largest of them, which is one of
+  // `largest_bytes` towards the end of a region's backward. A plan may have been promised to stay below that.
+  int64_t limit_bytes(int64_t largest_bytes) const {
+    const int64_t limit = largest_region_bytes + peak_input_bytes - kTemporaries * largest_bytes;
     return std::min(limit, most_held_bytes.value_or(limit));
   }
 
@@ -122,7 +123,7 @@ class Flow {
   void release_others(const Frame& frame);
   void note_held(const Frame& frame);
   void number(const Frame& frame);
-  bool has_room(const Swapped& part, int64_t pending_bytes);
+  bool has_room(const Swapped& part, int64_t pending_bytes, int64_t largest_bytes);
 
   int64_t min_offload_bytes_;
   size_t buffers_;

@@ -128,6 +128,7 @@ class Forward {
     at::Tensor held; // of a subclass, or where it is no tensor of the region's: itself
     c10::VariableVersion counter;
     uint32_t version = 0;
+    int64_t largest_bytes = 0; // of the storages that were saved up to it, which backward still asks for then
     bool alive = true; // backward may still ask for it
     bool written = false;
     Way way = Way::HELD;

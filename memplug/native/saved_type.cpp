@@ -102,7 +102,7 @@ PyObject* unpack(PyObject*, PyObject* object) {
       if (frame.is_timed) {
         frame.begin_backward();
       }
-      frame.flow->pump(frame);
+      frame.flow->pump(frame, saved.largest_bytes);
       if (saved.way == Forward::Way::VIEW) {
         return THPVariable_Wrap(frame.view(self->index));
       }

@@ -40,6 +40,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
   if (followed_ == nullptr) {
     noted_->saves.push_back(save);
   }
+  found.largest_bytes = largest_saved_bytes;
   saved.push_back(std::move(found));
 }
 
