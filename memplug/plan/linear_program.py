@@ -12,7 +12,6 @@ from scipy.sparse import csr_array
 from memplug.plan.cost import Linear
 
 NODE_LIMIT = 100
-"""Bounds the effort the same way on every machine, unlike time."""
 GAP = 1e-4
 """Share of the objective within which a solution counts as optimal."""
 
@@ -68,8 +67,8 @@ class LinearProgram:
         left = (Linear(at_most) - nbytes) / self.unit_bytes
         self.row(left.terms, at_least=min(margin - left.constant, 0.0))
 
-    def run(self, time_limit_s: float, *, relaxed: bool = False) -> OptimizeResult:
-        """The best that is found until then; `relaxed`: fractions may be where integers are asked for."""
+    def run(self, *, relaxed: bool = False) -> OptimizeResult:
+        """The best that is found within `NODE_LIMIT`; `relaxed`: fractions may be where integers are asked for."""
         rows, columns, values = zip(*self.entries, strict=True)
         matrix = csr_array((values, (rows, columns)), shape=(len(self.limits), len(self.cost)))
         return milp(
@@ -77,5 +76,5 @@ class LinearProgram:
             integrality=None if relaxed else np.array(self.integer, dtype=int),
             bounds=Bounds(self.lower, self.upper),
             constraints=LinearConstraint(matrix, lb=np.array(self.limits)),
-            options={"time_limit": time_limit_s, "node_limit": NODE_LIMIT, "mip_rel_gap": GAP},
+            options={"node_limit": NODE_LIMIT, "mip_rel_gap": GAP},
         )

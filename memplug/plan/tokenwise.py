@@ -6,7 +6,6 @@ against the time to recompute, under the link's time in forward and in backward,
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -53,8 +52,9 @@ __all__ = [
     "solve",
 ]
 
-TIME_LIMIT_S = 5.0
-"""For the whole search; the best plan found until then counts."""
+EFFORT = 200_000
+"""Of the whole search, in columns times nodes of its programs, about five seconds of a core; the best plan found until
+then counts. Unlike time it is the same on every machine, as plans have to be."""
 ATTEMPTS = 4
 MARGIN = 4e-6
 """To hold the budgets to the byte."""
@@ -122,6 +122,8 @@ class _Columns:
     """Columns of one group: operator index -> column."""
 
     swap: dict[int, int] = field(default_factory=dict)
+    travels: dict[int, int] = field(default_factory=dict)
+    """1 if any of it is swapped: it is on the device whole then, on its way."""
     keep: dict[int, int] = field(default_factory=dict)
     run: dict[int, int] = field(default_factory=dict)
     """Fraction of the operator that runs."""
@@ -156,7 +158,7 @@ class _Search:
         self.regions = regions
         self.budget = budget
         self.inputs_swapped = inputs_swapped
-        self.deadline = time.monotonic() + TIME_LIMIT_S
+        self.effort = 0
         self.live = [sorted(needed(r.operators, r.saved, r.given, ())) for r in regions]
         self.unit_s = sum(r.instances * (r.forward_s + r.backward_s) for r in regions) or 1.0
         self.unit_bytes = max(1, sum(r.instances * (r.input_bytes + self._capturable_bytes(r)) for r in regions))
@@ -170,12 +172,12 @@ class _Search:
         best = self._plan([[(region.instances, {}, ())] for region in self.regions])
         uncut = [(region.instances,) for region in self.regions]
         program, _ = self._program(uncut)
-        relaxed = program.run(TIME_LIMIT_S, relaxed=True)
+        relaxed = program.run(relaxed=True)
         assert relaxed.status == 0, f"recomputing everything is always possible: {relaxed.message}"
         bound_s = (relaxed.fun - TIE_HOST - TIE_DEVICE) * self.unit_s
         hints = [float(value) for value, whole in zip(relaxed.x, program.integer, strict=True) if whole]
         for cut in [uncut, *self._cuts(hints)]:
-            if best.step_s <= bound_s * (1.0 + GAP) or time.monotonic() > self.deadline:
+            if best.step_s <= bound_s * (1.0 + GAP) or self.effort > EFFORT:
                 break
             plan = self._solve(cut)
             if plan is not None and self._objective_of(plan) < self._objective_of(best):
@@ -218,7 +220,8 @@ class _Search:
         margin = 0.0
         for _ in range(ATTEMPTS):
             program, columns = self._program(cut, margin)
-            result = program.run(max(self.deadline - time.monotonic(), 0.1))
+            result = program.run()
+            self.effort += len(program.cost) * max(1, result.mip_node_count or 0)
             if result.x is None:
                 return None
             choices = [
@@ -257,7 +260,7 @@ class _Search:
         return program, columns
 
     def _in_flight_bytes(self, program: LinearProgram, columns: list[list[_Columns]]) -> list[Linear]:
-        """At most what is in flight, each, with rounding buffers; a tensor that is swapped in part counts in part."""
+        """At most what is in flight, each, with rounding buffers."""
         times, buffers = (*self.budget.in_flight, InFlight(0)), self.budget.buffers
         if len(times) == 1 and not buffers:
             return [Linear()]
@@ -265,7 +268,7 @@ class _Search:
         for region, parts in zip(self.regions, columns, strict=True):
             sizes = [operator.output_bytes for operator in region.operators]
             for group in parts:
-                terms = {column: sizes[index] for index, column in group.swap.items()}
+                terms = {column: sizes[index] for index, column in (group.swap | group.travels).items()}
                 pieces.append(Linear(-region.safest_bytes, terms))
         most_bytes = program.largest_bytes(pieces)
         return [most_bytes * (at.count + buffers) + Linear(-at.room_bytes) for at in times]
@@ -294,6 +297,9 @@ class _Search:
         if rows:
             columns.reads[index] = program.column(integer=True)
             program.row({columns.reads[index]: 1.0, columns.run[index]: -1.0})
+        if rows and (self.budget.in_flight or self.budget.buffers):
+            columns.travels[index] = program.column(integer=True)
+            program.row({columns.travels[index]: 1.0, columns.swap[index]: -1.0})
 
 
 def _chosen(x: np.ndarray, columns: _Columns) -> tuple[dict[int, float], list[int]]:

@@ -110,6 +110,16 @@ def test_what_is_in_flight_and_its_buffers_fit_the_device_beside_what_is_kept(
     assert plan.step_s >= solve(regions, replace(limits, in_flight=(), buffers=0)).step_s / GAP
 
 
+@given(problems, budgets, st.integers(0, 200).map(MIB.__mul__), st.integers(0, 200).map(MIB.__mul__))
+@settings(max_examples=80, deadline=None)
+def test_more_room_for_what_is_in_flight_never_takes_longer(regions, limits, room, more):
+    """As it would where a tensor that is swapped in part were planned in part: it is there whole."""
+    less, larger = (
+        solve(regions, replace(limits, in_flight=(InFlight(2, each), InFlight(1)))) for each in (room, room + more)
+    )
+    assert larger.step_s <= less.step_s * GAP
+
+
 @given(problems, budgets, st.floats(0.0, 1.0))
 @settings(max_examples=80, deadline=None)
 def test_automatic_plan_is_never_worse_than_any_alpha_or_recomputing_everything(regions, limits, alpha):
