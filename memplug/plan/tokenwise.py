@@ -123,7 +123,7 @@ class _Columns:
 
     swap: dict[int, int] = field(default_factory=dict)
     travels: dict[int, int] = field(default_factory=dict)
-    """1 if any of it is swapped: it is on the device whole then, on its way."""
+    """1 if any of it is swapped: it is on the device whole then, on its way. None: a share of it counts."""
     keep: dict[int, int] = field(default_factory=dict)
     run: dict[int, int] = field(default_factory=dict)
     """Fraction of the operator that runs."""
@@ -214,12 +214,13 @@ class _Search:
         return measure(self.regions, groups, self.budget, inputs_swapped=self.inputs_swapped)
 
     def _solve(self, cut: list[tuple[int, ...]]) -> TokenwisePlan | None:
-        """HiGHS holds a row to about 1e-6, and takes a share of a tensor for a share of its padding; a plan has to hold
-        its budgets to the byte, if need be by a margin.
+        """HiGHS holds a row to about 1e-6, and takes a share of a tensor for a share of its padding, and for a share of
+        what is in flight; a plan has to hold its budgets to the byte. It is solved again with tensors in flight as a
+        whole, which is slower, and by a margin.
         """
-        margin = 0.0
+        margin, wholly = 0.0, False
         for _ in range(ATTEMPTS):
-            program, columns = self._program(cut, margin)
+            program, columns = self._program(cut, margin, wholly)
             result = program.run()
             self.effort += len(program.cost) * max(1, result.mip_node_count or 0)
             if result.x is None:
@@ -235,14 +236,18 @@ class _Search:
             if plan.host_bytes <= self.budget.host_bytes and device_bytes <= self.budget.device_bytes:
                 return plan
             over_bytes = max(plan.host_bytes - self.budget.host_bytes, device_bytes - self.budget.device_bytes)
-            margin += over_bytes / self.unit_bytes + MARGIN
+            if wholly or not plan.in_flight_bytes + buffer_bytes:
+                margin += over_bytes / self.unit_bytes + MARGIN
+            wholly = True
         return None
 
-    def _program(self, cut: list[tuple[int, ...]], margin: float = 0.0) -> tuple[LinearProgram, list[list[_Columns]]]:
+    def _program(
+        self, cut: list[tuple[int, ...]], margin: float = 0.0, wholly: bool = False
+    ) -> tuple[LinearProgram, list[list[_Columns]]]:
         program = LinearProgram(self.unit_s, self.unit_bytes)
         columns, phases = [], [Amounts(), Amounts()]
         for region, live, sizes in zip(self.regions, self.live, cut, strict=True):
-            parts = [self._group(program, region, live) for _ in sizes]
+            parts = [self._group(program, region, live, wholly) for _ in sizes]
             base = unchosen(region, self.budget, self.inputs_swapped)
             for phase, (group, size) in enumerate(zip(parts, sizes, strict=True)):
                 one = base.plus(group.amounts(region, self.budget))
@@ -273,19 +278,21 @@ class _Search:
         most_bytes = program.largest_bytes(pieces)
         return [most_bytes * (at.count + buffers) + Linear(-at.room_bytes) for at in times]
 
-    def _group(self, program: LinearProgram, region: Region, live: list[int]) -> _Columns:
+    def _group(self, program: LinearProgram, region: Region, live: list[int], wholly: bool) -> _Columns:
         """Columns of the operators, and the rows that make every output that is asked for available."""
         columns = _Columns()
         read, asked = makers(region.operators, region.saved, region.given)
         for index in live:
-            self._operator(program, columns, index, region.operators[index])
+            self._operator(program, columns, index, region.operators[index], wholly)
             for writer in read[index]:
                 program.row(columns.sources(writer) | {columns.reads[index]: -1.0})
         for writer in asked:
             program.row(columns.sources(writer), at_least=1.0)
         return columns
 
-    def _operator(self, program: LinearProgram, columns: _Columns, index: int, operator: Operator) -> None:
+    def _operator(
+        self, program: LinearProgram, columns: _Columns, index: int, operator: Operator, wholly: bool
+    ) -> None:
         if not operator.capturable:
             columns.run[index] = columns.reads[index] = program.column(lower=float(operator.always_runs))
             return
@@ -297,7 +304,7 @@ class _Search:
         if rows:
             columns.reads[index] = program.column(integer=True)
             program.row({columns.reads[index]: 1.0, columns.run[index]: -1.0})
-        if rows and (self.budget.in_flight or self.budget.buffers):
+        if rows and wholly:
             columns.travels[index] = program.column(integer=True)
             program.row({columns.travels[index]: 1.0, columns.swap[index]: -1.0})
 
