@@ -10,7 +10,7 @@ from memplug.plan import memo, plain
 from memplug.plan import tokenwise as plan
 from memplug.plan.cost import measure
 
-LINK_FACTORS = tuple(1.25**power for power in (0, -1, 1, -2, 2, -3, 3, -4, 4, -5, 5))
+LINK_FACTORS = (1.0, *(way for error in (1.1, 1.25, 1.5, 2.0, 3.0) for way in (1 / error, error)))
 """Of the link rates, for plans around the optimum: what a busy link gives is the largest error of the time model. At a
 lower rate a plan swaps less, at a higher one more."""
 
