@@ -14,28 +14,39 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memplug.device.virtual import Hardware, VirtualDevice
+from memplug.estimator import modes
+from memplug.estimator.shapes import Shape
+from memplug.estimator.training import Training
+from memplug.estimator.workload import Workload
 from tests.support.folders import ROOT
 from tests.support.on_virtual.devices import H200, HIDDEN, TOKEN_HEADS, DecoderLayer
 
 GIGABYTE = 1e9
+OWN, LLAMA = "layers.py", "HF Llama, no head"
+"""Layers that were measured: `DecoderLayer`, and those of Hugging Face's Llama."""
+BY_DEFAULT = "sdpa default"
+"""As the back end of attention: whichever torch took, which was not noted."""
 
 
 @dataclass(frozen=True)
 class Measured:
     """One step, forward and backward; `is_calibrated`: the profile was fitted to it."""
 
+    layer: str
+    """`OWN` or `LLAMA`."""
     tokens: int
     layers: int
     attention: str
     mode: str
     """All is kept, recomputed in full, or, "selective", all but attention is recomputed."""
     step_s: float
-    peak_allocated_bytes: float
+    peak_allocated_bytes: float | None
     peak_reserved_bytes: float | None
     is_calibrated: bool
 
     def __str__(self) -> str:
-        return f"{self.tokens} x {self.layers}, {self.attention}, {self.mode}"
+        llama = "Llama, " if self.layer == LLAMA else ""
+        return f"{llama}{self.tokens:,} × {self.layers}, {self.attention}, {self.mode}"
 
 
 @dataclass(frozen=True)
@@ -48,48 +59,67 @@ class Predicted:
 
 
 def measured() -> list[Measured]:
-    """All steps of the layer that `DecoderLayer` is."""
+    """All steps of plain PyTorch, of layers that are here too."""
+
+    def gigabytes(value: str) -> float | None:
+        return float(value) * GIGABYTE if value else None
+
     with open(ROOT / "tests" / "data" / "h200.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row["layer"] == "layers.py"]
+        rows = [row for row in csv.DictReader(file) if row["layer"] in (OWN, LLAMA)]
     return [
         Measured(
+            layer=row["layer"],
             tokens=int(row["tokens"]),
             layers=int(row["layers"]),
             attention=row["attention"],
             mode=row["mode"],
             step_s=float(row["step_s"]),
-            peak_allocated_bytes=float(row["peak_allocated_gb"]) * GIGABYTE,
-            peak_reserved_bytes=float(row["peak_reserved_gb"]) * GIGABYTE if row["peak_reserved_gb"] else None,
+            peak_allocated_bytes=gigabytes(row["peak_allocated_gb"]),
+            peak_reserved_bytes=gigabytes(row["peak_reserved_gb"]),
             is_calibrated=row["use"] == "calibrate",
         )
         for row in rows
-        if row["mode"] in ("keep", "full", "selective")
+        if row["mode"] in _RUNS
     ]
 
 
 def predicted(row: Measured) -> Predicted:
     """Of the second step, as it was measured: gradients are there."""
     gc.collect()
-    device = VirtualDevice(Hardware.read(H200), attention=row.attention)
+    device = VirtualDevice(Hardware.read(H200), attention="cudnn" if row.attention == BY_DEFAULT else row.attention)
+    step = _llama(row) if row.layer == LLAMA else _own(row)
+    step()
+    began_s = device.synchronize()
+    device.empty_cache()
+    device.reset_peaks()
+    step()
+    step_s = device.synchronize() - began_s
+    memory = device.usage()
+    return Predicted(step_s, memory.allocated_peak, memory.reserved_peak)
+
+
+def _own(row: Measured) -> Callable[[], None]:
     with torch.device("virtual"):
         layers = nn.ModuleList(DecoderLayer() for _ in range(row.layers)).to(torch.bfloat16)
         cos, sin = (torch.empty(row.tokens, HIDDEN // TOKEN_HEADS // 2, dtype=torch.bfloat16) for _ in range(2))
         inputs = torch.randn(1, row.tokens, HIDDEN, dtype=torch.bfloat16)
     run = _RUNS[row.mode]
 
-    def step() -> float:
+    def step() -> None:
         x = inputs.detach().requires_grad_()
         for layer in layers:
             x = run(layer, x, cos, sin)
         x.backward(inputs)
-        return device.synchronize()
 
-    began_s = step()
-    device.empty_cache()
-    device.reset_peaks()
-    step_s = step() - began_s
-    memory = device.usage()
-    return Predicted(step_s, memory.allocated_peak, memory.reserved_peak)
+    return step
+
+
+def _llama(row: Measured) -> Callable[[], None]:
+    shape = Shape.read(ROOT / "configs" / "models" / "7b.yaml")
+    workload = Workload(shape=shape, layers=row.layers, seq_len=row.tokens, head=False, optimizer=False)
+    training = Training(workload.make_model, workload.inputs)
+    modes.recompute(training.model.layers, row.mode)
+    return training.step
 
 
 def _attention_is_saved(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
