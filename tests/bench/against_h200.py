@@ -1,8 +1,8 @@
 """Steps predicted by the virtual device beside the measured ones: `python -m tests.bench.against_h200`.
 
 Forward and backward of layers of a 7B Llama in bfloat16, as they were measured on an H200 (tests/data/h200.csv), on the
-virtual device with the profile of one. The profile was fitted to the rows that are marked; all others are predicted. Rows
-of a back end of attention that was not noted count in no mean.
+virtual device with the profile of one. The profile was fitted to the rows that are marked; all others are predicted.
+Rows of a back end of attention that was not noted count in no mean.
 """
 
 from __future__ import annotations

@@ -24,18 +24,18 @@ GIB = 2**30
 NO_LIST = {"swap": {"enabled": False}}
 
 
-def test_a_layer_does_not_wait_for_all_copies_of_the_one_before() -> None:
-    """A gated MLP's products are as large as all else that a layer swaps, and leave last: the next layer begins while
-    they do, as what left before them makes enough room.
+def test_no_kernel_waits_for_the_copies_of_a_gated_mlps_products() -> None:
+    """They are as large as all else that a layer swaps, and leave last: the next layer begins while they do, as what left
+    before them makes enough room. In backward they come while the attention of the layer after them runs.
     """
     pytest.importorskip("transformers")
     workload = Workload(shape=_shape(), layers=4, seq_len=131072, head=False, optimizer=False)
     block = {"enabled": True, **NO_LIST, "device_budget_gib": 41.7}
     found = memplug.estimate(workload.make_model, workload.inputs, block, modes=("memplug",))["memplug"]
     kernels = sorted((span.begin_s, span.end_s) for span in found.spans if not span.name.startswith("to "))
-    copied_s = max(span.end_s for span in found.spans if span.name == "to host")
-    waits_s = [after[0] - before[1] for before, after in itertools.pairwise(kernels) if after[0] <= copied_s]
-    assert max(waits_s) < 0.02, "one of these products takes 0.05 s to leave"
+    assert found.to_device_bytes > 30e9
+    waits_s = [after[0] - before[1] for before, after in itertools.pairwise(kernels)]
+    assert max(waits_s) < 0.02, "one of these products takes 0.05 s each way"
 
 
 def _workload(layers: int = 6) -> Workload:
