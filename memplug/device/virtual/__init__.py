@@ -69,8 +69,10 @@ class VirtualDevice(Device):
         self._core = _started()
         self.hardware, self.host_bytes, self.torch_device = hardware, host_bytes, torch.device(NAME, 0)
         self.memory = _Memory(self._core, int(hardware.memory_bytes))
-        cost = functools.partial(costs.cost, hardware, hardware.attention(attention))
+        backend = hardware.attention(attention)
+        cost = functools.partial(costs.cost, hardware, backend)
         self._core.set_costs(cost, functools.partial(costs.copy_s, hardware), hardware.launch_s)
+        self._core.attend_by(backend)
         self._core.limit_memory(int(hardware.memory_bytes) if bounded else _UNBOUNDED)
         self._core.expand_segments(expandable_segments)
         VirtualDevice._current = self

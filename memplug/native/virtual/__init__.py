@@ -16,7 +16,7 @@ VIRTUAL = Extension(
     "memplug_virtual",
     "virtual device",
     Path(__file__).parent,
-    (("device", "memory", "segments", "module"), ("operators", "kernels"), ("autocast", "chosen")),
+    (("device", "memory", "segments", "module"), ("operators", "kernels"), ("autocast", "attention", "chosen")),
 )
 
 

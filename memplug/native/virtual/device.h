@@ -49,6 +49,9 @@ struct Costs {
   double launch_s = 0;
 };
 
+// Whose operators attention runs: for others than these, torch's for devices of other vendors.
+enum class AttentionBackend : uint8_t { OTHER, CUDNN, FLASH };
+
 class VirtualDevice {
  public:
   static VirtualDevice& get();
@@ -69,6 +72,7 @@ class VirtualDevice {
   Clocks clocks;
   CachingMemory memory{clocks};
   std::atomic<double> true_share{1.0}; // of the elements of each mask
+  std::atomic<AttentionBackend> attention{AttentionBackend::OTHER};
 
  private:
   std::mutex mutex_;

@@ -1,9 +1,6 @@
-// Operators for which torch's choice of kernels depends on the device: as on CUDA, attention and norms are one kernel each.
+// Operators for which torch's choice of kernels depends on the device: as on CUDA, norms are one kernel each.
 #include "kernels.h"
 
-#include <ATen/native/DispatchStub.h>
-#include <ATen/native/transformers/attention.h>
-#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_fused_rms_norm.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/empty.h>
@@ -17,78 +14,7 @@
 namespace memplug {
 namespace {
 
-// -- attention and norms ----------------------------------------------------------------------------------------------------
-
-int64_t choose_attention(
-    const at::Tensor&,
-    const at::Tensor&,
-    const at::Tensor&,
-    const std::optional<at::Tensor>&,
-    double,
-    bool,
-    std::optional<double>,
-    bool) {
-  return static_cast<int64_t>(sdp::SDPBackend::overrideable);
-}
-
-using Attended = std::
-    tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
-
-Attended attend(
-    const at::Tensor& query,
-    const at::Tensor& key,
-    const at::Tensor& value,
-    const std::optional<at::Tensor>& bias,
-    double,
-    bool causal,
-    bool,
-    std::optional<double>) {
-  const auto sizes = query.sizes(); // batch, heads, tokens, channels
-  at::Tensor output = at::empty_like(query); // which lies as that does
-  if (value.size(-1) != query.size(-1)) {
-    output = at::empty({sizes[0], sizes[2], sizes[1], value.size(-1)}, query.options()).transpose(1, 2);
-  }
-  at::Tensor sums = at::empty({sizes[0], sizes[1], sizes[2]}, query.options().dtype(at::kFloat));
-  at::Tensor seed = at::empty({2}, query.options().dtype(at::kLong));
-  Work work{"attention", {shape_of(query), shape_of(key), shape_of(value)}, {shape_of(output), shape_of(sums)}, causal};
-  if (bias) {
-    work.inputs.push_back(shape_of(*bias));
-  }
-  VirtualDevice::get().run(work);
-  return {output, sums, at::Tensor(), at::Tensor(), sizes[2], key.size(2), seed, at::empty({}, seed.options()), at::Tensor()};
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attend_backward(
-    const at::Tensor& gradient,
-    const at::Tensor& query,
-    const at::Tensor& key,
-    const at::Tensor& value,
-    const at::Tensor& bias,
-    std::array<bool, 4> wanted,
-    const at::Tensor&,
-    const at::Tensor&,
-    const at::Tensor&,
-    const at::Tensor&,
-    c10::SymInt,
-    c10::SymInt,
-    double,
-    bool causal,
-    const at::Tensor&,
-    const at::Tensor&,
-    std::optional<double>) {
-  at::Tensor gradients[] = {at::empty_like(query), at::empty_like(key), at::empty_like(value), at::Tensor()};
-  if (wanted[3] && bias.defined()) {
-    gradients[3] = at::empty_like(bias);
-  }
-  Work work{"attention_backward", {shape_of(query), shape_of(key), shape_of(value), shape_of(gradient)}, {}, causal};
-  for (const at::Tensor& each : gradients) {
-    if (each.defined()) {
-      work.outputs.push_back(shape_of(each));
-    }
-  }
-  VirtualDevice::get().run(work);
-  return {gradients[0], gradients[1], gradients[2], gradients[3]};
-}
+// -- norms and embeddings ---------------------------------------------------------------------------------------------------
 
 at::Tensor rms_norm(
     const at::Tensor& input, c10::SymIntArrayRef shape, const std::optional<at::Tensor>& weight, std::optional<double> eps) {
@@ -158,14 +84,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolve_backward(
 void register_kernels(torch::Library& aten) {
   // Never destroyed: what is registered goes with it.
   auto& autograd = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
-  aten.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_FN(attend));
-  aten.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(attend_backward));
-  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose_attention);
   aten.impl("rms_norm", TORCH_FN(rms_norm));
   autograd.impl("rms_norm", TORCH_FN(rms_norm));
   aten.impl("embedding_dense_backward", TORCH_FN(embed_backward));
   aten.impl("convolution_overrideable", TORCH_FN(convolve));
   aten.impl("convolution_backward_overrideable", TORCH_FN(convolve_backward));
+  register_attention(aten, autograd);
   register_chosen(aten);
   register_autocast();
 }

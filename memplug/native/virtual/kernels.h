@@ -16,6 +16,7 @@ at::Tensor on_meta(const at::Tensor& tensor);
 at::Tensor like(const at::Tensor& meta);
 
 void register_kernels(torch::Library& aten);
+void register_attention(torch::Library& aten, torch::Library& autograd);
 void register_chosen(torch::Library& aten);
 void register_autocast();
 

@@ -87,6 +87,13 @@ PYBIND11_MODULE(memplug_virtual, module) {
   module.def("launch", [](const std::string& name, double seconds) {
     VirtualDevice::get().launch(name, seconds);
   });
+  module.def("attend_by", [](const std::string& backend) {
+    using memplug::AttentionBackend;
+    const std::map<std::string, AttentionBackend> known{
+        {"cudnn", AttentionBackend::CUDNN}, {"flash", AttentionBackend::FLASH}};
+    const auto found = known.find(backend);
+    VirtualDevice::get().attention = found == known.end() ? AttentionBackend::OTHER : found->second;
+  });
   module.def("assume_true", [](double share) { VirtualDevice::get().true_share = share; });
   module.def("synchronize", [] {
     auto& clocks = VirtualDevice::get().clocks;

@@ -126,7 +126,7 @@ Stack cudnn(const c10::OperatorHandle&, Stack s, Draw drawn) {
                     {s[5].toDouble(), s[6].toBool(), scale_at(s, 8), drawn});
   const auto [out, lse] = a.forward();
   const Tensor kept = lse.to(at::kFloat).unsqueeze(-1);
-  return {out, kept, Tensor(), Tensor(), 0, 0, one(drawn.seed), one(drawn.offset), at::zeros({0})};
+  return {out, kept, Tensor(), Tensor(), 0, 0, one(drawn.seed), one(drawn.offset), Tensor()};
 }
 
 Stack cudnn_backward(const c10::OperatorHandle&, Stack s, Draw) {

@@ -123,7 +123,7 @@ def _llama(row: Measured) -> Callable[[], None]:
 
 
 def _attention_is_saved(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_attention = operator is torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default
+    is_attention = operator.name().startswith("aten::_scaled_dot_product")
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -1,0 +1,230 @@
+// Attention: one kernel each way. In half precision it is the operator of the back end that was chosen, with what CUDA's
+// keeps for backward; else, and of other back ends, torch's for devices of other vendors.
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/scaled_dot_product_attention_native.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+
+namespace memplug {
+namespace {
+
+using Optional = std::optional<at::Tensor>;
+using Scale = std::optional<double>;
+
+// As the kernels of cuDNN and flash attention ask for it.
+bool is_for_kernels(const at::Tensor& query, const at::Tensor& value) {
+  const bool is_half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
+  return is_half && query.dim() == 4 && query.size(-1) == value.size(-1) && query.size(-1) % 8 == 0 && query.size(-1) <= 256;
+}
+
+bool is_chosen(AttentionBackend backend, const at::Tensor& query, const at::Tensor& value) {
+  return VirtualDevice::get().attention == backend && is_for_kernels(query, value);
+}
+
+// Torch asks only for these two of the choices on such a device.
+int64_t choose(
+    const at::Tensor& query, const at::Tensor&, const at::Tensor& value, const Optional&, double, bool, Scale, bool) {
+  const bool is_cudnn = is_chosen(AttentionBackend::CUDNN, query, value);
+  return static_cast<int64_t>(is_cudnn ? sdp::SDPBackend::cudnn_attention : sdp::SDPBackend::overrideable);
+}
+
+at::Tensor attend(
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const Optional& mask,
+    double dropout,
+    bool causal,
+    Scale scale,
+    bool grouped) {
+  if (mask || !is_chosen(AttentionBackend::FLASH, query, value)) {
+    return at::native::scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale, grouped);
+  }
+  const double given = sdp::calculate_scale(query, scale).guard_float(__FILE__, __LINE__);
+  return std::get<0>(at::_scaled_dot_product_flash_attention(query, key, value, dropout, causal, false, given));
+}
+
+// -- forward ----------------------------------------------------------------------------------------------------------------
+
+struct Attended {
+  at::Tensor output, sums;
+};
+
+// `last`: of cuDNN's sums, whose last dimension is 1.
+Attended run_forward(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& bias, bool causal, bool last) {
+  const auto sizes = query.sizes(); // batch, heads, tokens, channels
+  at::Tensor output = at::empty_like(query); // which lies as that does
+  if (value.size(-1) != query.size(-1)) {
+    output = at::empty({sizes[0], sizes[2], sizes[1], value.size(-1)}, query.options()).transpose(1, 2);
+  }
+  std::vector<int64_t> rows{sizes[0], sizes[1], sizes[2]};
+  if (last) {
+    rows.push_back(1);
+  }
+  at::Tensor sums = at::empty(rows, query.options().dtype(at::kFloat));
+  Work work{"attention", {shape_of(query), shape_of(key), shape_of(value)}, {shape_of(output), shape_of(sums)}, causal};
+  if (bias) {
+    work.inputs.push_back(shape_of(*bias));
+  }
+  VirtualDevice::get().run(work);
+  return {output, sums};
+}
+
+using Results = std::
+    tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
+
+Results results(const Attended& found, const at::Tensor& query, const at::Tensor& key, at::Tensor seed, at::Tensor mask) {
+  at::Tensor offset = at::empty({}, seed.options());
+  return {
+      found.output, found.sums, {}, {}, query.size(2), key.size(2), std::move(seed), std::move(offset), std::move(mask)};
+}
+
+Results other(
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const Optional& bias,
+    double,
+    bool causal,
+    bool,
+    Scale) {
+  const Attended found = run_forward(query, key, value, bias, causal, false);
+  return results(found, query, key, at::empty({2}, query.options().dtype(at::kLong)), {});
+}
+
+Results cudnn(
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const Optional& bias,
+    bool,
+    double,
+    bool causal,
+    bool,
+    Scale) {
+  const Attended found = run_forward(query, key, value, bias, causal, true);
+  return results(found, query, key, at::empty({}, query.options().dtype(at::kLong)), {});
+}
+
+Results flash(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double, bool causal, bool, Scale) {
+  const Attended found = run_forward(query, key, value, {}, causal, false);
+  at::Tensor seed = at::empty({2}, query.options().dtype(at::kUInt64));
+  return results(found, query, key, std::move(seed), at::empty({0}, query.options()));
+}
+
+// -- backward ---------------------------------------------------------------------------------------------------------------
+
+std::array<at::Tensor, 4> run_backward(
+    const at::Tensor& gradient,
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const at::Tensor& bias,
+    bool causal) {
+  std::array<at::Tensor, 4> gradients{at::empty_like(query), at::empty_like(key), at::empty_like(value), at::Tensor()};
+  if (bias.defined()) {
+    gradients[3] = at::empty_like(bias);
+  }
+  Work work{"attention_backward", {shape_of(query), shape_of(key), shape_of(value), shape_of(gradient)}, {}, causal};
+  for (const at::Tensor& each : gradients) {
+    if (each.defined()) {
+      work.outputs.push_back(shape_of(each));
+    }
+  }
+  VirtualDevice::get().run(work);
+  return gradients;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> other_backward(
+    const at::Tensor& gradient,
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const at::Tensor& bias,
+    std::array<bool, 4> wanted,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    c10::SymInt,
+    c10::SymInt,
+    double,
+    bool causal,
+    const at::Tensor&,
+    const at::Tensor&,
+    Scale) {
+  auto [q, k, v, b] = run_backward(gradient, query, key, value, wanted[3] ? bias : at::Tensor(), causal);
+  return {q, k, v, b};
+}
+
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+Gradients cudnn_backward(
+    const at::Tensor& gradient,
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    c10::SymInt,
+    c10::SymInt,
+    double,
+    bool causal,
+    Scale) {
+  auto [q, k, v, none] = run_backward(gradient, query, key, value, {}, causal);
+  return {q, k, v};
+}
+
+Gradients flash_backward(
+    const at::Tensor& gradient,
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    c10::SymInt,
+    c10::SymInt,
+    double,
+    bool causal,
+    const at::Tensor&,
+    const at::Tensor&,
+    Scale) {
+  auto [q, k, v, none] = run_backward(gradient, query, key, value, {}, causal);
+  return {q, k, v};
+}
+
+} // namespace
+
+void register_attention(torch::Library& aten, torch::Library& autograd) {
+  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose);
+  aten.impl("scaled_dot_product_attention", TORCH_FN(attend));
+  autograd.impl("scaled_dot_product_attention", TORCH_FN(attend));
+  aten.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_FN(other));
+  aten.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(other_backward));
+  aten.impl("_scaled_dot_product_cudnn_attention", TORCH_FN(cudnn));
+  aten.impl("_scaled_dot_product_cudnn_attention_backward", TORCH_FN(cudnn_backward));
+  aten.impl("_scaled_dot_product_flash_attention", TORCH_FN(flash));
+  aten.impl("_scaled_dot_product_flash_attention_backward", TORCH_FN(flash_backward));
+}
+
+} // namespace memplug

@@ -1,0 +1,63 @@
+"""Estimates a plan for `tests/cudasim/test_estimated.py`: `python -m tests.support.estimated_worker FOLDER GPU BUDGET_GIB`.
+
+The GPU is an H200 of another name and memory; its plan is that of `workload()` on a GPU of that name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import memplug
+from memplug.device.virtual import Hardware
+from memplug.estimator.shapes import Shape
+from memplug.estimator.workload import Workload
+
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def workload() -> Workload:
+    """A Llama of which a step takes some hundred MiB."""
+    return Workload(shape=Shape(SHAPE), layers=4, seq_len=1024, micro_batch=4)
+
+
+def block(budget_gib: float, plan_dir: Path | bool) -> dict[str, Any]:
+    """For it."""
+    return {
+        "enabled": True,
+        "plan_dir": str(plan_dir) if plan_dir is not False else False,
+        "device_budget_gib": budget_gib,
+        "host_budget_gib": 1,
+        "swap": {"enabled": False},
+    }
+
+
+def main() -> None:
+    """Writes the plan."""
+    folder, gpu, budget_gib = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    hardware = dataclasses.replace(Hardware.named("h200"), name=gpu)
+    job = workload()
+    found = memplug.estimate(
+        job.make_model,
+        job.inputs,
+        block(budget_gib, False),
+        hardware,
+        ("memplug",),
+        make_optimizer=job.make_optimizer,
+        attention="flash",
+        plan_dir=folder,
+    )
+    sys.stdout.write(f"{found['memplug']}\n")
+
+
+if __name__ == "__main__":
+    main()
