@@ -7,6 +7,7 @@ from CUDA's generator. Here tensors land on the CPU, streams order nothing, and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from typing import Any
 from unittest import mock
@@ -45,6 +46,7 @@ class _Stream:
         return lambda *args, **kwargs: self
 
 
+@functools.cache
 def pretend() -> None:
     """From now on, for the rest of the process. Call it before anything of Megatron-Core's is imported or built."""
     cuda = torch.cuda

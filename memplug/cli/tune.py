@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memplug.cli.output import collected_warnings, echo_warnings, progress, refusing
+from memplug.cli.output import collected_warnings, echo_warnings, print_table, progress, refusing
 
 if TYPE_CHECKING:
     from memplug.tune.search import Configuration, Prediction
     from memplug.tune.tuning import Tuned
 
 _GIB = 2**30
-_HEADINGS = (
+_HEADINGS = [
     "ZeRO",
     "on the host",
     "micro-batch",
@@ -25,7 +25,7 @@ _HEADINGS = (
     "tokens/s",
     "device GiB",
     "host GiB",
-)
+]
 
 
 def tune(
@@ -58,7 +58,8 @@ def tune(
             _write(output, tuned.ds_config)
             if json_file is not None:
                 _write(json_file, _facts(tuned))
-    typer.echo("\n".join([*_table(tuned), "", *_counts(tuned), "", f"The best one is in {output}."]))
+    print_table(_HEADINGS, [_row(at, made) for at, made in tuned.best])
+    typer.echo("\n".join(["", *_counts(tuned), "", f"The best one is in {output}."]))
     echo_warnings(warnings)
 
 
@@ -100,16 +101,10 @@ def _facts(tuned: "Tuned") -> dict[str, Any]:
     }
 
 
-def _table(tuned: "Tuned") -> list[str]:
-    rows = [_HEADINGS, *(_row(at, made) for at, made in tuned.best)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
-def _row(at: "Configuration", made: "Prediction") -> tuple[str, ...]:
+def _row(at: "Configuration", made: "Prediction") -> list[str]:
     layout = at.layout
     offload = {"none": "nothing", "optimizer": "optimizer", "parameters": "optimizer, parameters"}
-    return (
+    return [
         str(layout.stage),
         offload[layout.offload],
         f"{layout.micro_batch} x {layout.accumulation}",
@@ -117,7 +112,7 @@ def _row(at: "Configuration", made: "Prediction") -> tuple[str, ...]:
         f"{made.tokens_per_s:,.0f}",
         f"{made.device_bytes / _GIB:.1f}",
         f"{made.host_bytes / _GIB:.1f}",
-    )
+    ]
 
 
 def _counts(tuned: "Tuned") -> list[str]:

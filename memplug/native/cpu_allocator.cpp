@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -171,9 +170,9 @@ DelegatingAllocator& delegating() {
 }
 
 // Everything happens at once and in program order, so there is nothing to wait for.
-class CpuDevice final : public RecordingDevice {
+class CpuDevice final : public NativeBlockDevice {
  public:
-  CpuDevice() : RecordingDevice(c10::Device(c10::DeviceType::CPU)) {}
+  CpuDevice() : NativeBlockDevice(c10::Device(c10::DeviceType::CPU)) {}
 
   // The native allocator's, which nothing may stand in front of yet; aligned by hand.
   char* reserve(size_t nbytes) override {
@@ -181,17 +180,7 @@ class CpuDevice final : public RecordingDevice {
     c10::DataPtr memory = allocator->allocate(nbytes + GRANULARITY);
     const auto address = reinterpret_cast<uintptr_t>(memory.get());
     char* const begin = reinterpret_cast<char*>((address + GRANULARITY - 1) / GRANULARITY * GRANULARITY);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    memory_.emplace(begin, std::move(memory));
-    return begin;
-  }
-
-  void release(char* begin) override {
-    c10::DataPtr memory;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = memory_.find(begin);
-    memory = std::move(found->second);
-    memory_.erase(found);
+    return hold(begin, std::move(memory));
   }
 
   Stream current_stream() override {
@@ -215,10 +204,6 @@ class CpuDevice final : public RecordingDevice {
   bool is_filled(const char* begin, size_t nbytes, int byte, Stream) override {
     return nbytes == 0 || (*begin == static_cast<char>(byte) && std::memcmp(begin, begin + 1, nbytes - 1) == 0);
   }
-
- private:
-  std::mutex mutex_;
-  std::map<char*, c10::DataPtr> memory_;
 };
 
 } // namespace

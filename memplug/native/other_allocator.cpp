@@ -4,7 +4,6 @@
 #include <c10/util/flat_hash_map.h>
 
 #include <cstdint>
-#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -95,25 +94,16 @@ Front& front() {
 }
 
 // By what every such device tells torch. Nothing is ever written to its memory, so that there is nothing to check.
-class OtherDevice final : public RecordingDevice {
+class OtherDevice final : public NativeBlockDevice {
  public:
-  OtherDevice() : RecordingDevice(c10::Device(kOther, 0)) {}
+  OtherDevice() : NativeBlockDevice(c10::Device(kOther, 0)) {}
 
   // The native allocator's, which nothing may stand in front of yet.
   char* reserve(size_t nbytes) override {
     c10::Allocator* const allocator = native != nullptr ? native : c10::GetAllocator(kOther);
     c10::DataPtr memory = allocator->allocate(nbytes);
     auto* const begin = static_cast<char*>(memory.get());
-    const std::lock_guard<std::mutex> lock(mutex_);
-    memory_.emplace(begin, std::move(memory));
-    return begin;
-  }
-  void release(char* begin) override {
-    c10::DataPtr memory;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = memory_.find(begin);
-    memory = std::move(found->second);
-    memory_.erase(found);
+    return hold(begin, std::move(memory));
   }
 
   Stream current_stream() override {
@@ -147,9 +137,6 @@ class OtherDevice final : public RecordingDevice {
     const auto id = static_cast<c10::StreamId>(reinterpret_cast<intptr_t>(stream));
     return c10::Stream(c10::Stream::UNSAFE, c10::Device(kOther, 0), id);
   }
-
-  std::mutex mutex_;
-  std::map<char*, c10::DataPtr> memory_;
 };
 
 } // namespace

@@ -164,4 +164,18 @@ void RecordingDevice::profile(void* pointer, int64_t change) {
   }
 }
 
+char* NativeBlockDevice::hold(char* begin, c10::DataPtr block) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  blocks_.emplace(begin, std::move(block));
+  return begin;
+}
+
+void NativeBlockDevice::release(char* begin) {
+  c10::DataPtr block; // freed when the lock is given back
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = blocks_.find(begin);
+  block = std::move(found->second);
+  blocks_.erase(found);
+}
+
 } // namespace memplug

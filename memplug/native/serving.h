@@ -4,7 +4,10 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
 
+#include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
 #include "arena.h"
@@ -57,6 +60,21 @@ class RecordingDevice : public Device {
 
   const c10::Device device_;
   std::atomic<int64_t> in_use_bytes_{0}; // of the device's arenas
+};
+
+// A device whose arenas lie in blocks of its native allocator.
+class NativeBlockDevice : public RecordingDevice {
+ public:
+  using RecordingDevice::RecordingDevice;
+  void release(char* begin) override;
+
+ protected:
+  // Holds the block until `begin`, an address within it, is released.
+  char* hold(char* begin, c10::DataPtr block);
+
+ private:
+  std::mutex mutex_;
+  std::map<char*, c10::DataPtr> blocks_; // by what was reserved of each
 };
 
 // Devices: `Device` of the CPU, whose streams are all one.

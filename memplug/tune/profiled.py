@@ -16,8 +16,6 @@ from memplug.estimator.workload import by_default
 
 ELEMENT_BYTES = 2
 """Of a parameter, a gradient or an activation in bfloat16."""
-UNBOUNDED_BYTES = 1e15
-"""Memory of the device that parts are run on: no part is too large for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,13 +77,13 @@ class ModelProfile:
 
 def profile(hardware: Hardware, shape: Shape, micro_batch: int, seq_len: int) -> ModelProfile:
     """Run the embedding, one layer, and the final norm, head and loss, forward and backward; seconds and bytes are the
-    virtual device's. It is in place of the process's own one afterwards, with more memory than the GPU has.
+    virtual device's. It is in place of the process's own one afterwards, and serves more memory than the GPU has.
 
     Raises:
         HardwareError, NativeError: as `VirtualDevice`.
         EstimateError: transformers is missing.
     """
-    device = VirtualDevice(dataclasses.replace(hardware, memory_bytes=UNBOUNDED_BYTES), expandable_segments=True)
+    device = VirtualDevice(hardware, expandable_segments=True, bounded=False)
     model = _model(shape)
     ids = torch.zeros(micro_batch, seq_len, dtype=torch.long, device=device.torch_device)
     embedding = _run(device, model.model.embed_tokens, ids)

@@ -1,4 +1,4 @@
-"""`memplug estimate`, as a user runs it: a process of its own, since torch learns of the virtual device there."""
+"""`memplug estimate`, in processes of its own, since torch learns of the virtual device there."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from memplug.cli import app
+from tests.support.commands import run_command
 from tests.support.folders import ROOT
 
 pytest.importorskip("transformers")
 MODEL = ROOT / "configs" / "models" / "tiny.yaml"
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from memplug.cli import main; main()", "estimate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
 
 
 def test_the_table_and_the_files_say_the_same(tmp_path: Path) -> None:
@@ -29,17 +25,9 @@ def test_the_table_and_the_files_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(settings))
     files = {name: tmp_path / f"{name}.file" for name in ("json", "html", "chrome")}
     options = [each for name, file in files.items() for each in (f"--{name}", file)]
-    told = run(
-        tmp_path / "ds.json",
-        "--model",
-        MODEL,
-        "--gpu",
-        "H100",
-        *options,
-        "--no-limits",
-        "--plan-dir",
-        tmp_path / "plans",
-    )
+    words = ["estimate", tmp_path / "ds.json", "--model", MODEL, "--gpu", "H100", *options, "--no-limits"]
+    command = [sys.executable, "-c", "from memplug.cli import main; main()", *words, "--plan-dir", tmp_path / "plans"]
+    told = subprocess.run(map(str, command), capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert told.returncode == 0, told.stderr
     assert "one NVIDIA H100 80GB HBM3: 4 layers of 128, 3 × 2,048 tokens, fp16, head, AdamW" in told.stdout
     facts = json.loads(files["json"].read_text())
@@ -54,8 +42,8 @@ def test_the_table_and_the_files_say_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_limits_of_one_mode_are_in_the_table_and_in_the_file(tmp_path: Path) -> None:
-    told = run("--model", MODEL, "--mode", "keep", "--json", tmp_path / "found.json")
-    assert told.returncode == 0, told.stderr
+    told = run_command(tmp_path, ["estimate", "--model", MODEL, "--mode", "keep", "--json", tmp_path / "found.json"])
+    assert told.exit_code == 0, told.stderr
     keep = json.loads((tmp_path / "found.json").read_text())["modes"]["keep"]
     assert keep["longest_seq_len"] > 2048 and keep["largest_micro_batch"] > 3
     rows = {line.rsplit(maxsplit=1)[0]: line.split()[-1] for line in told.stdout.splitlines() if line.startswith("l")}
@@ -67,12 +55,12 @@ def test_limits_of_one_mode_are_in_the_table_and_in_the_file(tmp_path: Path) -> 
 def test_a_rank_of_deepspeed_is_estimated_with_its_zero(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     settings = json.loads((ROOT / "configs" / "ds_zero3.json").read_text())
-    facts = {}
+    facts, words = {}, ["estimate", tmp_path / "ds.json"]
     for gpus in (2, 8):
         (tmp_path / "ds.json").write_text(json.dumps(settings))
         options = ["--gpu", "h100", "--gpus", gpus, "--seq-len", 512, "--mode", "memplug", "--json", tmp_path / "found"]
-        told = run(tmp_path / "ds.json", "--model", ROOT / "configs/models/7b.yaml", "--layers", 1, *options)
-        assert told.returncode == 0, told.stderr
+        told = run_command(tmp_path, [*words, "--model", ROOT / "configs/models/7b.yaml", "--layers", 1, *options])
+        assert told.exit_code == 0, told.stderr
         assert f"one of {gpus} NVIDIA H100 80GB HBM3, ZeRO 3" in told.stdout
         facts[gpus] = json.loads((tmp_path / "found").read_text())["modes"]["memplug"]
     # shares of parameters and gradients in 2 and 4 bytes, and of three states of the optimizer in 4
@@ -80,8 +68,8 @@ def test_a_rank_of_deepspeed_is_estimated_with_its_zero(tmp_path: Path) -> None:
     assert saved_bytes == pytest.approx(465e6 * 18 * (1 / 2 - 1 / 8), rel=0.1)
     settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     (tmp_path / "ds.json").write_text(json.dumps(settings))
-    told = run(tmp_path / "ds.json", "--model", MODEL, "--gpus", 2, "--mode", "keep")
-    assert told.returncode == 1 and "offload_optimizer leaves work to the host" in told.stderr
+    told = run_command(tmp_path, [*words, "--model", MODEL, "--gpus", 2, "--mode", "keep"])
+    assert told.exit_code == 1 and "offload_optimizer leaves work to the host" in told.stderr
 
 
 @pytest.mark.parametrize(
@@ -106,9 +94,11 @@ def test_what_is_not_usable_is_said(options: list[str], code: int, said: str) ->
         (["--model", MODEL, "--html", "/absent/chart.html", "--mode", "keep", "--no-limits"], "/absent/chart.html"),
     ],
 )
-def test_what_the_virtual_device_shows_not_to_be_usable_is_said(options: list[object], said: str) -> None:
-    told = run(*options)
-    assert told.returncode == 1 and said in told.stderr and "Traceback" not in told.stderr
+def test_what_the_virtual_device_shows_not_to_be_usable_is_said(
+    options: list[object], said: str, tmp_path: Path
+) -> None:
+    told = run_command(tmp_path, ["estimate", *options])
+    assert told.exit_code == 1 and said in told.stderr and "Traceback" not in told.stderr
 
 
 @pytest.mark.long
@@ -116,6 +106,6 @@ def test_what_cannot_fit_says_the_least(tmp_path: Path) -> None:
     small = json.loads((ROOT / "configs" / "hardware" / "4090.json").read_text())
     small["memory_bytes"]["value"] = 20e6
     (tmp_path / "small.json").write_text(json.dumps(small))
-    told = run("--model", MODEL, "--gpu", tmp_path / "small.json", "--no-limits")
-    assert told.returncode == 1 and 'Set "device_budget_gib" to ' in told.stderr
+    told = run_command(tmp_path, ["estimate", "--model", MODEL, "--gpu", tmp_path / "small.json", "--no-limits"])
+    assert told.exit_code == 1 and 'Set "device_budget_gib" to ' in told.stderr
     assert [line.split()[-4:] for line in told.stdout.splitlines() if line.startswith("fits")] == [["no"] * 4]

@@ -1,9 +1,8 @@
-"""`memplug tune`, run as a user runs it: in a process of its own where the virtual device is needed."""
+"""`memplug tune`, in a process of its own where the virtual device is needed."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 
 from memplug.cli import app
 from memplug.config import read_ds_config
+from tests.support.commands import run_command
 from tests.support.folders import ROOT
 
 MODELS = ROOT / "configs" / "models"
@@ -27,15 +27,12 @@ def arguments(folder: Path, ds_config: dict[str, Any], **options: Any) -> list[s
     return ["tune", str(folder / "ds.json"), *words, "-o", str(folder / "tuned.json")]
 
 
-def process(words: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from memplug.cli import main; main()", *words]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=300)
-
-
 def test_the_best_configuration_is_written_and_the_ten_best_are_shown(tmp_path: Path) -> None:
     ds_config = {"train_batch_size": 32, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
     facts_file = tmp_path / "facts.json"
-    done = process([*arguments(tmp_path, ds_config), "--json", str(facts_file)])
+    words = [*arguments(tmp_path, ds_config), "--json", str(facts_file)]
+    command = [sys.executable, "-c", "from memplug.cli import main; main()", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     made, facts = json.loads((tmp_path / "tuned.json").read_text()), json.loads(facts_file.read_text())
     assert made["train_batch_size"] == 32 and made["gradient_clipping"] == 1.0
@@ -55,8 +52,8 @@ def test_the_best_configuration_is_written_and_the_ten_best_are_shown(tmp_path: 
 
 def test_where_nothing_fits_the_least_is_said_and_by_which(tmp_path: Path) -> None:
     ds_config = {"memplug": {"enabled": True, "device_budget_gib": 0.001}}
-    done = process(arguments(tmp_path, ds_config))
-    assert done.returncode == 1 and not (tmp_path / "tuned.json").exists()
+    done = run_command(tmp_path, arguments(tmp_path, ds_config))
+    assert done.exit_code == 1 and not (tmp_path / "tuned.json").exists()
     assert "no configuration fits 0.0 GiB of a GPU and 100 GiB of the host: the least is" in done.stderr
     assert "ZeRO" in done.stderr and "n_checkpoint" in done.stderr and "What to do:" in done.stderr
 

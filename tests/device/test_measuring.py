@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from memplug.device.virtual import Hardware, Rate, measuring
 from memplug.device.virtual.measuring import measure_profile, write_profile
 from memplug.errors import HardwareError
-from tests.support.folders import ROOT
+from tests.support.forking import launch_forked
 
 STEP = """
 import sys, torch
@@ -72,11 +70,10 @@ def test_all_of_it_is_marked_as_measured_and_the_file_has_it(file: Path, profile
     assert len(file.read_text().splitlines()) < 30, "a line for each rate"
 
 
-def test_the_virtual_device_runs_on_it(file: Path) -> None:
-    command = [sys.executable, "-c", STEP, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert 0 < float(done.stdout) < 10
+def test_the_virtual_device_runs_on_it(file: Path, tmp_path: Path) -> None:
+    script = tmp_path / "step.py"
+    script.write_text(STEP)
+    assert 0 < float(launch_forked([script, file], processes=1)) < 10
 
 
 def test_other_devices_are_refused_and_files_that_cannot_be_written(tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
-from tests.support.folders import ROOT
+from tests.support.forking import launch_forked
+from tests.support.on_virtual.running import run_cases
 
 TAKEN = """
 import torch
@@ -62,33 +62,26 @@ def test_plans_and_limits_that_were_estimated_are_those_of_steps_that_train_by_t
     run_cases("estimated_plan")
 
 
-def run_cases(cases: str) -> None:
-    """In a process of their own, as torch learns of the device before its first backward."""
-    file = f"tests/support/on_virtual/{cases}_cases.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+def run(program: str, folder: Path, processes: int = 1) -> str:
+    """What a program writes, on processes of its own; that they end well is part of it."""
+    file = folder / "program.py"
+    file.write_text(program)
+    return launch_forked([file], processes=processes)
 
 
 @pytest.mark.parametrize("program", [FULL, FORKED], ids=["full", "forked"])
-def test_a_process_ends_well_with_its_memory_full_and_in_a_fork(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_process_ends_well_with_its_memory_full_and_in_a_fork(program: str, tmp_path: Path) -> None:
+    run(program, tmp_path)
 
 
-def test_a_process_ends_well_right_behind_a_backward() -> None:
+def test_a_process_ends_well_right_behind_a_backward(tmp_path: Path) -> None:
     """Autograd's thread still had Python's objects of it, such as a dispatch mode, in about every second one."""
-    command = [sys.executable, "-c", ENDS]
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(3)]
-    errors = [each.communicate(timeout=300)[1] for each in running]
-    assert [each.returncode for each in running] == [0, 0, 0], errors
+    run(ENDS, tmp_path, processes=3)
 
 
 @pytest.mark.parametrize(
     ("before", "said"), [(TAKEN, "'npu' in the virtual one's place"), (LATE, "before the first backward")]
 )
-def test_where_torch_has_no_place_for_it_that_is_said(before: str, said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", before + STARTS], capture_output=True, text=True, cwd=ROOT, timeout=300
-    )
-    assert said in done.stdout and "What to do:" in done.stdout, done.stdout + done.stderr
+def test_where_torch_has_no_place_for_it_that_is_said(before: str, said: str, tmp_path: Path) -> None:
+    output = run(before + STARTS, tmp_path)
+    assert said in output and "What to do:" in output, output

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forking import launch_forked
 from tests.support.launching import launch
 
 WORKER = "tests.support.requests_worker"
@@ -18,26 +19,17 @@ GENERATOR_BYTES = torch.get_rng_state().nbytes
 ATTENTION = "scaled_dot_product"
 
 
-def _requests(
-    folder: Path, processes: int, names: list[str], rank: int = 0
-) -> list[dict[str, list[tuple[str, int, str]]]]:
-    """Of a rank, on the CPU and on the virtual device: pass, bytes and operator by program. On the CPU all ranks run,
-    once in a folder.
-    """
-    env = {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "localhost"}
-    if (folder / f"cpu-{rank}.json").is_file():
-        pass
-    elif processes > 1:
-        launch([WORKER, "cpu", folder, *names], processes=processes, module=True, env=env)
-    else:
-        launch([WORKER, "cpu", folder, *names], launcher="python", module=True, env=env)
-    ranks = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(processes)}
-    launch([WORKER, "virtual", folder, *names], launcher="python", module=True, env=env | ranks)
-    found = [json.loads((folder / f"{device}-{rank}.json").read_text()) for device in ("cpu", "virtual")]
-    return [{name: [tuple(each) for each in requests] for name, requests in one.items()} for one in found]
+Requests = list[tuple[str, int, str]]
+"""Pass, bytes and operator of each."""
 
 
-def _compared(requests: list[tuple[str, int, str]]) -> list[tuple[str, int]]:
+def _requests(folder: Path, device: str, rank: int = 0) -> dict[str, Requests]:
+    """Of a rank, by program, once its programs have run."""
+    found = json.loads((folder / f"{device}-{rank}.json").read_text())
+    return {name: [tuple(each) for each in requests] for name, requests in found.items()}
+
+
+def _compared(requests: Requests) -> list[tuple[str, int]]:
     """Pass and bytes of those that both devices have, in order.
 
     The backward of an embedding asks for its gradient, laid out by rows, and for its output: on the CPU the other way
@@ -55,14 +47,16 @@ def _compared(requests: list[tuple[str, int, str]]) -> list[tuple[str, int]]:
 
 
 def test_a_llama_asks_for_what_it_asks_for_on_the_cpu(tmp_path: Path) -> None:
-    cpu, virtual = _requests(tmp_path, 1, ["llama", "llama-sdpa"])
+    for device in ("cpu", "virtual"):
+        launch_forked([WORKER, device, tmp_path, "llama", "llama-sdpa"], processes=1, module=True)
+    cpu, virtual = _requests(tmp_path, "cpu"), _requests(tmp_path, "virtual")
     assert len(_compared(cpu["llama"])) > 400
     assert _compared(virtual["llama"]) == _compared(cpu["llama"])
     # attention has kernels of its own on each device, which save other sums, and lay gradients out otherwise
     assert _beside_attention(virtual["llama-sdpa"]) == _beside_attention(cpu["llama-sdpa"])
 
 
-def _of_the_device(requests: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+def _of_the_device(requests: Requests) -> list[tuple[str, int, str]]:
     return [
         (kind, nbytes, operator)
         for kind, nbytes, operator in requests
@@ -70,7 +64,7 @@ def _of_the_device(requests: list[tuple[str, int, str]]) -> list[tuple[str, int,
     ]
 
 
-def _beside_attention(requests: list[tuple[str, int, str]]) -> list[tuple[str, int]]:
+def _beside_attention(requests: Requests) -> list[tuple[str, int]]:
     return [
         (kind, nbytes)
         for kind, nbytes, operator in _of_the_device(requests)
@@ -82,46 +76,39 @@ def _beside_attention(requests: list[tuple[str, int, str]]) -> list[tuple[str, i
 def test_a_rank_of_zero_asks_for_what_one_of_two_processes_asks_for(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     names = [f"zero-{stage}" for stage in range(4)]
-    cpu, virtual = _requests(tmp_path, 2, names)
+    launch_forked([WORKER, "cpu", tmp_path, *names], module=True)
+    launch_forked([WORKER, "virtual", tmp_path, *names], processes=1, module=True)
+    cpu, virtual = _requests(tmp_path, "cpu"), _requests(tmp_path, "virtual")
     for name in names:
         assert len(_compared(cpu[name])) > 350
         assert _compared(virtual[name]) == _compared(cpu[name]), name
 
 
-@pytest.mark.long
-def test_a_rank_of_megatron_asks_for_what_one_of_two_processes_asks_for(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
-    names = ["megatron-tensor", "megatron-sequence"]
-    cpu, virtual = _requests(tmp_path, 2, names)
-    for name in names:
-        assert len(_compared(cpu[name])) > 900
-        assert _compared(virtual[name]) == _compared(cpu[name]), name
+FEWEST = {"megatron-tensor": 900, "megatron-sequence": 900, "megatron-pipeline": 400, "megatron-expert": 1000}
+"""Requests of each of Megatron-Core's programs."""
 
 
 @pytest.mark.long
-def test_each_stage_of_a_pipeline_asks_for_what_its_process_asks_for(tmp_path: Path) -> None:
+def test_both_ranks_of_megatron_ask_for_what_two_processes_ask_for(tmp_path: Path) -> None:
+    """Be they of a tensor, of a pipeline, or of experts that get as many tokens each."""
     pytest.importorskip("megatron.core")
-    name = "megatron-pipeline"
+    launch_forked([WORKER, "cpu", tmp_path, *FEWEST], libraries="megatron", module=True)
+    launch([WORKER, "virtual", tmp_path, *FEWEST], launcher="python", module=True)
     for rank in range(2):
-        cpu, virtual = _requests(tmp_path, 2, [name], rank)
-        assert len(_compared(cpu[name])) > 400
-        assert _compared(virtual[name]) == _compared(cpu[name]), f"stage {rank}"
+        cpu, virtual = _requests(tmp_path, "cpu", rank), _requests(tmp_path, "virtual", rank)
+        for name, fewest in FEWEST.items():
+            compared = _beside_masks if name == "megatron-expert" else _compared
+            assert len(compared(cpu[name])) > fewest, f"{name} of rank {rank}"
+            assert compared(virtual[name]) == compared(cpu[name]), f"{name} of rank {rank}"
 
 
-@pytest.mark.long
-def test_a_rank_of_experts_asks_for_what_its_process_asks_for_where_tokens_are_spread_evenly(tmp_path: Path) -> None:
+def _beside_masks(requests: Requests) -> list[tuple[str, int]]:
     """But for scratch of the CPU's kernels that choose by a mask or sum one up.
 
     Below 1 KiB are the tensors of the router that is balanced there, and of the numbers that it counts.
     """
-    pytest.importorskip("megatron.core")
-    found = _requests(tmp_path, 2, ["megatron-expert"])
-    cpu, virtual = (
-        [
-            (kind, nbytes)
-            for kind, nbytes, operator in _of_the_device(one["megatron-expert"])
-            if nbytes > 1024 and not operator.endswith(("masked_select", "sum.dim_IntList", "embedding_backward"))
-        ]
-        for one in found
-    )
-    assert len(cpu) > 1000 and virtual == cpu
+    return [
+        (kind, nbytes)
+        for kind, nbytes, operator in _of_the_device(requests)
+        if nbytes > 1024 and not operator.endswith(("masked_select", "sum.dim_IntList", "embedding_backward"))
+    ]

@@ -14,7 +14,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.support.folders import ROOT
-from tests.support.launching import launch
+from tests.support.forking import launch_forked
 from tests.support.recipes import checks, layout, memory, settings
 
 SHAPES = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "configs/models").glob("*.yaml")}
@@ -243,12 +243,10 @@ def test_parameters_of_a_rank_are_those_that_megatron_builds() -> None:
 def test_a_check_ends_with_status_one_where_the_run_would_not_fit_and_zero_where_it_would(
     ranks: int, status: int, said: str
 ) -> None:
-    script = str(ROOT / "examples/llama2/train.py")
-    big = ["--model", "configs/models/7b.yaml", "--deepspeed_config", "configs/ds_zero3.json", "--check"]
-    command = [sys.executable, script, *big, str(ranks), "--gpu-gib", "80"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == status and said in done.stdout, done.stderr[-2000:]
-    assert f"{ranks} rank" in done.stdout and "DeepSpeed's estimator" in done.stdout
+    script, configs = ROOT / "examples/llama2/train.py", ROOT / "configs"
+    big = ["--model", configs / "models/7b.yaml", "--deepspeed_config", configs / "ds_zero3.json"]
+    output = launch_forked([script, *big, "--check", ranks, "--gpu-gib", "80"], processes=1, status=status)
+    assert said in output and f"{ranks} rank" in output and "DeepSpeed's estimator" in output
 
 
 @pytest.mark.distributed
@@ -257,11 +255,12 @@ def test_a_check_ends_with_status_one_where_the_run_would_not_fit_and_zero_where
 def test_a_run_that_cannot_start_says_all_that_is_wrong_once_before_the_model_is_built(
     recipe: str, tmp_path: Path
 ) -> None:
+    libraries = "deepspeed"
     if recipe == "megatron_llama2":
         pytest.importorskip("megatron.core")
+        libraries = "megatron"
     huge = ["--model", ROOT / "configs/models/70b.yaml"]  # would take minutes and more memory than there is
     wrong = ["--seq-len", "400000", "--data", tmp_path / "nowhere.txt"]
-    done = launch([ROOT / "examples" / recipe / "train.py", *huge, *wrong], check=False)
-    assert done.returncode == 1
-    assert done.stdout.count("the run cannot start like this") == 1
-    assert done.stdout.count("there is no ") == 1 and 'Traceback (most recent call last):\n  File "/' not in done.stdout
+    output = launch_forked([ROOT / "examples" / recipe / "train.py", *huge, *wrong], libraries=libraries, status=1)
+    assert output.count("the run cannot start like this") == 1
+    assert output.count("there is no ") == 1 and 'Traceback (most recent call last):\n  File "/' not in output

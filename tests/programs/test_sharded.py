@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import launch
+from tests.support.forking import launch_forked
 
 
 @pytest.mark.long
 def test_losses_and_gradients_are_those_without_memplug_under_ddp_and_fsdp2(tmp_path: Path) -> None:
-    launch(["tests.support.sharded_worker", tmp_path], module=True)
+    launch_forked(["tests.support.sharded_worker", tmp_path], module=True)
     for rank in (0, 1):
         results = json.loads((tmp_path / f"{rank}.json").read_text())
         assert len(results) == 6

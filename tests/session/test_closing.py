@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import memplug
 from memplug.plan import tokenwise as plan
 from memplug.session import closing
 from tests.support.blocks import LAYERS, Stack
-from tests.support.folders import ROOT
+from tests.support.forking import launch_forked
 from tests.support.hosts import block
 
 QUICK = {"profiler": {"warmup_steps": 0, "policy_steps": 0}}
@@ -89,9 +88,8 @@ def test_the_estimate_of_full_recomputation_runs_every_operator_again_and_swaps_
 
 
 SCRIPT = """
-import logging, sys, torch, memplug
-logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-sys.path.insert(0, {root!r})
+import logging, os, sys, torch, memplug
+logging.basicConfig(level=logging.INFO, format=f"rank {{os.environ['RANK']}}: %(message)s", stream=sys.stdout)
 from tests.support.blocks import LAYERS, Stack
 model = Stack(2)
 session = memplug.attach(model, {block!r})
@@ -105,27 +103,18 @@ for _ in range(3):
 GONE = "del session, model; import gc; gc.collect()"
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("end", "rank"),
-    [
-        ("", "0"),
-        pytest.param(GONE, "0", marks=pytest.mark.long),
-        *(pytest.param(end, "1", marks=pytest.mark.long) for end in ("", "session.detach()", GONE)),
-    ],
+    "end", ["", *(pytest.param(end, marks=pytest.mark.long) for end in ("session.detach()", GONE))]
 )
-def test_a_session_that_is_still_attached_says_its_line_when_the_process_ends(end: str, rank: str) -> None:
+def test_a_session_that_is_still_attached_says_its_line_when_the_process_ends(end: str, tmp_path: Path) -> None:
+    """On the first rank, and once."""
     config = {**block(regions=LAYERS), "arena": {"enabled": False}, "profiler": {"enabled": False}, "plan_dir": False}
-    script = SCRIPT.format(root=str(ROOT), block=config, end=end)
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**__import__("os").environ, "RANK": rank},
-    )
-    assert result.returncode == 0, result.stderr
-    expected = 0 if rank == "1" or "gc" in end else 1
-    assert result.stdout.count("after 3 steps") == expected and "Traceback" not in result.stderr
+    (tmp_path / "script.py").write_text(SCRIPT.format(block=config, end=end))
+    output = launch_forked([tmp_path / "script.py"])
+    said = [line for line in output.splitlines() if "after 3 steps" in line]
+    assert len(said) == (0 if end == GONE else 1) and all("rank 0: " in line for line in said), output
+    assert "Traceback" not in output
 
 
 def test_the_line_has_a_place_for_nothing_at_all() -> None:

@@ -62,24 +62,29 @@ import memplug
 from memplug import toy
 from tests.support.serving import llama
 
+def train(plan_dir):
+    toy.CALLS.clear()
+    torch.manual_seed(0)
+    model, states, losses = llama(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    swapping = {"regions": ["model.layers.*"], "min_offload_bytes": 1}
+    with memplug.attach(model, {"enabled": True, "plan_dir": plan_dir, "tokenwise": swapping}) as session:
+        for step in range(24):
+            length = 16 if step < 12 or step >= 22 else 24
+            batch = torch.arange(2 * length).reshape(2, length) % 64
+            loss = model(batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+            losses.append(loss.item())
+            states.append(session.report()["arena"])
+        before = len(toy.CALLS)
+    print(json.dumps({"calls": toy.CALLS, "attached": before, "states": states, "losses": losses}))
+
 toy.Toy.least = int(sys.argv[2])
-torch.manual_seed(0)
-model, states, losses = llama(), [], []
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-swapping = {"regions": ["model.layers.*"], "min_offload_bytes": 1}
-with memplug.attach(model, {"enabled": True, "plan_dir": sys.argv[1], "tokenwise": swapping}) as session:
-    for step in range(24):
-        length = 16 if step < 12 or step >= 22 else 24
-        batch = torch.arange(2 * length).reshape(2, length) % 64
-        loss = model(batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.step()
-        losses.append(loss.item())
-        states.append(session.report()["arena"])
-    before = len(toy.CALLS)
-print(json.dumps({"calls": toy.CALLS, "attached": before, "states": states, "losses": losses}))
+for _ in range(int(sys.argv[3])):
+    train(sys.argv[1])
 """
 
 
@@ -96,17 +101,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trained(folder: Path, least: int = 1) -> tuple[dict[str, Any], str]:
-    """A run of the package in that folder, which keeps its plans there; and what it logged."""
+def trained(folder: Path, runs: int, least: int = 1) -> tuple[list[dict[str, Any]], str]:
+    """Runs of the package in that folder, one after the other, which keep their plans there; and what they logged."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    command = [sys.executable, "-c", TRAIN, str(folder / "plans"), str(least)]
+    command = [sys.executable, "-c", TRAIN, str(folder / "plans"), str(least), str(runs)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()[-runs:]], done.stderr
 
 
 def test_a_technique_is_one_file_and_one_entry(folder: Path) -> None:
-    first, _ = trained(folder)
+    (first, second), _ = trained(folder, runs=2)
     calls = [tuple(call) for call in first["calls"][: first["attached"]]]
     verbs = [verb for verb, _ in calls]
     assert verbs == ["propose", "install", "withdraw", "propose", "install", "install"], "each program proposed once"
@@ -117,14 +122,13 @@ def test_a_technique_is_one_file_and_one_entry(folder: Path) -> None:
     kept = [json.loads(file.read_text()) for file in (folder / "plans").glob("*.json")]
     assert sorted(plan["parts"]["toy"]["asked_bytes"] for plan in kept) == sorted([calls[1][1], calls[4][1]])
 
-    second, _ = trained(folder)
     assert second["losses"] == first["losses"]
     assert [verb for verb, _ in second["calls"][: second["attached"]]] == ["install"] * 3, "nothing is proposed again"
     assert set(second["states"]) == {"serving"}
 
 
 def test_a_part_that_the_judge_refuses_is_never_installed_and_training_goes_on(folder: Path) -> None:
-    run, log = trained(folder, least=10**15)
+    (run,), log = trained(folder, runs=1, least=10**15)
     assert [verb for verb, _ in run["calls"]] == ["propose", "withdraw", "withdraw"]
     assert "goes on without the toy: the judge refuses the plan" in log
     assert run["states"][11] == "serving", "the arena plans as if there were no such technique"

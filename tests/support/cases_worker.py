@@ -1,14 +1,18 @@
-"""What workers of cases have in common: a rank joins the other, runs all cases and writes what came of them."""
+"""What workers of cases have in common: a rank joins the other, trains in all cases and writes what came of them."""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 def run_all(run: Callable[[Any, int], Any]) -> None:
@@ -27,3 +31,44 @@ def run_all(run: Callable[[Any, int], Any]) -> None:
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # DeepSpeed keeps the groups of all these engines, whose threads may trip over the end of Python
+
+
+def train_engine(
+    engine: Any, loss_of: Callable[[int], torch.Tensor], micro_batches: int, with_memplug: bool
+) -> dict[str, Any]:
+    """Trains a DeepSpeed engine, and destroys it.
+
+    Args:
+        engine: it steps where its own accumulation says.
+        loss_of: runs the forward of a micro-batch, by its number.
+        micro_batches: how many.
+        with_memplug: attaches memplug, by the engine's own block.
+
+    Returns:
+        "losses" of each micro-batch, "digest" of the weights at the end, "report" of memplug, empty without it.
+    """
+    import memplug
+
+    session = memplug.attach(engine) if with_memplug else None
+    losses = []
+    for number in range(micro_batches):
+        loss = loss_of(number)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    result = {"losses": losses, "digest": _digest(engine.module), "report": session.report() if session else {}}
+    if session:
+        session.detach()
+    engine.destroy()
+    return result
+
+
+def _digest(module: torch.nn.Module) -> str:
+    """Of all parameters, those that ZeRO 3 has shards of gathered."""
+    import deepspeed
+
+    total = hashlib.sha256()
+    for parameter in module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            total.update(parameter.detach().float().numpy().tobytes())
+    return total.hexdigest()

@@ -41,6 +41,7 @@ def launch_forked(
     processes: int = 2,
     module: bool = False,
     time_limit_s: float = 300,
+    status: int = 0,
 ) -> str:
     """Runs a script on forked ranks until it ends; the first rank that fails ends the others.
 
@@ -50,13 +51,14 @@ def launch_forked(
         processes: how many ranks.
         module: the first argument is the name of a module, of which `main` is called, not a file.
         time_limit_s: all processes are killed after this time.
+        status: what the ranks are to end with.
 
     Returns:
         What all processes wrote to stdout and stderr.
 
     Raises:
         TimeoutError: the time limit passed; the message ends with the output.
-        RuntimeError: a rank failed; the message ends with the output.
+        RuntimeError: a rank ended with another status; the message ends with the output.
     """
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
         request = {
@@ -68,11 +70,11 @@ def launch_forked(
             "environment": environment(),
             "output": output.name,
         }
-        status = _forker(libraries).run(request, time_limit_s)
-        if status == "time is over":
+        answer = _forker(libraries).run(request, time_limit_s)
+        if answer == "time is over":
             raise TimeoutError(f"not done in {time_limit_s} s: {request['arguments']}\n{output.read()}")
-        if status != "0":
-            raise RuntimeError(f"exit status {status}: {request['arguments']}\n{output.read()}")
+        if answer != str(status):
+            raise RuntimeError(f"exit status {answer}: {request['arguments']}\n{output.read()}")
         return output.read()
 
 

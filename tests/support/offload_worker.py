@@ -9,17 +9,15 @@ object: name -> {"zero": of DeepSpeed's configuration, "model": "llama" or "ulys
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 from torch.nn import functional
 
-from tests.support.cases_worker import run_all
+from tests.support.cases_worker import run_all, train_engine
 
 STEPS, TOKENS, HIDDEN, HEADS = 10, 16, 32, 4
 
@@ -66,7 +64,6 @@ class Ulysses(nn.Module):
 
 def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
     """Runs a case."""
-    import memplug
     from tests.support.hosts import ds_config, make_engine, tiny_llama
 
     torch.manual_seed(0)
@@ -75,41 +72,21 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
     zero = {**buckets, **case["zero"]}
     config = ds_config(zero["stage"], case["memplug"], zero_optimization=zero, zero_force_ds_cpu_optimizer=False)
     engine = make_engine(config, Ulysses() if ulysses else tiny_llama())
-    session = memplug.attach(engine) if case["memplug"] else None
-    losses = []
-    for step in range(STEPS):
+
+    def loss_of(step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(step % 2 if ulysses else 1000 * rank + step % 2)
         tokens = torch.randint(0, 64, (2, TOKENS + 1), generator=generator)
         if ulysses:  # this rank's half of the sequence
             half = slice(rank * TOKENS // 2, (rank + 1) * TOKENS // 2)
-            loss = engine(tokens[:, :-1][:, half], tokens[:, 1:][:, half])
-        else:
-            loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    result = {
-        "losses": losses,
-        "digest": digest(engine.module),
-        "report": session.report() if session else {},
-        "offloaded": [_has(engine, "cpu_offload") or _has(engine, "offload_optimizer"), _has(engine, "offload_param")],
-    }
-    if session:
-        session.detach()
-    engine.destroy()
-    return result
+            return engine(tokens[:, :-1][:, half], tokens[:, 1:][:, half])
+        return engine(input_ids=tokens, labels=tokens).loss
+
+    offloaded = [_has(engine, "cpu_offload") or _has(engine, "offload_optimizer"), _has(engine, "offload_param")]
+    return {"offloaded": offloaded, **train_engine(engine, loss_of, STEPS, with_memplug=bool(case["memplug"]))}
 
 
 def _has(engine: Any, name: str) -> bool:
     return bool(getattr(engine.optimizer, name, False))  # of ZeRO's optimizers, named differently by stage
-
-
-def digest(module: nn.Module) -> str:
-    total = hashlib.sha256()
-    for parameter in module.parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            total.update(parameter.detach().float().numpy().tobytes())
-    return total.hexdigest()
 
 
 def main() -> None:

@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 -m tests.support.requests_worker cpu FOLDER PROGRAM...
     python -m tests.support.requests_worker virtual FOLDER PROGRAM...
 
-On the CPU every rank is a process; on the virtual device this process is the one of two that the variable RANK says.
-`FOLDER/DEVICE-RANK.json` gets program -> [pass, bytes, operator] of each request of the thread that trains, in program
-order. A program is "llama" (one rank, by itself), "llama-sdpa", "zero-STAGE", or "megatron-" and a layout of `LAYOUTS`.
+On the CPU every rank is a process; on the virtual device this process is one of two ranks, and with Megatron-Core one
+after the other. `FOLDER/DEVICE-RANK.json` gets program -> [pass, bytes, operator] of each request of the thread that
+trains, in program order. A program is "llama" (one rank, by itself), "llama-sdpa", "zero-STAGE", or "megatron-" and a
+layout of `LAYOUTS`; those of a command are all of one framework.
 """
 
 from __future__ import annotations
@@ -81,13 +82,11 @@ def zero(stage: int, device: str) -> Requests:
 
 def megatron(layout: dict[str, Any], device: str) -> Requests:
     """Of Megatron-Core, with its own schedule, data-parallel wrapper and optimizer."""
+    import model as recipe
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from tests.support.megatron_worker import SEQUENCES, SHAPE, TOKENS
-
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "megatron_llama2"))
-    import model as recipe
 
     parallel = recipe.Parallel(**layout)
     recipe.initialize(parallel, seed=0)
@@ -218,7 +217,7 @@ def _staging_elsewhere() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on(device: str, is_megatron: bool) -> Iterator[None]:
+def _on(device: str, is_megatron: bool, rank: int) -> Iterator[None]:
     """A rank of two, which programs run on."""
     with contextlib.ExitStack() as stack:
         if device == "virtual":
@@ -228,7 +227,7 @@ def _on(device: str, is_megatron: bool) -> Iterator[None]:
             if is_megatron:
                 torch.compiler.set_stance("force_eager")
                 stack.enter_context(as_cuda())
-            stack.enter_context(joined(rank=_rank(), world_size=2))
+            stack.enter_context(joined(rank=rank, world_size=2))
             if not is_megatron:
                 from memplug.device.virtual.accelerator import accelerated
 
@@ -254,32 +253,37 @@ def _program(name: str, device: str) -> Callable[[], Requests]:
     return functools.partial(megatron, LAYOUTS[rest], device)
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def main() -> None:
-    """Runs the programs, all of one framework."""
-    device, folder, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+def _prepare(device: str, framework: str) -> None:
+    """Before anything of the framework's runs."""
     if device == "virtual":
         from memplug.device.virtual import VirtualDevice
         from tests.support.on_virtual.devices import SIMPLE
 
         VirtualDevice(SIMPLE)
-    framework = names[0].partition("-")[0]
     if framework == "zero":
         import deepspeed
 
         # DeepSpeed would first compile a shared-memory all-reduce, which takes half a minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if framework == "megatron" and device == "cpu":
-        sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "megatron_llama2"))
-        import cpu
+    if framework == "megatron":
+        from tests.support import megatron_worker
 
-        cpu.pretend()
-    with contextlib.nullcontext() if framework == "llama" else _on(device, framework == "megatron"):
-        found = {name: _program(name, device)() for name in names}
-    (folder / f"{device}-{_rank()}.json").write_text(json.dumps(found))
+        if device == "cpu":
+            megatron_worker.prepare()
+        else:
+            sys.path.insert(0, str(megatron_worker.RECIPE))
+
+
+def main() -> None:
+    """Runs the programs."""
+    device, folder, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    framework = names[0].partition("-")[0]
+    _prepare(device, framework)
+    both = device == "virtual" and framework == "megatron"
+    for rank in range(2) if both else [int(os.environ.get("RANK", "0"))]:
+        with contextlib.nullcontext() if framework == "llama" else _on(device, framework == "megatron", rank):
+            found = {name: _program(name, device)() for name in names}
+        (folder / f"{device}-{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -11,36 +11,24 @@ from typing import Any
 
 import torch
 
-from tests.support.cases_worker import run_all
-from tests.support.offload_worker import digest
+from tests.support.cases_worker import run_all, train_engine
 
 STEPS = 8
 
 
 def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
     """Runs a case."""
-    import memplug
     from tests.support.hosts import make_engine, tiny_llama
 
     engine = make_engine(case, tiny_llama())
-    session = memplug.attach(engine) if "memplug" in case else None
-    losses = []
-    for step in range(STEPS * engine.gradient_accumulation_steps()):
-        generator = torch.Generator().manual_seed(1000 * rank + step % 2)
-        tokens = torch.randint(0, 64, (engine.train_micro_batch_size_per_gpu(), 16), generator=generator)
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    result = {
-        "losses": losses,
-        "digest": digest(engine.module),
-        "report": session.report() if session else {},
-    }
-    if session:
-        session.detach()
-    engine.destroy()
-    return result
+    accumulation, sequences = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
+
+    def loss_of(number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * rank + number % 2)
+        tokens = torch.randint(0, 64, (sequences, 16), generator=generator)
+        return engine(input_ids=tokens, labels=tokens).loss
+
+    return train_engine(engine, loss_of, STEPS * accumulation, with_memplug="memplug" in case)
 
 
 def main() -> None:

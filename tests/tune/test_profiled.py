@@ -1,13 +1,10 @@
-"""The estimators against the virtual device, which has to be a process's first device: in one of its own."""
+"""The estimators against the virtual device."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.folders import ROOT
+from tests.support.on_virtual.running import run_cases
 
 FEW = "h100-7b-8-4096-4-0-4-1 or 4090-7b-3-2048-16-0-3-1 or h200-7b-8-32768-1-4-4-1"
 """One that keeps, one that checkpoints, one that swaps too."""
@@ -15,7 +12,4 @@ FEW = "h100-7b-8-4096-4-0-4-1 or 4090-7b-3-2048-16-0-3-1 or h200-7b-8-32768-1-4-
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param("test_", marks=pytest.mark.long)], ids=["few", "all"])
 def test_predictions_are_within_five_percent_of_a_step_and_ten_of_its_memory(cases: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", cases]
-    command.append("tests/support/on_virtual/tune_cases.py")
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_cases("tune", "-k", cases)

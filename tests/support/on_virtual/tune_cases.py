@@ -19,7 +19,7 @@ from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.estimator.shapes import Shape
 from memplug.tune.estimate import StepEstimator
 from memplug.tune.machine import Machine
-from memplug.tune.profiled import UNBOUNDED_BYTES, profile
+from memplug.tune.profiled import profile
 from memplug.tune.search import Configuration, Layout
 from tests.support.folders import ROOT
 
@@ -100,8 +100,7 @@ class MixedPrecision:
 
 def trained(case: Case) -> tuple[float, int]:
     """Seconds and peak bytes of a whole model's step on the virtual device; blocks that swap, memplug swaps."""
-    hardware = dataclasses.replace(hardware_of(case), memory_bytes=UNBOUNDED_BYTES)
-    device = VirtualDevice(hardware, expandable_segments=True)
+    device = VirtualDevice(hardware_of(case), expandable_segments=True, bounded=False)
     gc.collect()
     before = device.usage().allocated
     model = _model(shape_of(case))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from tests.support.blocks import (
     train_stacks,
     twin,
 )
-from tests.support.folders import ROOT
+from tests.support.forking import launch_forked
 
 pytestmark = pytest.mark.device
 
@@ -197,10 +195,7 @@ def test_threads_whose_regions_overlap_leave_the_compiler_as_it_was(alpha: float
 @pytest.mark.cpu("no process uses CUDA after a fork")
 def test_a_child_of_a_fork_goes_on_with_the_graphs_in_flight_and_so_does_the_parent() -> None:
     """In a process of its own: where autograd has had threads, torch runs no backward after a fork."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tokenwise.regions.test_in_flight"], cwd=ROOT, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    launch_forked([__name__], processes=1, module=True)
 
 
 def fork(alpha: float) -> None:
@@ -235,6 +230,7 @@ def fork(alpha: float) -> None:
     go_on(3)
 
 
-if __name__ == "__main__":
-    for each in (0.0, 0.4, 1.0):
-        fork(each)
+def main() -> None:
+    """That process."""
+    for alpha in (0.0, 0.4, 1.0):
+        fork(alpha)
