@@ -18,19 +18,83 @@ from memplug.estimator.shapes import Shape
 
 
 class Attention(nn.Module):
-    """Causal attention of this rank's heads; the place of `SelfAttentionSubmodules.core_attention`."""
+    """Causal attention of this rank's heads and tokens; the place of `SelfAttentionSubmodules.core_attention`."""
 
     def __init__(self, config: Any, **kwargs: Any):
         super().__init__()
+        self.context = config.context_parallel_size
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Shapes: query [s, b, heads, d], key and value [s, b, groups, d]; returns [s, b, heads * d]."""
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        if self.context > 1:
+            return _GatheringAttention.apply(query, key, value)
+        query, key, value = map(_heads_first, (query, key, value))
         shared = query.shape[1] != key.shape[1]
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return _tokens_first(out).flatten(2)
+
+
+class _GatheringAttention(torch.autograd.Function):
+    """Of this rank's tokens to those of all context-parallel ranks, on the virtual device.
+
+    As Transformer Engine has it with `cp_comm_type="all_gather"`: keys and values are gathered in forward and again in
+    backward, so that nothing of them stays in between. A rank has one piece of the sequence's beginning and one of its
+    end, and so as many pairs of tokens as every other one: its share of the causal half.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        gathered = _heads_first(query), _heads_first(_gathered(key)), _heads_first(_gathered(value))
+        out, sums, *_, seed, offset, _ = _ATTENTION(*gathered, is_causal=True)
+        ctx.save_for_backward(query, key, value, out, sums, seed, offset)
+        return _tokens_first(out).flatten(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, out, sums, seed, offset = ctx.saved_tensors
+        gathered = _heads_first(query), _heads_first(_gathered(key)), _heads_first(_gathered(value))
+        gradient = _heads_first(gradient.unflatten(2, query.shape[2:]))
+        lengths = None, None, len(query), gathered[1].shape[2]
+        wanted = [True, True, True, False]
+        given = gradient, *gathered, None, wanted, out, sums, *lengths, 0.0, True, seed, offset
+        of_query, *of_others, _ = _ATTENTION_BACKWARD(*given)
+        return _tokens_first(of_query), *(_scattered(_tokens_first(each)) for each in of_others)
+
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward
+
+
+def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
+    """From [s, b, heads, d] to [b, heads, s, d]."""
+    return tensor.permute(1, 2, 0, 3)
+
+
+def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:
+    """From [b, heads, s, d] to [s, b, heads, d]."""
+    return tensor.permute(2, 0, 1, 3)
+
+
+def _gathered(part: torch.Tensor) -> torch.Tensor:
+    """Tokens of all context-parallel ranks."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_context_parallel_group()
+    whole = part.new_empty((len(part) * group.size(), *part.shape[1:]))
+    torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole
+
+
+def _scattered(whole: torch.Tensor) -> torch.Tensor:
+    """The sum of all context-parallel ranks, of this rank's tokens."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_context_parallel_group()
+    part = whole.new_empty((len(whole) // group.size(), *whole.shape[1:]))
+    torch.distributed.reduce_scatter_tensor(part, whole.contiguous(), group=group)
+    return part
 
 
 class RMSNorm(nn.RMSNorm):

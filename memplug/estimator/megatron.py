@@ -19,6 +19,7 @@ from memplug.estimator import gpt
 from memplug.estimator.layout import Layout
 from memplug.estimator.training import Training, unable
 from memplug.estimator.workload import DTYPES, Workload
+from memplug.stages.ranks import Ranks
 
 MEGATRON = "megatron-core 0.16"
 
@@ -36,6 +37,8 @@ def rank_of(layout: Layout, stage: int, workload: Workload) -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # there is nothing to compile for
         stack.enter_context(as_cuda())
         stack.enter_context(joined(layout.rank(stage), layout.gpus))
+        # the other ranks have what this one has, also where the first of those that are alike plans for all
+        stack.enter_context(replaced(Ranks, "rank", property(lambda self: 0), "this version"))
         _import()
         stack.enter_context(_without_reading())
         if workload.shape.is_mixture:
@@ -70,8 +73,8 @@ class MegatronTraining(Training):
     """Trains this rank's part of a model by Megatron-Core's own schedule; within `rank_of`.
 
     As Megatron-LM has it, gradients are reduced in float32, and clipped; Adam's states and parameters in bf16 or fp16
-    have float32 beside them. Where there are data-parallel ranks, they share the optimizer's states (the distributed
-    optimizer), and collectives of gradients and parameters run beside computation.
+    have float32 beside them. Where there are data-parallel or context-parallel ranks, they share the optimizer's states
+    (the distributed optimizer), and collectives of gradients and parameters run beside computation.
 
     Args:
         workload: of a model with its head, on all ranks.
@@ -82,7 +85,7 @@ class MegatronTraining(Training):
         from megatron.core import parallel_state, tensor_parallel
 
         self._workload, self._layout, self._micro_batches = workload, layout, micro_batches
-        self._dtype = DTYPES[workload.dtype]
+        self._dtype, self._shares = DTYPES[workload.dtype], layout.data * layout.context > 1
         self._schedule: tuple[torch.Event, torch.Event] | None = None
         parallel_state.initialize_model_parallel(
             layout.tensor,
@@ -125,7 +128,7 @@ class MegatronTraining(Training):
             finalize_model_grads,
         )
 
-        workload, shares = self._workload, self._layout.data > 1
+        workload, shares = self._workload, self._shares
         config = gpt.config_of(workload.shape, workload.layers, self._layout, self._dtype)
         first, last = self._ends
         part = gpt.make_model(config, workload.shape, workload.seq_len, first=first, last=last)
@@ -156,8 +159,8 @@ class MegatronTraining(Training):
             bf16=self._dtype is torch.bfloat16,
             fp16=self._dtype is torch.float16,
             params_dtype=self._dtype,
-            use_distributed_optimizer=self._layout.data > 1,
-            overlap_param_gather=self._layout.data > 1,
+            use_distributed_optimizer=self._shares,
+            overlap_param_gather=self._shares,
         )
         optimizer = get_megatron_optimizer(config, [self.model])
         for group in optimizer.param_groups:

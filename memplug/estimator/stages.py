@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import multiprocessing
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -67,6 +68,7 @@ def _estimated(
 ) -> Estimate:
     """In a process of its own."""
     logging.getLogger("memplug").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")  # Megatron-Core's, of kernels that are not installed
     make_training = functools.partial(megatron.MegatronTraining, workload, layout, micro_batches)
     rank = functools.partial(megatron.rank_of, layout, stage, workload)
     return estimate_training(make_training, config, hardware, modes, rank=rank, **options)

@@ -52,7 +52,10 @@ if child:
 """
 
 
-@pytest.mark.parametrize("cases", ["time_and_memory", "operator", "memplug", "h200", "ranks", "framework", "estimator"])
+CASES = ["time_and_memory", "operator", "memplug", "h200", "ranks", "framework", "estimator", "megatron"]
+
+
+@pytest.mark.parametrize("cases", CASES)
 def test_cases_on_it_pass(cases: str) -> None:
     run_cases(cases)
 
@@ -62,10 +65,15 @@ def test_plans_and_limits_that_were_estimated_are_those_of_steps_that_train_by_t
     run_cases("estimated_plan")
 
 
-def run_cases(cases: str) -> None:
+@pytest.mark.long
+def test_further_layouts_of_megatron_leave_a_rank_its_share() -> None:
+    run_cases("megatron", "long")
+
+
+def run_cases(cases: str, marks: str = "not long") -> None:
     """In a process of their own, as torch learns of the device before its first backward."""
     file = f"tests/support/on_virtual/{cases}_cases.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, file]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
