@@ -31,7 +31,7 @@ def estimate_megatron(
     layout: Layout,
     micro_batches: int,
     *,
-    tell: Callable[[str], None] = lambda mode: None,
+    say: Callable[[str], None] = lambda what: None,
     **options: Any,
 ) -> Estimate:
     """As `estimate`, of a rank of a Megatron-Core training; of a pipeline, of a rank of each stage that differs.
@@ -41,6 +41,7 @@ def estimate_megatron(
     Args:
         workload: of the whole model, with its head.
         micro_batches: of a step, for each data-parallel rank.
+        say: called with what runs next.
         options: further ones of `estimate`.
 
     Raises:
@@ -49,7 +50,7 @@ def estimate_megatron(
     layout.check(workload.shape, workload.layers, workload.seq_len)
     stages = {}
     for stage in layout.stages:
-        tell(f"stage {stage}" if layout.pipeline > 1 else "all modes" if len(modes) > 1 else modes[0])
+        say(f"stage {stage}" if layout.pipeline > 1 else ", ".join(modes))
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             given = workload, config, hardware, tuple(modes), layout, micro_batches, stage, options
             stages[stage] = pool.submit(_estimated, *given).result()

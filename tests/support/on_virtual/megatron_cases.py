@@ -1,4 +1,4 @@
-"""A rank of Megatron-Core on the virtual device: what each way of splitting a model leaves it to hold and to compute."""
+"""A rank of Megatron-Core on the virtual device: what each way to split a model leaves it to hold and to compute."""
 
 from __future__ import annotations
 
