@@ -123,6 +123,7 @@ def config_of(shape: Shape, layers: int, layout: Layout, dtype: torch.dtype) -> 
         ffn_hidden_size=fields["intermediate_size"],
         num_attention_heads=heads,
         num_query_groups=fields.get("num_key_value_heads", heads),
+        kv_channels=fields.get("head_dim") or fields["hidden_size"] // heads,
         layernorm_epsilon=fields.get("rms_norm_eps", 1e-6),
         normalization="RMSNorm",
         gated_linear_unit=True,

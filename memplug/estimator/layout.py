@@ -9,6 +9,8 @@ from memplug.errors import EstimateError
 from memplug.estimator.shapes import Shape
 
 MICRO_BATCHES_PER_STAGE = 2
+LEFT_OUT = ("attention_bias", "mlp_bias", "sliding_window")
+"""Fields of a model that would make a step another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +72,14 @@ class Layout:
         """
         fields, experts = shape.fields, shape.fields.get("num_local_experts", 0)
         divides("--tensor × --context × --pipeline", self.tensor * self.context * self.pipeline, self.gpus, "--gpus")
+        for name in (name for name in LEFT_OUT if fields.get(name)):
+            raise EstimateError(
+                f"the model has {name}, which an estimate of Megatron-Core leaves out",
+                "Take it out of the file, or estimate a Llama without Megatron-Core's options.",
+            )
         heads = fields["num_attention_heads"]
-        sizes = {name: fields[name] for name in ("intermediate_size", "vocab_size")}
-        sizes |= {"num_attention_heads": heads, "num_key_value_heads": fields.get("num_key_value_heads", heads)}
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": fields.get("num_key_value_heads", heads)}
+        sizes |= {name: fields[name] for name in ("intermediate_size", "vocab_size")}
         for name, size in sizes.items():
             divides("--tensor", self.tensor, size, f"the model's {name}")
         divides("--pipeline", self.pipeline, layers, "the number of layers")

@@ -132,7 +132,7 @@ def test_a_mixtral_without_a_layout_is_one_rank_of_megatron_and_is_refused_with_
         (["--gpu", "h201"], 1, "there are 4090, 910b, a100, h100, h200"),
         (["--gpus", "2"], 2, "DeepSpeed JSON"),
         (["--tensor", "2", "--no-head"], 2, "--no-head"),
-        (["--tensor", "3"], 1, "--tensor is 3, which does not divide the model's intermediate_size, 352"),
+        (["--tensor", "3"], 1, "--tensor is 3, which does not divide the model's num_attention_heads, 4"),
         (["--gpus", "2", "--pipeline", "4"], 1, "which does not divide --gpus, 2"),
         (["--sequence"], 1, "--sequence is given without --tensor"),
         (["--mode", "kept"], 2, "'kept' is none of"),

@@ -22,7 +22,8 @@ LLAMA, MIXTRAL = (Shape.read(ROOT / "configs" / "models" / f"{name}.yaml") for n
 @pytest.mark.parametrize(
     ("shape", "layout", "said"),
     [
-        (LLAMA, {"tensor": 3}, "--tensor is 3, which does not divide the model's intermediate_size"),
+        (LLAMA, {"tensor": 3}, "--tensor is 3, which does not divide the model's num_attention_heads, 64"),
+        (Shape({**LLAMA.fields, "mlp_bias": True}), {}, "the model has mlp_bias"),
         (LLAMA, {"tensor": 16}, "num_key_value_heads, 8\nWhat to do: .*1, 2, 4, 8"),
         (LLAMA, {"gpus": 8, "tensor": 4, "pipeline": 4}, "is 16, which does not divide --gpus, 8"),
         (LLAMA, {"pipeline": 3}, "--pipeline is 3, which does not divide the number of layers, 80"),
