@@ -78,10 +78,11 @@ def _estimated(
 def of_all(stages: Mapping[int, Estimate], layout: Layout, micro_batches: int) -> Estimate:
     """A pipeline's step: its slowest stage's time, with the bubble, and the memory of the stage that has the most.
 
-    A stage of the virtual device never waits for another one. In 1F1B the slowest stage is never idle for long once it
-    has begun, and before and behind that one micro-batch passes through all others: of p stages that are alike with m
-    micro-batches that is (p - 1) / m of the schedule's time (Narayanan et al., "Efficient large-scale language model
-    training on GPU clusters using Megatron-LM", 2021, section 2.2.1).
+    A stage of the virtual device never waits for another one. In 1F1B all micro-batches pass through the slowest stage,
+    and before and behind that one of them through each other stage: with p stages that are alike and m micro-batches
+    that bubble is (p - 1) / m of the schedule's time (Narayanan et al., "Efficient large-scale language model training
+    on GPU clusters using Megatron-LM", 2021, section 2.2.1). So it is too where the last stage, with head and loss, is
+    the slowest; where an earlier one is, the step takes a little less.
 
     Args:
         stages: by number, those of `layout.stages`.

@@ -1,18 +1,14 @@
-"""How Megatron-Core splits a model: which splits are refused, and what a step of all stages takes."""
+"""How Megatron-Core splits a model: what is refused, and what is left."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
-from memplug.device.virtual import Hardware
-from memplug.errors import BudgetError, EstimateError
-from memplug.estimator.estimate import Estimate, ModeEstimate
+from memplug.errors import EstimateError
 from memplug.estimator.layout import Layout
 from memplug.estimator.shapes import Shape
-from memplug.estimator.stages import of_all
 from tests.support.folders import ROOT
 
 pytest.importorskip("transformers")
@@ -69,55 +65,3 @@ def test_a_rank_of_each_stage_that_differs_stands_for_all() -> None:
     assert layout.stages == {0: 1, 1: 6, 7: 1} and [layout.rank(stage) for stage in layout.stages] == [0, 2, 14]
     assert Layout().stages == {0: 1} and Layout(pipeline=2).stages == {0: 1, 1: 1}
     assert layout.micro_batches == 16 and Layout(tensor=2).micro_batches == 1
-
-
-# -- a step of all stages ----------------------------------------------------------------------------------------------
-
-
-def _stage(step_s: float, nbytes: int, **fields: Any) -> ModeEstimate:
-    numbers = dict.fromkeys(("host_bytes", "to_host_bytes", "to_device_bytes"), 0)
-    return ModeEstimate(
-        mode="keep",
-        step_s=step_s,
-        schedule_s=step_s - 1.0,
-        flops=fields.pop("flops", 1e12),
-        peak_allocated_bytes=nbytes,
-        peak_reserved_bytes=nbytes + 1,
-        arena_reserved_bytes=fields.pop("arena_bytes", None),
-        bound="compute",
-        fits=nbytes < 100,
-        **numbers,
-    )
-
-
-def _pipeline(
-    stages: dict[int, ModeEstimate], pipeline: int, micro_batches: int, impossible: dict[int, float] | None = None
-) -> Estimate:
-    errors = {stage: {"memplug": BudgetError(gib, stage, 1.0)} for stage, gib in (impossible or {}).items()}
-    given = {
-        stage: Estimate(Hardware.named("h200"), {"keep": each}, errors.get(stage, {})) for stage, each in stages.items()
-    }
-    return of_all(given, Layout(pipeline=pipeline), micro_batches)
-
-
-@pytest.mark.parametrize("micro_batches", [4, 8, 32])
-def test_of_stages_that_are_alike_the_bubble_is_one_less_than_stages_over_micro_batches(micro_batches: int) -> None:
-    found = _pipeline({0: _stage(9.0, 1), 1: _stage(9.0, 1), 3: _stage(9.0, 1)}, 4, micro_batches)["keep"]
-    assert found.bubble_s == pytest.approx(8.0 * 3 / micro_batches)  # of the schedule, and not of the optimizer
-    assert found.step_s == pytest.approx(1.0 + 8.0 * (micro_batches + 3) / micro_batches)
-
-
-def test_the_slowest_stage_sets_the_pace_and_each_number_is_of_the_stage_with_the_most() -> None:
-    first = dataclasses.replace(_stage(5.0, 120), to_host_bytes=7)
-    found = _pipeline({0: first, 1: _stage(5.0, 80), 3: _stage(9.0, 60, flops=5e12, arena_bytes=70)}, 4, 8)
-    keep = found["keep"]
-    assert keep.step_s == pytest.approx(9.0 + 3 * 4.0 / 8)
-    assert (keep.peak_allocated_bytes, keep.peak_reserved_bytes, keep.arena_reserved_bytes) == (120, 121, 70)
-    assert keep.to_host_bytes == 7 and not keep.fits and keep.flops == 2e12
-    assert {stage: each["keep"].peak_allocated_bytes for stage, each in found.stages.items()} == {0: 120, 1: 80, 3: 60}
-
-
-def test_what_is_impossible_on_one_stage_is_so_with_the_least_that_all_need() -> None:
-    stages = {stage: _stage(5.0, 1) for stage in (0, 1)}
-    found = _pipeline(stages, 2, 4, {0: 3.0, 1: 2.0})
-    assert found.impossible["memplug"].least_gib == 3.0 and list(found) == ["keep"]
