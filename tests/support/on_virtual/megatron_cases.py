@@ -41,7 +41,7 @@ def _estimated(
 ) -> tuple[Estimate, int]:
     """What this rank takes, and how many parameters it has."""
     shape = Shape(DENSE | (EXPERTS if fields.pop("mixture", False) else {}))
-    workload = Workload(shape=shape, layers=4, seq_len=TOKENS, **fields)
+    workload = Workload(shape=shape, seq_len=TOKENS, **{"layers": 4, **fields})
     parameters = []
 
     def make_training() -> MegatronTraining:
@@ -111,6 +111,18 @@ def test_context_parallel_ranks_have_equal_shares_of_all_work() -> None:
     for mode in alone:
         assert 2 * split[mode].flops == pytest.approx(alone[mode].flops)
     assert {"allgather_base", "reduce_scatter_base"} <= {span.name for span in split["keep"].spans}
+
+
+@pytest.mark.long
+def test_what_context_parallel_ranks_gather_leaves_the_device_with_the_rest_of_a_layer() -> None:
+    """Attention is captured, so that no recompute pass of this rank asks for keys and values: only others might."""
+    block = {**WITHOUT_ARENA, "swap": {"enabled": False}, "tokenwise": {"alpha": 0.0, "min_offload_bytes": 4096}}
+    grown_bytes = {}
+    for mode in ("full", "memplug"):
+        found = [_estimated(Layout(context=2), (mode,), layers=layers, block=block)[0][mode] for layers in (4, 8)]
+        grown_bytes[mode] = found[1].peak_allocated_bytes - found[0].peak_allocated_bytes
+    gathered_bytes = 4 * 2 * 2 * TOKENS * DENSE["hidden_size"] // 2  # of four layers, keys and values of half the heads
+    assert grown_bytes["memplug"] < grown_bytes["full"] + gathered_bytes / 2
 
 
 @pytest.mark.long
