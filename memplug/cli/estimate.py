@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from memplug.cli import layouts
 from memplug.cli.output import collected_warnings, echo_warnings, print_table, progress, refusing
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def estimate(
         typer.Argument(metavar="DS_JSON", help='DeepSpeed JSON: its "memplug" block, dtype and micro-batch.'),
     ] = None,
     model: Annotated[
-        Path, typer.Option(metavar="FILE", help="Shape of the model: fields of LlamaConfig, as YAML.")
+        Path, typer.Option(metavar="FILE", help="Shape of the model: fields of LlamaConfig or MixtralConfig, as YAML.")
     ] = ...,
     gpu: Annotated[str, typer.Option(help="A GPU that memplug has a profile of, or the file of a profile.")] = "h200",
     layers: Annotated[int | None, typer.Option(help="Decoder layers; by default all of the model's.", min=1)] = None,
@@ -36,8 +37,25 @@ def estimate(
     optimizer: Annotated[bool, typer.Option(help="With AdamW, its states in the parameters' dtype.")] = True,
     gpus: Annotated[
         int | None,
-        typer.Option(help="Ranks of DeepSpeed's engine, with the DeepSpeed JSON's ZeRO; by default no engine.", min=1),
+        typer.Option(
+            help="Ranks: of DeepSpeed's engine, with the DeepSpeed JSON's ZeRO, by default no engine; with the options "
+            "below, of Megatron-Core, by default as few as they need: what they leave is data parallel.",
+            min=1,
+        ),
     ] = None,
+    tensor: Annotated[int | None, typer.Option(help="Ranks that share each matrix product.", min=1)] = None,
+    sequence: Annotated[
+        bool, typer.Option("--sequence", help="They share the rest of a layer too, by tokens.")
+    ] = False,
+    pipeline: Annotated[
+        int | None,
+        typer.Option(
+            help="Stages; twice as many micro-batches pass through them, or gradient_accumulation_steps of the JSON.",
+            min=1,
+        ),
+    ] = None,
+    expert: Annotated[int | None, typer.Option(help="Ranks that share the experts of a Mixtral.", min=1)] = None,
+    context: Annotated[int | None, typer.Option(help="Ranks that share the tokens of a sequence.", min=1)] = None,
     mode: Annotated[str, typer.Option(help="keep, full, selective, memplug, or all of them.")] = _ALL,
     attention: Annotated[
         str | None, typer.Option(help="Back end: cudnn, flash; by default the profile's first.")
@@ -46,7 +64,7 @@ def estimate(
         float | None, typer.Option(help="Memory of the host for this GPU; by default as much as is asked for.", min=0)
     ] = None,
     limits: Annotated[
-        bool, typer.Option(help="Find the longest sequence and the largest micro-batch that fit; not with --gpus.")
+        bool, typer.Option(help="Find the longest sequence and the largest micro-batch that fit; not of several ranks.")
     ] = True,
     plan_dir: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write memplug's plan there, for a run of the same job.")
@@ -64,26 +82,38 @@ def estimate(
     """Predict the step time, device memory and host memory of a training step on a GPU; none is used.
 
     Modes: keep everything; recompute every layer in full; all of it but attention (selective); or as memplug plans.
-    One rank's step, forward, backward and optimizer, of a Llama from Hugging Face. All figures are predictions.
+    One rank's step, forward, backward and optimizer, of a Llama from Hugging Face; with --tensor, --pipeline, --expert
+    or --context, and of a Mixtral always, from Megatron-Core, with tokens spread evenly over experts, and of a pipeline
+    the slowest stage's step with the bubble, and the memory of the stage that needs most. All figures are predictions.
     Exit code 0: done; 1: something is not usable, or no mode fits.
     """
     with collected_warnings() as warnings, refusing():
-        if gpus is not None and (ds_json is None or not (head and optimizer)):
+        split = {"tensor": tensor, "sequence": sequence, "pipeline": pipeline, "expert": expert, "context": context}
+        split = {name: each for name, each in split.items() if each}
+        if gpus is not None and not split and (ds_json is None or not (head and optimizer)):
             raise typer.BadParameter("takes a DeepSpeed JSON, and all of the model", param_hint="--gpus")
         workload, config, hardware, settings = _asked(
             ds_json, model, gpu, layers=layers, seq_len=seq_len, micro_batch=micro_batch, head=head, optimizer=optimizer
         )
+        layout = layouts.layout_of(workload, split, gpus)
+        micro_batches = layouts.micro_batches_of(layout, settings)
         modes = _modes(mode)
         options = {"attention": attention, "plan_dir": plan_dir}
         if host_gib is not None:
             options["host_bytes"] = host_gib * 2**30
         with progress("importing torch") as say:
-            found = _estimate(workload, config, hardware, modes, settings if gpus else None, gpus, tell=say, **options)
+            if layout is not None:
+                found = layouts.estimated(workload, config, hardware, modes, layout, micro_batches, say=say, **options)
+            else:
+                engine = settings if gpus else None
+                found = _estimate(workload, config, hardware, modes, engine, gpus, tell=say, **options)
             largest = {}
-            if limits and gpus is None:
+            if limits and gpus is None and layout is None:
                 say("limits")
                 largest = _limits(workload, config, hardware, modes, attention)
         facts = _facts(found, workload, largest, settings, gpus)
+        if layout is not None:
+            facts |= layouts.facts_of(found, workload, layout, micro_batches)
         _write(found, workload, facts, html, chrome, as_json)
     typer.echo(facts["title"])
     print_table(*_table(facts))
@@ -173,20 +203,13 @@ def _facts(
 ) -> dict[str, Any]:
     """Plain values: seconds, bytes, and shares."""
     names = ("step_s", "flops", "peak_allocated_bytes", "peak_reserved_bytes", "arena_reserved_bytes")
-    more = ("host_bytes", "to_host_bytes", "to_device_bytes", "bound", "fits")
+    more = ("host_bytes", "to_host_bytes", "to_device_bytes", "bound", "fits", "bubble_s")
     hardware = found.hardware
-    parts = [
-        f"{workload.layers} layers of {workload.shape.fields['hidden_size']:,}",
-        f"{workload.micro_batch} × {workload.seq_len:,} tokens",
-        workload.dtype,
-        *(["head"] if workload.head else []),
-        *(["AdamW"] if workload.optimizer and gpus is None else []),
-    ]
     rank = f"one {hardware.name}"
     if gpus is not None:
         rank = f"one of {gpus} {hardware.name}, ZeRO {settings.get('zero_optimization', {}).get('stage', 0)}"
     return {
-        "title": f"Predicted for {rank}: {', '.join(parts)}",
+        "title": f"Predicted for {rank}: {layouts.words_of(workload, optimizer=gpus is None)}",
         "gpu": hardware.name,
         "device_bytes": int(hardware.memory_bytes),
         "modes": {
@@ -223,6 +246,8 @@ def _table(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         ("largest micro-batch", lambda each: f"{each['largest_micro_batch']:,}"),
     ]
     modes = list(facts["modes"])
+    if facts.get("stages"):
+        rows.insert(1, ("of it the bubble", lambda each: duration(each["bubble_s"])))
     if not all("longest_seq_len" in each for each in facts["modes"].values()):
         rows = rows[:-2]
     return ["", *modes], [[name, *(words(facts["modes"][mode]) for mode in modes)] for name, words in rows]

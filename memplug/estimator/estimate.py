@@ -56,6 +56,8 @@ class ModeEstimate:
         bound: what the step waits for: "compute", "link" or "host".
         fits: the device has as much memory.
         spans: of all streams, in the order in which they were queued.
+        schedule_s: of the step, forward and backward of all micro-batches; None: what trains does not tell.
+        bubble_s: of the step, what a pipeline's stage waits for others.
     """
 
     mode: str
@@ -70,6 +72,8 @@ class ModeEstimate:
     bound: str
     fits: bool
     spans: tuple[Span, ...] = field(default=(), repr=False)
+    schedule_s: float | None = None
+    bubble_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,13 @@ class Estimate(Mapping[str, ModeEstimate]):
         hardware: the GPU's profile.
         modes: those that could be estimated.
         impossible: why others have no plan.
+        stages: of a pipeline, by number, what each that ran takes by itself (stages.py).
     """
 
     hardware: Hardware
     modes: Mapping[str, ModeEstimate]
     impossible: Mapping[str, BudgetError]
+    stages: Mapping[int, Estimate] = field(default_factory=dict)
 
     def __getitem__(self, mode: str) -> ModeEstimate:
         return self.modes[mode]
@@ -149,21 +155,45 @@ def estimate(
         HardwareError: there is no such GPU, or it has no such attention, or torch no place for the virtual device.
         RegionError: no decoder layers were found.
     """
+    if engine is not None and len(modes) > 1:
+        raise EstimateError("a process estimates one mode of an engine", "Estimate each mode in a process of its own.")
+    make_training: Callable[[], Training] = functools.partial(Training, make_model, example_inputs, make_optimizer)
+    rank: Callable[[], Any] = contextlib.nullcontext
+    if engine is not None:
+        make_training = functools.partial(engines.EngineTraining, make_model, example_inputs, engine)
+        rank = functools.partial(engines.rank_of, gpus)
+    options = {"attention": attention, "host_bytes": host_bytes, "plan_dir": plan_dir, "tell": tell}
+    return estimate_training(make_training, config, gpu, modes, rank=rank, **options)
+
+
+def estimate_training(
+    make_training: Callable[[], Training],
+    config: MemplugConfig | dict[str, Any] | str | Path | None,
+    gpu: str | Path | Hardware,
+    modes: Sequence[str],
+    *,
+    rank: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    attention: str | None = None,
+    host_bytes: float = UNLIMITED_BYTES,
+    plan_dir: str | Path | None = None,
+    tell: Callable[[str], None] = lambda mode: None,
+) -> Estimate:
+    """As `estimate`, of anything that trains.
+
+    Args:
+        make_training: called for each mode anew.
+        rank: a context in which this process is one rank of several; there is a virtual device already.
+    """
     unknown = [mode for mode in modes if mode not in ways.MODES]
     if unknown:
         raise EstimateError(f"there is no mode {unknown[0]!r}", f"Choose of {', '.join(ways.MODES)}.")
-    if engine is not None and len(modes) > 1:
-        raise EstimateError("a process estimates one mode of an engine", "Estimate each mode in a process of its own.")
     parsed = load_config({"enabled": True} if config is None else config)
     hardware = gpu if isinstance(gpu, Hardware) else Hardware.named(gpu)
     blocks = {mode: ways.block_of(mode, parsed, Path(plan_dir) if plan_dir is not None else None) for mode in modes}
     VirtualDevice(hardware, attention=attention)  # that ranks are of
-    with contextlib.nullcontext() if engine is None else engines.rank_of(gpus):
-        make_training = functools.partial(Training, make_model, example_inputs, make_optimizer)
-        if engine is not None:
-            make_training = functools.partial(engines.EngineTraining, make_model, example_inputs, engine)
-        found: dict[str, ModeEstimate] = {}
-        impossible: dict[str, BudgetError] = {}
+    found: dict[str, ModeEstimate] = {}
+    impossible: dict[str, BudgetError] = {}
+    with rank():
         for mode, block in blocks.items():
             tell(mode)
             device = VirtualDevice(hardware, attention=attention, bounded=False, host_bytes=host_bytes)
@@ -190,7 +220,7 @@ def _estimated(device: VirtualDevice, training: Training, mode: str, block: Memp
             return _attached(device, training, mode, block)
         for _ in range(LASTING_STEPS):
             training.step()
-        return _measured(device, training.step, mode, None, None)
+        return _measured(device, training, training.step, mode, None, None)
     finally:
         training.close()
 
@@ -205,7 +235,7 @@ def _attached(device: VirtualDevice, training: Training, mode: str, block: Mempl
         plain = None
         for _ in range(MOST_STEPS):
             if plain is None and session.stage is Stage.STABLE and session.steps >= LASTING_STEPS:
-                plain = _measured(device, step, mode, session, None)
+                plain = _measured(device, training, step, mode, session, None)
             elif plain is not None and session.report()["arena"] in ("serving", "off"):
                 break
             else:
@@ -216,7 +246,7 @@ def _attached(device: VirtualDevice, training: Training, mode: str, block: Mempl
             step()
         if session.report()["arena"] != "serving":
             return plain
-        return _measured(device, step, mode, session, plain)
+        return _measured(device, training, step, mode, session, plain)
 
 
 def _layers(model: nn.Module, block: MemplugConfig, mode: str) -> Sequence[tuple[str, nn.Module]]:
@@ -231,7 +261,12 @@ def _layers(model: nn.Module, block: MemplugConfig, mode: str) -> Sequence[tuple
 
 
 def _measured(
-    device: VirtualDevice, step: Callable[[], None], mode: str, session: Session | None, plain: ModeEstimate | None
+    device: VirtualDevice,
+    training: Training,
+    step: Callable[[], None],
+    mode: str,
+    session: Session | None,
+    plain: ModeEstimate | None,
 ) -> ModeEstimate:
     """One more step.
 
@@ -263,6 +298,7 @@ def _measured(
             Span(each.stream, each.begin_s - began_s, each.end_s - began_s, each.queued_s - began_s, each.name)
             for each in spans
         ),
+        schedule_s=training.schedule_s,
     )
 
 

@@ -56,6 +56,13 @@ class Training:
         """That memplug attaches to."""
         return self.model
 
+    @property
+    def schedule_s(self) -> float | None:
+        """Of the last step, forward and backward of all micro-batches, in seconds, once the device is done; None: it
+        does not tell.
+        """
+        return None
+
     def close(self) -> None:
         """Nothing is left behind."""
 

@@ -47,6 +47,7 @@ class Workload:
         if self.shape.is_mixture:
             raise EstimateError(
                 "a Mixtral routes its tokens to experts by their values, which the virtual device has none of",
+                "Estimate one of Megatron-Core's: `memplug estimate` without a DeepSpeed engine, or with --expert; "
                 "`memplug tune` estimates a Mixtral by its parts.",
             )
         transformers = needed("transformers")

@@ -81,7 +81,7 @@ void Flow::end(Frame& frame) {
   number(frame);
   frame.region->sending_bytes = transfer->offloaded_total_bytes - frame.sent_before_bytes;
   for (const auto& part : frame.swapped) {
-    if (!part->tensor.defined()) { // an operator wrote to it in place
+    if (!part->tensor.defined() && part->uses > 0) { // an operator wrote to it in place
       frame.todo.push_back(part);
       ++ledger->waiting;
     }
@@ -98,7 +98,7 @@ void Flow::number(const Frame& frame) {
   int64_t nbytes = 0;
   for (const auto& part : frame.swapped) {
     part->frame = over_;
-    nbytes += RoundingBuffers::aligned(part->nbytes);
+    nbytes += part->uses > 0 ? RoundingBuffers::aligned(part->nbytes) : 0;
   }
   ++over_;
   largest_frame_bytes = std::max(largest_frame_bytes, nbytes);

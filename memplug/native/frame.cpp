@@ -149,8 +149,11 @@ void Frame::close(bool direct) {
     }
     learn(asked);
   }
-  swapped.erase(
-      std::remove_if(swapped.begin(), swapped.end(), [](const auto& part) { return part->uses == 0; }), swapped.end());
+  for (const auto& [storage, input] : inputs) { // another region may need it, and releases it then
+    if (input->uses == 0) {
+      swapped.erase(std::remove(swapped.begin(), swapped.end(), input), swapped.end());
+    }
+  }
   for (const auto& part : swapped) {
     part->uses_left = part->uses;
   }
@@ -256,7 +259,7 @@ void Frame::refill() {
   flow->ledger->waiting -= static_cast<int64_t>(todo.size());
   todo.clear();
   for (const auto& part : swapped) {
-    if (!part->tensor.defined()) {
+    if (!part->tensor.defined() && part->uses > 0) { // else only another rank might have asked for it
       todo.push_back(part);
     }
   }

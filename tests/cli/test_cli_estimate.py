@@ -72,11 +72,57 @@ def test_a_rank_of_deepspeed_is_estimated_with_its_zero(tmp_path: Path) -> None:
     assert told.exit_code == 1 and "offload_optimizer leaves work to the host" in told.stderr
 
 
+def test_a_rank_of_megatron_is_estimated_and_told_with_its_layout(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    model = ROOT / "configs" / "models" / "mixtral_tiny.yaml"
+    told = run("--model", model, "--expert", 2, "--seq-len", 256, "--mode", "keep", "--json", tmp_path / "found.json")
+    assert told.returncode == 0, told.stderr
+    assert "one of 2 NVIDIA H200, Megatron-Core, expert 2, data 2: 4 layers of 128, 1 × 256 tokens" in told.stdout
+    assert "longest sequence" not in told.stdout and "bubble" not in told.stdout
+    facts = json.loads((tmp_path / "found.json").read_text())
+    assert facts["layout"]["expert"] == facts["layout"]["data"] == 2 and facts["stages"] == {}
+    assert facts["modes"]["keep"]["step_s"] > 0
+
+
+@pytest.mark.long
+def test_a_pipeline_is_told_with_its_bubble_and_its_stages(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    (tmp_path / "ds.json").write_text(json.dumps({"gradient_accumulation_steps": 3, "bf16": {"enabled": True}}))
+    options = ["--pipeline", 4, "--seq-len", 256, "--mode", "keep", "--json", tmp_path / "found.json"]
+    told = run(tmp_path / "ds.json", "--model", MODEL, *options)
+    assert told.returncode == 0, told.stderr
+    assert (
+        "one of 4 NVIDIA H200, Megatron-Core, pipeline 4" in told.stdout and "3 micro-batches of 1 × 256" in told.stdout
+    )
+    facts = json.loads((tmp_path / "found.json").read_text())
+    keep, stages = facts["modes"]["keep"], [each["keep"] for each in facts["stages"].values()]
+    assert list(facts["stages"]) == ["0", "1", "3"] and facts["layout"]["micro_batches"] == 3
+    slowest_s = max(each["step_s"] for each in stages)
+    assert keep["step_s"] == pytest.approx(slowest_s + keep["bubble_s"])
+    assert min(each["step_s"] for each in stages) * 0.5 < keep["bubble_s"] < slowest_s  # about three thirds
+    assert keep["peak_reserved_bytes"] == max(each["peak_reserved_bytes"] for each in stages)
+
+
+@pytest.mark.long
+def test_a_mixtral_without_a_layout_is_one_rank_of_megatron_and_is_refused_with_an_engine(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    model = ROOT / "configs" / "models" / "mixtral_tiny.yaml"
+    told = run("--model", model, "--seq-len", 256, "--mode", "full")
+    assert told.returncode == 0 and "one NVIDIA H200, Megatron-Core: 4 layers" in told.stdout, told.stderr
+    (tmp_path / "ds.json").write_text("{}")
+    told = run(tmp_path / "ds.json", "--model", model, "--gpus", 2, "--mode", "keep")
+    assert told.returncode == 1 and "memplug tune" in told.stderr and "Traceback" not in told.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
         (["--gpu", "h201"], 1, "there are 4090, 910b, a100, h100, h200"),
         (["--gpus", "2"], 2, "DeepSpeed JSON"),
+        (["--tensor", "2", "--no-head"], 2, "--no-head"),
+        (["--tensor", "3"], 1, "--tensor is 3, which does not divide the model's num_attention_heads, 4"),
+        (["--gpus", "2", "--pipeline", "4"], 1, "which does not divide --gpus, 2"),
+        (["--sequence"], 1, "--sequence is given without --tensor"),
         (["--mode", "kept"], 2, "'kept' is none of"),
         (["--model", "absent.yaml"], 1, "absent.yaml"),
     ],
@@ -90,7 +136,6 @@ def test_what_is_not_usable_is_said(options: list[str], code: int, said: str) ->
     ("options", "said"),
     [
         (["--model", MODEL, "--attention", "math"], "cudnn, flash"),
-        (["--model", ROOT / "configs/models/mixtral_tiny.yaml"], "memplug tune"),
         (["--model", MODEL, "--html", "/absent/chart.html", "--mode", "keep", "--no-limits"], "/absent/chart.html"),
     ],
 )

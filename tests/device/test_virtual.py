@@ -52,7 +52,10 @@ if child:
 """
 
 
-@pytest.mark.parametrize("cases", ["time_and_memory", "operator", "memplug", "h200", "ranks", "framework", "estimator"])
+CASES = ["time_and_memory", "operator", "memplug", "h200", "ranks", "framework", "estimator", "megatron"]
+
+
+@pytest.mark.parametrize("cases", CASES)
 def test_cases_on_it_pass(cases: str) -> None:
     run_cases(cases)
 
@@ -60,6 +63,11 @@ def test_cases_on_it_pass(cases: str) -> None:
 @pytest.mark.long
 def test_plans_and_limits_that_were_estimated_are_those_of_steps_that_train_by_them() -> None:
     run_cases("estimated_plan")
+
+
+@pytest.mark.long
+def test_further_layouts_of_megatron_leave_a_rank_its_share() -> None:
+    run_cases("megatron", "-m", "long")
 
 
 def run(program: str, folder: Path, processes: int = 1) -> str:

@@ -1,0 +1,66 @@
+"""Layouts of Megatron-Core on the command line of `memplug estimate`."""
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from memplug.estimator import Estimate
+    from memplug.estimator.layout import Layout
+    from memplug.estimator.workload import Workload
+
+
+def layout_of(workload: "Workload", split: dict[str, Any], gpus: int | None) -> "Layout | None":
+    """Of Megatron-Core, where it trains."""
+    from memplug.estimator.layout import Layout
+
+    if not split and (gpus is not None or not workload.shape.is_mixture):
+        return None
+    if not workload.head:
+        raise typer.BadParameter("Megatron-Core trains all of the model", param_hint="--no-head")
+    layout = Layout(gpus=gpus or 0, **split)
+    layout.check(workload.shape, workload.layers, workload.seq_len)
+    return layout
+
+
+def micro_batches_of(layout: "Layout | None", settings: dict[str, Any]) -> int:
+    """Of a step of Megatron-Core's."""
+    given = settings.get("gradient_accumulation_steps")
+    return given if isinstance(given, int) or layout is None else layout.micro_batches
+
+
+def estimated(*given: Any, **options: Any) -> "Estimate":
+    """As `estimate_megatron`."""
+    from memplug.estimator.stages import estimate_megatron
+
+    return estimate_megatron(*given, **options)
+
+
+def words_of(workload: "Workload", *, optimizer: bool = True, micro_batches: int = 1) -> str:
+    """The workload, in a line's part."""
+    several = f"{micro_batches} micro-batches of " if micro_batches > 1 else ""
+    parts = [
+        f"{workload.layers} layers of {workload.shape.fields['hidden_size']:,}",
+        f"{several}{workload.micro_batch} × {workload.seq_len:,} tokens",
+        workload.dtype,
+        *(["head"] if workload.head else []),
+        *(["AdamW"] if workload.optimizer and optimizer else []),
+    ]
+    return ", ".join(parts)
+
+
+def facts_of(found: "Estimate", workload: "Workload", layout: "Layout", micro_batches: int) -> dict[str, Any]:
+    """Of Megatron-Core: a title, the layout, and of a pipeline each stage that ran."""
+    import dataclasses
+
+    several = f"one of {layout.gpus} {found.hardware.name}" if layout.gpus > 1 else f"one {found.hardware.name}"
+    rank = ", ".join(filter(None, (several, "Megatron-Core", str(layout))))
+    names = ("step_s", "peak_allocated_bytes", "peak_reserved_bytes", "arena_reserved_bytes")
+    return {
+        "title": f"Predicted for {rank}: {words_of(workload, micro_batches=micro_batches)}",
+        "layout": {**dataclasses.asdict(layout), "data": layout.data, "micro_batches": micro_batches},
+        "stages": {
+            stage: {mode: {name: getattr(each, name) for name in names} for mode, each in one.items()}
+            for stage, one in found.stages.items()
+        },
+    }
