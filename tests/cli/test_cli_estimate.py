@@ -75,8 +75,23 @@ def test_a_rank_of_deepspeed_is_estimated_with_its_zero(tmp_path: Path) -> None:
 def test_a_rank_of_megatron_is_estimated_and_told_with_its_layout(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     model = ROOT / "configs" / "models" / "mixtral_tiny.yaml"
-    told = run("--model", model, "--expert", 2, "--seq-len", 256, "--mode", "keep", "--json", tmp_path / "found.json")
-    assert told.returncode == 0, told.stderr
+    told = run_command(
+        tmp_path,
+        [
+            "estimate",
+            "--model",
+            model,
+            "--expert",
+            2,
+            "--seq-len",
+            256,
+            "--mode",
+            "keep",
+            "--json",
+            tmp_path / "found.json",
+        ],
+    )
+    assert told.exit_code == 0, told.stderr
     assert "one of 2 NVIDIA H200, Megatron-Core, expert 2, data 2: 4 layers of 128, 1 × 256 tokens" in told.stdout
     assert "longest sequence" not in told.stdout and "bubble" not in told.stdout
     facts = json.loads((tmp_path / "found.json").read_text())
@@ -89,8 +104,8 @@ def test_a_pipeline_is_told_with_its_bubble_and_its_stages(tmp_path: Path) -> No
     pytest.importorskip("megatron.core")
     (tmp_path / "ds.json").write_text(json.dumps({"gradient_accumulation_steps": 3, "bf16": {"enabled": True}}))
     options = ["--pipeline", 4, "--seq-len", 256, "--mode", "keep", "--json", tmp_path / "found.json"]
-    told = run(tmp_path / "ds.json", "--model", MODEL, *options)
-    assert told.returncode == 0, told.stderr
+    told = run_command(tmp_path, ["estimate", tmp_path / "ds.json", "--model", MODEL, *options])
+    assert told.exit_code == 0, told.stderr
     assert (
         "one of 4 NVIDIA H200, Megatron-Core, pipeline 4" in told.stdout and "3 micro-batches of 1 × 256" in told.stdout
     )
@@ -107,11 +122,11 @@ def test_a_pipeline_is_told_with_its_bubble_and_its_stages(tmp_path: Path) -> No
 def test_a_mixtral_without_a_layout_is_one_rank_of_megatron_and_is_refused_with_an_engine(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     model = ROOT / "configs" / "models" / "mixtral_tiny.yaml"
-    told = run("--model", model, "--seq-len", 256, "--mode", "full")
-    assert told.returncode == 0 and "one NVIDIA H200, Megatron-Core: 4 layers" in told.stdout, told.stderr
+    told = run_command(tmp_path, ["estimate", "--model", model, "--seq-len", 256, "--mode", "full"])
+    assert told.exit_code == 0 and "one NVIDIA H200, Megatron-Core: 4 layers" in told.stdout, told.stderr
     (tmp_path / "ds.json").write_text("{}")
-    told = run(tmp_path / "ds.json", "--model", model, "--gpus", 2, "--mode", "keep")
-    assert told.returncode == 1 and "memplug tune" in told.stderr and "Traceback" not in told.stderr
+    told = run_command(tmp_path, ["estimate", tmp_path / "ds.json", "--model", model, "--gpus", 2, "--mode", "keep"])
+    assert told.exit_code == 1 and "memplug tune" in told.stderr and "Traceback" not in told.stderr
 
 
 @pytest.mark.parametrize(

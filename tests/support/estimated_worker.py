@@ -1,4 +1,4 @@
-"""Estimates a plan for `tests/cudasim/test_estimated.py`: `python -m tests.support.estimated_worker FOLDER GPU BUDGET_GIB`.
+"""Estimates a plan for a GPU: `python -m tests.support.estimated_worker FOLDER GPU BUDGET_GIB`.
 
 The GPU is an H200 of another name and memory; its plan is that of `workload()` on a GPU of that name.
 """

@@ -12,6 +12,7 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -56,6 +57,7 @@ bool is_written(const c10::Argument& argument) {
 
 // Any operator, as its meta kernel says: what it writes to stays the argument that it was, all else is new.
 void run_as_on_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const at::DisableRecordFunctionGuard one; // a kernel is seen as one, whatever its meta kernel is made of
   const auto& arguments = op.schema().arguments();
   const auto& returns = op.schema().returns();
   const size_t first = stack->size() - arguments.size();

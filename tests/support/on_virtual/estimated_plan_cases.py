@@ -25,8 +25,8 @@ NO_LIST = {"swap": {"enabled": False}}
 
 
 def test_no_kernel_waits_for_the_copies_of_a_gated_mlps_products() -> None:
-    """They are as large as all else that a layer swaps, and leave last: the next layer begins while they do, as what left
-    before them makes enough room. In backward they come while the attention of the layer after them runs.
+    """They are as large as all else that a layer swaps, and leave last: the next layer begins while they do, as what
+    left before them makes enough room. In backward they come while the attention of the layer after them runs.
     """
     pytest.importorskip("transformers")
     workload = Workload(shape=_shape(), layers=4, seq_len=131072, head=False, optimizer=False)
