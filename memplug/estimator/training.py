@@ -82,7 +82,8 @@ class Training:
 
     def _train(self) -> None:
         outputs = differentiable(self.model(*self._args, **self._kwargs))
-        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+        is_loss = len(outputs) == 1 and outputs[0].dim() == 0  # whose gradient torch makes
+        torch.autograd.backward(outputs, None if is_loss else [torch.empty_like(output) for output in outputs])
         del outputs
         if self._optimizer is not None:
             self._optimizer.step()

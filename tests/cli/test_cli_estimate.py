@@ -75,22 +75,8 @@ def test_a_rank_of_deepspeed_is_estimated_with_its_zero(tmp_path: Path) -> None:
 def test_a_rank_of_megatron_is_estimated_and_told_with_its_layout(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     model = ROOT / "configs" / "models" / "mixtral_tiny.yaml"
-    told = run_command(
-        tmp_path,
-        [
-            "estimate",
-            "--model",
-            model,
-            "--expert",
-            2,
-            "--seq-len",
-            256,
-            "--mode",
-            "keep",
-            "--json",
-            tmp_path / "found.json",
-        ],
-    )
+    options = ["--expert", 2, "--seq-len", 256, "--mode", "keep", "--json", tmp_path / "found.json"]
+    told = run_command(tmp_path, ["estimate", "--model", model, *options])
     assert told.exit_code == 0, told.stderr
     assert "one of 2 NVIDIA H200, Megatron-Core, expert 2, data 2: 4 layers of 128, 1 × 256 tokens" in told.stdout
     assert "longest sequence" not in told.stdout and "bubble" not in told.stdout

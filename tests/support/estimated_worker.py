@@ -53,7 +53,7 @@ def main() -> None:
         hardware,
         ("memplug",),
         make_optimizer=job.make_optimizer,
-        attention="flash",
+        attention="cudnn",
         plan_dir=folder,
     )
     sys.stdout.write(f"{found['memplug']}\n")

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
+#include <ATen/record_function.h>
 
 #include <array>
 #include <optional>
@@ -64,6 +65,7 @@ struct Attended {
 // `last`: of cuDNN's sums, whose last dimension is 1.
 Attended run_forward(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& bias, bool causal, bool last) {
+  const at::DisableRecordFunctionGuard one;
   const auto sizes = query.sizes(); // batch, heads, tokens, channels
   at::Tensor output = at::empty_like(query); // which lies as that does
   if (value.size(-1) != query.size(-1)) {
@@ -85,7 +87,12 @@ Attended run_forward(
 using Results = std::
     tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
 
-Results results(const Attended& found, const at::Tensor& query, const at::Tensor& key, at::Tensor seed, at::Tensor mask) {
+// `seeds`: how many numbers, of which type; `masked`: an empty mask is among them.
+Results results(
+    const Attended& found, const at::Tensor& query, const at::Tensor& key, c10::IntArrayRef seeds, at::ScalarType type, bool masked) {
+  const at::DisableRecordFunctionGuard one;
+  at::Tensor seed = at::empty(seeds, query.options().dtype(type));
+  at::Tensor mask = masked ? at::empty({0}, query.options()) : at::Tensor();
   at::Tensor offset = at::empty({}, seed.options());
   return {
       found.output, found.sums, {}, {}, query.size(2), key.size(2), std::move(seed), std::move(offset), std::move(mask)};
@@ -101,7 +108,7 @@ Results other(
     bool,
     Scale) {
   const Attended found = run_forward(query, key, value, bias, causal, false);
-  return results(found, query, key, at::empty({2}, query.options().dtype(at::kLong)), {});
+  return results(found, query, key, {2}, at::kLong, false);
 }
 
 Results cudnn(
@@ -115,14 +122,13 @@ Results cudnn(
     bool,
     Scale) {
   const Attended found = run_forward(query, key, value, bias, causal, true);
-  return results(found, query, key, at::empty({}, query.options().dtype(at::kLong)), {});
+  return results(found, query, key, {}, at::kLong, false);
 }
 
 Results flash(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double, bool causal, bool, Scale) {
   const Attended found = run_forward(query, key, value, {}, causal, false);
-  at::Tensor seed = at::empty({2}, query.options().dtype(at::kUInt64));
-  return results(found, query, key, std::move(seed), at::empty({0}, query.options()));
+  return results(found, query, key, {2}, at::kUInt64, true);
 }
 
 // -- backward ---------------------------------------------------------------------------------------------------------------
@@ -134,6 +140,7 @@ std::array<at::Tensor, 4> run_backward(
     const at::Tensor& value,
     const at::Tensor& bias,
     bool causal) {
+  const at::DisableRecordFunctionGuard one;
   std::array<at::Tensor, 4> gradients{at::empty_like(query), at::empty_like(key), at::empty_like(value), at::Tensor()};
   if (bias.defined()) {
     gradients[3] = at::empty_like(bias);

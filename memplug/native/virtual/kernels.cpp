@@ -5,6 +5,7 @@
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/record_function.h>
 
 #include <array>
 #include <optional>
@@ -23,6 +24,7 @@ at::Tensor rms_norm(
 
 at::Tensor embed_backward(
     const at::Tensor& gradient, const at::Tensor& indices, c10::SymInt count, c10::SymInt, bool) {
+  const at::DisableRecordFunctionGuard one;
   const at::Tensor dense = gradient.contiguous(); // as CUDA's does, and the CPU's
   at::Tensor output = at::empty({count.guard_int(__FILE__, __LINE__), dense.size(-1)}, dense.options());
   VirtualDevice::get().run({"aten::embedding_dense_backward", {shape_of(dense), shape_of(indices)}, {shape_of(output)}});

@@ -196,6 +196,14 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   return destination;
 }
 
+// In place of torch's own, which is `_copy_from` inside of it.
+at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  if (!self.is_same(source)) {
+    copy_from(source, self, non_blocking);
+  }
+  return self;
+}
+
 // A number that the host asks for, and waits for; it was never computed: 1.
 at::Scalar local_scalar(const at::Tensor& self) {
   VirtualDevice::get().copy(Link::TO_HOST, static_cast<int64_t>(self.element_size()), true);
@@ -258,6 +266,7 @@ void register_operators() {
   aten.impl("view_as_real", TORCH_FN(at::native::view_as_real));
   aten.impl("resize_", TORCH_FN(resize));
   aten.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
+  aten.impl("copy_", TORCH_FN(copy));
   aten.impl("_copy_from", TORCH_FN(copy_from));
   aten.impl("_local_scalar_dense", TORCH_FN(local_scalar));
   aten.impl("record_stream", TORCH_FN(record_stream));
