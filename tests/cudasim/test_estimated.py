@@ -19,8 +19,8 @@ from tests.support.folders import ROOT
 pytestmark = pytest.mark.gpu
 MIB = 2**20
 BUDGET_GIB = 0.12
-LIMIT_BYTES = 116 * MIB
-STEPS = 3
+LIMIT_BYTES = 90 * MIB
+STEPS = 2
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from memplug.estimator.shapes import Shape
 from memplug.estimator.workload import Workload
 
 SHAPE = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 1024,
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 256,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -26,8 +26,8 @@ SHAPE = {
 
 
 def workload() -> Workload:
-    """A Llama of which a step takes some hundred MiB."""
-    return Workload(shape=Shape(SHAPE), layers=4, seq_len=1024, micro_batch=4)
+    """A Llama of which a step takes a hundred MiB."""
+    return Workload(shape=Shape(SHAPE), layers=4, seq_len=256, micro_batch=64)
 
 
 def block(budget_gib: float, plan_dir: Path | bool) -> dict[str, Any]:
