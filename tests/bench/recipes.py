@@ -19,7 +19,6 @@ from tests.support.folders import ROOT
 
 BENCH = "recipes"
 GPU = "h100"
-MODES = ("keep", "full", "selective", "memplug")
 RECIPES = {
     "llama2, 7B": "configs/ds_zero3.json --model configs/models/7b.yaml --gpus 8 --seq-len 32768",
     "megatron_llama2, 13B": "configs/ds_zero3.json --model configs/models/13b.yaml --gpus 8 --tensor 4 --sequence "
@@ -62,16 +61,17 @@ def main(argv: list[str] | None = None) -> None:
             reserved = each["arena_reserved_bytes"] or each["peak_reserved_bytes"]
             over = each["over_keep"]
             cells = [f"{each['step_s']:.3f}", "-" if over is None else f"{over:.3f}", f"{reserved / 1e9:.1f}"]
-            lines.append([name, mode, *cells, f"{each['host_bytes'] / 1e9:.1f}", "yes" if each["fits"] else "no"])
+            lines.append(
+                [f"{name}: {mode}", *cells, f"{each['host_bytes'] / 1e9:.1f}", "yes" if each["fits"] else "no"]
+            )
             rows.append(Row(BENCH, name, mode, "step_s", "s", each["step_s"], 1))
             rows.append(Row(BENCH, name, mode, "reserved_bytes", "bytes", reserved, 1))
-    print(
-        render(["recipe", "mode", "step s", "over keep", "reserved GB", "host GB", "fits"], lines, left=2), flush=True
-    )
+    print(render(["recipe", "step s", "over keep", "reserved GB", "host GB", "fits"], lines, left=0), flush=True)
     if "tune" in args.recipes:
         with tempfile.TemporaryDirectory() as folder:
-            tuned = facts_of("tune", TUNED, "-o", Path(folder) / "tuned.json")
-        print(json.dumps(tuned, indent=2)[:2000])
+            best = facts_of("tune", TUNED, "-o", Path(folder) / "tuned.json")["best"][0]
+        gigabytes = ", ".join(f"{best[f'{where}_bytes'] / 1e9:.1f} GB of the {where}" for where in ("device", "host"))
+        print(f"mixtral, DeepSpeed: {best['tokens_per_s']:,.0f} tokens/s, {gigabytes}")
     if args.json:
         write_rows(args.json, rows)
 
