@@ -15,6 +15,8 @@ from memplug.estimator.estimate import Estimate, estimate
 from memplug.estimator.shapes import needed
 from memplug.estimator.workload import Workload
 
+log = logging.getLogger("memplug")
+
 
 def estimate_rank(
     workload: Workload,
@@ -33,8 +35,14 @@ def estimate_rank(
         ds_config: contents of the DeepSpeed JSON.
         gpus: ranks, all in one machine.
         options: further ones of `estimate`.
+
+    Among several modes selective recomputation is left out with ZeRO 3, under which torch's does not run: it counts the
+    operators that gather parameters, of which a recompute pass has others.
     """
     settings = settings_of(ds_config, workload.micro_batch)
+    if settings.get("zero_optimization", {}).get("stage") == 3 and "selective" in modes and len(modes) > 1:
+        log.warning("selective recomputation is left out: torch's does not run with ZeRO 3")
+        modes = [mode for mode in modes if mode != "selective"]
     found, impossible = {}, {}
     for mode in modes:
         tell(mode)

@@ -59,11 +59,9 @@ def main(argv: list[str] | None = None) -> None:
         facts = facts_of("estimate", RECIPES[name], "--no-limits")
         for mode, each in facts["modes"].items():
             reserved = each["arena_reserved_bytes"] or each["peak_reserved_bytes"]
-            over = each["over_keep"]
+            over, host = each["over_keep"], f"{each['host_bytes'] / 1e9:.1f}"
             cells = [f"{each['step_s']:.3f}", "-" if over is None else f"{over:.3f}", f"{reserved / 1e9:.1f}"]
-            lines.append(
-                [f"{name}: {mode}", *cells, f"{each['host_bytes'] / 1e9:.1f}", "yes" if each["fits"] else "no"]
-            )
+            lines.append([f"{name}: {mode}", *cells, host, "yes" if each["fits"] else "no"])
             rows.append(Row(BENCH, name, mode, "step_s", "s", each["step_s"], 1))
             rows.append(Row(BENCH, name, mode, "reserved_bytes", "bytes", reserved, 1))
     print(render(["recipe", "step s", "over keep", "reserved GB", "host GB", "fits"], lines, left=0), flush=True)
