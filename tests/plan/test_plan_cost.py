@@ -63,7 +63,7 @@ def objectives(regions, groups, limits, inputs_swapped):
                 fixed[column] = 1.0 - group.fractions.get(index, 0.0) if index in group.runs else 0.0
             for column, value in fixed.items():
                 program.lower[column] = program.upper[column] = value
-    solved = program.run(60.0, relaxed=True)
+    solved = program.run(relaxed=True)
     plan = measure(regions, groups, limits, inputs_swapped=inputs_swapped)
     inputs_bytes = inputs_swapped and sum(r.instances * (r.input_bytes + limits.padding_bytes) for r in regions)
     return solved.fun, search._objective_of(plan) - search._objective(0.0, inputs_bytes, 0)
