@@ -66,9 +66,6 @@ def test_a_rank_of_deepspeed_is_estimated_with_its_zero(tmp_path: Path) -> None:
     # shares of parameters and gradients in 2 and 4 bytes, and of three states of the optimizer in 4
     saved_bytes = facts[2]["peak_allocated_bytes"] - facts[8]["peak_allocated_bytes"]
     assert saved_bytes == pytest.approx(465e6 * 18 * (1 / 2 - 1 / 8), rel=0.1)
-    told = run_command(tmp_path, [*words, "--model", MODEL, "--gpus", 2, "--json", tmp_path / "found"])
-    assert list(json.loads((tmp_path / "found").read_text())["modes"]) == ["keep", "full", "memplug"]
-    assert "selective recomputation is left out" in told.stderr
     settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     (tmp_path / "ds.json").write_text(json.dumps(settings))
     told = run_command(tmp_path, [*words, "--model", MODEL, "--gpus", 2, "--mode", "keep"])

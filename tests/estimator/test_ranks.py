@@ -1,0 +1,34 @@
+"""Which modes of a rank of DeepSpeed are estimated."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from memplug.config import MemplugConfig
+from memplug.device.virtual import Hardware
+from memplug.estimator import MODES, Estimate, ranks
+from memplug.estimator.shapes import Shape
+from memplug.estimator.workload import Workload
+
+
+@pytest.mark.parametrize(("stage", "left_out"), [(2, set()), (3, {"selective"})])
+def test_selective_recomputation_is_left_out_with_zero_3(
+    stage: int, left_out: set[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hardware, workload = Hardware.named("h200"), Workload(shape=Shape({}), layers=1, seq_len=8)
+
+    def estimated(*given: Any) -> Estimate:
+        return Estimate(hardware, {given[3]: None}, {})
+
+    monkeypatch.setattr(ranks, "_estimated", estimated)
+    monkeypatch.setattr(ranks, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
+    with caplog.at_level(logging.WARNING, "memplug"):
+        found = ranks.estimate_rank(
+            workload, MemplugConfig(enabled=True), hardware, MODES, {"zero_optimization": {"stage": stage}}, 2
+        )
+    assert set(found) == set(MODES) - left_out
+    assert ("left out" in caplog.text) is bool(left_out)
