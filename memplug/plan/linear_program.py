@@ -12,6 +12,7 @@ from scipy.sparse import csr_array
 from memplug.plan.cost import Linear
 
 NODE_LIMIT = 100
+"""Of one program: bounds the effort the same way on every machine, unlike time."""
 GAP = 1e-4
 """Share of the objective within which a solution counts as optimal."""
 
