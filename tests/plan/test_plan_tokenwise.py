@@ -262,6 +262,15 @@ def test_automatic_plan_uses_backward_time_and_free_recompute_better_than_alpha(
     assert solve([layer], limits).step_s < 0.99 * min(solve([layer], limits, n / 8).step_s for n in range(9))
 
 
+def test_where_two_tensors_are_all_that_may_be_in_flight_the_two_dearest_ones_are_swapped():
+    """Shares of more of them would be there whole."""
+    size = 100 * 2**20
+    operators = [operator(f"op{i}", (i,), (i + 1,), time_s=1.0 + 0.1 * i, size=size, capture="rows") for i in range(10)]
+    layer = region(*operators, saved=range(1, 11), instances=2, forward_s=100.0, backward_s=200.0, input_bytes=0)
+    limits = replace(budget(d2h=size / 5, h2d=size / 5, host=10**12), in_flight=(InFlight(2, 9 * size // 2),))
+    assert solve([layer], limits).step_s == pytest.approx(2 * (300.0 + 14.5 - 1.9 - 1.8), rel=1e-4)
+
+
 # Size
 
 
