@@ -10,6 +10,8 @@ import typer
 
 from memplug.cli.output import print_facts, progress, refusing
 
+_OWN = {"observe_s": "an operator", "region_s": "a region", "restore_s": "its recompute pass"}
+
 
 def measure_into(file: Path, *, as_json: bool) -> None:
     """Measures the current CUDA device, or the CPU where there is none, writes the profile and prints it."""
@@ -19,9 +21,10 @@ def measure_into(file: Path, *, as_json: bool) -> None:
         import torch
 
         from memplug.device.virtual.measuring import measure_profile, write_profile
+        from memplug.tokenwise import host_time
 
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        profile = measure_profile(device, say)
+        profile = measure_profile(device, host_time.measure(), say)
     with refusing():
         write_profile(file, profile)
     print_facts({"file": str(file), "device": str(device), "profile": profile}, _rows(file, profile), as_json=as_json)
@@ -46,6 +49,7 @@ def _rows(file: Path, profile: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory bandwidth", _gigabytes(value("memory_bytes_per_s"))),
         ("least kernel", f"{value('kernel_s') * 1e6:.1f} us"),
         ("launch, host", f"{value('launch_s') * 1e6:.1f} us an operator"),
+        ("memplug, host", ", ".join(f"{value(name) * 1e6:.1f} us {each}" for name, each in _OWN.items())),
         ("device to host", link("to_host")),
         ("host to device", link("to_device")),
         ("device to host, both directions", link("to_host_both")),

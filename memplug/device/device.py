@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from memplug.device.host_time import HostTime
 from memplug.device.memory import CudaMemory, DeviceMemory
 from memplug.profile.hardware import host_available_bytes
 
@@ -38,6 +39,8 @@ class Device:
     kind = "cpu"
     torch_device = torch.device("cpu")
     memory: DeviceMemory | None = None  # what its allocator counts; None: it counts nothing
+    host_time: HostTime | None = None  # of the host's clock, where that is the device's own; None: it can be measured
+    runs_behind = False  # the host queues operators, and waits only where the device is the faster
 
     def streams(self, core: Any) -> Any:
         """Streams, events and copies for transfers (memplug/native/streams.h)."""
@@ -97,6 +100,7 @@ class CudaDevice(Device):
     """One CUDA device: its streams and generators, and the driver that registers host memory."""
 
     kind = "cuda"
+    runs_behind = True
 
     def __init__(self, index: int):
         self.torch_device = torch.device("cuda", index)

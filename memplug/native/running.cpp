@@ -165,6 +165,7 @@ void Running::over() {
   const bool direct = !flow->regathers && !region->communicates &&
       (region->seen || executor_.attr("is_alone")().cast<bool>());
   close(direct);
+  flow->transfer->streams().spend_forward(static_cast<int64_t>(tape->records.size()));
   region->repeats = forward.followed() != nullptr;
   if (!is_opaque) {
     flow->keep(*region, tape);
@@ -232,6 +233,7 @@ void Running::begin_backward() {
 }
 
 void Running::restore() {
+  flow->transfer->streams().spend_backward();
   if (!is_opaque && !is_timed && buffers.is_none() && !executor_.attr("stands_around").cast<bool>()) {
     try {
       forget();

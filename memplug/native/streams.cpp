@@ -77,7 +77,8 @@ class CpuStreams final : public Streams {
 
 class AcceleratorStreams final : public Streams {
  public:
-  explicit AcceleratorStreams(c10::Device device) : device_(device), backend_(device.type()) {}
+  AcceleratorStreams(c10::Device device, std::optional<HostClock> clock)
+      : device_(device), backend_(device.type()), clock_(std::move(clock)) {}
 
   StreamRef make() override {
     // a kernel gathers rows that are not contiguous, and is not to queue behind compute's
@@ -130,6 +131,16 @@ class AcceleratorStreams final : public Streams {
     return at::empty_strided(
         {nbytes}, {1}, at::TensorOptions().dtype(at::kByte).device(at::kCPU).pinned_memory(true));
   }
+  void spend_forward(int64_t operators) override {
+    if (clock_) {
+      clock_->spend(clock_->region_s + static_cast<double>(operators) * clock_->observe_s);
+    }
+  }
+  void spend_backward() override {
+    if (clock_) {
+      clock_->spend(clock_->restore_s);
+    }
+  }
 
  private:
   void order(const StreamRef& stream, const EventRef& event) override {
@@ -154,6 +165,7 @@ class AcceleratorStreams final : public Streams {
 
   c10::Device device_;
   c10::impl::VirtualGuardImpl backend_;
+  std::optional<HostClock> clock_;
 };
 
 } // namespace
@@ -185,8 +197,8 @@ std::shared_ptr<Streams> cpu_streams() {
   return std::make_shared<CpuStreams>();
 }
 
-std::shared_ptr<Streams> accelerator_streams(c10::Device device) {
-  return std::make_shared<AcceleratorStreams>(device);
+std::shared_ptr<Streams> accelerator_streams(c10::Device device, std::optional<HostClock> clock) {
+  return std::make_shared<AcceleratorStreams>(device, std::move(clock));
 }
 
 } // namespace memplug

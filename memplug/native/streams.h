@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -88,6 +89,11 @@ class Streams {
   // 1-D uint8 of the host, pinned where the device can; never the training allocator's. Throws where there is none.
   virtual at::Tensor host_memory(int64_t nbytes);
 
+  // The host has run a region's forward of so many operators, or is about to restore what a backward asks for: time goes by
+  // where the device keeps the host's clock.
+  virtual void spend_forward(int64_t) {}
+  virtual void spend_backward() {}
+
   std::array<int64_t, kWaits> waits{}; // how often each kind was asked for
   std::optional<Wait> left_out; // tests leave out one kind, everywhere, and show that something breaks
 
@@ -98,7 +104,13 @@ class Streams {
 // Copies happen at once.
 std::shared_ptr<Streams> cpu_streams();
 
+// What memplug's own work takes of a clock of the host.
+struct HostClock {
+  std::function<void(double)> spend; // seconds
+  double observe_s, region_s, restore_s; // for an operator of a forward, for a forward, for a backward
+};
+
 // Of an accelerator that torch knows (CUDA): its current streams, and copy streams of high priority.
-std::shared_ptr<Streams> accelerator_streams(c10::Device device);
+std::shared_ptr<Streams> accelerator_streams(c10::Device device, std::optional<HostClock> clock = std::nullopt);
 
 } // namespace memplug

@@ -117,6 +117,10 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
     closed = true;
   }
 
+  Streams& streams() {
+    return *streams_;
+  }
+
   // Of all rounding buffers.
   int64_t buffer_bytes() const {
     return rounding_ ? rounding_->nbytes() : 0;

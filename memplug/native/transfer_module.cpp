@@ -87,7 +87,10 @@ void add_transfers(py::module_& module) {
       .def_readonly("waits", &Streams::waits)
       .def("leave_out", [](Streams& streams, size_t why) { streams.left_out = static_cast<Wait>(why); });
   module.def("cpu_streams", &cpu_streams);
-  module.def("other_streams", [] { return accelerator_streams(c10::Device(c10::DeviceType::PrivateUse1, 0)); });
+  module.def("other_streams", [](std::function<void(double)> spend, double observe_s, double region_s, double restore_s) {
+    const c10::Device device(c10::DeviceType::PrivateUse1, 0);
+    return accelerator_streams(device, HostClock{std::move(spend), observe_s, region_s, restore_s});
+  });
   module.def("cuda_streams", [](int index) {
     return accelerator_streams(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index)));
   });

@@ -76,7 +76,7 @@ def describe(groups: dict[str, list[Region]], observer: Observer, executor: Exec
     seconds = executor.device.seconds_between
     backwards_s = _backward_seconds(observer, seconds)
     with executor.hooks.own():
-        host = host_time.measure()
+        host = executor.device.host_time or host_time.measure()
     described = []
     for key, members in groups.items():
         tapes = [observer.tapes[region.name] for region in members]
@@ -87,7 +87,7 @@ def describe(groups: dict[str, list[Region]], observer: Observer, executor: Exec
         backward_s = median(backwards_s[region.name] for region in members)
         sending = _sending(members)
         overhead_forward_s, overhead_backward_s = host.overhead_s(
-            launched, forward_s, backward_s, waits=executor.device.kind == "cuda"
+            launched, forward_s, backward_s, waits=executor.device.runs_behind
         )
         operations, saved, given = (
             _module(forward_s) if members[0].opaque else _replayed(tapes, seconds, executor.min_offload_bytes)

@@ -185,7 +185,7 @@ def measured(monkeypatch):
         entry["value"] = [[1e6, entry["value"] / 2], [1e9, entry["value"]]]
     for way in ("forward", "backward"):
         profile[f"attention_{way}_flops"].pop("flash")
-    monkeypatch.setattr(measuring, "measure_profile", lambda device, doing: profile)
+    monkeypatch.setattr(measuring, "measure_profile", lambda device, host_time, doing: profile)
     return profile
 
 

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from memplug.device.host_time import HostTime
 from memplug.device.virtual import Hardware, Rate, measuring
 from memplug.device.virtual.measuring import measure_profile, write_profile
 from memplug.errors import HardwareError
 from tests.support.forking import launch_forked
 
+HOST_TIME = HostTime(launch_s=3e-6, observe_s=1e-6, time_s=5e-6, region_s=4e-5, restore_s=0.0)
 STEP = """
 import sys, torch
 from torch.nn.functional import scaled_dot_product_attention
+from memplug.device.host_time import HostTime
 from memplug.device.virtual import Hardware, VirtualDevice
 device = VirtualDevice(Hardware.named(sys.argv[1]))
 with torch.device("virtual"):
@@ -31,7 +34,7 @@ print(device.synchronize())
 
 @pytest.fixture(scope="module")
 def profile() -> dict[str, Any]:
-    return measure_profile("cpu")
+    return measure_profile("cpu", HOST_TIME)
 
 
 @pytest.fixture
@@ -58,6 +61,7 @@ def test_the_rates_of_the_cpu_are_plausible(file: Path) -> None:
     assert all(1e8 < rate.at(1 << 26) < 1e12 for rate in (*links, *both))
     assert 1e8 < hardware.memory_bytes_per_s < 1e13 and 1e8 < hardware.memory_bytes < 1e14
     assert all(1e-9 < seconds < 1e-2 for seconds in (hardware.kernel_s, hardware.copy_s, hardware.launch_s))
+    assert (hardware.observe_s, hardware.region_s, hardware.restore_s) == (1e-6, 4e-5, 1e-9), "what it was given"
     assert hardware.name
 
 
@@ -67,7 +71,7 @@ def test_all_of_it_is_marked_as_measured_and_the_file_has_it(file: Path, profile
     assert all(entry["from"] == "measured" for entry in entries(profile) if entry["from"] != "assumed")
     assert json.loads(file.read_text()) == profile
     assert isinstance(Hardware.read(file).to_host_bytes_per_s, Rate)
-    assert len(file.read_text().splitlines()) < 30, "a line for each rate"
+    assert len(file.read_text().splitlines()) < 33, "a line for each rate"
 
 
 def test_the_virtual_device_runs_on_it(file: Path, tmp_path: Path) -> None:
@@ -78,7 +82,7 @@ def test_the_virtual_device_runs_on_it(file: Path, tmp_path: Path) -> None:
 
 def test_other_devices_are_refused_and_files_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="can measure cpu and cuda, got meta"):
-        measure_profile("meta")
+        measure_profile("meta", HOST_TIME)
     with pytest.raises(HardwareError, match="the hardware profile cannot be written"):
         write_profile(tmp_path / "absent" / "mine.json", {"name": "mine"})
 
@@ -88,7 +92,7 @@ def test_other_devices_are_refused_and_files_that_cannot_be_written(tmp_path: Pa
 def test_a_gpu_is_measured_and_the_random_state_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_SERIES_S", 0.2)  # a simulated one computes on the CPU
     state, said = torch.cuda.get_rng_state(), []
-    measured = measure_profile("cuda", said.append)
+    measured = measure_profile("cuda", HOST_TIME, said.append)
     assert torch.equal(torch.cuda.get_rng_state(), state)
     write_profile(tmp_path / "gpu.json", measured)
     hardware = Hardware.read(tmp_path / "gpu.json")

@@ -28,6 +28,9 @@ def hardware(to_host: float = 1.0, to_device: float = 1.0, **fields: Any) -> Har
         "to_device_both_bytes_per_s": Rate.always(to_device),
         "copy_s": 1e-9,
         "launch_s": 1e-9,
+        "observe_s": 1e-12,
+        "region_s": 1e-12,
+        "restore_s": 1e-12,
         "collective_bytes_per_s": 1.0,
         "collective_s": 1e-9,
     }

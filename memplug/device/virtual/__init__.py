@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from memplug.device.device import Device
+from memplug.device.host_time import HostTime
 from memplug.device.memory import DeviceMemory
 from memplug.device.virtual import costs
 from memplug.device.virtual.hardware import Hardware, Rate
@@ -55,6 +56,7 @@ class VirtualDevice(Device):
     """
 
     kind = NAME
+    runs_behind = True
     _current: VirtualDevice | None = None
 
     def __init__(
@@ -69,6 +71,9 @@ class VirtualDevice(Device):
         self._core = _started()
         self.hardware, self.host_bytes, self.torch_device = hardware, host_bytes, torch.device(NAME, 0)
         self.memory = _Memory(self._core, int(hardware.memory_bytes))
+        self.host_time = HostTime(
+            hardware.launch_s, hardware.observe_s, time_s=0.0, region_s=hardware.region_s, restore_s=hardware.restore_s
+        )
         backend = hardware.attention(attention)
         cost = functools.partial(costs.cost, hardware, backend)
         self._core.set_costs(cost, functools.partial(costs.copy_s, hardware), hardware.launch_s)
@@ -90,7 +95,8 @@ class VirtualDevice(Device):
         return torch.Stream(stream_id=0, device_index=0, device_type=kind)
 
     def streams(self, core: Any) -> Any:
-        return core.other_streams()
+        own = self.hardware
+        return core.other_streams(self._core.spend, own.observe_s, own.region_s, own.restore_s)
 
     def host_available_bytes(self) -> int:
         return super().host_available_bytes() if self.host_bytes is None else int(self.host_bytes)

@@ -66,6 +66,8 @@ class Hardware:
         to_host_both_bytes_per_s, to_device_both_bytes_per_s: of each direction while both are busy.
         copy_s: that a copy takes besides.
         launch_s: of the host, for each operator.
+        observe_s, region_s, restore_s: of the host, for memplug's own work: more for an operator of a region, for a
+            region's forward, and for its backward with a recompute pass (memplug/device/host_time.py).
         collective_bytes_per_s: to the other GPUs of the machine, each way: the bus bandwidth of nccl-tests.
         collective_s: that a collective takes besides.
     """
@@ -84,6 +86,9 @@ class Hardware:
     to_device_both_bytes_per_s: Rate
     copy_s: float
     launch_s: float
+    observe_s: float
+    region_s: float
+    restore_s: float
     collective_bytes_per_s: float
     collective_s: float
 

@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from memplug.device.host_time import HostTime
 from memplug.errors import HardwareError
 from memplug.files import write_whole
 from memplug.profile.hardware import host_available_bytes, measure_links
@@ -27,6 +28,7 @@ _MOST_AT_ONCE = 100
 # Sizes rise until one run takes this long, or all of them together; so a slow device is measured at small sizes.
 _LONGEST_S, _SERIES_S = 0.05, 3.0
 _LEAST_S = 1e-9  # clocks have steps
+_OWN = ("observe_s", "region_s", "restore_s")
 _SIDES = tuple(256 << each for each in range(6))  # of square matrices
 _LENGTHS = tuple(128 << each for each in range(11))
 _COPIES_BYTES = {"cuda": (1 * _MIB, 16 * _MIB, 128 * _MIB), "cpu": (1 * _MIB, 8 * _MIB, 64 * _MIB)}
@@ -43,7 +45,9 @@ Doing = Callable[[str], None]
 Points = list[list[float]]
 
 
-def measure_profile(device: torch.device | str, doing: Doing = lambda words: None) -> dict[str, Any]:
+def measure_profile(
+    device: torch.device | str, host_time: HostTime, doing: Doing = lambda words: None
+) -> dict[str, Any]:
     """Measures a hardware profile: medians, half a minute at most, or less than a minute on two slow cores.
 
     Matrix products are of square matrices; attention is causal, of one sequence with 16 heads of 128 channels in
@@ -54,6 +58,7 @@ def measure_profile(device: torch.device | str, doing: Doing = lambda words: Non
 
     Args:
         device: "cpu" or a CUDA device, on which 2 GiB are to be free.
+        host_time: what memplug's own work takes of this host, as it was measured.
         doing: takes a few words on what is being measured.
 
     Returns:
@@ -89,6 +94,7 @@ def measure_profile(device: torch.device | str, doing: Doing = lambda words: Non
             "kernel_s": _kernel_s(watch),
             **link,
             "launch_s": _launch_s(device),
+            **{name: max(getattr(host_time, name), _LEAST_S) for name in _OWN},
         }
     profile = {each: _marked(value) for each, value in rates.items()}
     # Other GPUs are not measured: what goes to them is taken to go over the link to the host.

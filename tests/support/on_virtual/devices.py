@@ -26,6 +26,9 @@ SIMPLE = Hardware(
     to_device_both_bytes_per_s=Rate.always(2e6),
     copy_s=1e-9,
     launch_s=1e-9,
+    observe_s=1e-12,
+    region_s=1e-12,
+    restore_s=1e-12,
     collective_bytes_per_s=4e6,
     collective_s=1e-3,
 )

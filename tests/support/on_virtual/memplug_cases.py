@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import memplug
 from memplug.device.virtual import Hardware, VirtualDevice
 from tests.bench import larger_models
-from tests.support.on_virtual.devices import H200, HIDDEN, Layers
+from tests.support.on_virtual.devices import H200, HIDDEN, SIMPLE, Layers
 
 
 def _trained(device: VirtualDevice, config: dict[str, Any], steps: int = 12) -> tuple[dict[str, Any], int, float]:
@@ -86,6 +87,41 @@ def test_a_first_step_that_does_not_fit_completes() -> None:
     small = VirtualDevice(dataclasses.replace(device.hardware, memory_bytes=0.8 * most))
     report, peak, _ = _trained(small, {**PLAIN, **NO_REGIONS}, steps=1)
     assert report["swap_passive"] > 0 and peak <= 0.8 * most
+
+
+class _Sines(nn.Module):
+    """A layer of so many operators."""
+
+    operators = 5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.operators):
+            x = x.sin()
+        return x
+
+
+def test_memplugs_own_work_takes_the_hosts_time() -> None:
+    """For each operator that a region runs, for the region, and for what its backward recomputes."""
+    layers, least_s = 3, 1e-12
+    own = {"observe_s": 1e-3, "region_s": 1.0, "restore_s": 100.0}
+    config = {"tokenwise": {"alpha": 0, "regions": ["*"]}, "arena": {"enabled": False}, "plan_dir": False}
+
+    def step_s(**costs: float) -> float:
+        device = VirtualDevice(dataclasses.replace(SIMPLE, **{**dict.fromkeys(own, least_s), **costs}))
+        model, inputs = nn.Sequential(*(_Sines() for _ in range(layers))), torch.empty(1000, device="virtual")
+        model.append(nn.Linear(1000, 1, device="virtual"))
+        with memplug.attach(model, {"enabled": True, **config}) as session:
+            for _ in range(6):
+                began_s = device.synchronize()
+                model(inputs.clone().requires_grad_()).sum().backward()
+                session.step()
+        return device.synchronize() - began_s
+
+    alone_s = step_s()
+    taken = {name: step_s(**{name: seconds}) - alone_s for name, seconds in own.items()}
+    assert taken["region_s"] == pytest.approx(layers * own["region_s"])
+    assert taken["restore_s"] == pytest.approx(layers * own["restore_s"])
+    assert taken["observe_s"] == pytest.approx(layers * _Sines.operators * own["observe_s"])
 
 
 def test_larger_models_finds_the_largest_that_fits() -> None:
