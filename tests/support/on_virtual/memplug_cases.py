@@ -103,8 +103,8 @@ class _Sines(nn.Module):
 def test_memplugs_own_work_takes_the_hosts_time() -> None:
     """For each operator that a region runs, for the region, and for what its backward recomputes."""
     layers, least_s = 3, 1e-12
-    own = {"observe_s": 1e-3, "region_s": 1.0, "restore_s": 100.0}
-    config = {"tokenwise": {"alpha": 0, "regions": ["*"]}, "arena": {"enabled": False}, "plan_dir": False}
+    own = ("observe_s", "region_s", "restore_s")
+    config = {"tokenwise": {"alpha": 0, "regions": ["[0-2]"]}, "arena": {"enabled": False}, "plan_dir": False}
 
     def step_s(**costs: float) -> float:
         device = VirtualDevice(dataclasses.replace(SIMPLE, **{**dict.fromkeys(own, least_s), **costs}))
@@ -118,10 +118,9 @@ def test_memplugs_own_work_takes_the_hosts_time() -> None:
         return device.synchronize() - began_s
 
     alone_s = step_s()
-    taken = {name: step_s(**{name: seconds}) - alone_s for name, seconds in own.items()}
-    assert taken["region_s"] == pytest.approx(layers * own["region_s"])
-    assert taken["restore_s"] == pytest.approx(layers * own["restore_s"])
-    assert taken["observe_s"] == pytest.approx(layers * _Sines.operators * own["observe_s"])
+    taken_s = [step_s(**{name: 1.0}) - alone_s for name in own]
+    hidden_s = 1e-3  # of kernels that the host waits for otherwise
+    assert taken_s == pytest.approx([layers * _Sines.operators, layers, layers], abs=hidden_s)
 
 
 def test_larger_models_finds_the_largest_that_fits() -> None:
