@@ -103,7 +103,9 @@ def estimate(
             options["host_bytes"] = host_gib * 2**30
         with progress("importing torch") as say:
             if layout is not None:
-                found = layouts.estimated(workload, config, hardware, modes, layout, micro_batches, say=say, **options)
+                from memplug.estimator.stages import estimate_megatron
+
+                found = estimate_megatron(workload, config, hardware, modes, layout, micro_batches, say=say, **options)
             else:
                 engine = settings if gpus else None
                 found = _estimate(workload, config, hardware, modes, engine, gpus, tell=say, **options)

@@ -29,13 +29,6 @@ def micro_batches_of(layout: "Layout | None", settings: dict[str, Any]) -> int:
     return given if isinstance(given, int) or layout is None else layout.micro_batches
 
 
-def estimated(*given: Any, **options: Any) -> "Estimate":
-    """As `estimate_megatron`."""
-    from memplug.estimator.stages import estimate_megatron
-
-    return estimate_megatron(*given, **options)
-
-
 def words_of(workload: "Workload", *, optimizer: bool = True, micro_batches: int = 1) -> str:
     """The workload, in a line's part."""
     several = f"{micro_batches} micro-batches of " if micro_batches > 1 else ""

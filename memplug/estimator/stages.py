@@ -48,31 +48,22 @@ def estimate_megatron(
         EstimateError: the model cannot be split so.
     """
     layout.check(workload.shape, workload.layers, workload.seq_len)
+    make_training = functools.partial(megatron.MegatronTraining, workload, layout, micro_batches)
     stages = {}
     for stage in layout.stages:
         say(f"stage {stage}" if layout.pipeline > 1 else ", ".join(modes))
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            given = workload, config, hardware, tuple(modes), layout, micro_batches, stage, options
-            stages[stage] = pool.submit(_estimated, *given).result()
+        rank = functools.partial(megatron.rank_of, layout, stage, workload)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_quietly) as pool:
+            stages[stage] = pool.submit(
+                estimate_training, make_training, config, hardware, tuple(modes), rank=rank, **options
+            ).result()
     return of_all(stages, layout, micro_batches) if layout.pipeline > 1 else stages[0]
 
 
-def _estimated(
-    workload: Workload,
-    config: MemplugConfig,
-    hardware: Hardware,
-    modes: Sequence[str],
-    layout: Layout,
-    micro_batches: int,
-    stage: int,
-    options: Mapping[str, Any],
-) -> Estimate:
-    """In a process of its own."""
+def _quietly() -> None:
+    """This process tells of errors only."""
     logging.getLogger("memplug").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # Megatron-Core's, of kernels that are not installed
-    make_training = functools.partial(megatron.MegatronTraining, workload, layout, micro_batches)
-    rank = functools.partial(megatron.rank_of, layout, stage, workload)
-    return estimate_training(make_training, config, hardware, modes, rank=rank, **options)
 
 
 def of_all(stages: Mapping[int, Estimate], layout: Layout, micro_batches: int) -> Estimate:
