@@ -77,8 +77,7 @@ class Answers:
             if not waits:  # nothing need ever look at it
                 return None
             raise EstimateError(
-                f"{_where(call)} asks for {at[1]} at {at[0]}, of which the trace of values has {len(found)} answers and "
-                "no more",
+                f"{_where(call)} asks for {at[1]} at {at[0]}, and the trace of values has no more than {len(found)}",
                 RECORD_ANEW,
             )
         call.asked[at] += 1
@@ -98,8 +97,8 @@ class Answers:
         calls = self._calls_read.get(call.path, [])
         if len(calls) > 1 and call.recomputes:
             raise EstimateError(
-                f"{_where(call)} reads other values each time that a forward calls it: the trace of values does not tell "
-                "those that a recompute has",
+                f"{_where(call)} reads other values each time that it is called: which of them a recompute has, the "
+                "trace of values does not tell",
                 "Estimate the modes keep and memplug.",
             )
         if len(calls) == 1:
@@ -129,8 +128,7 @@ class Answers:
             there = len(self._reads_of(call)[at])
             if asked < there and at[1] != COPY:
                 raise EstimateError(
-                    f"{_where(call)} asked {asked} times for {at[1]} at {at[0]}, of which the trace of values has {there} "
-                    "answers",
+                    f"{_where(call)} asks for {at[1]} at {at[0]} {asked} times, and the trace of values has {there}",
                     RECORD_ANEW,
                 )
 

@@ -178,8 +178,8 @@ def estimate(
     found = estimate_training(make_training, config, gpu, modes, rank=rank, answers_to=answers.to, **options)
     if answers.made_up:
         log.warning(
-            "the model reads values, which the estimate makes up (1 for a number, all of a mask): record those of a real "
-            "step, `memplug.record_values`, for %s",
+            "the model reads values, which the estimate makes up (a number is 1, all of a mask is true): %s. "
+            "Record those of a real step with `memplug.record_values`, and give them to the estimate",
             ", ".join(answers.made_up),
         )
     return found
