@@ -10,9 +10,7 @@ from memplug.errors import HardwareError
 
 DTYPES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
 """Of matrix products, by bytes of an element: float16 is as fast as bfloat16."""
-GROUPED = "aten::_grouped_mm"
-"""A product for each group of rows, such as the tokens of an expert; where groups end comes after the matrices."""
-MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", GROUPED)
+MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
 WITHOUT_READING = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::ones", "aten::arange")
 """What they write to is no input of theirs."""
 WHOLE = ("broadcast_", "reduce_", "send", "recv_", "recv_any_source_")
@@ -56,8 +54,7 @@ def flops(work: Any) -> float:
 def _products_s(hardware: Hardware, work: Any, flops: float) -> float:
     if not flops:
         return 0.0
-    _, right = _matrices(work)
-    element_bytes = right.nbytes // math.prod(right.sizes)
+    element_bytes = work.inputs[-1].nbytes // math.prod(work.inputs[-1].sizes)
     rate = hardware.matmul_flops.get(DTYPES.get(element_bytes, ""))
     if rate is None:
         raise HardwareError(
@@ -91,14 +88,9 @@ def collective_s(hardware: Hardware, name: str, nbytes: int, ranks: int) -> floa
 
 def matmul_flops(work: Any) -> float:
     """Floating-point operations of a matrix product, a multiplication and an addition for each pair of elements."""
-    left, right = _matrices(work)
-    is_split = len(right.sizes) < len(left.sizes)  # columns are in groups: each has one of the matrices
-    return 2.0 * math.prod(left.sizes[1:] if is_split else left.sizes) * right.sizes[-1]
-
-
-def _matrices(work: Any) -> tuple[Any, Any]:
-    left, right = work.inputs[:2] if work.name == GROUPED else work.inputs[-2:]
-    return left, right
+    left, right = work.inputs[-2:]
+    in_groups = len(right.sizes) < len(left.sizes)  # columns, each of which meets one of the matrices
+    return 2.0 * math.prod(left.sizes[1:] if in_groups else left.sizes) * right.sizes[-1]
 
 
 def convolution_flops(work: Any) -> float:

@@ -29,7 +29,7 @@
 namespace memplug {
 namespace {
 
-constexpr std::array kFused = {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward", "aten::_grouped_mm"};
+constexpr std::array kFused = {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"};
 constexpr std::string_view kForeach = "aten::_foreach_"; // of many tensors at once
 
 // Calls `change(tensor)` for each tensor of a value, which has what that returns from then on.
