@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from memplug.errors import EstimateError
 from memplug.estimator.calls import Call, Calls, line
@@ -19,8 +20,8 @@ from memplug.estimator.values import COPY, MOST_BYTES, NUMBER, Output, Read, Val
 
 _COPIES = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 """By operator, which argument is copied."""
-_READ_ON_THE_CPU = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__}
-"""That copy a tensor of a GPU to the host, where no operator tells of one that is there."""
+_READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+"""That copy a tensor of a GPU to the host; of one that is there no operator tells."""
 
 
 @contextlib.contextmanager
@@ -59,7 +60,7 @@ class _Recorder:
         self._device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         self._found: dict[str, list[list[Read]]] = {}
         self._backward: list[Read] = []
-        self._copied: tuple[Any, ...] = ()
+        self._on_the_host = WeakTensorKeyDictionary()
 
     def values(self) -> Values:
         """All that was read."""
@@ -89,12 +90,14 @@ class _Recorder:
 
     def function(self, func: Any, args: Any, kwargs: Any) -> None:
         """One of the CPU's begins."""
+        if self._device != "cpu":
+            return
         copies = func is torch.Tensor.to and any(each == "cpu" for each in args[1:] if isinstance(each, str))
-        if self._device == "cpu" and (func in _READ_ON_THE_CPU or copies):
-            at = line(), args[0].data_ptr(), args[0]._version
-            if at != self._copied:  # `x.cpu().tolist()` copies once
-                self._copy(args[0])
-            self._copied = at
+        if func is torch.Tensor.cpu or copies:
+            self._copy(args[0])
+            self._on_the_host[args[0]] = True  # on a GPU it would be another tensor, which is read without a copy
+        elif func in _READS and args[0] not in self._on_the_host:
+            self._copy(args[0])
 
     def _copy(self, source: torch.Tensor) -> None:
         if source.device.type == self._device and source.nbytes <= MOST_BYTES:
