@@ -104,8 +104,8 @@ def estimate(
         split = {name: each for name, each in split.items() if each}
         if gpus is not None and not split and (ds_json is None or not (head and optimizer)):
             raise typer.BadParameter("takes a DeepSpeed JSON, and all of the model", param_hint="--gpus")
-        if trace is not None and split:
-            raise typer.BadParameter("is of a model that is on one rank", param_hint="--trace")
+        if trace is not None and (split or not head):
+            raise typer.BadParameter("is of all of a model from Hugging Face", param_hint="--trace")
         workload, config, hardware, settings = _asked(
             ds_json,
             model,

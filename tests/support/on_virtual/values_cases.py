@@ -16,7 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplug
+from memplug.device.virtual import VirtualDevice
 from memplug.errors import EstimateError
+from memplug.estimator.values import COPY, NUMBER, Values
 from tests.support.values_worker import HIDDEN, TOKENS, Routed
 
 REGIONS = {"enabled": True, "tokenwise": {"regions": ["layers.*"], "alpha": 0}, "swap": {"enabled": False}}
@@ -199,3 +201,37 @@ def test_what_is_made_up_without_a_trace_is_said(
         _estimated(lambda: Reads(run), _recorded(Reads(run), _ones(), tmp_path), modes=("keep",))
         _estimated(lambda: Reads(lambda module, x: module.weight.sum() if (x > 0).all() else x), None, modes=("keep",))
         assert "makes up" not in caplog.text
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / gradient.max().item()
+
+
+def _in_every_way(module: Reads, x: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(x.shape, device="cpu")
+    host.copy_(x)
+    assert len(x.cpu().tolist()) == len(x[0].tolist()) - 1 == 3
+    x.to("cpu", non_blocking=True)
+    chosen = module.weight.flatten()[: len(x.nonzero())]
+    return _Halves.apply(chosen).sum() * x.sum().item()
+
+
+def test_a_step_of_a_device_is_recorded_with_what_its_host_reads_and_in_backward(
+    device: VirtualDevice, tmp_path: Path
+) -> None:
+    model, x = Reads(_in_every_way).to("virtual"), _ones().to("virtual")
+    for layer in (model.forward, lambda x: checkpoint(type(model).forward, model, x, use_reentrant=False)):
+        model.forward = layer
+        with memplug.record_values(model, tmp_path / "values.json"):
+            model(x).backward()
+        values = Values.read(tmp_path / "values.json")
+        (reads,) = values.calls[""]
+        assert [read.operator for read in reads] == [COPY] * 4 + ["aten::nonzero", NUMBER]
+        assert [read.inputs for read in reads] == [((3, 4),), ((3, 4),), ((4,),), ((3, 4),), ((3, 4),), ((),)]
+        assert [(read.operator, read.outputs[0].values) for read in values.backward] == [(NUMBER, (1.0,))]
