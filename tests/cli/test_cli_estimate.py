@@ -118,7 +118,7 @@ def test_a_mixtral_without_a_layout_is_one_rank_of_megatron_and_is_refused_with_
 RECORDS = """
 import sys, torch, yaml, memplug
 from transformers import MixtralConfig, MixtralForCausalLM
-model = MixtralForCausalLM(MixtralConfig(**yaml.safe_load(open(sys.argv[1])))).train()
+model = MixtralForCausalLM(MixtralConfig(**yaml.safe_load(open(sys.argv[1])), use_cache=False)).train()
 if sys.argv[3] == "eager":
     model.set_experts_implementation("eager")
 ids = torch.randint(0, 320, (1, 256))
