@@ -1,8 +1,8 @@
 """memplug: training memory as cheap as the hardware allows.
 
 Swap, recompute and keep activations, toggled by one block of a DeepSpeed JSON. The public API is `install`,
-`uninstall`, `attach`, `Session`, `MemplugConfig`, `load_plan`, `estimate`, and the errors of `memplug.errors`; nothing
-heavy is imported before it is used.
+`uninstall`, `attach`, `Session`, `MemplugConfig`, `load_plan`, `estimate`, `record_values`, and the errors of
+`memplug.errors`; nothing heavy is imported before it is used.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memplug.config import MemplugConfig
-    from memplug.estimator import estimate
+    from memplug.estimator import estimate, record_values
     from memplug.hooks.attach import attach
     from memplug.plan.plan_file import load as load_plan
     from memplug.session import Session
 
-__all__ = ["MemplugConfig", "Session", "attach", "estimate", "install", "load_plan", "uninstall"]
+__all__ = ["MemplugConfig", "Session", "attach", "estimate", "install", "load_plan", "record_values", "uninstall"]
 
 
 def install() -> None:
@@ -42,10 +42,10 @@ def __getattr__(name: str) -> Any:
         from memplug.hooks.attach import attach
 
         return attach
-    if name == "estimate":
-        from memplug.estimator import estimate
+    if name in ("estimate", "record_values"):
+        from memplug import estimator
 
-        return estimate
+        return getattr(estimator, name)
     if name == "Session":
         from memplug.session import Session
 

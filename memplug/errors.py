@@ -94,8 +94,8 @@ class EstimateError(MemplugError):
     """A step cannot be estimated: an operator needs values, and the virtual device has none."""
 
     default_advice = (
-        "Estimate a module without it; or record a step of a real run (`session.record`), which `memplug show` and "
-        "`memplug plan` read."
+        "Estimate a module without it; or record a step of a real run: its values for the estimate "
+        "(`memplug.record_values`), or all of it (`session.record`), which `memplug show` and `memplug plan` read."
     )
 
 

@@ -64,8 +64,19 @@ def estimate(
         float | None, typer.Option(help="Memory of the host for this GPU; by default as much as is asked for.", min=0)
     ] = None,
     limits: Annotated[
-        bool, typer.Option(help="Find the longest sequence and the largest micro-batch that fit; not of several ranks.")
+        bool,
+        typer.Option(
+            help="Find the longest sequence and the largest micro-batch that fit: of one rank, without --trace."
+        ),
     ] = True,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Values that a real step of the same model and sizes has read (`memplug.record_values`): with them a "
+            "Mixtral from Hugging Face is estimated.",
+        ),
+    ] = None,
     plan_dir: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write memplug's plan there, for a run of the same job.")
     ] = None,
@@ -82,9 +93,10 @@ def estimate(
     """Predict the step time, device memory and host memory of a training step on a GPU; none is used.
 
     Modes: keep everything; recompute every layer in full; all of it but attention (selective); or as memplug plans.
-    One rank's step, forward, backward and optimizer, of a Llama from Hugging Face; with --tensor, --pipeline, --expert
-    or --context, and of a Mixtral always, from Megatron-Core, with tokens spread evenly over experts, and of a pipeline
-    the slowest stage's step with the bubble, and the memory of the stage that needs most. All figures are predictions.
+    One rank's step, forward, backward and optimizer, of a Llama from Hugging Face, or with --trace a Mixtral; with
+    --tensor, --pipeline, --expert or --context, and of a Mixtral without --trace, from Megatron-Core, with tokens
+    spread evenly over experts, and of a pipeline the slowest stage's step with the bubble, and the memory of the stage
+    that needs most. All figures are predictions.
     Exit code 0: done; 1: something is not usable, or no mode fits.
     """
     with collected_warnings() as warnings, refusing():
@@ -92,10 +104,20 @@ def estimate(
         split = {name: each for name, each in split.items() if each}
         if gpus is not None and not split and (ds_json is None or not (head and optimizer)):
             raise typer.BadParameter("takes a DeepSpeed JSON, and all of the model", param_hint="--gpus")
+        if trace is not None and (split or not head):
+            raise typer.BadParameter("is of all of a model from Hugging Face", param_hint="--trace")
         workload, config, hardware, settings = _asked(
-            ds_json, model, gpu, layers=layers, seq_len=seq_len, micro_batch=micro_batch, head=head, optimizer=optimizer
+            ds_json,
+            model,
+            gpu,
+            trace,
+            layers=layers,
+            seq_len=seq_len,
+            micro_batch=micro_batch,
+            head=head,
+            optimizer=optimizer,
         )
-        layout = layouts.layout_of(workload, split, gpus)
+        layout = layouts.layout_of(workload, split, gpus) if trace is None else None
         micro_batches = layouts.micro_batches_of(layout, settings)
         modes = _modes(mode)
         options = {"attention": attention, "plan_dir": plan_dir}
@@ -108,9 +130,10 @@ def estimate(
                 found = estimate_megatron(workload, config, hardware, modes, layout, micro_batches, say=say, **options)
             else:
                 engine = settings if gpus else None
+                options |= {"trace": trace}
                 found = _estimate(workload, config, hardware, modes, engine, gpus, tell=say, **options)
             largest = {}
-            if limits and gpus is None and layout is None:
+            if limits and gpus is None and layout is None and trace is None:
                 say("limits")
                 largest = _limits(workload, config, hardware, modes, attention)
         facts = _facts(found, workload, largest, settings, gpus)
@@ -127,12 +150,13 @@ def estimate(
 
 
 def _asked(
-    ds_json: Path | None, model: Path, gpu: str, **given: Any
+    ds_json: Path | None, model: Path, gpu: str, trace: Path | None, **given: Any
 ) -> "tuple[Workload, MemplugConfig, Hardware, dict[str, Any]]":
     """What trains, memplug's block, the GPU, and the DeepSpeed JSON."""
     from memplug.config import load_config, read_ds_config, read_json
     from memplug.device.virtual import Hardware
     from memplug.estimator.shapes import Shape
+    from memplug.estimator.values import Values
     from memplug.estimator.workload import Workload
 
     hardware, shape = Hardware.named(gpu), Shape.read(model)
@@ -148,6 +172,7 @@ def _asked(
         dtype=next(iter(on), "fp32" if settings else "bf16"),
         head=given["head"],
         optimizer=given["optimizer"],
+        values=Values.read(trace) if trace is not None else None,
     )
     return workload, block, hardware, settings
 

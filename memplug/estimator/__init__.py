@@ -8,5 +8,6 @@ The step runs on the virtual device (memplug/device/virtual), with executor, pla
 
 from memplug.estimator.estimate import Estimate, ModeEstimate, estimate
 from memplug.estimator.modes import MODES
+from memplug.estimator.record_values import record_values
 
-__all__ = ["MODES", "Estimate", "ModeEstimate", "estimate"]
+__all__ = ["MODES", "Estimate", "ModeEstimate", "estimate", "record_values"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,10 @@ from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.errors import BudgetError, EstimateError, RegionError
 from memplug.estimator import engine as engines
 from memplug.estimator import modes as ways
+from memplug.estimator.answers import Answers
 from memplug.estimator.bound import bound
 from memplug.estimator.training import MakeOptimizer, Training
+from memplug.estimator.values import Values
 from memplug.hooks.attach import attach, find_layers
 from memplug.session import Session
 from memplug.stages.table import Stage
@@ -27,6 +30,9 @@ MOST_STEPS = 60  # until a program has its plan and its addresses
 LASTING_STEPS = 1  # after which optimizer states and gradients are there
 KEEPING_STEPS = 4  # in which a plan shows that it lasts
 UNLIMITED_BYTES = float(1 << 62)
+AnswersTo = Callable[[VirtualDevice, nn.Module], contextlib.AbstractContextManager[Any]]
+
+log = logging.getLogger("memplug")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,7 @@ def estimate(
     attention: str | None = None,
     host_bytes: float = UNLIMITED_BYTES,
     plan_dir: str | Path | None = None,
+    trace: str | Path | None = None,
     tell: Callable[[str], None] = lambda mode: None,
 ) -> Estimate:
     """Time and memory of a training step of any module on a GPU that need not be there.
@@ -147,11 +154,15 @@ def estimate(
         attention: the back end of it, such as "flash"; None: the profile's first one.
         host_bytes: memory of the host for one rank, of which "host_budget_gib": "auto" is a share.
         plan_dir: the folder that memplug's plan is written to, for a run of the same job; None: it is not written.
+        trace: the file of `record_values`, of a real step at the same sizes: what the model's code reads of its tensors
+            is as there. None: a number is 1, a condition and all of a mask true, and a warning says so where that may
+            make another step of it; most other operators that need values fail.
         tell: called with the name of each mode before it runs.
 
     Raises:
         ConfigError: the block cannot be used.
-        EstimateError: a mode has no such name, an operator needs values, and there are none, or the engine offloads.
+        EstimateError: a mode has no such name, an operator needs values, and there are none, or the trace is of
+            another step, or the engine offloads.
         HardwareError: there is no such GPU, or it has no such attention, or torch no place for the virtual device.
         RegionError: no decoder layers were found.
     """
@@ -162,8 +173,16 @@ def estimate(
     if engine is not None:
         make_training = functools.partial(engines.EngineTraining, make_model, example_inputs, engine)
         rank = functools.partial(engines.rank_of, gpus)
+    answers = Answers(Values.read(trace) if trace is not None else None)
     options = {"attention": attention, "host_bytes": host_bytes, "plan_dir": plan_dir, "tell": tell}
-    return estimate_training(make_training, config, gpu, modes, rank=rank, **options)
+    found = estimate_training(make_training, config, gpu, modes, rank=rank, answers_to=answers.to, **options)
+    if answers.made_up:
+        log.warning(
+            "the model reads values, which the estimate makes up (a number is 1, all of a mask is true): %s. "
+            "Record those of a real step with `memplug.record_values`, and give them to the estimate",
+            ", ".join(answers.made_up),
+        )
+    return found
 
 
 def estimate_training(
@@ -173,6 +192,7 @@ def estimate_training(
     modes: Sequence[str],
     *,
     rank: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    answers_to: AnswersTo = lambda device, model: contextlib.nullcontext(),
     attention: str | None = None,
     host_bytes: float = UNLIMITED_BYTES,
     plan_dir: str | Path | None = None,
@@ -183,6 +203,7 @@ def estimate_training(
     Args:
         make_training: called for each mode anew.
         rank: a context in which this process is one rank of several; there is a virtual device already.
+        answers_to: a context in which the device answers where the model reads values.
     """
     unknown = [mode for mode in modes if mode not in ways.MODES]
     if unknown:
@@ -199,7 +220,7 @@ def estimate_training(
             device = VirtualDevice(hardware, attention=attention, bounded=False, host_bytes=host_bytes)
             _tidy(device)
             try:
-                found[mode] = _estimated(device, make_training(), mode, block)
+                found[mode] = _estimated(device, make_training(), mode, block, answers_to)
             except BudgetError as error:
                 impossible[mode] = error
             finally:
@@ -213,14 +234,17 @@ def _tidy(device: VirtualDevice) -> None:
     device.empty_cache()
 
 
-def _estimated(device: VirtualDevice, training: Training, mode: str, block: MemplugConfig) -> ModeEstimate:
-    ways.recompute((layer for _, layer in _layers(training.model, block, mode)), mode)
+def _estimated(
+    device: VirtualDevice, training: Training, mode: str, block: MemplugConfig, answers_to: AnswersTo
+) -> ModeEstimate:
     try:
-        if mode == "memplug" or block.arena.enabled:
-            return _attached(device, training, mode, block)
-        for _ in range(LASTING_STEPS):
-            training.step()
-        return _measured(device, training, training.step, mode, None, None)
+        with answers_to(device, training.model):
+            ways.recompute((layer for _, layer in _layers(training.model, block, mode)), mode)
+            if mode == "memplug" or block.arena.enabled:
+                return _attached(device, training, mode, block)
+            for _ in range(LASTING_STEPS):
+                training.step()
+            return _measured(device, training, training.step, mode, None, None)
     finally:
         training.close()
 

@@ -64,7 +64,8 @@ def _estimated(
 ) -> Estimate:
     """In a process of its own."""
     logging.getLogger("memplug").setLevel(logging.ERROR)
-    needed("transformers.models.llama.modeling_llama")  # before ZeRO 3 changes what makes tensors
+    name = "mixtral" if workload.shape.is_mixture else "llama"
+    needed(f"transformers.models.{name}.modeling_{name}")  # before ZeRO 3 changes what makes tensors
     return estimate(
         workload.make_model, workload.inputs, config, hardware, (mode,), engine=settings, gpus=gpus, **options
     )

@@ -130,4 +130,8 @@ def differentiable(given: Any) -> list[torch.Tensor]:
 def unable(what: str, error: Exception) -> EstimateError:
     """What cannot run, by its first error."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return EstimateError(f"{what} cannot run on the virtual device: {first}")
+    return EstimateError(
+        f"{what} cannot run on the virtual device: {first}",
+        "Where that needs values of tensors, record those of one real step (`memplug.record_values`) and give them to "
+        "the estimate (`trace`, `memplug estimate --trace`); or estimate a module without it.",
+    )

@@ -12,6 +12,7 @@ from torch import nn
 
 from memplug.errors import EstimateError
 from memplug.estimator.shapes import Shape, needed
+from memplug.estimator.values import Values
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -28,6 +29,7 @@ class Workload:
         dtype: of `DTYPES`, of parameters and activations.
         head: the model has an embedding, a head and a loss; else decoder layers alone train.
         optimizer: AdamW, with states in the parameters' dtype; else gradients stay from step to step.
+        values: the trace of a real step, which a Mixtral needs; None: there is none.
     """
 
     shape: Shape
@@ -37,24 +39,31 @@ class Workload:
     dtype: str = "bf16"
     head: bool = True
     optimizer: bool = True
+    values: Values | None = None
 
     def make_model(self) -> nn.Module:
         """Where tensors are made by default.
 
         Raises:
-            EstimateError: transformers is missing, or the model routes tokens to experts by their values.
+            EstimateError: transformers is missing, or the model routes tokens to experts by their values, and there is
+                no trace of them.
         """
-        if self.shape.is_mixture:
+        is_mixture, values = self.shape.is_mixture, self.values
+        if is_mixture and values is None:
             raise EstimateError(
                 "a Mixtral routes its tokens to experts by their values, which the virtual device has none of",
-                "Estimate one of Megatron-Core's: `memplug estimate` without a DeepSpeed engine, or with --expert; "
-                "`memplug tune` estimates a Mixtral by its parts.",
+                "Record those of a real step with `memplug.record_values`, and give them with --trace; or estimate one "
+                "of Megatron-Core's: `memplug estimate` without a DeepSpeed engine, or with --expert; `memplug tune` "
+                "estimates a Mixtral by its parts.",
             )
         transformers = needed("transformers")
+        name = "Mixtral" if is_mixture else "Llama"
         fields = {"max_position_embeddings": self.seq_len, **self.shape.fields, "num_hidden_layers": self.layers}
-        config = transformers.LlamaConfig(**fields, use_cache=False, attn_implementation="sdpa")
+        config = getattr(transformers, f"{name}Config")(**fields, use_cache=False, attn_implementation="sdpa")
         with by_default(DTYPES[self.dtype]):
-            model = transformers.LlamaForCausalLM(config) if self.head else transformers.LlamaModel(config)
+            model = getattr(transformers, f"{name}ForCausalLM" if self.head else f"{name}Model")(config)
+        if is_mixture and any(path.endswith(".experts") for path in values.calls):
+            model.set_experts_implementation("eager")  # as in the trace: one after the other, by their tokens
         return model.train() if self.head else _Layers(model.train())
 
     def inputs(self) -> dict[str, torch.Tensor]:

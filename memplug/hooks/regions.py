@@ -82,7 +82,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
         ConflictError: a match is compiled.
     """
     named = dict(model.named_modules())
-    written = {name: _as_written(name, named) for name in named}
+    written = {name: as_written(name, named) for name in named}
     wrapped = {written[name]: name for name in named}  # of several, the innermost
     modules = {name: named[name] for name in wrapped.values() if written[name]}
     for pattern in patterns:
@@ -170,7 +170,7 @@ def _region_class(original: type) -> type:
 
     functools.update_wrapper(forward, original.forward)
     # compiled code has no operators to see: `torch.compile` of the whole model goes around its regions
-    return _subclass(original, forward=torch.compiler.disable(forward))
+    return subclass(original, forward=torch.compiler.disable(forward))
 
 
 @functools.cache
@@ -187,10 +187,10 @@ def _marked_class(original: type) -> type:
         begin(self)
         return original.forward(self, *args, **kwargs)
 
-    return _subclass(original, forward=functools.update_wrapper(forward, original.forward))
+    return subclass(original, forward=functools.update_wrapper(forward, original.forward))
 
 
-def _subclass(original: type, **members: Any) -> type:
+def subclass(original: type, **members: Any) -> type:
     """One that calls itself the same, and is copied and pickled as the original."""
 
     def reduce(self: nn.Module, protocol: int) -> Any:
@@ -221,7 +221,7 @@ def _matches(pattern: str, *names: str) -> bool:
     return any(len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns)) for parts in split)
 
 
-def _as_written(name: str, named: Mapping[str, nn.Module]) -> str:
+def as_written(name: str, named: Mapping[str, nn.Module]) -> str:
     """A module's name without the parts that wrappers put in; a wrapper has one child and no other."""
     parts = name.split(".") if name else []
     outer = [named[".".join(parts[:at])] for at in range(len(parts))]

@@ -112,7 +112,40 @@ def test_a_mixtral_without_a_layout_is_one_rank_of_megatron_and_is_refused_with_
     assert told.exit_code == 0 and "one NVIDIA H200, Megatron-Core: 4 layers" in told.stdout, told.stderr
     (tmp_path / "ds.json").write_text("{}")
     told = run_command(tmp_path, ["estimate", tmp_path / "ds.json", "--model", model, "--gpus", 2, "--mode", "keep"])
-    assert told.exit_code == 1 and "memplug tune" in told.stderr and "Traceback" not in told.stderr
+    assert told.exit_code == 1 and "--trace" in told.stderr and "Traceback" not in told.stderr
+
+
+RECORDS = """
+import sys, torch, yaml, memplug
+from transformers import MixtralConfig, MixtralForCausalLM
+model = MixtralForCausalLM(MixtralConfig(**yaml.safe_load(open(sys.argv[1])), use_cache=False)).train()
+if sys.argv[3] == "eager":
+    model.set_experts_implementation("eager")
+ids = torch.randint(0, 320, (1, 256))
+with memplug.record_values(model, sys.argv[2]):
+    model(input_ids=ids, labels=ids).loss.backward()
+"""
+
+
+@pytest.mark.long
+def test_a_mixtral_of_hugging_face_is_estimated_from_a_trace_of_values_and_with_an_engine(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    model, facts = ROOT / "configs" / "models" / "mixtral_tiny.yaml", {}
+    settings = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    words = ["--model", model, "--layers", 2, "--seq-len", 256, "--mode", "keep", "--json", tmp_path / "found"]
+    for experts in ("eager", "grouped"):
+        trace = tmp_path / f"{experts}.json"
+        subprocess.run([sys.executable, "-c", RECORDS, model, trace, experts], check=True, cwd=ROOT, timeout=300)
+        for options in ((), (tmp_path / "ds.json", "--gpus", 2)):
+            told = run_command(tmp_path, ["estimate", *options, *words, "--trace", trace])
+            assert told.exit_code == 0, told.stderr
+            facts[experts, len(options)] = json.loads((tmp_path / "found").read_text())["modes"]["keep"]
+    for options in (0, 3):
+        assert facts["eager", options]["flops"] == facts["grouped", options]["flops"], "each token has two experts"
+        assert facts["eager", options]["step_s"] > facts["grouped", options]["step_s"]
+    told = run_command(tmp_path, ["estimate", *words, "--seq-len", 128, "--trace", tmp_path / "eager.json"])
+    assert told.exit_code == 1 and "model.layers.0.mlp.experts: aten::nonzero" in told.stderr
 
 
 @pytest.mark.parametrize(
@@ -124,6 +157,9 @@ def test_a_mixtral_without_a_layout_is_one_rank_of_megatron_and_is_refused_with_
         (["--tensor", "3"], 1, "--tensor is 3, which does not divide the model's num_attention_heads, 4"),
         (["--gpus", "2", "--pipeline", "4"], 1, "which does not divide --gpus, 2"),
         (["--sequence"], 1, "--sequence is given without --tensor"),
+        (["--trace", "absent.json"], 1, "absent.json: unreadable"),
+        (["--trace", "absent.json", "--tensor", "2"], 2, "--trace"),
+        (["--trace", "absent.json", "--no-head"], 2, "all of a model"),
         (["--mode", "kept"], 2, "'kept' is none of"),
         (["--model", "absent.yaml"], 1, "absent.yaml"),
     ],

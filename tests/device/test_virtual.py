@@ -52,7 +52,7 @@ if child:
 """
 
 
-CASES = ["time_and_memory", "operator", "memplug", "h200", "ranks", "framework", "estimator", "megatron"]
+CASES = ["time_and_memory", "operator", "memplug", "h200", "ranks", "framework", "estimator", "values", "megatron"]
 
 
 @pytest.mark.parametrize("cases", CASES)

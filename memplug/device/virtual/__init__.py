@@ -11,7 +11,7 @@ It is a device of torch's, "virtual": programs, autograd and memplug run on it a
 with torch's caching allocator of CUDA simulated (memplug/native/virtual/memory.h), and with torch's own
 `OutOfMemoryError` where its memory is used up. What shapes an operator's outputs have, torch's meta kernels say; one
 whose output depends on data fails there, but for `nonzero` and `masked_select`: see `assume_true`. A number that is
-read, such as `loss.item()`, is 1.
+read, such as `loss.item()`, is 1. `answer_by` has other answers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -143,6 +144,13 @@ class VirtualDevice(Device):
         tokens spread evenly over experts, it is the share of the experts that a token goes to.
         """
         self._core.assume_true(share)
+
+    def answer_by(self, answers: Callable[[Any, bool], list[torch.Tensor] | None] | None) -> None:
+        """What is asked for the results of an operator that depends on values, where it runs: of its `name` and
+        `inputs`, and whether the program waits for them. It gives tensors of the host, or on torch's meta device those
+        of which the sizes count; None: they are made up, as without it.
+        """
+        self._core.answer_by(answers)
 
     def keep_spans(self, on: bool) -> None:
         """What keeps streams busy is noted from here on, or no more."""

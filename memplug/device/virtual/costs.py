@@ -10,7 +10,7 @@ from memplug.errors import HardwareError
 
 DTYPES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
 """Of matrix products, by bytes of an element: float16 is as fast as bfloat16."""
-MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
 WITHOUT_READING = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::ones", "aten::arange")
 """What they write to is no input of theirs."""
 WHOLE = ("broadcast_", "reduce_", "send", "recv_", "recv_any_source_")
@@ -89,7 +89,8 @@ def collective_s(hardware: Hardware, name: str, nbytes: int, ranks: int) -> floa
 def matmul_flops(work: Any) -> float:
     """Floating-point operations of a matrix product, a multiplication and an addition for each pair of elements."""
     left, right = work.inputs[-2:]
-    return 2.0 * math.prod(left.sizes) * right.sizes[-1]
+    in_groups = len(right.sizes) < len(left.sizes)  # columns, each of which meets one of the matrices
+    return 2.0 * math.prod(left.sizes[1:] if in_groups else left.sizes) * right.sizes[-1]
 
 
 def convolution_flops(work: Any) -> float:

@@ -1,4 +1,4 @@
-// Operators that choose elements by a mask: how many there are, no data says; it is a share of the mask, the same for all.
+// Operators that choose elements by a mask: how many there are, an answer says; else it is a share of the mask, the same for all.
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty.h>
 
@@ -10,10 +10,11 @@ namespace memplug {
 namespace {
 
 // The host waits for the number, as on CUDA.
-int64_t chosen(int64_t elements) {
+int64_t chosen(const Work& work, int64_t elements) {
   VirtualDevice& device = VirtualDevice::get();
   device.copy(Link::TO_HOST, static_cast<int64_t>(sizeof(int64_t)), true);
-  return std::llround(static_cast<double>(elements) * device.true_share);
+  const auto answer = device.answer(work);
+  return answer ? answer->front().size(0) : std::llround(static_cast<double>(elements) * device.true_share);
 }
 
 at::Tensor masked_select(const at::Tensor& self, const at::Tensor& mask) {
@@ -21,14 +22,18 @@ at::Tensor masked_select(const at::Tensor& self, const at::Tensor& mask) {
   for (const int64_t size : at::infer_size(self.sizes(), mask.sizes())) {
     elements *= size;
   }
-  at::Tensor output = at::empty({chosen(elements)}, self.options());
-  VirtualDevice::get().run({"aten::masked_select", {shape_of(self), shape_of(mask)}, {shape_of(output)}});
+  Work work{"aten::masked_select", {shape_of(self), shape_of(mask)}, {}};
+  at::Tensor output = at::empty({chosen(work, elements)}, self.options());
+  work.outputs = {shape_of(output)};
+  VirtualDevice::get().run(work);
   return output;
 }
 
 at::Tensor nonzero(const at::Tensor& self) {
-  at::Tensor output = at::empty({chosen(self.numel()), self.dim()}, self.options().dtype(at::kLong));
-  VirtualDevice::get().run({"aten::nonzero", {shape_of(self)}, {shape_of(output)}});
+  Work work{"aten::nonzero", {shape_of(self)}, {}};
+  at::Tensor output = at::empty({chosen(work, self.numel()), self.dim()}, self.options().dtype(at::kLong));
+  work.outputs = {shape_of(output)};
+  VirtualDevice::get().run(work);
   return output;
 }
 

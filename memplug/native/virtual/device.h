@@ -3,6 +3,7 @@
 // It takes torch's place for devices of others, PrivateUse1: one process has it, or another one that registers there.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
 #include <atomic>
@@ -10,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -49,6 +51,10 @@ struct Costs {
   double launch_s = 0;
 };
 
+// What an operator that depends on values gives: tensors of the host, which have them, or on torch's meta device, of which the
+// shape counts. Nothing: the device makes something up. Whether the program waits for it, or may never look at it.
+using Answers = std::function<std::optional<std::vector<at::Tensor>>(const Work&, bool waits)>;
+
 // Whose operators attention runs: for others than these, torch's for devices of other vendors.
 enum class AttentionBackend : uint8_t { OTHER, CUDNN, FLASH };
 
@@ -66,6 +72,10 @@ class VirtualDevice {
   void launch(const std::string& name, double seconds);
   void copy(Link direction, int64_t nbytes, bool blocks);
 
+  // Asked on the thread that reads, which has no lock of the device.
+  void answer_by(Answers answers);
+  std::optional<std::vector<at::Tensor>> answer(const Work& work, bool waits = true);
+
   // Floating-point operations of all kernels so far.
   double flops();
 
@@ -78,6 +88,7 @@ class VirtualDevice {
   std::mutex mutex_;
   bool is_started_ = false;
   Costs costs_;
+  Answers answers_;
   std::map<std::string, Cost> known_; // by all that a kernel's duration depends on
   double flops_ = 0;
 };

@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include <ATen/ops/_fused_rms_norm.h>
+#include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -28,6 +29,33 @@ at::Tensor embed_backward(
   const at::Tensor dense = gradient.contiguous(); // as CUDA's does, and the CPU's
   at::Tensor output = at::empty({count.guard_int(__FILE__, __LINE__), dense.size(-1)}, dense.options());
   VirtualDevice::get().run({"aten::embedding_dense_backward", {shape_of(dense), shape_of(indices)}, {shape_of(output)}});
+  return output;
+}
+
+// -- products of groups -----------------------------------------------------------------------------------------------------
+
+// One kernel, whatever each group has. Of other dtypes than bfloat16, for which CUDA has none, torch's loops over the groups.
+at::Tensor grouped_mm(
+    const at::Tensor& left,
+    const at::Tensor& right,
+    const std::optional<at::Tensor>& ends,
+    const std::optional<at::Tensor>& bias,
+    std::optional<at::ScalarType> dtype) {
+  const at::DisableRecordFunctionGuard one;
+  at::Tensor output;
+  Work work{"aten::_grouped_mm", {shape_of(left), shape_of(right)}, {}};
+  if (left.scalar_type() == at::kBFloat16) { // its rows are aligned
+    const std::optional<at::Tensor> meta_ends = ends ? std::optional<at::Tensor>(on_meta(*ends)) : std::nullopt;
+    output = like(at::_grouped_mm(on_meta(left), on_meta(right), meta_ends, bias, dtype));
+  } else {
+    std::vector<int64_t> sizes{left.size(-2), right.size(-1)};
+    if (left.dim() == right.dim()) {
+      sizes.insert(sizes.begin(), left.dim() == 3 ? left.size(0) : ends->size(0));
+    }
+    output = at::empty(sizes, left.options());
+  }
+  work.outputs = {shape_of(output)};
+  VirtualDevice::get().run(work);
   return output;
 }
 
@@ -89,6 +117,7 @@ void register_kernels(torch::Library& aten) {
   aten.impl("rms_norm", TORCH_FN(rms_norm));
   autograd.impl("rms_norm", TORCH_FN(rms_norm));
   aten.impl("embedding_dense_backward", TORCH_FN(embed_backward));
+  aten.impl("_grouped_mm", TORCH_FN(grouped_mm));
   aten.impl("convolution_overrideable", TORCH_FN(convolve));
   aten.impl("convolution_backward_overrideable", TORCH_FN(convolve_backward));
   register_attention(aten, autograd);

@@ -4,11 +4,14 @@
 #include <pybind11/stl.h>
 
 #include <ATen/ATen.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <exception>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "device.h"
 
@@ -94,6 +97,16 @@ PYBIND11_MODULE(memplug_virtual, module) {
         {"cudnn", AttentionBackend::CUDNN}, {"flash", AttentionBackend::FLASH}};
     const auto found = known.find(backend);
     VirtualDevice::get().attention = found == known.end() ? AttentionBackend::OTHER : found->second;
+  });
+  module.def("answer_by", [](const std::optional<py::function>& answers) {
+    if (!answers) {
+      VirtualDevice::get().answer_by(nullptr);
+      return;
+    }
+    VirtualDevice::get().answer_by([ask = kept(*answers)](const memplug::Work& work, bool waits) {
+      const py::gil_scoped_acquire locked;
+      return (*ask)(work, waits).cast<std::optional<std::vector<at::Tensor>>>();
+    });
   });
   module.def("assume_true", [](double share) { VirtualDevice::get().true_share = share; });
   module.def("synchronize", [] {

@@ -107,6 +107,25 @@ def test_a_product_takes_what_it_computes_or_moves_by_its_dtype() -> None:
         costs.kernel_s(hardware, "flash", work)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_of_groups_is_one_of_all_rows_whatever_each_group_has(
+    device: VirtualDevice, dtype: torch.dtype
+) -> None:
+    rows, groups, inner, outer = 96, 3, 32, 64
+    tokens = torch.empty(rows, inner, dtype=dtype, device="virtual", requires_grad=True)
+    weight = torch.empty(groups, inner, outer, dtype=dtype, device="virtual", requires_grad=True)
+    ends, before = torch.empty(groups, dtype=torch.int32, device="virtual"), device.flops()
+    out = torch.nn.functional.grouped_mm(tokens, weight, offs=ends)
+    out.backward(torch.empty_like(out))
+    assert out.shape == (rows, outer) and weight.grad.shape == weight.shape and tokens.grad.shape == tokens.shape
+    assert device.flops() - before == 3 * 2 * rows * inner * outer
+
+
+@pytest.mark.parametrize(("left", "right"), [((96, 32), (3, 32, 64)), ((32, 96), (96, 64)), ((3, 64, 32), (32, 96))])
+def test_rows_columns_and_what_is_summed_over_may_be_in_groups(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    assert costs.matmul_flops(_work("aten::_grouped_mm", left, right)) == 2 * 96 * 32 * 64
+
+
 def test_a_copy_takes_what_its_direction_does_at_its_size_and_what_any_takes() -> None:
     rates = {"to_device_bytes_per_s": Rate(((1e3, 1e6), (1e5, 3e6))), "to_device_both_bytes_per_s": Rate.always(1e6)}
     hardware = dataclasses.replace(SIMPLE, copy_s=1.0, **rates)

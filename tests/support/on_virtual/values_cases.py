@@ -1,0 +1,237 @@
+"""Answers of a trace of values: what reads them goes on as in the real step, and a trace of another one is refused.
+
+Each trace is of a forward alone: a backward on the CPU would come before the virtual device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memplug
+from memplug.device.virtual import VirtualDevice
+from memplug.errors import EstimateError
+from memplug.estimator.values import COPY, NUMBER, Values
+from tests.support.values_worker import HIDDEN, TOKENS, Routed
+
+REGIONS = {"enabled": True, "tokenwise": {"regions": ["layers.*"], "alpha": 0}, "swap": {"enabled": False}}
+
+
+class Reads(nn.Module):
+    """A forward that is given; `inner` is another module with one."""
+
+    def __init__(self, run: Callable[[Reads, torch.Tensor], torch.Tensor], inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.weight, self.run, self.inner = nn.Parameter(torch.arange(12.0).reshape(3, 4)), run, inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, x)
+
+
+def _ones() -> torch.Tensor:
+    return torch.ones(3, 4)
+
+
+def _recorded(model: nn.Module, x: torch.Tensor, folder: Path) -> Path:
+    with memplug.record_values(model, folder / "values.json"):
+        model(x)
+    return folder / "values.json"
+
+
+def _estimated(make_model: Callable[[], nn.Module], trace: Path | None, x: torch.Tensor | None = None, **options: Any):
+    return memplug.estimate(
+        make_model, lambda: _ones() if x is None else x, options.pop("config", None), trace=trace, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("read", "rows"),
+    [
+        (lambda x: x[x > 9], 2),
+        (lambda x: x.masked_select(x > 8), 3),
+        (lambda x: x.unique(), 12),
+        (lambda x: torch.repeat_interleave(torch.ones_like(x[0]), (x[0] + 1).long()), 10),
+        (lambda x: x.new_ones(int(x[2].tolist()[3]) + 2), 13),
+        (lambda x: x.new_ones(int(x[2].cpu().numpy()[0])), 8),
+        (lambda x: x.new_ones(7 if torch.equal(x, x) else 8), 7),
+        (lambda x: x.new_ones(8 if torch.allclose(x, -x) else 7), 7),
+        (lambda x: x.new_ones(7 if x[1, 1] > 4 else 8), 7),
+    ],
+)
+def test_what_depends_on_values_is_as_in_the_step_that_was_recorded(
+    read: Callable[[torch.Tensor], torch.Tensor], rows: int, tmp_path: Path
+) -> None:
+    found = []
+
+    def run(module: Reads, x: torch.Tensor) -> torch.Tensor:
+        given = read(torch.cat((module.weight.detach() + x, module.weight.detach()[:1] * 0)))
+        found.append(len(given))
+        return module.weight.sum() * given.sum()
+
+    trace = _recorded(Reads(run), _ones() * 0, tmp_path)
+    real = found.pop()
+    _estimated(lambda: Reads(run), trace, modes=("keep",))
+    assert real == rows and set(found) == {rows}
+
+
+def test_tokens_are_routed_as_in_the_trace_in_every_mode(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(TOKENS, HIDDEN)
+    trace = _recorded(Routed(), x, tmp_path)
+    found = _estimated(Routed, trace, x, config=REGIONS, modes=("keep", "full", "memplug"))
+    flops = 2 * TOKENS * HIDDEN * (HIDDEN + 4) * 3  # a token has one expert, whichever it is
+    assert flops * 2.5 < found["keep"].flops <= flops * 3 < found["full"].flops <= flops * 4
+    with pytest.raises(EstimateError, match="bincount(.|\n)*memplug estimate --trace"):
+        _estimated(Routed, None, x, config=REGIONS, modes=("keep",))
+
+
+class _Wrapper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Routed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+def test_a_wrapper_has_the_paths_of_what_it_wraps_and_classes_come_back(tmp_path: Path) -> None:
+    wrapped = _Wrapper()
+    before = [type(module) for module in wrapped.modules()]
+    x = torch.randn(TOKENS, HIDDEN)
+    trace = _recorded(wrapped, x, tmp_path)
+    assert [type(module) for module in wrapped.modules()] == before
+    assert _estimated(Routed, trace, x, modes=("keep",))["keep"].step_s > 0
+
+
+def _number(module: Reads, x: torch.Tensor) -> torch.Tensor:
+    return module.weight.sum() * x.sum().item()
+
+
+def _chosen(module: Reads, x: torch.Tensor) -> torch.Tensor:
+    return module.weight.flatten()[: len(x.nonzero())].exp().sum()
+
+
+def _twice(module: Reads, x: torch.Tensor) -> torch.Tensor:
+    return module.inner(x) + module.inner(x * 0)
+
+
+def _recomputed(module: Reads, x: torch.Tensor) -> torch.Tensor:
+    return sum(checkpoint(module.inner, x * factor, use_reentrant=False) for factor in (0, 1))
+
+
+def _as_often_as(count: int) -> Callable[[Reads, torch.Tensor], torch.Tensor]:
+    return lambda module, x: module.weight.sum() * sum(x.sum().item() for _ in range(count))
+
+
+def _masked(module: Reads, x: torch.Tensor) -> torch.Tensor:
+    return sum((module.weight * x).masked_select(x > bound).exp().sum() for bound in (0, 2))
+
+
+def test_calls_of_one_module_have_their_own_values(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return Reads(_twice, Reads(_chosen))
+
+    assert _estimated(make, _recorded(make(), _ones(), tmp_path), modes=("keep",))["keep"].step_s > 0
+
+
+@pytest.mark.parametrize(
+    ("recorded", "estimated", "x", "said"),
+    [
+        (
+            lambda: Reads(_number),
+            lambda: Reads(_chosen),
+            _ones(),
+            "the model asks for aten::nonzero at values_cases.py",
+        ),
+        (lambda: Reads(_chosen), lambda: Reads(_chosen), torch.ones(2, 4), r"of sizes \[2, 4\], .* of \[3, 4\]"),
+        (lambda: Reads(_as_often_as(2)), lambda: Reads(_as_often_as(3)), _ones(), "has no more than 2"),
+        (lambda: Reads(_as_often_as(2)), lambda: Reads(_as_often_as(1)), _ones(), "1 times, .* has 2"),
+        (
+            lambda: Reads(_twice, Reads(_chosen)),
+            lambda: Reads(_recomputed, Reads(_chosen)),
+            _ones(),
+            "module inner reads other values each time",
+        ),
+    ],
+)
+def test_a_trace_of_another_step_is_refused_with_the_module_and_the_operator(
+    recorded: Callable[[], nn.Module],
+    estimated: Callable[[], nn.Module],
+    x: torch.Tensor,
+    said: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(EstimateError, match=said):
+        _estimated(estimated, _recorded(recorded(), _ones(), tmp_path), x, modes=("keep",))
+
+
+class _Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Reads(_masked) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(layer(x) for layer in self.layers)
+
+
+def test_a_recompute_pass_of_memplug_has_what_forward_had_or_says_that_it_cannot_know(tmp_path: Path) -> None:
+    same = _recorded(_Stack(), 3 * _ones(), tmp_path)  # more than both bounds
+    assert _estimated(_Stack, same, config=REGIONS, modes=("memplug",))["memplug"].step_s > 0
+    other = _recorded(_Stack(), _ones(), tmp_path)
+    with pytest.raises(EstimateError, match="a recompute pass runs aten::masked_select again"):
+        _estimated(_Stack, other, config=REGIONS, modes=("memplug",))
+    assert _estimated(_Stack, other, config=REGIONS, modes=("full",))["full"].step_s > 0
+
+
+@pytest.mark.parametrize("run", [_chosen, _number])
+def test_what_is_made_up_without_a_trace_is_said(
+    run: Callable[[Reads, torch.Tensor], torch.Tensor], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with caplog.at_level(logging.WARNING, "memplug"):
+        _estimated(lambda: Reads(run), None, modes=("keep",))
+        assert "the estimate makes up" in caplog.text and "at values_cases.py" in caplog.text
+        caplog.clear()
+        _estimated(lambda: Reads(run), _recorded(Reads(run), _ones(), tmp_path), modes=("keep",))
+        _estimated(lambda: Reads(lambda module, x: module.weight.sum() if (x > 0).all() else x), None, modes=("keep",))
+        assert "makes up" not in caplog.text
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / gradient.max().item()
+
+
+def _in_every_way(module: Reads, x: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(x.shape, device="cpu")
+    host.copy_(x)
+    assert len(x.cpu().tolist()) == len(x[0].tolist()) - 1 == 3
+    x.to("cpu", non_blocking=True)
+    chosen = module.weight.flatten()[: len(x.nonzero())]
+    return _Halves.apply(chosen).sum() * x.sum().item()
+
+
+def test_a_step_of_a_device_is_recorded_with_what_its_host_reads_and_in_backward(
+    device: VirtualDevice, tmp_path: Path
+) -> None:
+    model, x = Reads(_in_every_way).to("virtual"), _ones().to("virtual")
+    for layer in (model.forward, lambda x: checkpoint(type(model).forward, model, x, use_reentrant=False)):
+        model.forward = layer
+        with memplug.record_values(model, tmp_path / "values.json"):
+            model(x).backward()
+        values = Values.read(tmp_path / "values.json")
+        (reads,) = values.calls[""]
+        assert [read.operator for read in reads] == [COPY] * 4 + ["aten::nonzero", NUMBER]
+        assert [read.inputs for read in reads] == [((3, 4),), ((3, 4),), ((4,),), ((3, 4),), ((3, 4),), ((),)]
+        assert [(read.operator, read.outputs[0].values) for read in values.backward] == [(NUMBER, (1.0,))]
