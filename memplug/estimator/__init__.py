@@ -6,8 +6,9 @@
 The step runs on the virtual device (memplug/device/virtual), with executor, planner and arena as in a real run.
 """
 
-from memplug.estimator.estimate import Estimate, ModeEstimate, estimate
+from memplug.estimator.estimate import estimate
 from memplug.estimator.modes import MODES
 from memplug.estimator.record_values import record_values
+from memplug.estimator.result import Estimate, ModeEstimate
 
 __all__ = ["MODES", "Estimate", "ModeEstimate", "estimate", "record_values"]

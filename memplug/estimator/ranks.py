@@ -11,7 +11,8 @@ from typing import Any
 from memplug.config import MemplugConfig
 from memplug.device.virtual import Hardware
 from memplug.estimator.engine import settings_of
-from memplug.estimator.estimate import Estimate, estimate
+from memplug.estimator.estimate import estimate
+from memplug.estimator.result import Estimate
 from memplug.estimator.shapes import needed
 from memplug.estimator.workload import Workload
 

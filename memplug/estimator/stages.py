@@ -14,8 +14,9 @@ from typing import Any
 from memplug.config import MemplugConfig
 from memplug.device.virtual import Hardware
 from memplug.estimator import megatron
-from memplug.estimator.estimate import Estimate, ModeEstimate, estimate_training
+from memplug.estimator.estimate import estimate_training
 from memplug.estimator.layout import Layout
+from memplug.estimator.result import Estimate, ModeEstimate
 from memplug.estimator.workload import Workload
 
 LARGEST = """peak_allocated_bytes peak_reserved_bytes arena_reserved_bytes host_bytes to_host_bytes

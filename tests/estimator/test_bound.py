@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memplug.estimator.bound import bound
-from memplug.estimator.estimate import Span
+from memplug.estimator.result import Span
 
 
 def _span(name: str, begin_s: float, end_s: float, stream: int = 0) -> Span:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from memplug.device.virtual import Hardware
 from memplug.errors import BudgetError
-from memplug.estimator.estimate import Estimate, ModeEstimate
 from memplug.estimator.layout import Layout
+from memplug.estimator.result import Estimate, ModeEstimate
 from memplug.estimator.stages import of_all
 
 OPTIMIZER_S = 1.0

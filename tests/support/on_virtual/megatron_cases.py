@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from memplug.device.virtual import Hardware
-from memplug.estimator.estimate import Estimate, estimate_training
+from memplug.estimator.estimate import estimate_training
 from memplug.estimator.layout import Layout
 from memplug.estimator.megatron import MegatronTraining, rank_of
+from memplug.estimator.result import Estimate
 from memplug.estimator.shapes import Shape
 from memplug.estimator.workload import Workload
 from tests.support.on_virtual.devices import H200
