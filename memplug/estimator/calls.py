@@ -9,15 +9,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import memplug
 from memplug.hooks.regions import subclass
 
-_NOT_THE_PROGRAM = tuple(os.path.dirname(package.__file__) + os.sep for package in (torch, memplug))
+_NOT_THE_PROGRAM = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 
 @dataclass(slots=True)
