@@ -67,7 +67,11 @@ def estimate(
         bool, typer.Option(help="Find the longest sequence and the largest micro-batch that fit; not of several ranks.")
     ] = True,
     plan_dir: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write memplug's plan there, for a run of the same job.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write memplug's plan there, for a run of the same job; not of Megatron-Core.",
+        ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a chart of each step as a page; needs plotly.")

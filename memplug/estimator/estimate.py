@@ -146,7 +146,8 @@ def estimate(
         gpus: ranks of the engine, all in one machine, of which the first one is estimated.
         attention: the back end of it, such as "flash"; None: the profile's first one.
         host_bytes: memory of the host for one rank, of which "host_budget_gib": "auto" is a share.
-        plan_dir: the folder that memplug's plan is written to, for a run of the same job; None: it is not written.
+        plan_dir: the folder that memplug's plan is written to, for a run of the same job on all its ranks; None: it is
+            not written.
         tell: called with the name of each mode before it runs.
 
     Raises:

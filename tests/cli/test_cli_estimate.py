@@ -124,6 +124,7 @@ def test_a_mixtral_without_a_layout_is_one_rank_of_megatron_and_is_refused_with_
         (["--tensor", "3"], 1, "--tensor is 3, which does not divide the model's num_attention_heads, 4"),
         (["--gpus", "2", "--pipeline", "4"], 1, "which does not divide --gpus, 2"),
         (["--sequence"], 1, "--sequence is given without --tensor"),
+        (["--tensor", "2", "--plan-dir", "plans"], 1, "a plan of Megatron-Core's ranks is not written"),
         (["--mode", "kept"], 2, "'kept' is none of"),
         (["--model", "absent.yaml"], 1, "absent.yaml"),
     ],

@@ -244,7 +244,12 @@ def _kernel(name: str, *arguments: Any) -> Any:
     rest = [c10d.ReduceOp.RedOpType(x.op()) if isinstance(x, torch.ScriptObject) else x for x in arguments[at + 1 :]]
     device = torch.utils._pytree.tree_leaves(tensors)[0].device
     link = _link(c10d.ProcessGroup.unbox(arguments[at])._get_backend(device))
-    work = c10d.PythonCallbackWork(getattr(link, name)(*tensors, *rest).wait)
+    torch.autograd._enable_record_function(False)  # NCCL runs no operators of torch that an observer would see
+    try:
+        pending = getattr(link, name)(*tensors, *rest)
+    finally:
+        torch.autograd._enable_record_function(True)
+    work = c10d.PythonCallbackWork(pending.wait)
     if link.coalesced is not None:
         link.coalesced.append(work)
     return (arguments[0], work.boxed()) if name in OUTPUTS_AND_WORK else work.boxed()
