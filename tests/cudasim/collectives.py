@@ -1,7 +1,7 @@
 """NCCL's stand-in on simulated CUDA: the operators of c10d on tensors of the device, exchanged by gloo on the host.
 
 `dist.init_process_group("nccl")` and all that is made of it give the groups that they give on a GPU; torch's dispatcher
-sees the same operators, of which the kernels are these; an observer does not see what these run. As NCCL's, each runs on
+sees the same operators, of which the kernels are these; observers do not see what these run. As NCCL's, each runs on
 a stream of its group, which waits for the current one: inputs are copied to pinned memory there, and results from it.
 `Work.wait()` lets the current stream wait for that stream, by an event; a result that is read without is a race, which
 the simulator tells.
