@@ -78,7 +78,11 @@ def estimate(
         ),
     ] = None,
     plan_dir: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write memplug's plan there, for a run of the same job.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write memplug's plan there, for a run of the same job; not of Megatron-Core.",
+        ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a chart of each step as a page; needs plotly.")

@@ -36,9 +36,9 @@ def rank_of(gpus: int) -> Iterator[None]:
         yield
 
 
-def settings_of(ds_config: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
-    """A DeepSpeed JSON as it is estimated: with torch's Adam in place of DeepSpeed's kernel, which takes as much memory
-    and is bound by it alike; without "auto" values, memplug's block, and what watches training.
+def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, Any]:
+    """A DeepSpeed JSON as it is estimated: with torch's fused Adam in place of DeepSpeed's kernel, which takes as much
+    memory and is bound by it alike; without "auto" values, memplug's block, and what watches training.
 
     Raises:
         EstimateError: optimizer or parameters are offloaded, for which DeepSpeed computes on the host.
@@ -52,10 +52,20 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int) -> dict[str, Any
                 "`memplug tune` predicts a step with offload.",
             )
     optimizer = kept.get("optimizer", {"type": "AdamW"})
-    if str(optimizer.get("type")).lower() in ADAM:
-        optimizer = {**optimizer, "params": {**optimizer.get("params", {}), "torch_adam": True, "fused": True}}
+    params = optimizer.get("params", {})
+    if str(optimizer.get("type")).lower() in ADAM and not params.get("torch_adam"):  # else it is torch's own already
+        optimizer = {**optimizer, "params": {**params, "torch_adam": True, "fused": True}}
+    kept = {**_accumulation(kept, micro_batch, gpus), **kept}
     kept.pop("train_batch_size", None)
     return {**kept, "optimizer": optimizer, "train_micro_batch_size_per_gpu": micro_batch}
+
+
+def _accumulation(kept: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, int]:
+    """What DeepSpeed makes of the batch of all ranks, where that is of these micro-batches."""
+    total = kept.get("train_batch_size")
+    if not isinstance(total, int) or kept.get("train_micro_batch_size_per_gpu") != micro_batch:
+        return {}
+    return {"gradient_accumulation_steps": max(1, total // (micro_batch * gpus))}
 
 
 def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:

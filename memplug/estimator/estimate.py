@@ -70,7 +70,8 @@ def estimate(
         gpus: ranks of the engine, all in one machine, of which the first one is estimated.
         attention: the back end of it, such as "flash"; None: the profile's first one.
         host_bytes: memory of the host for one rank, of which "host_budget_gib": "auto" is a share.
-        plan_dir: the folder that memplug's plan is written to, for a run of the same job; None: it is not written.
+        plan_dir: the folder that memplug's plan is written to, for a run of the same job on all its ranks; None: it is
+            not written.
         trace: the file of `record_values`, of a real step at the same sizes: what the model's code reads of its tensors
             is as there. None: a number is 1, a condition and all of a mask true, and a warning says so where that may
             make another step of it; most other operators that need values fail.

@@ -35,12 +35,12 @@ def estimate_rank(
     Args:
         ds_config: contents of the DeepSpeed JSON.
         gpus: ranks, all in one machine.
-        options: further ones of `estimate`.
+        options: further ones of `estimate`. Of a plan that is written each rank has a file: those above 0 link to its.
 
     Among several modes selective recomputation is left out with ZeRO 3, under which torch's does not run: it counts the
     operators that gather parameters, of which a recompute pass has others.
     """
-    settings = settings_of(ds_config, workload.micro_batch)
+    settings = settings_of(ds_config, workload.micro_batch, gpus)
     if settings.get("zero_optimization", {}).get("stage") == 3 and "selective" in modes and len(modes) > 1:
         log.warning("selective recomputation is left out: torch's does not run with ZeRO 3")
         modes = [mode for mode in modes if mode != "selective"]

@@ -13,6 +13,7 @@ from typing import Any
 
 from memplug.config import MemplugConfig
 from memplug.device.virtual import Hardware
+from memplug.errors import EstimateError
 from memplug.estimator import megatron
 from memplug.estimator.estimate import estimate_training
 from memplug.estimator.layout import Layout
@@ -46,8 +47,13 @@ def estimate_megatron(
         options: further ones of `estimate`.
 
     Raises:
-        EstimateError: the model cannot be split so.
+        EstimateError: the model cannot be split so; or there is a folder for plans, which no run would use.
     """
+    if options.get("plan_dir") is not None:
+        raise EstimateError(
+            "a plan of Megatron-Core's ranks is not written: stages differ, and no run was tried with an estimated one",
+            "Leave out --plan-dir: the run plans in its first steps, and keeps its plan for the next one.",
+        )
     layout.check(workload.shape, workload.layers, workload.seq_len)
     make_training = functools.partial(megatron.MegatronTraining, workload, layout, micro_batches)
     stages = {}

@@ -64,5 +64,6 @@ def _versions() -> tuple[tuple[str, str], ...]:
     versions = []
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            versions.append((package, metadata.version(package)))
+            version, _, _ = metadata.version(package).partition("+")  # "+cpu", "+cu130": builds of one program
+            versions.append((package, version))
     return tuple(versions)

@@ -11,17 +11,18 @@ from memplug.plan import plan_file
 from memplug.plan.schema import MemoryPlan
 
 
-def keep(plan: MemoryPlan, file: Path, lower: Sequence[Path]) -> None:
+def keep(plan: MemoryPlan, file: Path, lower: Sequence[Path], higher: Sequence[Path] = ()) -> None:
     """Save a plan, or a link to the first of some files that has the same.
 
     Args:
         plan: with its training.
         file: of this rank; its folder is made.
         lower: of the ranks below; they may be missing.
+        higher: of ranks above that are not there to save theirs; they become links to this rank's.
 
     Raises:
         LayoutError: the file cannot be written.
-        OSError: nor its folder, or the link.
+        OSError: nor its folder, or a link.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     own = (each for each in lower if plan_file.is_plan(each) and not each.is_symlink())
@@ -30,7 +31,15 @@ def keep(plan: MemoryPlan, file: Path, lower: Sequence[Path]) -> None:
         if file.is_symlink():
             file.unlink()
         plan_file.save(plan, file)
-    elif not (file.exists() and file.samefile(shared)):
+    else:
+        _link(file, shared)
+    for each in higher:
+        _link(each, file)
+
+
+def _link(file: Path, shared: Path) -> None:
+    """Files of one folder."""
+    if not (file.exists() and file.samefile(shared)):
         file.unlink(missing_ok=True)
         file.symlink_to(shared.name)
 

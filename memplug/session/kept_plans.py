@@ -185,9 +185,11 @@ class KeptPlans:
         self._finish(waits=False)
 
     def _training(self, index: int, lasting: Lasting, recording: Recording | None) -> Training:
-        program = lasting.program
+        program, resumed = lasting.program, self._plans.get(lasting)
+        # a plan that was amended stays one of the run that made it: other ranks may have nothing to amend
+        run, index = (self._store.run, index) if resumed is None else (resumed.training.run, resumed.training.index)
         return Training(
-            run=self._store.run,
+            run=run,
             index=index,
             program=program and _planned(program.baseline, recording),
             decisions=None,

@@ -71,15 +71,17 @@ class PlanStore:
 
     def keep(self, plan: MemoryPlan, beside: Beside) -> None:
         """Keep a plan of this run, in place of an earlier one of the same inputs; where a lower rank has kept the same,
-        that is this rank's too.
+        that is this rank's too. In an estimate it is the higher ranks' as well, of which none is there to keep its own.
 
         Args:
             plan: with its training.
             beside: writes it.
         """
         if self._folder is not None:
-            lower = [self._folder / self._name(plan, rank) for rank in range(self._job.rank)]
-            beside.begin(kept_file.keep, plan, self._folder / self._name(plan, self._job.rank), lower)
+            files = [self._folder / self._name(plan, rank) for rank in range(self._job.world_size)]
+            own = self._job.rank
+            higher = files[own + 1 :] if self._ranks.are_made_up else []
+            beside.begin(kept_file.keep, plan, files[own], files[:own], higher)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 

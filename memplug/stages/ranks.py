@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+VIRTUAL = "virtual"  # backend of a group whose other ranks are not there (memplug/device/virtual/ranks.py)
+
 
 class Ranks:
     """Every method is called by all ranks, in the same order."""
@@ -31,6 +33,11 @@ class Ranks:
     def rank(self) -> int:
         """Of this process, among those that `gather`."""
         return 0 if self._alone else dist.get_rank()
+
+    @property
+    def are_made_up(self) -> bool:
+        """The others are not there: what they have is what this one has, in an estimate."""
+        return dist.is_initialized() and dist.get_backend() == VIRTUAL
 
     def vote(self, mask: int) -> Callable[[], int]:
         """Start the bitwise and of a non-negative number over all ranks; returns what waits for the result."""

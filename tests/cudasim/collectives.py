@@ -1,9 +1,10 @@
 """NCCL's stand-in on simulated CUDA: the operators of c10d on tensors of the device, exchanged by gloo on the host.
 
 `dist.init_process_group("nccl")` and all that is made of it give the groups that they give on a GPU; torch's dispatcher
-sees the same operators, of which the kernels are these. As NCCL's, each runs on a stream of its group, which waits for
-the current one: inputs are copied to pinned memory there, and results from it. `Work.wait()` lets the current stream
-wait for that stream, by an event; a result that is read without is a race, which the simulator tells.
+sees the same operators, of which the kernels are these; observers do not see what these run. As NCCL's, each runs on
+a stream of its group, which waits for the current one: inputs are copied to pinned memory there, and results from it.
+`Work.wait()` lets the current stream wait for that stream, by an event; a result that is read without is a race, which
+the simulator tells.
 
 Not as NCCL's: the host goes on once all ranks are there, as gloo needs them (what the device has to do before is run
 then, which orders nothing; see `cudasim_run`). What `recv` receives is on the device after its `wait()`, in which the
@@ -244,7 +245,12 @@ def _kernel(name: str, *arguments: Any) -> Any:
     rest = [c10d.ReduceOp.RedOpType(x.op()) if isinstance(x, torch.ScriptObject) else x for x in arguments[at + 1 :]]
     device = torch.utils._pytree.tree_leaves(tensors)[0].device
     link = _link(c10d.ProcessGroup.unbox(arguments[at])._get_backend(device))
-    work = c10d.PythonCallbackWork(getattr(link, name)(*tensors, *rest).wait)
+    torch.autograd._enable_record_function(False)  # NCCL runs no operators of torch that an observer would see
+    try:
+        pending = getattr(link, name)(*tensors, *rest)
+    finally:
+        torch.autograd._enable_record_function(True)
+    work = c10d.PythonCallbackWork(pending.wait)
     if link.coalesced is not None:
         link.coalesced.append(work)
     return (arguments[0], work.boxed()) if name in OUTPUTS_AND_WORK else work.boxed()
