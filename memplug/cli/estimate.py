@@ -115,6 +115,7 @@ def estimate(
             model,
             gpu,
             trace,
+            gpus if not split else None,
             layers=layers,
             seq_len=seq_len,
             micro_batch=micro_batch,
@@ -139,7 +140,7 @@ def estimate(
             largest = {}
             if limits and gpus is None and layout is None and trace is None:
                 say("limits")
-                largest = _limits(workload, config, hardware, modes, attention)
+                largest = _limits(workload, config, hardware, modes, attention, options.get("host_bytes"))
         facts = _facts(found, workload, largest, settings, gpus)
         if layout is not None:
             facts |= layouts.facts_of(found, workload, layout, micro_batches)
@@ -154,11 +155,12 @@ def estimate(
 
 
 def _asked(
-    ds_json: Path | None, model: Path, gpu: str, trace: Path | None, **given: Any
+    ds_json: Path | None, model: Path, gpu: str, trace: Path | None, engine_gpus: int | None, **given: Any
 ) -> "tuple[Workload, MemplugConfig, Hardware, dict[str, Any]]":
     """What trains, memplug's block, the GPU, and the DeepSpeed JSON."""
     from memplug.config import load_config, read_ds_config, read_json
     from memplug.device.virtual import Hardware
+    from memplug.estimator.engine import dtype_of, micro_batch_of
     from memplug.estimator.shapes import Shape
     from memplug.estimator.values import Values
     from memplug.estimator.workload import Workload
@@ -166,14 +168,12 @@ def _asked(
     hardware, shape = Hardware.named(gpu), Shape.read(model)
     settings = read_json(ds_json) if ds_json is not None else {}
     block = read_ds_config(settings) if "memplug" in settings else load_config({"enabled": True})
-    micro_batch = settings.get("train_micro_batch_size_per_gpu")
-    on = [name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled") is True]
     workload = Workload(
         shape=shape,
         layers=given["layers"] or shape.layers,
         seq_len=given["seq_len"] or shape.fields.get("max_position_embeddings", 4096),
-        micro_batch=given["micro_batch"] or (micro_batch if isinstance(micro_batch, int) else 1),
-        dtype=next(iter(on), "fp32" if settings else "bf16"),
+        micro_batch=given["micro_batch"] or micro_batch_of(settings, engine_gpus),
+        dtype=dtype_of(settings),
         head=given["head"],
         optimizer=given["optimizer"],
         values=Values.read(trace) if trace is not None else None,
@@ -213,13 +213,15 @@ def _limits(
     hardware: "Hardware",
     modes: tuple[str, ...],
     attention: str | None,
+    host_bytes: float | None,
 ) -> dict[str, dict[str, int]]:
     from memplug.estimator import limits
 
+    options = {} if host_bytes is None else {"host_bytes": host_bytes}
     return {
         mode: {
-            "longest_seq_len": limits.longest(workload, config, hardware, mode, attention),
-            "largest_micro_batch": limits.largest_batch(workload, config, hardware, mode, attention),
+            "longest_seq_len": limits.longest(workload, config, hardware, mode, attention, **options),
+            "largest_micro_batch": limits.largest_batch(workload, config, hardware, mode, attention, **options),
         }
         for mode in modes
     }
@@ -238,7 +240,8 @@ def _facts(
     hardware = found.hardware
     rank = f"one {hardware.name}"
     if gpus is not None:
-        rank = f"one of {gpus} {hardware.name}, ZeRO {settings.get('zero_optimization', {}).get('stage', 0)}"
+        stage = (settings.get("zero_optimization") or {}).get("stage")
+        rank = f"one of {gpus} {hardware.name}, ZeRO {stage if isinstance(stage, int) else 0}"
     return {
         "title": f"Predicted for {rank}: {layouts.words_of(workload, optimizer=gpus is None)}",
         "gpu": hardware.name,

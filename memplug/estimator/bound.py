@@ -6,24 +6,33 @@ from collections.abc import Iterable
 from typing import Any
 
 COPIES = ("to host", "to device")
+COLLECTIVE = "c10d::"
+"""What the names of collectives begin with."""
 IDLE_SHARE = 0.02  # of a step, up to which kernels bound it
 
 
 def bound(spans: Iterable[Any], step_s: float) -> str:
-    """Where kernels take all of the step "compute"; else what goes on while none runs: "link" where a copy does, "host"
-    where nothing does.
+    """Where kernels take all of the step "compute"; else what goes on the longest while none runs: "link" where a copy
+    does, "collectives", or "host" where nothing does.
 
     Args:
         spans: as `VirtualDevice.take_spans` gives them, of one step.
         step_s: how long the step took, in seconds.
     """
-    spans = list(spans)
-    kernels = _merged((span.begin_s, span.end_s) for span in spans if span.name not in COPIES)
-    copies = _merged((span.begin_s, span.end_s) for span in spans if span.name in COPIES)
-    if step_s - _seconds(kernels) <= IDLE_SHARE * step_s:
+    kernels, copies, collectives = [], [], []
+    for span in spans:
+        is_collective = span.name.startswith(COLLECTIVE)
+        of_kind = copies if span.name in COPIES else collectives if is_collective else kernels
+        of_kind.append((span.begin_s, span.end_s))
+    busy_s = _seconds(_merged(kernels))
+    if step_s - busy_s <= IDLE_SHARE * step_s:
         return "compute"
-    either_s = _seconds(_merged([*kernels, *copies]))
-    return "link" if either_s - _seconds(kernels) >= step_s - either_s else "host"
+    waits_s = {
+        "link": _seconds(_merged([*kernels, *copies])) - busy_s,
+        "collectives": _seconds(_merged([*kernels, *collectives])) - busy_s,
+        "host": step_s - _seconds(_merged([*kernels, *copies, *collectives])),
+    }
+    return max(waits_s, key=lambda kind: waits_s[kind])
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -16,6 +16,10 @@ from memplug.errors import EstimateError
 from memplug.estimator.training import Training, differentiable, unable
 
 ADAM = ("adam", "adamw")
+FORMERLY = ("cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory")
+"""Names that DeepSpeed had for offloading, and still reads."""
+PRECISIONS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}
+"""Sections of a DeepSpeed JSON that turn a dtype on."""
 WATCHERS = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "comms_logger", "wall_clock_breakdown")
 """Of a DeepSpeed JSON, what tells how training goes."""
 
@@ -36,6 +40,49 @@ def rank_of(gpus: int) -> Iterator[None]:
         yield
 
 
+def dtype_of(ds_config: Mapping[str, Any]) -> str:
+    """Of parameters and activations, "bf16", "fp16" or "fp32": as DeepSpeed has them, bf16 where that is "auto", or
+    where nothing is said of DeepSpeed.
+    """
+    said = {
+        dtype: [_enabled(ds_config[name]) for name in names if name in ds_config] for dtype, names in PRECISIONS.items()
+    }
+    for dtype, values in said.items():
+        if True in values:
+            return dtype
+    is_open = any("auto" in values for values in said.values()) or not set(ds_config) - {"memplug"}
+    return "bf16" if is_open else "fp32"
+
+
+def _enabled(section: Any) -> Any:
+    return section.get("enabled") if isinstance(section, Mapping) else section
+
+
+def micro_batch_of(ds_config: Mapping[str, Any], gpus: int | None) -> int:
+    """Sequences of a rank's micro-batch, as DeepSpeed makes them of the batch of all ranks where it is not told; 1
+    where nothing says.
+
+    Args:
+        gpus: of the engine; None: there is none.
+
+    Raises:
+        EstimateError: the batch cannot be split so.
+    """
+    given, total = (ds_config.get(name) for name in ("train_micro_batch_size_per_gpu", "train_batch_size"))
+    if isinstance(given, int):
+        return given
+    if gpus is None or not isinstance(total, int):
+        return 1
+    accumulation = ds_config.get("gradient_accumulation_steps")
+    parts = gpus * (accumulation if isinstance(accumulation, int) else 1)
+    if total % parts:
+        raise EstimateError(
+            f"train_batch_size is {total}, which is not to be split into {parts} micro-batches",
+            "Give a multiple of --gpus and gradient_accumulation_steps.",
+        )
+    return total // parts
+
+
 def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, Any]:
     """A DeepSpeed JSON as it is estimated: with torch's fused Adam in place of DeepSpeed's kernel, which takes as much
     memory and is bound by it alike; without "auto" values, memplug's block, and what watches training.
@@ -44,9 +91,10 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> di
         EstimateError: optimizer or parameters are offloaded, for which DeepSpeed computes on the host.
     """
     kept = _without_auto({key: value for key, value in ds_config.items() if key not in ("memplug", *WATCHERS)})
-    zero = kept.get("zero_optimization", {})
-    for name in ("offload_optimizer", "offload_param"):
-        if zero.get(name, {}).get("device", "none") != "none":
+    zero = kept.get("zero_optimization") or {}
+    for name in ("offload_optimizer", "offload_param", *FORMERLY):
+        given = zero.get(name)
+        if given is True or (given and isinstance(given, Mapping) and given.get("device", "none") != "none"):
             raise EstimateError(
                 f"zero_optimization.{name} leaves work to the host, which is not run",
                 "`memplug tune` predicts a step with offload.",
@@ -55,6 +103,9 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> di
     params = optimizer.get("params", {})
     if str(optimizer.get("type")).lower() in ADAM and not params.get("torch_adam"):  # else it is torch's own already
         optimizer = {**optimizer, "params": {**params, "torch_adam": True, "fused": True}}
+    dtype = dtype_of(ds_config)
+    if dtype in PRECISIONS and not any(_enabled(kept.get(name)) is True for name in PRECISIONS[dtype]):  # it was "auto"
+        kept[dtype] = {**(kept[dtype] if isinstance(kept.get(dtype), Mapping) else {}), "enabled": True}
     kept = {**_accumulation(kept, micro_batch, gpus), **kept}
     kept.pop("train_batch_size", None)
     return {**kept, "optimizer": optimizer, "train_micro_batch_size_per_gpu": micro_batch}

@@ -80,16 +80,23 @@ def estimate(
     Raises:
         ConfigError: the block cannot be used.
         EstimateError: a mode has no such name, an operator needs values, and there are none, or the trace is of
-            another step, or the engine offloads.
+            another step, or the engine offloads; or arguments do not go together.
         HardwareError: there is no such GPU, or it has no such attention, or torch no place for the virtual device.
         RegionError: no decoder layers were found.
     """
+    refuse_plan(modes, plan_dir)
     if engine is not None and len(modes) > 1:
         raise EstimateError("a process estimates one mode of an engine", "Estimate each mode in a process of its own.")
+    if engine is not None and make_optimizer is not None:
+        raise EstimateError("an engine makes its own optimizer", "Leave out make_optimizer.")
+    if engine is None and gpus != 1:
+        raise EstimateError(f"gpus is {gpus}, and there is no engine", "Give a DeepSpeed JSON's contents as engine.")
     make_training: Callable[[], Training] = functools.partial(Training, make_model, example_inputs, make_optimizer)
     rank: Callable[[], Any] = contextlib.nullcontext
     if engine is not None:
-        make_training = functools.partial(engines.EngineTraining, make_model, example_inputs, engine)
+        micro_batch = engine.get("train_micro_batch_size_per_gpu")
+        settings = engines.settings_of(engine, micro_batch if isinstance(micro_batch, int) else 1, gpus)
+        make_training = functools.partial(engines.EngineTraining, make_model, example_inputs, settings)
         rank = functools.partial(engines.rank_of, gpus)
     answers = Answers(Values.read(trace) if trace is not None else None)
     options = {"attention": attention, "host_bytes": host_bytes, "plan_dir": plan_dir, "tell": tell}
@@ -144,6 +151,12 @@ def estimate_training(
             finally:
                 _tidy(device)
     return Estimate(hardware, found, impossible)
+
+
+def refuse_plan(modes: Sequence[str], plan_dir: str | Path | None) -> None:
+    """Raises EstimateError: a plan is asked for, and none of the modes has one."""
+    if plan_dir is not None and "memplug" not in modes:
+        raise EstimateError("none of these modes has a plan to write", "Estimate mode memplug, or leave out plan_dir.")
 
 
 def _tidy(device: VirtualDevice) -> None:
@@ -219,10 +232,12 @@ def _measured(
     began_s, flops = device.synchronize(), device.flops()
     device.reset_peaks()
     device.keep_spans(True)
-    step()
-    step_s = device.synchronize() - began_s
-    device.keep_spans(False)
-    spans, usage = device.take_spans(), device.usage()
+    try:
+        step()
+    finally:
+        device.keep_spans(False)
+        spans = device.take_spans()
+    step_s, usage = device.synchronize() - began_s, device.usage()
     after = session.report() if session is not None else {}
     return ModeEstimate(
         mode=mode,

@@ -11,7 +11,7 @@ from typing import Any
 from memplug.config import MemplugConfig
 from memplug.device.virtual import Hardware
 from memplug.estimator.engine import settings_of
-from memplug.estimator.estimate import estimate
+from memplug.estimator.estimate import estimate, refuse_plan
 from memplug.estimator.result import Estimate
 from memplug.estimator.shapes import needed
 from memplug.estimator.workload import Workload
@@ -40,6 +40,7 @@ def estimate_rank(
     Among several modes selective recomputation is left out with ZeRO 3, under which torch's does not run: it counts the
     operators that gather parameters, of which a recompute pass has others.
     """
+    refuse_plan(modes, options.get("plan_dir"))
     settings = settings_of(ds_config, workload.micro_batch, gpus)
     if settings.get("zero_optimization", {}).get("stage") == 3 and "selective" in modes and len(modes) > 1:
         log.warning("selective recomputation is left out: torch's does not run with ZeRO 3")
@@ -67,6 +68,8 @@ def _estimated(
     logging.getLogger("memplug").setLevel(logging.ERROR)
     name = "mixtral" if workload.shape.is_mixture else "llama"
     needed(f"transformers.models.{name}.modeling_{name}")  # before ZeRO 3 changes what makes tensors
+    if mode != "memplug":
+        options = {**options, "plan_dir": None}
     return estimate(
         workload.make_model, workload.inputs, config, hardware, (mode,), engine=settings, gpus=gpus, **options
     )

@@ -33,7 +33,7 @@ class ModeEstimate:
         arena_reserved_bytes: the same where the planned arena serves; None: there is none.
         host_bytes: pinned memory of the host.
         to_host_bytes, to_device_bytes: over the link in a step.
-        bound: what the step waits for: "compute", "link" or "host".
+        bound: what the step waits for: "compute", "link", "collectives" or "host".
         fits: the device has as much memory.
         spans: of all streams, in the order in which they were queued.
         schedule_s: of the step, forward and backward of all micro-batches; None: what trains does not tell.

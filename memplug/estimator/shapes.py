@@ -12,6 +12,8 @@ from memplug.errors import EstimateError
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
+_OF_MIXTURES = ("num_experts_per_tok", "num_key_value_heads")
+"""Fields that others read too, as MixtralConfig has them where a file does not say."""
 _TAKEN = ("rope_theta", "rope_scaling")
 """Fields that transformers reads and writes under another name."""
 
@@ -55,6 +57,9 @@ class Shape:
             raise EstimateError(f"{file} is no shape of a model", "Take configs/models/7b.yaml as an example.")
         shape = cls(dict(fields))
         shape._check(file)
+        if shape.is_mixture:
+            config = needed("transformers").MixtralConfig()
+            shape = cls({**{name: getattr(config, name) for name in _OF_MIXTURES}, **shape.fields})
         return shape
 
     def _check(self, file: Path) -> None:

@@ -20,8 +20,7 @@ from memplug.estimator.layout import Layout
 from memplug.estimator.result import Estimate, ModeEstimate
 from memplug.estimator.workload import Workload
 
-LARGEST = """peak_allocated_bytes peak_reserved_bytes arena_reserved_bytes host_bytes to_host_bytes
-to_device_bytes""".split()
+LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "to_host_bytes", "to_device_bytes")
 """Of a pipeline, those of the stage that has the most."""
 
 
@@ -104,10 +103,9 @@ def _of_stages(stages: Mapping[int, ModeEstimate], layout: Layout, micro_batches
     slowest = max(stages.values(), key=lambda stage: stage.step_s)
     passed_s = sum(layout.stages[number] * stage.schedule_s for number, stage in stages.items())
     bubble_s = (passed_s - slowest.schedule_s) / micro_batches
-    largest = {
-        name: max((value for stage in stages.values() if (value := getattr(stage, name)) is not None), default=None)
-        for name in LARGEST
-    }
+    largest = {name: max(getattr(stage, name) for stage in stages.values()) for name in LARGEST}
+    if any(stage.arena_reserved_bytes is not None for stage in stages.values()):
+        largest["arena_reserved_bytes"] = max(_reserved_bytes(stage) for stage in stages.values())
     return dataclasses.replace(
         slowest,
         step_s=slowest.step_s + bubble_s,
@@ -116,3 +114,8 @@ def _of_stages(stages: Mapping[int, ModeEstimate], layout: Layout, micro_batches
         bubble_s=bubble_s,
         **largest,
     )
+
+
+def _reserved_bytes(stage: ModeEstimate) -> int:
+    """With the arena, where it has one."""
+    return stage.peak_reserved_bytes if stage.arena_reserved_bytes is None else stage.arena_reserved_bytes

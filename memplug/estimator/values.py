@@ -17,8 +17,8 @@ NUMBER = "aten::_local_scalar_dense"
 """The operator that gives the host a number of a tensor."""
 COPY = "aten::_to_copy"
 """That copies a tensor to the host."""
-MOST_BYTES = 1 << 16
-"""Of a tensor whose copy on the host is kept: a program reads no more than that."""
+MOST_BYTES = 1 << 20
+"""Of a tensor whose copy on the host is kept."""
 
 
 class Plain(BaseModel):

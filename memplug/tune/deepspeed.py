@@ -50,9 +50,9 @@ def deepspeed_json(
     _set(made, "train_micro_batch_size_per_gpu", layout.micro_batch)
     _set(made, "gradient_accumulation_steps", layout.accumulation)
     _set(made, "train_batch_size", layout.micro_batch * layout.accumulation * gpus)
-    if not _part(made, "fp16").get("enabled"):
+    if _part(made, "fp16").get("enabled") is not True:
         _set(_part(made, "bf16"), "enabled", True)
-    if made.get("fp16") in ({}, "auto"):
+    if made["fp16"].get("enabled", "auto") == "auto":
         del made["fp16"]
     zero = _part(made, "zero_optimization")
     counts = [chunk.count for chunk in chunks]

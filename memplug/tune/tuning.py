@@ -71,7 +71,7 @@ def tune(
     estimator = StepEstimator(machine, profiles)
     device_bytes = DEVICE_SHARE * machine.hardware.memory_bytes
     if block.device_budget_gib != "auto":
-        device_bytes = block.device_budget_gib * GIB
+        device_bytes = min(block.device_budget_gib * GIB, machine.hardware.memory_bytes)
     limits = Limits(device_bytes, host_bytes)
     found = search(space.boxes, estimator, limits, COUNT)
     if not found.best:

@@ -19,6 +19,9 @@ def _span(name: str, begin_s: float, end_s: float, stream: int = 0) -> Span:
         ([_span("aten::mm", 0, 0.5), _span("aten::mm", 0.49, 0.99), _span("to host", 0, 1, 1)], "compute"),
         ([_span("aten::mm", 0, 0.5), _span("to host", 0.4, 0.9, 1), _span("aten::mm", 0.9, 1)], "link"),
         ([_span("aten::mm", 0, 0.5), _span("to device", 0.4, 0.6, 2), _span("aten::mm", 0.9, 1)], "host"),
+        ([_span("aten::mm", 0, 0.5), _span("c10d::allgather_", 0.3, 1, 1)], "collectives"),
+        ([_span("aten::mm", 0, 0.5), _span("c10d::send", 0.3, 0.6, 1), _span("to host", 0.3, 1, 2)], "link"),
+        ([_span("aten::mm", 0, 0.5), _span("c10d::send", 0.5, 0.6, 1), _span("to host", 0.6, 0.75, 2)], "host"),
         ([], "host"),
     ],
 )

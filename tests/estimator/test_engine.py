@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from memplug.estimator.engine import settings_of
+from memplug.errors import EstimateError
+from memplug.estimator.engine import dtype_of, micro_batch_of, settings_of
 
 FUSED = {"torch_adam": True, "fused": True}
 
@@ -42,3 +43,55 @@ def test_as_many_micro_batches_are_accumulated_as_in_the_run(
     settings = settings_of(batches, micro_batch, 2)
     assert settings.get("gradient_accumulation_steps") == steps
     assert settings["train_micro_batch_size_per_gpu"] == micro_batch and "train_batch_size" not in settings
+
+
+@pytest.mark.parametrize(
+    ("batches", "gpus", "micro_batch"),
+    [
+        ({"train_batch_size": 64}, 8, 8),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, 8, 2),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}, None, 1),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, 8, 4),
+        ({"train_batch_size": "auto"}, 8, 1),
+    ],
+)
+def test_the_micro_batch_is_what_deepspeed_makes_of_the_batch(
+    batches: dict[str, Any], gpus: int | None, micro_batch: int
+) -> None:
+    assert micro_batch_of(batches, gpus) == micro_batch
+
+
+def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:
+    with pytest.raises(EstimateError, match="64, which is not to be split into 24"):
+        micro_batch_of({"train_batch_size": 64, "gradient_accumulation_steps": 3}, 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "section"),
+    [
+        ({}, "bf16", "bf16"),
+        ({"memplug": {}}, "bf16", "bf16"),
+        ({"zero_optimization": {"stage": 2}}, "fp32", None),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, "bf16", "bf16"),
+        ({"bf16": "auto"}, "bf16", "bf16"),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}, "fp16", "fp16"),
+        ({"bfloat16": {"enabled": True}}, "bf16", "bfloat16"),
+        ({"bf16": {"enabled": False}}, "fp32", None),
+    ],
+)
+def test_the_dtype_is_deepspeeds_and_bf16_where_it_is_open(
+    settings: dict[str, Any], dtype: str, section: str | None
+) -> None:
+    assert dtype_of(settings) == dtype
+    made = settings_of(settings, 1, 2)
+    on = [name for name in ("bf16", "bfloat16", "fp16") if made.get(name, {}).get("enabled") is True]
+    assert on == ([section] if section else [])
+
+
+@pytest.mark.parametrize(
+    "zero", [{"offload_param": {"device": "cpu"}}, {"cpu_offload": True}, {"offload_optimizer": {"device": "nvme"}}]
+)
+def test_what_leaves_work_to_the_host_is_refused(zero: dict[str, Any]) -> None:
+    with pytest.raises(EstimateError, match="leaves work to the host"):
+        settings_of({"zero_optimization": zero}, 1, 2)
+    settings_of({"zero_optimization": {"offload_optimizer": None, "offload_param": {"device": "none"}}}, 1, 2)

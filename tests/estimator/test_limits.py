@@ -5,7 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplug.estimator.limits import FEW_LAYERS, MOST_CHECKS, PRECISION, largest
+from memplug.config import load_config
+from memplug.device.capacity import DEVICE_SHARE
+from memplug.device.virtual import Hardware
+from memplug.estimator.limits import FEW_LAYERS, MOST_CHECKS, PRECISION, capacity_bytes, largest
 
 BYTES = st.integers(1, 10**9)
 
@@ -38,3 +41,11 @@ def test_where_it_rises_a_little_faster_from_somewhere_on_few_steps_with_all_lay
 
 def test_where_nothing_fits_that_is_none():
     assert largest(lambda count, layers: 1e12 * layers + count, 16, 32, 1e9) == 0
+
+
+def test_what_a_step_may_take_is_memplugs_budget_and_never_more_than_the_gpu_has() -> None:
+    gpu = Hardware.named("h100")
+    asked = {gib: load_config({"enabled": True, "device_budget_gib": gib}) for gib in ("auto", 40, 4000)}
+    assert capacity_bytes(gpu, asked["auto"], "memplug") == DEVICE_SHARE * gpu.memory_bytes
+    assert capacity_bytes(gpu, asked[40], "memplug") == 40 * 2**30
+    assert capacity_bytes(gpu, asked[4000], "memplug") == capacity_bytes(gpu, asked[40], "full") == gpu.memory_bytes

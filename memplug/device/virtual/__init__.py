@@ -251,7 +251,8 @@ def _started() -> Any:
     except RuntimeError as error:
         raise HardwareError(str(error)) from error
     torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, _Module)
+    if not hasattr(torch, NAME):  # it was tried before, too late
+        torch._register_device_module(NAME, _Module)
     try:
         torch.ones(1, device=NAME, requires_grad=True).backward()
     except RuntimeError as error:

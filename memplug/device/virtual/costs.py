@@ -10,7 +10,12 @@ from memplug.errors import HardwareError
 
 DTYPES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
 """Of matrix products, by bytes of an element: float16 is as fast as bfloat16."""
-MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
+SCALED = ("aten::_scaled_mm",)
+"""Matrix products whose factors come first, with scales behind them."""
+MATMULS = (
+    *("aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::bmm", "aten::baddbmm", "aten::addbmm"),
+    *("aten::_int_mm", "aten::_grouped_mm", *SCALED),
+)
 WITHOUT_READING = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::ones", "aten::arange")
 """What they write to is no input of theirs."""
 WHOLE = ("broadcast_", "reduce_", "send", "recv_", "recv_any_source_")
@@ -54,7 +59,8 @@ def flops(work: Any) -> float:
 def _products_s(hardware: Hardware, work: Any, flops: float) -> float:
     if not flops:
         return 0.0
-    element_bytes = work.inputs[-1].nbytes // math.prod(work.inputs[-1].sizes)
+    factor = _factors(work)[-1]
+    element_bytes = factor.nbytes // math.prod(factor.sizes)
     rate = hardware.matmul_flops.get(DTYPES.get(element_bytes, ""))
     if rate is None:
         raise HardwareError(
@@ -88,9 +94,13 @@ def collective_s(hardware: Hardware, name: str, nbytes: int, ranks: int) -> floa
 
 def matmul_flops(work: Any) -> float:
     """Floating-point operations of a matrix product, a multiplication and an addition for each pair of elements."""
-    left, right = work.inputs[-2:]
+    left, right = _factors(work)
     in_groups = len(right.sizes) < len(left.sizes)  # columns, each of which meets one of the matrices
     return 2.0 * math.prod(left.sizes[1:] if in_groups else left.sizes) * right.sizes[-1]
+
+
+def _factors(work: Any) -> Any:
+    return work.inputs[:2] if work.name in SCALED else work.inputs[-2:]
 
 
 def convolution_flops(work: Any) -> float:

@@ -107,7 +107,7 @@ class _Links:
         seconds = collective_s(VirtualDevice.current().hardware, name, nbytes, ranks)
         self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream:
-            self._core.launch(name.strip("_"), seconds)
+            self._core.launch(f"c10d::{name}", seconds)
         pending = _Pending(self._stream, sum(lists, []))
         if self._coalesced is not None:
             self._coalesced.append(pending)

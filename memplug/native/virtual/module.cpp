@@ -87,7 +87,6 @@ PYBIND11_MODULE(memplug_virtual, module) {
   });
   module.def("host_s", [] { return VirtualDevice::get().clocks.host_s(); });
   module.def("spend", [](double seconds) { VirtualDevice::get().clocks.spend(seconds); });
-  module.def("spend", [](double seconds) { VirtualDevice::get().clocks.spend(seconds); });
   module.def("launch", [](const std::string& name, double seconds) {
     VirtualDevice::get().launch(name, seconds);
   });

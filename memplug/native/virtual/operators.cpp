@@ -210,7 +210,9 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 
 // -- copies -----------------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kReadBytes = 1 << 16; // a program may look at what comes to the host, but not at more than that
+// A program may look at what comes to the host: at what it waits for, and at little else. What is larger is memory that nobody
+// has written to.
+constexpr int64_t kReadBytes = 1 << 16, kAwaitedBytes = 1 << 26;
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
   VirtualDevice& device = VirtualDevice::get();
@@ -220,9 +222,12 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
     const Link direction = is_virtual(self) ? Link::TO_HOST : Link::TO_DEVICE;
     const auto nbytes = static_cast<int64_t>(destination.numel() * destination.element_size());
     device.copy(direction, nbytes, !non_blocking);
-    if (direction == Link::TO_HOST && nbytes <= kReadBytes) {
-      const auto answer = device.answer({"aten::_to_copy", {shape_of(self)}, {}}, !non_blocking);
-      answer ? destination.copy_(answer->front()) : destination.fill_(1);
+    if (direction == Link::TO_HOST && (!non_blocking || nbytes <= kReadBytes)) {
+      if (const auto answer = device.answer({"aten::_to_copy", {shape_of(self)}, {}}, !non_blocking)) {
+        destination.copy_(answer->front());
+      } else if (nbytes <= kAwaitedBytes) {
+        destination.fill_(1);
+      }
     }
   }
   return destination;

@@ -101,4 +101,4 @@ def test_the_longest_sequence_and_the_largest_batch_fit_and_larger_ones_do_not(m
     for count, fits in ((most, True), (int(1.25 * most), False)):
         changed = dataclasses.replace(workload, **{size: count})
         taken = limits.least_bytes(changed, config, hardware, mode, None)
-        assert (taken <= limits.capacity_bytes(hardware, mode)) is fits, (count, taken)
+        assert (taken <= limits.capacity_bytes(hardware, config, mode)) is fits, (count, taken)

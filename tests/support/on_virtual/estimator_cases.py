@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import memplug
 from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.errors import BudgetError, EstimateError, HardwareError, RegionError
+from memplug.estimator.estimate import LASTING_STEPS
 from memplug.estimator.result import Estimate
 from memplug.estimator.training import Training
 from tests.support.on_virtual.devices import H200, HIDDEN, Layers
@@ -124,6 +125,32 @@ class _NeedsValues(nn.Module):
         return self.weight[torch.unique(x).long()].sum()
 
 
+class _FailsLater(nn.Module):
+    """In the forward that is measured."""
+
+    forwards = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        if self.forwards > LASTING_STEPS:
+            (x * self.weight).sum()
+            raise RuntimeError("a forward that fails")
+        return (x * self.weight).sum()
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next_ones_chart() -> None:
+    """It fails as it is measured."""
+    block = {"enabled": True, "arena": {"enabled": False}}
+    with pytest.raises(EstimateError, match="a forward that fails"):
+        memplug.estimate(_FailsLater, lambda: torch.ones(8), block, modes=("keep",))
+    found = memplug.estimate(_Tied, lambda: (torch.zeros(2, 8, dtype=torch.long),), block, modes=("keep",))["keep"]
+    assert found.spans and min(span.begin_s for span in found.spans) >= 0
+
+
 class _Constant(_NeedsValues):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -137,6 +164,10 @@ class _Constant(_NeedsValues):
         ({"modes": ("kept",)}, EstimateError, "no mode 'kept'"),
         ({"gpu": "h201"}, HardwareError, "h200"),
         ({"attention": "none"}, HardwareError, "cudnn, flash"),
+        ({"gpus": 8}, EstimateError, "gpus is 8, and there is no engine"),
+        ({"engine": {}, "make_optimizer": torch.optim.SGD}, EstimateError, "makes its own optimizer"),
+        ({"engine": {"zero_optimization": {"cpu_offload": True}}}, EstimateError, "leaves work to the host"),
+        ({"plan_dir": "plans"}, EstimateError, "none of these modes has a plan"),
     ],
 )
 def test_what_cannot_be_estimated_is_said(arguments: dict[str, Any], error: type[Exception], said: str) -> None:

@@ -195,3 +195,29 @@ def test_a_profile_that_is_none_is_refused(tmp_path: Path, text: str, said: str)
     (tmp_path / "gpu.json").write_text(text)
     with pytest.raises(HardwareError, match=said):
         Hardware.read(tmp_path / "gpu.json")
+
+
+def test_what_a_program_waits_for_on_the_host_has_values_of_any_size(device: VirtualDevice) -> None:
+    """Not what was in that memory before."""
+    numbers = torch.ones(100_000, dtype=torch.long, device="virtual")
+    for _ in range(2):
+        there = numbers.cpu()
+        assert there.eq(1).all()
+        there.fill_(7)
+        del there
+
+
+def test_products_with_scales_and_of_batches_take_the_time_of_what_they_compute(device: VirtualDevice) -> None:
+    left, right = (torch.empty(64, 64, dtype=torch.float8_e4m3fn, device="virtual") for _ in range(2))
+    batch, out = torch.empty(4, 64, 64, device="virtual"), torch.empty(64, 64, device="virtual")
+    one, product = torch.ones((), device="virtual"), 2 * 64**3
+    eighth = dataclasses.replace(SIMPLE, matmul_flops={**SIMPLE.matmul_flops, "float8": Rate.always(2e9)})
+    device = VirtualDevice(eighth)
+    for run, flops, rate in (
+        (lambda: torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16), product, 2e9),
+        (lambda: torch.addbmm(out, batch, batch), 4 * product, 1e9),
+    ):
+        began_s, before = device.synchronize(), device.flops()
+        run()
+        assert device.flops() - before == flops
+        assert device.synchronize() - began_s == pytest.approx(flops / rate, rel=0.01)
