@@ -140,7 +140,8 @@ def estimate(
             largest = {}
             if limits and gpus is None and layout is None and trace is None:
                 say("limits")
-                largest = _limits(workload, config, hardware, modes, attention, options.get("host_bytes"))
+                found_by = {name: options[name] for name in ("attention", "host_bytes") if name in options}
+                largest = _limits(workload, config, hardware, modes, **found_by)
         facts = _facts(found, workload, largest, settings, gpus)
         if layout is not None:
             facts |= layouts.facts_of(found, workload, layout, micro_batches)
@@ -212,16 +213,14 @@ def _limits(
     config: "MemplugConfig",
     hardware: "Hardware",
     modes: tuple[str, ...],
-    attention: str | None,
-    host_bytes: float | None,
+    **options: Any,
 ) -> dict[str, dict[str, int]]:
     from memplug.estimator import limits
 
-    options = {} if host_bytes is None else {"host_bytes": host_bytes}
     return {
         mode: {
-            "longest_seq_len": limits.longest(workload, config, hardware, mode, attention, **options),
-            "largest_micro_batch": limits.largest_batch(workload, config, hardware, mode, attention, **options),
+            "longest_seq_len": limits.longest(workload, config, hardware, mode, **options),
+            "largest_micro_batch": limits.largest_batch(workload, config, hardware, mode, **options),
         }
         for mode in modes
     }

@@ -94,8 +94,7 @@ def estimate(
     make_training: Callable[[], Training] = functools.partial(Training, make_model, example_inputs, make_optimizer)
     rank: Callable[[], Any] = contextlib.nullcontext
     if engine is not None:
-        micro_batch = engine.get("train_micro_batch_size_per_gpu")
-        settings = engines.settings_of(engine, micro_batch if isinstance(micro_batch, int) else 1, gpus)
+        settings = engines.settings_of(engine, engines.micro_batch_of(engine, gpus), gpus)
         make_training = functools.partial(engines.EngineTraining, make_model, example_inputs, settings)
         rank = functools.partial(engines.rank_of, gpus)
     answers = Answers(Values.read(trace) if trace is not None else None)

@@ -2,7 +2,7 @@
 
 Memory rises evenly with the layers, of which all are alike, and with the tokens. So a step is run with few layers and
 extrapolated to all of them, at two sizes and extrapolated to what the GPU has; steps with all layers then say whether
-that fits, and correct it.
+that fits, and correct it. `options` are further ones of `estimate`, such as `host_bytes`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from memplug.config import MemplugConfig
 from memplug.device.capacity import DEVICE_SHARE
 from memplug.device.virtual import Hardware
-from memplug.estimator.estimate import UNLIMITED_BYTES, estimate
+from memplug.estimator.estimate import estimate
 from memplug.estimator.workload import Workload
 
 FEW_LAYERS = (2, 4)
@@ -26,37 +26,23 @@ MOST_CHECKS = 4  # of one size, with all layers
 GIB = 2**30
 
 
-def longest(
-    workload: Workload,
-    config: MemplugConfig,
-    hardware: Hardware,
-    mode: str,
-    attention: str | None,
-    host_bytes: float = UNLIMITED_BYTES,
-) -> int:
+def longest(workload: Workload, config: MemplugConfig, hardware: Hardware, mode: str, **options: Any) -> int:
     """Tokens of the longest sequence of which a step fits, a multiple of `SEQ_LEN_STEP`; 0: none fits."""
 
     def bytes_of(count: int, layers: int) -> float:
         changed = dataclasses.replace(workload, seq_len=count * SEQ_LEN_STEP, layers=layers)
-        return least_bytes(changed, config, hardware, mode, attention, host_bytes)
+        return least_bytes(changed, config, hardware, mode, **options)
 
     begin = max(1, workload.seq_len // SEQ_LEN_STEP)
     return SEQ_LEN_STEP * largest(bytes_of, begin, workload.layers, capacity_bytes(hardware, config, mode))
 
 
-def largest_batch(
-    workload: Workload,
-    config: MemplugConfig,
-    hardware: Hardware,
-    mode: str,
-    attention: str | None,
-    host_bytes: float = UNLIMITED_BYTES,
-) -> int:
+def largest_batch(workload: Workload, config: MemplugConfig, hardware: Hardware, mode: str, **options: Any) -> int:
     """Sequences of the largest micro-batch of which a step fits; 0: none does."""
 
     def bytes_of(count: int, layers: int) -> float:
         changed = dataclasses.replace(workload, micro_batch=count, layers=layers)
-        return least_bytes(changed, config, hardware, mode, attention, host_bytes)
+        return least_bytes(changed, config, hardware, mode, **options)
 
     return largest(bytes_of, workload.micro_batch, workload.layers, capacity_bytes(hardware, config, mode))
 
@@ -70,14 +56,7 @@ def capacity_bytes(hardware: Hardware, config: MemplugConfig, mode: str) -> floa
     return min(config.device_budget_gib * GIB, hardware.memory_bytes)
 
 
-def least_bytes(
-    workload: Workload,
-    config: MemplugConfig,
-    hardware: Hardware,
-    mode: str,
-    attention: str | None,
-    host_bytes: float = UNLIMITED_BYTES,
-) -> float:
+def least_bytes(workload: Workload, config: MemplugConfig, hardware: Hardware, mode: str, **options: Any) -> float:
     """That a step of a mode takes at least: of memplug, with everything in layers swapped or recomputed, and nothing
     outside of them; of the others, what torch's allocator reserves.
     """
@@ -94,8 +73,7 @@ def least_bytes(
         hardware,
         (mode,),
         make_optimizer=workload.make_optimizer if workload.optimizer else None,
-        attention=attention,
-        host_bytes=host_bytes,
+        **options,
     )
     if mode in found.impossible:
         return found.impossible[mode].least_gib * GIB

@@ -210,8 +210,7 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 
 // -- copies -----------------------------------------------------------------------------------------------------------------
 
-// A program may look at what comes to the host: at what it waits for, and at little else. What is larger is memory that nobody
-// has written to.
+// A program may read what comes to the host: what it waits for, and of the rest what is small. Larger copies stay uninitialised.
 constexpr int64_t kReadBytes = 1 << 16, kAwaitedBytes = 1 << 26;
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
