@@ -15,7 +15,7 @@ bool is_capturable(const Record& record) {
 // Whether a call of a `ROWS` operator can be recomputed from any row on: not a grouped mm over 3-D inputs.
 bool splits_by_rows(const Record& record) {
   const auto dimensions = [&](size_t i) { return record.inputs.at(i).geometry.size.size(); };
-  return record.op->has(ROWS) &&
+  return record.op->has(ROWS) && !record.op->has(PART_OF_UNIT) &&
       (record.op->schema_name != "aten::_grouped_mm" || (dimensions(0) == 2 && dimensions(1) == 3));
 }
 
@@ -30,7 +30,7 @@ std::vector<at::Tensor> tensors_of(c10::ArrayRef<c10::IValue> values) {
 } // namespace
 
 bool Frame::wants(size_t index, const Operator& op) const {
-  return op.has(COLLECTIVE) || (!op.has(EXCHANGE) && setting->decide(index, op).fraction > 0);
+  return op.has(COLLECTIVE) || op.has(PART_OF_UNIT) || (!op.has(EXCHANGE) && setting->decide(index, op).fraction > 0);
 }
 
 void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
@@ -43,6 +43,8 @@ void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
   const Decision decision = setting->decide(index, op);
   if (op.has(EXCHANGE)) {
     capture_exchange(index, record, results);
+  } else if (op.has(PART_OF_UNIT) && !flow->is_worth_swapping(results[0].toTensor())) {
+    capture_outputs(index, record, results, {1, true}); // the unit does not run again for so little
   } else if (decision.fraction > 0 && is_capturable(record)) {
     capture_outputs(index, record, results, decision);
   } else if (op.has(COLLECTIVE)) {
@@ -64,8 +66,9 @@ void Frame::capture_outputs(
   } else if (*rows == 0 || !splits_by_rows(record)) {
     return;
   }
-  const int64_t launch = op.has(COLLECTIVE) ? launch_of(index) : -1;
-  if (op.has(COLLECTIVE) && launch < 0) {
+  const bool waits = op.has(COLLECTIVE) && !op.has(PART_OF_UNIT);
+  const int64_t launch = waits ? launch_of(index) : -1;
+  if (waits && launch < 0) {
     return;
   }
   std::vector<Part> parts;
@@ -112,6 +115,10 @@ void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c
 
 // A collective whose result no backward ever asked for: neither captured nor launched again.
 void Frame::leave_out(size_t index) {
+  if (forward.tape().records[index].op->has(PART_OF_UNIT)) {
+    captures_[index] = {{}, true};
+    return;
+  }
   if (const int64_t launch = launch_of(index); launch >= 0) {
     captures_[index] = {{}, true};
     launches_[launch] = index;
@@ -195,6 +202,11 @@ void Frame::learn(const std::vector<size_t>& substituted) {
         std::any_of(capture.parts.begin(), capture.parts.end(), [](const Part& part) { return part.is_viewed(); });
     if (!used && !tape->records[index].op->has(CHOICE)) {
       region->leave_out(index, tape->records[index].op);
+    }
+  }
+  for (const size_t index : of_ranks) {
+    if (tape->records[index].op->has(PART_OF_UNIT)) {
+      received.insert(tape->records[index].made.begin(), tape->records[index].made.end());
     }
   }
   for (const auto& [launch, index] : launches_) {

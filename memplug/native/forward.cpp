@@ -274,6 +274,9 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
 void Forward::classify(Record& record) {
   const Operator& op = *record.op;
   record.form = record.made.empty() ? Form::VIEW : Form::PURE;
+  if (op.has(UNIT) || op.has(PART_OF_UNIT)) {
+    return; // it runs again where something of it has to be recomputed, and draws and communicates as it did then
+  }
   if (op.has(EXCHANGE)) {
     record.form = Form::EXCHANGE;
     record.root = true;

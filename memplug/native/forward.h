@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ledger.h"
+#include "source.h"
 #include "storages.h"
 #include "tape.h"
 
@@ -68,6 +69,20 @@ class Forward {
 
   // It has run.
   void end(c10::ArrayRef<c10::IValue> results);
+
+  // A unit (unit.h) begins: nothing that runs inside is told of, but for what autograd saves.
+  void begin_unit(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
+
+  // It has run, and returned these tensors. Notes the memory that it made, and that is returned or saved, as operators
+  // `part` that read the token; says where each of them comes from.
+  std::vector<Source> end_unit(
+      const Operator& part, const at::Tensor& token, const std::vector<at::Tensor>& returned);
+
+  // It has raised.
+  void fail_unit();
+
+  // All of a tensor's storage, in its own dtype where that fits, so that a copy of it serves every view.
+  static at::Tensor whole(const at::Tensor& tensor);
 
   // An operator is called with a tensor of a subclass.
   void meet_subclass(const at::Tensor& tensor) {
@@ -193,6 +208,7 @@ class Forward {
   std::vector<int32_t> made_;
   std::vector<c10::IValue> exchanged_; // what the running exchange writes to
   std::vector<std::pair<int32_t, at::Tensor>> saved_early_; // of storages that the running operator has made
+  std::optional<size_t> unit_saves_; // how many tensors were saved when the unit began that runs
 };
 
 } // namespace memplug

@@ -177,6 +177,21 @@ void add_forwards(py::module_& module) {
     phase == "start" ? Observer::pause() : Observer::resume();
   });
   module.def("given_bytes", &given_bytes);
+  module.def("tensors_in", [](py::handle returned) {
+    py::list found;
+    for (const at::Tensor& tensor : tensors_in(returned)) {
+      found.append(wrapped(tensor));
+    }
+    return found;
+  });
+  module.def("observes", [] { return Running::observed() != nullptr; });
+  module.def(
+      "run_unit",
+      [](py::object unit, const std::string& overload, const std::string& name, py::object state,
+         py::object surroundings, const py::object& call, const py::tuple& arguments, const py::dict& keywords) {
+        return Running::observed()->run_unit(
+            std::move(unit), overload, name, std::move(state), std::move(surroundings), call, arguments, keywords);
+      });
   struct Stance {};
   py::class_<Stance>(module, "AsWritten")
       .def(py::init<>())
@@ -229,6 +244,7 @@ void add_forwards(py::module_& module) {
       .def("forget", &Running::forget)
       .def("arguments", &Running::arguments)
       .def("consume_inputs", &Running::consume_inputs)
+      .def_property_readonly("unit_states", &Running::unit_states)
       .def("has_to_restore", [](const Running& r, size_t index) {
         const Forward::Saved& saved = r.forward.saved.at(index);
         return saved.alive && saved.way == Forward::Way::RECOMPUTED;

@@ -29,6 +29,8 @@ enum Trait : uint32_t {
   COLLECTIVE = 1 << 13,
   CHOICE = 1 << 14,
   PARTIAL = 1 << 15, // reads none of the tensor that it writes to, and may write a part of it, or nothing
+  UNIT = 1 << 16, // a call that no operator shows, and what it made (unit.h)
+  PART_OF_UNIT = 1 << 17,
 };
 
 struct Operator {

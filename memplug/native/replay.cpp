@@ -4,6 +4,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -54,8 +55,8 @@ class Generators {
 
 class RecomputePass {
  public:
-  RecomputePass(const Tape& tape, const std::vector<Action>& actions, Bases bases)
-      : tape_(tape), actions_(actions), bases_(std::move(bases)) {}
+  RecomputePass(const Tape& tape, const std::vector<Action>& actions, Bases bases, const Helpers& helpers, c10::impl::LocalDispatchKeySet outside)
+      : tape_(tape), actions_(actions), bases_(std::move(bases)), helpers_(helpers), outside_(outside) {}
 
   // A storage's index of the last operator that reads it.
   void find_last_uses(const std::vector<const Use*>& wanted) {
@@ -80,8 +81,14 @@ class RecomputePass {
     if (drawn != nullptr) {
       generators_.set(*drawn);
     }
-    Stack stack = arguments_of(record);
-    record.op->handle.callBoxed(&stack);
+    Stack stack = record.op->has(UNIT) || record.op->has(PART_OF_UNIT) ? Stack() : arguments_of(record);
+    if (record.op->has(UNIT)) {
+      stack.emplace_back(run_unit(index));
+    } else if (record.op->has(PART_OF_UNIT)) {
+      stack.emplace_back(std::exchange(parts_.at(index - first_part_), {}));
+    } else {
+      record.op->handle.callBoxed(&stack);
+    }
     if (record.op->has(EXCHANGE)) {
       wait_for(stack);
     }
@@ -126,7 +133,10 @@ class RecomputePass {
   // An operator whose result's shape depends on values.
   void check(const Record& record, const Use& use) const {
     const at::Tensor& made = bases_[use.storage];
-    if (made.sizes() != c10::IntArrayRef(use.geometry.size) || made.scalar_type() != use.geometry.dtype) {
+    const bool same = record.op->has(PART_OF_UNIT)
+        ? use.geometry.is_of(made)
+        : made.sizes() == c10::IntArrayRef(use.geometry.size) && made.scalar_type() == use.geometry.dtype;
+    if (!same) {
       std::ostringstream text;
       text << record.op->name << " gave " << made.sizes() << " where forward had " << c10::IntArrayRef(use.geometry.size);
       throw Diverged(text.str());
@@ -181,6 +191,26 @@ class RecomputePass {
     }
   }
 
+  // Its parts follow it; returns a token.
+  at::Tensor run_unit(size_t index) {
+    const Record& record = tape_.records[index];
+    const int32_t token = record.made.front();
+    first_part_ = index + 1;
+    std::vector<bool> needed;
+    for (size_t i = first_part_; i < tape_.records.size() && tape_.records[i].op->has(PART_OF_UNIT) &&
+         tape_.records[i].reads(token);
+         ++i) {
+      needed.push_back(actions_[i] == Action::RUN);
+    }
+    std::vector<at::Tensor> given;
+    for (const Use& use : record.inputs) {
+      given.push_back(at(use));
+    }
+    const c10::impl::ForceDispatchKeyGuard outside(outside_);
+    parts_ = helpers_.run_unit(index, given, needed);
+    return at::empty({0}, at::TensorOptions(at::kByte));
+  }
+
   // Rows from `begin` on of a matmul's result, into the memory of the rows that are there.
   void compute_rows(const Record& record, const at::Tensor& out, int64_t begin) const {
     Stack stack = arguments_of(record);
@@ -224,6 +254,10 @@ class RecomputePass {
   const std::vector<Action>& actions_;
   std::vector<at::Tensor> bases_; // by storage
   std::vector<int64_t> last_;
+  const Helpers& helpers_;
+  const c10::impl::LocalDispatchKeySet outside_;
+  size_t first_part_ = 0; // of the unit that ran last
+  std::vector<at::Tensor> parts_; // of those, what it made
   Generators generators_;
 };
 
@@ -254,9 +288,10 @@ std::vector<at::Tensor> replay(
     Bases bases,
     const std::vector<std::vector<Drawn>>& drawn,
     const std::vector<const Use*>& wanted,
-    const std::function<Substitute(size_t)>& substitute) {
+    const Helpers& helpers) {
+  const auto outside = c10::impl::tls_local_dispatch_key_set();
   const Below below;
-  RecomputePass pass(tape, actions, std::move(bases));
+  RecomputePass pass(tape, actions, std::move(bases), helpers, outside);
   pass.find_last_uses(wanted);
   auto next = drawn.begin();
   for (size_t i = 0; i < tape.records.size(); ++i) {
@@ -264,7 +299,7 @@ std::vector<at::Tensor> replay(
     if (actions[i] == Action::RUN) {
       pass.run(i, states);
     } else if (actions[i] == Action::SUBSTITUTE) {
-      pass.substitute(i, substitute(i));
+      pass.substitute(i, helpers.substitute(i));
     }
   }
   std::vector<at::Tensor> restored;

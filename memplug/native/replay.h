@@ -29,6 +29,15 @@ struct GroupGone : std::runtime_error {
 // Memory that a pass finds there, by storage; undefined where it has to be made.
 using Bases = std::vector<at::Tensor>;
 
+// What a recompute pass asks of others.
+struct Helpers {
+  std::function<Substitute(size_t)> substitute; // the captured results of an operator
+
+  // Runs a unit again, the operator of that index, with these tensors. Returns what its parts made, those that `needed`
+  // says; outside of all guards of the pass.
+  std::function<std::vector<at::Tensor>(size_t, const std::vector<at::Tensor>&, const std::vector<bool>& needed)> run_unit;
+};
+
 // Runs a tape's operators by those actions and returns the tensors that lie where `wanted` says, without their graph.
 //
 // Views are not run: each tensor is made from its storage. A storage is released after its last use. Random operators
@@ -39,7 +48,7 @@ std::vector<at::Tensor> replay(
     Bases bases,
     const std::vector<std::vector<Drawn>>& drawn,
     const std::vector<const Use*>& wanted,
-    const std::function<Substitute(size_t)>& substitute);
+    const Helpers& helpers);
 
 // The tensor that lies so in a storage, of which `base` is any tensor.
 at::Tensor tensor_at(const at::Tensor& base, const Geometry& geometry);

@@ -148,11 +148,11 @@ Running::Item Running::item_of(py::handle object) {
 void Running::finish() {
   if (observer_.has_value()) {
     struct End {
-      std::optional<Observer>& observer;
+      Running& running;
       ~End() {
-        observer.reset();
+        running.end();
       }
-    } const end{observer_};
+    } const end{*this};
     observer_->rethrow();
   }
   tape = forward.close();
@@ -258,21 +258,26 @@ void Running::explain() {
 void Running::replay(const std::optional<py::function>& substitute) {
   Pass pass = begin_pass();
   std::vector<at::Tensor> found;
+  const auto captured = [&](size_t index) {
+    const py::gil_scoped_acquire locked;
+    if (!substitute) {
+      return Frame::substitute(index);
+    }
+    const py::tuple parts = (*substitute)(index);
+    Substitute all;
+    all.rows = parts[1].cast<int64_t>();
+    for (const py::handle part : parts[0]) {
+      all.tensors.push_back(tensor_of(part));
+    }
+    return all;
+  };
+  const Helpers helpers{captured, [&](size_t index, const auto& given, const auto& needed) {
+                          const py::gil_scoped_acquire locked;
+                          return run_unit_again(index, given, needed);
+                        }};
   {
     const py::gil_scoped_release unlocked;
-    found = memplug::replay(*tape, decisions->actions, std::move(pass.bases), forward.drawn, pass.wanted, [&](size_t index) {
-      const py::gil_scoped_acquire locked;
-      if (!substitute) {
-        return Frame::substitute(index);
-      }
-      const py::tuple parts = (*substitute)(index);
-      Substitute all;
-      all.rows = parts[1].cast<int64_t>();
-      for (const py::handle part : parts[0]) {
-        all.tensors.push_back(tensor_of(part));
-      }
-      return all;
-    });
+    found = memplug::replay(*tape, decisions->actions, std::move(pass.bases), forward.drawn, pass.wanted, helpers);
   }
   end_pass(pass, found);
 }

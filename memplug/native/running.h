@@ -3,15 +3,18 @@
 
 #include <pybind11/pybind11.h>
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "ambient.h"
 #include "arguments.h"
 #include "frame.h"
 #include "observer.h"
+#include "unit.h"
 
 namespace memplug {
 
@@ -42,13 +45,24 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
 
   // -- an observed forward
 
-  void begin() {
-    observer_.emplace(forward);
-  }
+  void begin();
   // It has run, or raised.
-  void end() {
-    observer_.reset();
-  }
+  void end();
+
+  // The forward that this thread is told of, for its units; null: none, or what runs now is no part of it.
+  static Running* observed();
+
+  // Runs a unit (unit.h) of the forward, and returns what it returns. `overload`: of its operators. The other arguments are
+  // as in `UnitCall`.
+  pybind11::object run_unit(
+      pybind11::object unit,
+      const std::string& overload,
+      const std::string& name,
+      pybind11::object state,
+      pybind11::object surroundings,
+      const pybind11::object& call,
+      const pybind11::tuple& arguments,
+      const pybind11::dict& keywords);
   // It is over. Throws what went wrong while it was observed.
   void finish();
 
@@ -68,6 +82,9 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
 
   // For a pass that runs the module: its arguments and keywords, leaves of another graph.
   pybind11::tuple arguments();
+
+  // For such a pass: what each unit needs to run again as it ran, in order.
+  pybind11::list unit_states() const;
 
   // Such a pass has read them.
   void consume_inputs();
@@ -90,11 +107,15 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   };
 
   void enter(const pybind11::tuple& arguments, const pybind11::dict& keywords);
+  std::vector<at::Tensor> run_unit_again(
+      size_t index, const std::vector<at::Tensor>& given, const std::vector<bool>& needed);
   Item item_of(pybind11::handle value);
   void over();
 
   pybind11::object executor_, region_object_;
   std::optional<Observer> observer_;
+  Running* outer_ = nullptr; // that the thread was told of before
+  std::map<size_t, UnitCall> units_; // by operator
   std::vector<Item> items_;
   Containers arguments_, keywords_;
 };

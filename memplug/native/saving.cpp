@@ -19,14 +19,15 @@ void Forward::save(const at::Tensor& tensor, bool held) {
   } else {
     int32_t storage = storages.find(tensor);
     if (storage < 0) {
-      storage = number(tensor, !running_);
-      if (running_) {
+      const bool own = running_ && !(tensor.is_leaf() && tensor.requires_grad()); // else a parameter
+      storage = number(tensor, !own);
+      if (own) {
         saved_early_.emplace_back(storage, tensor.tensor_data());
       }
     }
     if (storages.given[storage] && !is_captured(storage)) {
       give(storage, tensor);
-    } else {
+    } else if (!unit_saves_) { // else once it is known whether the unit made it
       count(storage);
     }
     found.use = {{0}, storage, Geometry::of(tensor, storages.origins[storage])};

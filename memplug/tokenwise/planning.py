@@ -123,7 +123,14 @@ def _replayed(
     """Operators of regions that ran the same ones, storages that backward asks for, and those that are there before."""
     tape = tapes[0]
     operations = tuple(_operator(tapes, index, seconds, min_offload_bytes) for index in range(len(tape.records)))
-    return operations, frozenset(tape.asked), frozenset(tape.given | tape.received | _chosen(tape))
+    given = tape.given | tape.received | _chosen(tape) | _small_parts(tape, min_offload_bytes)
+    return operations, frozenset(tape.asked), frozenset(given)
+
+
+def _small_parts(tape: Tape, min_offload_bytes: int) -> set[int]:
+    """Storages that a unit made and that stay on the device: it does not run again for so little."""
+    parts = [record for record in tape.records if operators.is_part_of_unit(record.func)]
+    return {n for record in parts for n in record.outputs if tape.bytes[n] < max(1, min_offload_bytes)}
 
 
 def _module(forward_s: float) -> tuple[tuple[plan.Operator, ...], frozenset[int], frozenset[int]]:
@@ -259,7 +266,7 @@ def _capture(record: Record, kind: Kind | None, output_bytes: int, min_offload_b
     blank = kind is None and operators.is_factory(record.func)
     if small or blank or kind is Kind.CHOICE or record.form is not Form.PURE:
         return "never"
-    return "rows" if kind is Kind.ROWS else "whole"
+    return "rows" if kind is Kind.ROWS and not operators.is_part_of_unit(record.func) else "whole"
 
 
 def _mean_fraction(tape: Tape, group: plan.Group) -> float:

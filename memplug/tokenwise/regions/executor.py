@@ -21,7 +21,7 @@ import collections
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from memplug.tokenwise.regions.region import Region
 from memplug.tokenwise.regions.rerun import as_before, rerun
 from memplug.tokenwise.regions.tape import REASONS, Tape
 from memplug.tokenwise.regions.times import Times
+from memplug.tokenwise.regions.units import run_again
 from memplug.tokenwise.regions.watch import AddressMode
 
 log = logging.getLogger("memplug")
@@ -45,6 +46,7 @@ log = logging.getLogger("memplug")
 
 class _OfThread(threading.local):
     recomputing = 0
+    unit_states: Iterator[Any] = iter(())
 
 
 class Executor:
@@ -110,13 +112,19 @@ class Executor:
         return self._threads.recomputing
 
     @contextlib.contextmanager
-    def rerunning(self) -> Iterator[None]:
-        """Such a pass is under way."""
+    def rerunning(self, unit_states: Iterable[Any] = ()) -> Iterator[None]:
+        """Such a pass is under way; `unit_states`: of the units that it is going to run, in order."""
+        before, self._threads.unit_states = self._threads.unit_states, iter(unit_states)
         self._threads.recomputing += 1
         try:
             yield
         finally:
             self._threads.recomputing -= 1
+            self._threads.unit_states = before
+
+    def next_unit(self) -> Any:
+        """Such a pass runs a unit: what that needs to run as it ran; None where it is none of the forward's own."""
+        return next(self._threads.unit_states, None)
 
     def run(self, region: Region, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
@@ -190,6 +198,10 @@ class Executor:
     def is_scratch(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in a scratch buffer owned by the framework."""
         return any(holds(tensor) for holds in self.hooks.scratch)
+
+    def run_unit_again(self, *call: Any) -> list[torch.Tensor | None]:
+        """See `memplug.tokenwise.regions.units.run_again`."""
+        return run_again(self, *call)
 
     def explain(self, phase: str, region: Region, error: BaseException) -> None:
         """An error of the device's memory passes."""

@@ -83,6 +83,9 @@ _WAIT = "_c10d_functional::wait_tensor"
 _WITHOUT_COMMUNICATION = {_WAIT, "_c10d_functional::_wrap_tensor_autograd"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 _ATTENTION_NAMESPACES = {"flash_attn", "flash_attn_2", "flash_attn_3"}
+UNIT, PART_OF_UNIT = "memplug::unit", "memplug::of_unit"
+_KINDS = {"rows": Kind.ROWS, "attention": Kind.ATTENTION, "shared": Kind.COLLECTIVE}
+"""By the overloads of memplug/native/units.cpp."""
 
 
 @functools.cache
@@ -92,6 +95,8 @@ def kind_of(func: Any) -> Kind | None:
         return None
     name = func._schema.name
     namespace, _, operator = name.partition("::")
+    if name == PART_OF_UNIT:
+        return _KINDS.get(func._overloadname)
     if name in _ROWS and func._overloadname in ("default", ""):
         return Kind.ROWS
     if name in _ATTENTION:
@@ -107,7 +112,12 @@ def is_communication(func: Any) -> bool:
     """Whether other ranks take part: such an operator runs on every rank or on none."""
     if not isinstance(func, torch._ops.OpOverload) or func._schema.name in _WITHOUT_COMMUNICATION:
         return False
-    return func.namespace in _COLLECTIVE_NAMESPACES
+    return func.namespace in _COLLECTIVE_NAMESPACES or (func._schema.name == UNIT and func._overloadname == "shared")
+
+
+def is_part_of_unit(func: Any) -> bool:
+    """Whether the operator stands for one memory that a unit made (memplug/native/unit.h)."""
+    return isinstance(func, torch._ops.OpOverload) and func._schema.name == PART_OF_UNIT
 
 
 @functools.cache
@@ -209,6 +219,8 @@ def describe(name: str, overload: str) -> int:
         name == _WAIT,
         *(kind_of(func) is kind for kind in Kind),
         fills_in_part(func),
+        name == UNIT,
+        name == PART_OF_UNIT,
     )
     return sum(1 << bit for bit, holds in enumerate(traits) if holds)
 

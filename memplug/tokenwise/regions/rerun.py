@@ -40,7 +40,7 @@ def rerun(executor: Executor, frame: Any, region: Region) -> None:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
     ambient = restored(executor.device, frame.surroundings, *frame.ambient)
-    with executor.rerunning(), as_before(frame.buffers), ambient, torch.enable_grad(), hooks:
+    with executor.rerunning(frame.unit_states), as_before(frame.buffers), ambient, torch.enable_grad(), hooks:
         args, kwargs = frame.arguments()
         frame.call(*args, **kwargs)
     if count != frame.saved:

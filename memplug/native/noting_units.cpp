@@ -1,0 +1,76 @@
+// How a forward notes its units (unit.h).
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "forward.h"
+#include "replay.h"
+
+namespace memplug {
+
+at::Tensor Forward::whole(const at::Tensor& tensor) {
+  const auto nbytes = static_cast<int64_t>(tensor.storage().nbytes());
+  if (tensor.storage_offset() == 0 && static_cast<int64_t>(tensor.nbytes()) == nbytes &&
+      tensor.is_non_overlapping_and_dense()) {
+    return tensor;
+  }
+  const auto itemsize = static_cast<int64_t>(tensor.element_size());
+  const bool fits = nbytes % itemsize == 0;
+  const auto dtype = fits ? tensor.scalar_type() : at::kByte;
+  return alias_at(tensor, {{fits ? nbytes / itemsize : nbytes}, {1}, 0, dtype, false, false});
+}
+
+void Forward::begin_unit(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
+  begin(op, arguments);
+  unit_saves_ = saved.size();
+}
+
+std::vector<Source> Forward::end_unit(
+    const Operator& part, const at::Tensor& token, const std::vector<at::Tensor>& returned) {
+  const auto early = std::exchange(saved_early_, {});
+  const size_t first = *unit_saves_;
+  unit_saves_.reset();
+  end({c10::IValue(token)});
+  std::vector<Source> parts;
+  const auto note = [&](const at::Tensor& tensor, Source source) {
+    const std::array<c10::IValue, 2> arguments{token, static_cast<int64_t>(parts.size())};
+    begin(part, arguments);
+    end({c10::IValue(whole(tensor))});
+    parts.push_back(source);
+  };
+  for (const auto& [storage, tensor] : early) {
+    const bool is_returned = std::any_of(
+        returned.begin(), returned.end(), [&, &own = tensor](const auto& each) { return each.is_alias_of(own); });
+    if (!is_returned && tensor.storage().use_count() > 1) { // such as a weight's cast that its module keeps
+      storages.given[storage] = true;
+      give(storage, tensor);
+      continue;
+    }
+    const auto save = std::find_if(
+        saved.begin() + static_cast<int64_t>(first),
+        saved.end(),
+        [number = storage](const Saved& each) { return each.use.storage == number; });
+    saved_early_.emplace_back(storage, tensor);
+    note(tensor, {true, static_cast<size_t>(save - saved.begin()) - first});
+  }
+  for (size_t i = 0; i < returned.size(); ++i) {
+    if (storages.find(returned[i]) < 0) {
+      note(returned[i], {false, i});
+    }
+  }
+  for (size_t i = first; i < saved.size(); ++i) {
+    const int32_t storage = saved[i].use.storage;
+    saved[i].largest_bytes = largest_saved_bytes;
+    if (storage >= 0 && !(storages.given[storage] && !is_captured(storage))) {
+      count(storage);
+    }
+  }
+  return parts;
+}
+
+void Forward::fail_unit() {
+  unit_saves_.reset();
+  end({});
+}
+
+} // namespace memplug

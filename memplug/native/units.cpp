@@ -1,0 +1,157 @@
+// What a frame does with its units (unit.h).
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
+
+#include "running.h"
+#include "saved_type.h"
+
+namespace py = pybind11;
+
+// They name what tapes have of units; a unit is never run by calling them.
+TORCH_LIBRARY(memplug, library) {
+  for (const char* const overload : {"", ".shared"}) {
+    library.def((std::string("unit") + overload + "(Tensor[] given, str name) -> Tensor").c_str());
+  }
+  for (const char* const overload : {"", ".rows", ".attention", ".shared"}) {
+    library.def((std::string("of_unit") + overload + "(Tensor unit, int ordinal) -> Tensor").c_str());
+  }
+}
+
+namespace memplug {
+namespace {
+
+thread_local Running* observed_now = nullptr;
+
+const Operator& named(const char* name, const std::string& overload) {
+  const Operator* const op = operator_named(name, overload);
+  TORCH_INTERNAL_ASSERT(op != nullptr, "memplug: no operator ", name, ".", overload);
+  return *op;
+}
+
+// Memory that a tape can name.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.has_storage() && !tensor.key_set().has(c10::DispatchKey::Python);
+}
+
+} // namespace
+
+std::vector<at::Tensor> tensors_in(py::handle returned) {
+  std::vector<at::Tensor> tensors;
+  Containers::of(returned, [&](py::handle value) {
+    if (THPVariable_Check(value.ptr()) && is_plain(tensor_of(value))) {
+      tensors.push_back(tensor_of(value));
+    }
+  });
+  return tensors;
+}
+
+const Operator& unit_operator(const std::string& overload) {
+  return named("memplug::unit", overload == "shared" ? overload : "");
+}
+
+const Operator& part_operator(const std::string& overload) {
+  return named("memplug::of_unit", overload);
+}
+
+void Running::begin() {
+  observer_.emplace(forward);
+  outer_ = std::exchange(observed_now, this);
+}
+
+void Running::end() {
+  if (observer_.has_value()) {
+    observer_.reset();
+    observed_now = std::exchange(outer_, nullptr);
+  }
+}
+
+Running* Running::observed() {
+  return Observer::is_active() ? observed_now : nullptr;
+}
+
+py::object Running::run_unit(
+    py::object unit,
+    const std::string& overload,
+    const std::string& name,
+    py::object state,
+    py::object its_surroundings,
+    const py::object& call,
+    const py::tuple& arguments,
+    const py::dict& keywords) {
+  const Observer::Pause unseen;
+  UnitCall made{
+      std::move(unit), call, std::move(state), std::move(its_surroundings), Ambient(flow->device), {}, {}, {}, {}, {}, 0};
+  c10::List<at::Tensor> given;
+  const auto note = [&](py::handle value) {
+    const bool is_tensor = THPVariable_Check(value.ptr());
+    if (is_tensor && is_plain(tensor_of(value)) && !is_parameter(tensor_of(value))) {
+      given.push_back(tensor_of(value));
+      made.requires_grad.push_back(tensor_of(value).requires_grad());
+      made.values.emplace_back();
+    } else {
+      made.values.push_back(py::reinterpret_borrow<py::object>(value));
+    }
+  };
+  made.arguments = Containers::of(arguments, note);
+  made.keywords = Containers::of(keywords, note);
+  const size_t index = forward.begun(), saved = forward.saved.size();
+  forward.begin_unit(unit_operator(overload), {{given, name}});
+  py::object out = py::reinterpret_steal<py::object>(PyObject_Call(call.ptr(), arguments.ptr(), keywords.ptr()));
+  if (!out) {
+    py::error_already_set error;
+    forward.fail_unit();
+    throw error;
+  }
+  made.saved = forward.saved.size() - saved;
+  const at::Tensor token = at::empty({0}, at::TensorOptions(at::kByte));
+  made.parts = forward.end_unit(part_operator(overload), token, tensors_in(out));
+  units_.emplace(index, std::move(made));
+  return out;
+}
+
+std::vector<at::Tensor> Running::run_unit_again(
+    size_t index, const std::vector<at::Tensor>& given, const std::vector<bool>& needed) {
+  const UnitCall& unit = units_.at(index);
+  size_t value = 0, tensor = 0;
+  const auto next = [&]() -> py::object {
+    const py::object& kept = unit.values.at(value++);
+    if (kept) {
+      return kept;
+    }
+    const at::Tensor leaf = given.at(tensor).detach().set_requires_grad(unit.requires_grad.at(tensor));
+    ++tensor;
+    return wrapped(leaf);
+  };
+  py::object arguments = unit.arguments.around(next), keywords = unit.keywords.around(next);
+  py::list sources;
+  for (size_t i = 0; i < needed.size(); ++i) {
+    sources.append(needed[i] ? py::object(py::make_tuple(unit.parts[i].saved, unit.parts[i].ordinal)) : py::none());
+  }
+  const py::list found = executor_.attr("run_unit_again")(
+      unit.unit,
+      region_object_,
+      unit.call,
+      arguments,
+      keywords,
+      unit.state,
+      unit.surroundings,
+      unit.ambient.described(),
+      sources,
+      unit.saved);
+  std::vector<at::Tensor> parts;
+  for (const py::handle part : found) {
+    parts.push_back(part.is_none() ? at::Tensor() : Forward::whole(tensor_of(part)));
+  }
+  return parts;
+}
+
+py::list Running::unit_states() const {
+  py::list states;
+  for (const auto& [index, unit] : units_) {
+    states.append(unit.state);
+  }
+  return states;
+}
+
+} // namespace memplug

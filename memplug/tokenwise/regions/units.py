@@ -1,0 +1,110 @@
+"""Units: calls inside of a region whose kernels no operator shows, and which can be run again by themselves.
+
+A region's tape has a unit as an operator, and each memory that it made as one of its own (memplug/native/unit.h): so a
+plan keeps, swaps or recomputes what a custom autograd function saved, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memplug.errors import RecomputeError
+from memplug.tokenwise.regions.ambient import restored
+from memplug.tokenwise.regions.operators import Kind
+
+if TYPE_CHECKING:
+    from memplug.tokenwise.regions.executor import Executor
+    from memplug.tokenwise.regions.region import Region
+
+
+class Unit:
+    """One module, or function, that runs as a unit.
+
+    Args:
+        name: within its region.
+        kind: what it is made of; None: cheap, and captured only where a plan says so.
+        forward: entered around a forward; gives what it takes to run again as it ran, complete once it is over.
+        again: entered around such a run, with that.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        name: str,
+        kind: Kind | None,
+        forward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        again: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ):
+        self.executor, self.name = executor, name
+        self.kind = _OVERLOADS[kind]
+        self._forward, self.again = forward, again
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `call(*args, **kwargs)`, as a unit of the region whose forward is under way, if there is one."""
+        executor = self.executor
+        if executor.recomputing:
+            with self.again(executor.next_unit()):
+                return call(*args, **kwargs)
+        if not torch.is_grad_enabled() or executor.core is None or not executor.core.observes():
+            return call(*args, **kwargs)
+        surroundings = [take() for take in executor.hooks.surroundings]
+        with self._forward() as state:
+            return executor.core.run_unit(self, self.kind, self.name, state, surroundings, call, args, kwargs)
+
+
+_OVERLOADS = {None: "", Kind.ROWS: "rows", Kind.ATTENTION: "attention", Kind.COLLECTIVE: "shared"}
+
+
+def run_again(
+    executor: Executor,
+    unit: Unit,
+    region: Region,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: Any,
+    surroundings: Sequence[Callable[[], Any]],
+    ambient: Sequence[Any],
+    sources: Sequence[tuple[bool, int] | None],
+    count: int,
+) -> list[torch.Tensor | None]:
+    """Run a unit once more, with the tensors that its forward was given, and return what its parts made.
+
+    Args:
+        sources: of each part, whether it was saved for backward, else returned, and as the how-manieth; None: it is not
+            needed.
+        count: how many tensors the forward saved.
+
+    Raises:
+        RecomputeError: it saves another number of tensors.
+    """
+    wanted = {source[1] for source in sources if source is not None and source[0]}
+    saved: list[torch.Tensor | None] = []
+
+    def pack(tensor: torch.Tensor) -> None:
+        saved.append(tensor.detach() if len(saved) in wanted else None)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
+    with (
+        executor.rerunning([state]),
+        restored(executor.device, surroundings, *ambient),
+        torch.enable_grad(),
+        hooks,
+        unit.again(state),
+    ):
+        out = call(*args, **kwargs)
+    if len(saved) != count:
+        raise RecomputeError(
+            f"region {region.name}: {unit.name} saved {count} tensors for backward, and {len(saved)} when run again"
+        )
+    returned = executor.core.tensors_in(out)
+    return [None if source is None else (saved if source[0] else returned)[source[1]] for source in sources]
+
+
+def _never(packed: Any) -> torch.Tensor:
+    raise AssertionError("the graph of a recompute pass is never run")

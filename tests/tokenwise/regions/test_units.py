@@ -1,0 +1,120 @@
+"""Units: each tensor that a custom function saved is swapped, kept, or made again by running its unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memplug.plan.decisions import Decision, Setting
+from memplug.tokenwise.regions.executor import Executor
+from tests.support.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, twin
+from tests.support.hidden import HiddenBlock, make_units, runs
+
+pytestmark = pytest.mark.device
+
+
+def stacks(alpha: float = 0.0, **settings: object) -> tuple[Stack, Stack, Executor]:
+    """A model whose hidden parts are units, its reference, and the executor."""
+    torch.manual_seed(0)
+    model = Stack(3, HiddenBlock)
+    reference = twin(model)
+    executor = tokenwise(model, alpha, **settings)
+    make_units(model, executor)
+    return model, reference, executor
+
+
+def step(model: Stack, reference: Stack, seed: int = 0) -> None:
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed)).to(torch.get_default_device())
+    for network in (model, reference):
+        network(x).backward()
+    assert_same(gradients(model), gradients(reference))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_hidden_parts_are_no_reason_to_run_the_module_again_where_they_are_units(alpha: float) -> None:
+    model, reference, executor = stacks(alpha)
+    for seed in range(3):
+        step(model, reference, seed)
+    assert not executor.opaque
+    assert all(region.native.repeats for region in model.regions), "later forwards follow the tape of the first"
+    assert_clean(executor)
+
+
+def test_attention_does_not_run_again_and_products_run_where_nothing_of_them_is_captured() -> None:
+    model, reference, executor = stacks(0.0)
+    step(model, reference)
+    again = {name: count - 3 for name, count in runs(model).items()}
+    assert again == {"qkv": 3, "attention": 0, "projection": 3, "up": 3, "down": 0}
+
+
+def test_no_unit_runs_again_where_all_that_it_made_is_captured() -> None:
+    model, reference, executor = stacks(1.0)
+    step(model, reference)
+    assert set(runs(model).values()) == {3}
+    sent = executor.transfer.offloaded_total_bytes
+    step(model, reference)
+    assert sent > executor.transfer.offloaded_total_bytes - sent > 0, "what no backward asks for is not captured again"
+
+
+def parts_of(model: Stack, name: str) -> list[tuple[int, str]]:
+    """Operators of a region's tape that stand for what a unit made: index, name."""
+    tape = model.regions[0].native.last
+    names = [tape.record(i)[0] for i in range(len(tape))]
+    units = [i for i, each in enumerate(names) if each == "memplug::unit"]
+    start = units[list(HiddenBlock.kinds).index(name)] + 1
+    found = []
+    while start < len(names) and names[start] == "memplug::of_unit":
+        found.append((start, f"memplug::of_unit.{tape.record(start)[1]}"))
+        start += 1
+    return found
+
+
+def test_a_plan_decides_for_each_tensor_that_a_unit_saved() -> None:
+    model, reference, executor = stacks(0.0)
+    step(model, reference)
+    runs(model)
+    normalized, reciprocal, returned = parts_of(model, "qkv")
+    plan = {
+        normalized[0]: Decision(normalized[1], 1.0, keep=True),
+        **{index: Decision(name, 1.0) for index, name in (reciprocal, returned, *parts_of(model, "attention"))},
+    }
+    for region in model.regions:
+        region.set(Setting(region.key, plan=plan))
+    sent = executor.transfer.offloaded_total_bytes
+    step(model, reference)
+    assert runs(model) == {"qkv": 3, "attention": 3, "projection": 6, "up": 6, "down": 3}
+    tokens, width, heads, itemsize = 12, 16, 2, 4
+    floats = width * (1 + 3 + 1) + 1 + heads  # of a token: input, qkv, attention's result, the reciprocal, the sums
+    assert executor.transfer.offloaded_total_bytes - sent == 3 * tokens * floats * itemsize
+
+
+def test_what_a_unit_made_can_be_asked_for_twice() -> None:
+    model, reference, executor = stacks(0.0)
+    x = torch.randn(2, 6, 16)
+
+    for network in (model, reference):
+        out = network.layers[0].up(x.clone().requires_grad_())
+        first = torch.autograd.grad(out.sum(), network.layers[0].up.weight, retain_graph=True)
+        second = torch.autograd.grad(out.sum(), network.layers[0].up.weight)
+        assert torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_small_tensors_of_a_unit_stay_on_the_device(alpha: float) -> None:
+    model, reference, executor = stacks(alpha, min_offload_bytes=200)  # above the reciprocals of norms
+    step(model, reference)
+    runs(model)
+    step(model, reference)
+    assert not executor.opaque
+    if alpha:
+        assert set(runs(model).values()) == {3}
+
+
+def test_units_outside_of_a_region_and_without_gradients_run_as_they_are() -> None:
+    model, reference, executor = stacks(0.0)
+    x = torch.randn(2, 6, 16)
+    with torch.no_grad():
+        assert torch.equal(model(x), reference(x))
+    assert torch.equal(model.layers[0].up(x), reference.layers[0].up(x))
+    step(model, reference)
+    assert_clean(executor)
