@@ -144,6 +144,9 @@ def _attach(target: Target, config: MemplugConfig, device: Device) -> Session:
         optimizers.watch(target.chunks, session)
         for framework in used:
             framework.hook(target, modules, session)
+        transformer_engine.hook([module for _, module in modules], session)
+        if modules:
+            units.watch_functions(session.executor.functions, session)
         layout = dict(pair for framework in used for pair in framework.layout(target).items())
         job = job_of(target.chunks[0], target.model, found, device.torch_device, config, layout)
 

@@ -18,12 +18,9 @@ What a layer is made of decides what memplug can do with it:
 | SequentialMLP, all-gather and all-to-all dispatchers | row by row, in permuted order; collectives captured | CPU |
 | flash-attn 2 and 3, by their registered operators | attention whole, the rest row by row | nothing yet |
 | grouped matmul (`torch._grouped_mm`) | row by row | CPU, outside of Megatron-Core |
-| GroupedMLP (`grouped_gemm`), DeepEP and HybridEP (flex dispatcher) | the input swapped, all recomputed | nothing yet |
-| any module of Transformer Engine, FP8 or not | the input swapped, all recomputed | nothing yet |
-
-Transformer Engine's modules call its kernels past torch's dispatcher: nothing inside of a layer that has one is
-captured or left out. Its own recompute contexts say which pass is which, so that FP8 scales are those of the forward
-and amax histories are not advanced twice.
+| modules of Transformer Engine, FP8 or not | tensor by tensor of what they saved (transformer_engine.py) | stand-ins |
+| fused kernels of other functions, GroupedMLP (`grouped_gemm`) | likewise (memplug/tokenwise/regions/hidden.py) | stand-ins |
+| DeepEP and HybridEP (flex dispatcher) | what they exchanged is captured, never exchanged again | nothing yet |
 """
 
 from __future__ import annotations
@@ -65,7 +62,8 @@ _CONFLICTS = {
     "cuda_graph_impl": 'a layer that was captured in a graph has no operators to see: set it to "none"',
     "overlap_moe_expert_parallel_comm": "its schedule runs the parts of two layers in turns, and no layer's own "
     "forward: leave out --overlap-moe-expert-parallel-comm",
-    "hybrid_context_parallel": "its attention runs inside of Transformer Engine: leave out --hybrid-context-parallel",
+    "hybrid_context_parallel": "the ranks that share a sequence change with every micro-batch, and each would recompute "
+    "by a plan of its own: leave out --hybrid-context-parallel",
 }
 
 
@@ -112,9 +110,7 @@ class Megatron(Framework):
         }
 
     def check(self, target: Target, modules: Layers) -> None:
-        """The model's configuration must not recompute, offload or capture the same layers, nor split attention over
-        ranks where no operator shows it.
-        """
+        """The model's configuration must not recompute, offload or capture the same layers."""
         check_version()
         for name, layer in self.layers(target.model):
             config = layer.config
@@ -125,15 +121,6 @@ class Megatron(Framework):
             ]
             if reasons:
                 raise ConflictError(f"layer {name} is handled by Megatron-Core too: {'; '.join(reasons)}")
-            hidden = [
-                part for part in layer.modules() if is_transformer_engine(part) and "Attention" in type(part).__name__
-            ]
-            if config.context_parallel_size > 1 and hidden:
-                raise ConflictError(
-                    f"layer {name} splits its sequence over {config.context_parallel_size} ranks inside of "
-                    f"{type(hidden[0]).__name__}, and no operator shows what they exchange",
-                    "Use tensor and sequence parallelism, or a core attention made of torch's operators.",
-                )
             if not inspect.isfunction(inspect.unwrap(type(layer).forward)) or hasattr(layer, "cudagraph_manager"):
                 raise RegionError(
                     f"the forward of layer {name}, a {type(layer).__name__}, is no plain method: memplug cannot run it "
@@ -149,11 +136,6 @@ class Megatron(Framework):
         _hook_memory_buffer(session)
         _hook_losses(session)
         _hook_gathering(session)
-        layers = [module for _, module in modules]
-        for region, module in zip(session.regions, layers, strict=True):
-            region.opaque = "its modules launch kernels of their own" if hides_operators(module) else ""
-        if any(is_transformer_engine(part) for module in layers for part in module.modules()):
-            _hook_transformer_engine(session)
         session.executor.hooks.surroundings.append(_random_states)
 
 
@@ -209,18 +191,6 @@ def arguments(
     return args, kwargs
 
 
-def is_transformer_engine(module: nn.Module) -> bool:
-    """Whether a module is Transformer Engine's, or Megatron-Core's wrapper of one: its operators cannot be seen."""
-    return any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(module).__mro__)
-
-
-def hides_operators(layer: nn.Module) -> bool:
-    """Whether a part of a layer calls kernels past torch's dispatcher."""
-    parts = list(layer.modules())
-    flex = any("Flex" in type(getattr(part, "token_dispatcher", None)).__name__ for part in parts)
-    return flex or any(is_transformer_engine(part) or type(part).__name__ == "GroupedMLP" for part in parts)
-
-
 def _hook_schedules(session: Session) -> None:
     schedules = _module("megatron.core.pipeline_parallel.schedules")
     executor = session.executor
@@ -272,25 +242,6 @@ def _hook_gathering(session: Session) -> None:
     groups = _module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
     patch(groups, "start_param_sync", unnoticed, session, VERSIONS)
     patch(groups, "finish_param_sync", unnoticed, session, VERSIONS)
-
-
-def _hook_transformer_engine(session: Session) -> None:
-    """Tell it which pass a region is in: in FP8, a forward keeps its scales for the recompute pass, which leaves the
-    amax histories alone.
-    """
-    contexts = getattr(_module("transformer_engine.pytorch.distributed"), "activation_recompute_forward", None)
-    if contexts is None:
-        raise PatchError("transformer_engine.pytorch.distributed.activation_recompute_forward", "1.13 to 2.20")
-
-    @contextlib.contextmanager
-    def around(phase: str, region: Region) -> Iterator[None]:
-        if region.opaque:
-            with contexts(activation_recompute=True, recompute_phase=phase == "recompute"):
-                yield
-        else:
-            yield
-
-    session.executor.hooks.around.append(around)
 
 
 def _random_states() -> Callable[[], Any]:

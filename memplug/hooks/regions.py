@@ -22,7 +22,7 @@ from memplug.tokenwise.regions.region import Region
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What DistributedDataParallel and engines, torch.compile, FSDP and checkpoint wrappers call the module they wrap."""
 
-_REGION = "_memplug_region"
+_REGION, UNIT = "_memplug_region", "_memplug_unit"
 Prepare = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -194,7 +194,7 @@ def subclass(original: type, **members: Any) -> type:
     """One that calls itself the same, and is copied and pickled as the original."""
 
     def reduce(self: nn.Module, protocol: int) -> Any:
-        state = {key: value for key, value in self.__dict__.items() if key != _REGION}
+        state = {key: value for key, value in self.__dict__.items() if key not in (_REGION, UNIT)}
         # the state apart from the arguments, so that modules that refer to one another in a circle can be copied
         return copyreg._reconstructor, (original, object, None), state
 

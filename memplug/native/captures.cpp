@@ -15,7 +15,7 @@ bool is_capturable(const Record& record) {
 // Whether a call of a `ROWS` operator can be recomputed from any row on: not a grouped mm over 3-D inputs.
 bool splits_by_rows(const Record& record) {
   const auto dimensions = [&](size_t i) { return record.inputs.at(i).geometry.size.size(); };
-  return record.op->has(ROWS) && !record.op->has(PART_OF_UNIT) &&
+  return record.op->has(ROWS) &&
       (record.op->schema_name != "aten::_grouped_mm" || (dimensions(0) == 2 && dimensions(1) == 3));
 }
 
@@ -61,9 +61,13 @@ void Frame::capture_outputs(
   const double fraction = decision.fraction * (op.has(ROWS) && !decision.keep ? flow->share : 1.0);
   const int64_t length = outputs.front().dim() > 0 ? outputs.front().size(0) : 0;
   std::optional<int64_t> rows = std::llrint(fraction * static_cast<double>(length)); // none: all of them
-  if (*rows == length || (!splits_by_rows(record) && fraction >= 0.5)) {
+  if (op.has(PART_OF_UNIT)) {
+    *rows -= *rows % rows_of_part(forward.tape(), index).value_or(1);
+  }
+  const bool splits = op.has(PART_OF_UNIT) ? rows_of_part(forward.tape(), index).has_value() : splits_by_rows(record);
+  if (*rows == length || (!splits && fraction >= 0.5)) {
     rows.reset();
-  } else if (*rows == 0 || !splits_by_rows(record)) {
+  } else if (*rows == 0 || !splits) {
     return;
   }
   const bool waits = op.has(COLLECTIVE) && !op.has(PART_OF_UNIT);
@@ -152,7 +156,8 @@ std::optional<Part> Frame::part_of(
     return Part{std::move(swapped), nullptr};
   }
   // recomputing it alone would leave other ranks waiting, or choose differently
-  return op.has(COLLECTIVE) || op.has(CHOICE) ? std::optional(kept()) : std::nullopt;
+  const bool alike = op.has(COLLECTIVE) || op.has(CHOICE) || region->shares;
+  return alike ? std::optional(kept()) : std::nullopt;
 }
 
 void Frame::add(const at::Tensor& tensor, const Part& part) {
@@ -169,7 +174,7 @@ void Frame::add(const at::Tensor& tensor, const Part& part) {
 std::set<size_t> Frame::asked_of_ranks() const {
   std::vector<Captured> shared;
   for (const auto& [index, capture] : captures_) {
-    if (tape->records[index].op->has(COLLECTIVE)) {
+    if (tape->records[index].op->has(COLLECTIVE) || tape->records[index].op->has(SHARED)) {
       shared.push_back({index, true});
     }
   }
@@ -202,11 +207,6 @@ void Frame::learn(const std::vector<size_t>& substituted) {
         std::any_of(capture.parts.begin(), capture.parts.end(), [](const Part& part) { return part.is_viewed(); });
     if (!used && !tape->records[index].op->has(CHOICE)) {
       region->leave_out(index, tape->records[index].op);
-    }
-  }
-  for (const size_t index : of_ranks) {
-    if (tape->records[index].op->has(PART_OF_UNIT)) {
-      received.insert(tape->records[index].made.begin(), tape->records[index].made.end());
     }
   }
   for (const auto& [launch, index] : launches_) {

@@ -81,7 +81,14 @@ class Forward {
   // It has raised.
   void fail_unit();
 
-  // All of a tensor's storage, in its own dtype where that fits, so that a copy of it serves every view.
+  // Whether what ran since a time, and returned these tensors, did something that no operator showed. `begun`,
+  // `saves`, `opaque`: how many operators had begun then, how many tensors were saved, and what was known of it.
+  bool hides(size_t begun, size_t saves, uint32_t opaque, const std::vector<at::Tensor>& returned) const;
+
+  // Whether an operator since then talks to other ranks.
+  bool communicates(size_t begun) const;
+
+  // All of a tensor's storage: itself, or else one row, in its dtype where that fits, so that a copy serves every view.
   static at::Tensor whole(const at::Tensor& tensor);
 
   // An operator is called with a tensor of a subclass.

@@ -97,6 +97,11 @@ void add_flow(py::module_& module) {
       .def_readonly("sent_bytes", &Region::sent_bytes)
       .def_readwrite("swaps_input", &Region::swaps_input)
       .def_readwrite("opaque", &Region::opaque)
+      .def_readwrite("shares", &Region::shares)
+      .def_property(
+          "is_agreed",
+          [](const Region& region) { return region.setting->is_agreed; },
+          [](Region& region, bool agreed) { region.change([&](Setting& changed) { changed.is_agreed = agreed; }); })
       .def_readwrite("seen", &Region::seen)
       .def_readwrite("repeats", &Region::repeats)
       .def_readwrite("communicates", &Region::communicates)
@@ -183,6 +188,17 @@ void add_forwards(py::module_& module) {
       found.append(wrapped(tensor));
     }
     return found;
+  });
+  module.def("progress", [] {
+    const Running* const running = Running::observed();
+    return py::make_tuple(running->forward.begun(), running->forward.saved.size(), running->forward.opaque());
+  });
+  module.def("communicates", [](const std::tuple<size_t, size_t, uint32_t>& since) {
+    return Running::observed()->forward.communicates(std::get<0>(since));
+  });
+  module.def("hides", [](const std::tuple<size_t, size_t, uint32_t>& since, py::handle returned) {
+    const auto& [begun, saves, opaque] = since;
+    return Running::observed()->forward.hides(begun, saves, opaque, tensors_in(returned));
   });
   module.def("observes", [] { return Running::observed() != nullptr; });
   module.def(

@@ -167,8 +167,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   bool is_opaque = false;
   bool is_restored = false; // by a recompute pass
   std::set<size_t> spared; // collectives that no recompute pass launches again, and the waits for them
-  // storages that such a collective filled, or a unit that communicates made, and a recompute pass has from their capture
-  std::set<int32_t> received;
+  std::set<int32_t> received; // storages that such a collective filled, and a recompute pass has from its capture
   bool has_launches() const {
     return !launches_.empty();
   }

@@ -5,6 +5,7 @@
 
 #include "forward.h"
 #include "replay.h"
+#include "unfilled.h"
 
 namespace memplug {
 
@@ -17,7 +18,7 @@ at::Tensor Forward::whole(const at::Tensor& tensor) {
   const auto itemsize = static_cast<int64_t>(tensor.element_size());
   const bool fits = nbytes % itemsize == 0;
   const auto dtype = fits ? tensor.scalar_type() : at::kByte;
-  return alias_at(tensor, {{fits ? nbytes / itemsize : nbytes}, {1}, 0, dtype, false, false});
+  return alias_at(tensor, {{1, fits ? nbytes / itemsize : nbytes}, {nbytes, 1}, 0, dtype, false, false});
 }
 
 void Forward::begin_unit(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
@@ -66,6 +67,35 @@ std::vector<Source> Forward::end_unit(
     }
   }
   return parts;
+}
+
+bool Forward::hides(size_t begun, size_t saves, uint32_t opaque, const std::vector<at::Tensor>& returned) const {
+  Tape part;
+  const auto& records = tape().records;
+  part.records.assign(records.begin() + static_cast<int64_t>(begun), records.begin() + static_cast<int64_t>(begun_));
+  for (size_t i = saves; i < saved.size(); ++i) {
+    if (saved[i].use.storage >= 0) {
+      part.saves.push_back({saved[i].use, begun_});
+    }
+  }
+  bool unknown = false;
+  for (const at::Tensor& tensor : returned) {
+    const int32_t storage = storages.find(tensor);
+    unknown = unknown || storage < 0;
+    if (storage >= 0) {
+      part.saves.push_back({{{0}, storage, Geometry::of(tensor, storages.origins[storage])}, begun_});
+    }
+  }
+  part.nbytes = storages.nbytes;
+  return unknown || (opaque_ & ~opaque & UNOBSERVED) != 0 || has_unfilled(part);
+}
+
+bool Forward::communicates(size_t begun) const {
+  const auto& records = tape().records;
+  return std::any_of(
+      records.begin() + static_cast<int64_t>(begun), records.begin() + static_cast<int64_t>(begun_), [](const Record& each) {
+        return each.op->has(COMMUNICATES) || each.op->has(EXCHANGE);
+      });
 }
 
 void Forward::fail_unit() {

@@ -31,6 +31,7 @@ enum Trait : uint32_t {
   PARTIAL = 1 << 15, // reads none of the tensor that it writes to, and may write a part of it, or nothing
   UNIT = 1 << 16, // a call that no operator shows, and what it made (unit.h)
   PART_OF_UNIT = 1 << 17,
+  SHARED = 1 << 18, // of a unit that communicates: what is captured of it must be the same on all ranks
 };
 
 struct Operator {

@@ -33,6 +33,9 @@ struct Setting {
     if (is_unneeded(index, op)) {
       return {};
     }
+    if (op.has(SHARED) && !is_agreed) {
+      return {1.0, false};
+    }
     if (plan && !op.has(CHOICE) && !op.has(COLLECTIVE)) {
       const auto found = plan->find(index);
       if (found == plan->end()) {
@@ -50,6 +53,7 @@ struct Setting {
   }
 
   std::optional<std::unordered_map<size_t, Planned>> plan; // by index of the operator; none before there is one
+  bool is_agreed = false; // the ranks that its units communicate with run it by the same setting
   double rows = 0; // fraction of the rows of every matmul's output to swap, where no plan says so
   std::unordered_map<size_t, const Operator*> unneeded; // no backward ever asked for these captured outputs
 };
@@ -92,6 +96,7 @@ struct Region {
   int64_t sending_bytes = 0; // likewise, of this step
   bool swaps_input = true; // else it is held
   bool opaque = false;
+  bool shares = false; // it has units that communicate: whatever is to be captured of it is, on every rank
   bool seen = false; // it has run forward
   bool repeats = false; // its last forward was verified against a template
   bool communicates = false; // its recompute passes launch collectives, which all ranks must do alike

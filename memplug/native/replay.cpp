@@ -9,6 +9,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <map>
 #include <mutex>
 #include <sstream>
 #include <utility>
@@ -101,9 +102,17 @@ class RecomputePass {
     release(record, index);
   }
 
-  void substitute(size_t index, Substitute found) {
+  void substitute(size_t index) {
     const Record& record = tape_.records[index];
-    if (found.rows >= 0) {
+    Substitute found = take(index);
+    if (found.rows >= 0 && record.op->has(PART_OF_UNIT)) {
+      at::Tensor& made = found.tensors.front();
+      const at::Tensor rest = std::exchange(parts_.at(index - first_part_), {});
+      if (rest.sizes().slice(1) != made.sizes().slice(1) || rest.size(0) < made.size(0) - found.rows) {
+        throw Diverged("a unit made other rows than in forward");
+      }
+      made.slice(0, found.rows).copy_(rest.slice(0, rest.size(0) - (made.size(0) - found.rows)));
+    } else if (found.rows >= 0) {
       compute_rows(record, found.tensors.front(), found.rows);
     }
     for (size_t i = 0; i < found.tensors.size(); ++i) {
@@ -191,20 +200,45 @@ class RecomputePass {
     }
   }
 
-  // Its parts follow it; returns a token.
+  // The captured results of an operator.
+  Substitute take(size_t index) {
+    const auto found = captured_.find(index);
+    if (found == captured_.end()) {
+      return helpers_.substitute(index);
+    }
+    Substitute taken = std::move(found->second);
+    captured_.erase(found);
+    return taken;
+  }
+
+  // From the first row on that one of its parts lacks. Its parts follow it; returns a token.
   at::Tensor run_unit(size_t index) {
     const Record& record = tape_.records[index];
     const int32_t token = record.made.front();
     first_part_ = index + 1;
     std::vector<bool> needed;
+    int64_t begin = record.inputs.empty() || record.inputs.front().geometry.size.empty()
+        ? 0
+        : record.inputs.front().geometry.size.front();
+    const int64_t rows = begin;
     for (size_t i = first_part_; i < tape_.records.size() && tape_.records[i].op->has(PART_OF_UNIT) &&
          tape_.records[i].reads(token);
          ++i) {
-      needed.push_back(actions_[i] == Action::RUN);
+      if (actions_[i] == Action::SUBSTITUTE) {
+        captured_.emplace(i, helpers_.substitute(i));
+        const int64_t there = captured_.at(i).rows;
+        needed.push_back(there >= 0);
+        begin = there >= 0 ? std::min(begin, there / *rows_of_part(tape_, i)) : begin;
+      } else {
+        needed.push_back(actions_[i] == Action::RUN);
+        begin = actions_[i] == Action::RUN ? 0 : begin;
+      }
     }
     std::vector<at::Tensor> given;
     for (const Use& use : record.inputs) {
-      given.push_back(at(use));
+      const at::Tensor tensor = at(use);
+      const bool by_rows = begin > 0 && tensor.dim() > 0 && tensor.size(0) == rows;
+      given.push_back(by_rows ? tensor.slice(0, begin) : tensor);
     }
     const c10::impl::ForceDispatchKeyGuard outside(outside_);
     parts_ = helpers_.run_unit(index, given, needed);
@@ -258,6 +292,7 @@ class RecomputePass {
   const c10::impl::LocalDispatchKeySet outside_;
   size_t first_part_ = 0; // of the unit that ran last
   std::vector<at::Tensor> parts_; // of those, what it made
+  std::map<size_t, Substitute> captured_; // of those, what is captured
   Generators generators_;
 };
 
@@ -299,7 +334,7 @@ std::vector<at::Tensor> replay(
     if (actions[i] == Action::RUN) {
       pass.run(i, states);
     } else if (actions[i] == Action::SUBSTITUTE) {
-      pass.substitute(i, helpers.substitute(i));
+      pass.substitute(i);
     }
   }
   std::vector<at::Tensor> restored;

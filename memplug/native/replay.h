@@ -33,8 +33,8 @@ using Bases = std::vector<at::Tensor>;
 struct Helpers {
   std::function<Substitute(size_t)> substitute; // the captured results of an operator
 
-  // Runs a unit again, the operator of that index, with these tensors. Returns what its parts made, those that `needed`
-  // says; outside of all guards of the pass.
+  // Runs a unit again, the operator of that index, with these tensors, outside of all guards of the pass. Returns what its
+  // parts made, those that `needed` says.
   std::function<std::vector<at::Tensor>(size_t, const std::vector<at::Tensor>&, const std::vector<bool>& needed)> run_unit;
 };
 

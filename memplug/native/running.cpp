@@ -173,7 +173,7 @@ void Running::over() {
   } else if (!(region->opaque && region->seen)) {
     executor_.attr("note_opaque")(region_object_, forward.opaque());
   }
-  region->seen = true;
+  region->seen = region->seen || !is_opaque || region->opaque; // else it may be none with its units, from now on
   ++region->forwards;
   region->communicates = region->communicates || communicates;
   region->given_bytes.push_back(given_bytes);

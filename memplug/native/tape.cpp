@@ -208,6 +208,19 @@ int64_t Tape::sole_maker_of(size_t index) const {
   return -1;
 }
 
+std::optional<int64_t> rows_of_part(const Tape& tape, size_t index) {
+  size_t unit = index;
+  while (!tape.records[unit].op->has(UNIT)) {
+    --unit;
+  }
+  const Record& part = tape.records[index];
+  const auto rows = [](const std::vector<Use>& uses) {
+    return uses.empty() || uses.front().geometry.size.empty() ? 0 : uses.front().geometry.size.front();
+  };
+  const int64_t made = rows(part.outputs), given = rows(tape.records[unit].inputs);
+  return part.op->overload == "rows" && given > 0 && made % given == 0 ? std::optional(made / given) : std::nullopt;
+}
+
 uint64_t Tape::fingerprint() const {
   if (counted) {
     return *counted;

@@ -110,6 +110,10 @@ struct Tape {
   mutable std::optional<uint64_t> counted; // `fingerprint`, guarded by Python's lock
 };
 
+// How many rows of dimension 0 of what a part of a unit (unit.h) made belong to one row of the first tensor that its unit
+// was given; none where it is no whole number of them.
+std::optional<int64_t> rows_of_part(const Tape& tape, size_t index);
+
 // Whether two arguments without tensors are the same.
 bool equal(const c10::IValue& one, const c10::IValue& other);
 

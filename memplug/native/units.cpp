@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
+#include "clock.h"
 #include "running.h"
 #include "saved_type.h"
 
@@ -13,7 +14,8 @@ TORCH_LIBRARY(memplug, library) {
   for (const char* const overload : {"", ".shared"}) {
     library.def((std::string("unit") + overload + "(Tensor[] given, str name) -> Tensor").c_str());
   }
-  for (const char* const overload : {"", ".rows", ".attention", ".shared"}) {
+  for (const char* const overload :
+       {"", ".rows", ".whole", ".attention", ".shared", ".whole_shared", ".attention_shared"}) {
     library.def((std::string("of_unit") + overload + "(Tensor unit, int ordinal) -> Tensor").c_str());
   }
 }
@@ -47,7 +49,8 @@ std::vector<at::Tensor> tensors_in(py::handle returned) {
 }
 
 const Operator& unit_operator(const std::string& overload) {
-  return named("memplug::unit", overload == "shared" ? overload : "");
+  const bool shared = part_operator(overload).has(SHARED);
+  return named("memplug::unit", shared ? "shared" : "");
 }
 
 const Operator& part_operator(const std::string& overload) {
@@ -104,6 +107,7 @@ py::object Running::run_unit(
     throw error;
   }
   made.saved = forward.saved.size() - saved;
+  const Suspension own;
   const at::Tensor token = at::empty({0}, at::TensorOptions(at::kByte));
   made.parts = forward.end_unit(part_operator(overload), token, tensors_in(out));
   units_.emplace(index, std::move(made));

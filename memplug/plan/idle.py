@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memplug.plan.cost import amounts, chosen, measure, passes_s, together
-from memplug.plan.tokenwise_model import Budget, Region, TokenwisePlan, group_of, makers, part_bytes, run_too
+from memplug.plan.tokenwise_model import Budget, Region, TokenwisePlan, group_of, makers, part_bytes, recompute_s, run_too
 
 
 def without_idle(regions: Sequence[Region], plan: TokenwisePlan, budget: Budget) -> TokenwisePlan:
@@ -28,9 +28,11 @@ def without_idle(regions: Sequence[Region], plan: TokenwisePlan, budget: Budget)
             for index in (*group.fractions, *sorted(group.keep)):
                 operator, fraction = region.operators[index], fractions.get(index, 0.0)
                 more = run_too(index, read, runs, available)
+                less = {i: part for i, part in fractions.items() if i != index}
                 change = chosen(
                     budget,
-                    recompute_s=sum(region.operators[i].time_s for i in more) or fraction * operator.time_s,
+                    recompute_s=recompute_s(region.operators, runs.union(more), less)
+                    - recompute_s(region.operators, runs, fractions),
                     swapped_bytes=-part_bytes(operator.output_bytes, operator.rows, fraction),
                     swapped_tensors=0,  # padding takes no time
                     kept_bytes=-operator.output_bytes if index in keep else 0,

@@ -282,10 +282,16 @@ class _Search:
         """Columns of the operators, and the rows that make every output that is asked for available."""
         columns = _Columns()
         read, asked = makers(region.operators, region.saved, region.given)
+        splits = {operator.made_by_rows for operator in region.operators}
         for index in live:
             self._operator(program, columns, index, region.operators[index], wholly)
+            if index in splits:
+                columns.reads[index] = program.column(integer=True)
+                program.row({columns.reads[index]: 1.0, columns.run[index]: -1.0})
+            by_rows = region.operators[index].made_by_rows
             for writer in read[index]:
-                program.row(columns.sources(writer) | {columns.reads[index]: -1.0})
+                asks = columns.run if writer == by_rows else columns.reads
+                program.row(columns.sources(writer) | {asks[index]: -1.0})
         for writer in asked:
             program.row(columns.sources(writer), at_least=1.0)
         return columns

@@ -36,6 +36,9 @@ class Operator:
     """Runs in every recompute pass whatever the plan (random operators, collectives): never captured."""
     always_swapped: bool = False
     """With a fixed alpha: swapped whole (MEMO: the attention output). The automatic plan decides by itself."""
+    made_by_rows: int | None = None
+    """Index of an operator before it that takes all the time, and that makes as many rows of several outputs as the one
+    of them lacks of which the fewest are swapped; it is never captured itself."""
 
     @property
     def capturable(self) -> bool:
@@ -298,8 +301,23 @@ def group_of(region: Region, instances: int, fractions: dict[int, float], keep: 
             for index, fraction in fractions.items()
         ),
         kept_bytes=sum(operators[index].output_bytes for index in keep),
-        recompute_s=sum((1.0 - fractions.get(index, 0.0)) * operators[index].time_s for index in sorted(runs)),
+        recompute_s=recompute_s(operators, runs, fractions),
     )
+
+
+def recompute_s(operators: Sequence[Operator], runs: Collection[int], fractions: dict[int, float]) -> float:
+    """Seconds of a recompute pass that runs those operators, on the rows that are not swapped."""
+    return sum(_rest(operators, runs, fractions, index) * operators[index].time_s for index in sorted(runs))
+
+
+def _rest(operators: Sequence[Operator], runs: Collection[int], fractions: dict[int, float], index: int) -> float:
+    """What fraction of its rows an operator makes that runs."""
+    lacking = [
+        1.0 - fractions.get(each, 0.0)
+        for each in range(index + 1, len(operators))
+        if operators[each].made_by_rows == index and each in runs
+    ]
+    return max(lacking, default=1.0 - fractions.get(index, 0.0))
 
 
 def _in_rows(fraction: float, rows: int) -> float:

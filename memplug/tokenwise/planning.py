@@ -258,7 +258,13 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes
         rows=record.rows if len({tape.records[index].rows for tape in tapes}) == 1 else 0,
         always_runs=record.root and record.form in (Form.FIXED, Form.EXCHANGE) and index not in tapes[0].spared,
         always_swapped=kind is Kind.ATTENTION,
+        made_by_rows=_unit_of(tapes[0], index) if operators.is_part_by_rows(record.func) else None,
     )
+
+
+def _unit_of(tape: Tape, index: int) -> int:
+    """The operator that stands for the unit that a part belongs to."""
+    return next(i for i in range(index, -1, -1) if operators.is_unit(tape.records[i].func))
 
 
 def _capture(record: Record, kind: Kind | None, output_bytes: int, min_offload_bytes: int) -> str:
@@ -266,7 +272,7 @@ def _capture(record: Record, kind: Kind | None, output_bytes: int, min_offload_b
     blank = kind is None and operators.is_factory(record.func)
     if small or blank or kind is Kind.CHOICE or record.form is not Form.PURE:
         return "never"
-    return "rows" if kind is Kind.ROWS and not operators.is_part_of_unit(record.func) else "whole"
+    return "rows" if operators.goes_by_rows(record.func) else "whole"
 
 
 def _mean_fraction(tape: Tape, group: plan.Group) -> float:

@@ -33,6 +33,7 @@ from memplug.errors import RecomputeError
 from memplug.tokenwise.regions.buffers import Buffers
 from memplug.tokenwise.regions.checkpointed import Checkpointed, Copies
 from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.regions.hidden import HiddenFunctions
 from memplug.tokenwise.regions.hooks import Hooks
 from memplug.tokenwise.regions.region import Region
 from memplug.tokenwise.regions.rerun import as_before, rerun
@@ -94,6 +95,7 @@ class Executor:
             self.transfer = self.core.Transfer(device.streams(self.core), self.pool.rows)
             self.flow = self.core.Flow(self.transfer, str(device.torch_device), min_offload_bytes, buffers, regathers)
         self._threads = _OfThread()
+        self.functions = HiddenFunctions(self)
         self.divergences = 0
         self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
         self.on_timed: Callable[[Region, Any, Tape], None] | None = None
@@ -214,6 +216,8 @@ class Executor:
     def note_opaque(self, region: Region, why: int | str) -> None:
         """No tape tells what the region does: the reason, or bits of reasons."""
         if not isinstance(why, str):
+            if self.functions.found_some():
+                return  # they are units from the next forward on
             why = ", ".join(text for bit, text in REASONS.items() if why & bit)
         region.opaque = region.opaque or why
         self.opaque[region.opaque] += 1

@@ -84,7 +84,10 @@ _WITHOUT_COMMUNICATION = {_WAIT, "_c10d_functional::_wrap_tensor_autograd"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 _ATTENTION_NAMESPACES = {"flash_attn", "flash_attn_2", "flash_attn_3"}
 UNIT, PART_OF_UNIT = "memplug::unit", "memplug::of_unit"
-_KINDS = {"rows": Kind.ROWS, "attention": Kind.ATTENTION, "shared": Kind.COLLECTIVE}
+_KINDS = {
+    **dict.fromkeys(("rows", "whole", "whole_shared"), Kind.ROWS),
+    **dict.fromkeys(("attention", "attention_shared"), Kind.ATTENTION),
+}
 """By the overloads of memplug/native/units.cpp."""
 
 
@@ -115,9 +118,29 @@ def is_communication(func: Any) -> bool:
     return func.namespace in _COLLECTIVE_NAMESPACES or (func._schema.name == UNIT and func._overloadname == "shared")
 
 
+def is_unit(func: Any) -> bool:
+    """Whether the operator stands for a unit (memplug/native/unit.h)."""
+    return isinstance(func, torch._ops.OpOverload) and func._schema.name == UNIT
+
+
 def is_part_of_unit(func: Any) -> bool:
     """Whether the operator stands for one memory that a unit made (memplug/native/unit.h)."""
     return isinstance(func, torch._ops.OpOverload) and func._schema.name == PART_OF_UNIT
+
+
+def is_shared(func: Any) -> bool:
+    """Whether it is of a unit that communicates: what is captured of it must be the same on all ranks."""
+    return is_part_of_unit(func) and func._overloadname.endswith("shared")
+
+
+def goes_by_rows(func: Any) -> bool:
+    """Whether a fraction of the rows of its output may be captured, and the rest be computed alone."""
+    return kind_of(func) is Kind.ROWS and (not is_part_of_unit(func) or is_part_by_rows(func))
+
+
+def is_part_by_rows(func: Any) -> bool:
+    """Whether it stands for memory of a unit that makes each of its rows from one row of its first argument."""
+    return is_part_of_unit(func) and func._overloadname == "rows"
 
 
 @functools.cache
@@ -221,6 +244,7 @@ def describe(name: str, overload: str) -> int:
         fills_in_part(func),
         name == UNIT,
         name == PART_OF_UNIT,
+        name == PART_OF_UNIT and overload.endswith("shared"),
     )
     return sum(1 << bit for bit, holds in enumerate(traits) if holds)
 

@@ -27,7 +27,10 @@ class Unit:
 
     Args:
         name: within its region.
-        kind: what it is made of; None: cheap, and captured only where a plan says so.
+        kind: what it is made of, None: cheap, and captured only where a plan says so; asked for each call.
+        is_row_wise: each row of what it makes comes from the same row of its first argument, of which it makes whole
+            numbers of rows; likewise.
+        is_shared: other ranks take part: it runs again on all of them or on none.
         forward: entered around a forward; gives what it takes to run again as it ran, complete once it is over.
         again: entered around such a run, with that.
     """
@@ -37,12 +40,22 @@ class Unit:
         executor: Executor,
         name: str,
         kind: Kind | None,
+        is_row_wise: Callable[[], bool] = lambda: False,
+        is_shared: bool = False,
         forward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         again: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
-        self.executor, self.name = executor, name
-        self.kind = _OVERLOADS[kind]
+        self.executor, self.name, self.is_shared = executor, name, is_shared
+        self._kind, self._is_row_wise = kind, is_row_wise
         self._forward, self.again = forward, again
+
+    @property
+    def overload(self) -> str:
+        """Of its operators on the tape (memplug/native/units.cpp)."""
+        if self._kind is None:
+            return "shared" if self.is_shared else ""
+        name = "attention" if self._kind is Kind.ATTENTION else "whole"
+        return f"{name}_shared" if self.is_shared else "rows" if name == "whole" and self._is_row_wise() else name
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, as a unit of the region whose forward is under way, if there is one."""
@@ -54,10 +67,7 @@ class Unit:
             return call(*args, **kwargs)
         surroundings = [take() for take in executor.hooks.surroundings]
         with self._forward() as state:
-            return executor.core.run_unit(self, self.kind, self.name, state, surroundings, call, args, kwargs)
-
-
-_OVERLOADS = {None: "", Kind.ROWS: "rows", Kind.ATTENTION: "attention", Kind.COLLECTIVE: "shared"}
+            return executor.core.run_unit(self, self.overload, self.name, state, surroundings, call, args, kwargs)
 
 
 def run_again(

@@ -1,0 +1,267 @@
+"""Transformer Engine: its modules are units of a region, and run again in FP8 with the scales that they had.
+
+They call kernels past torch's dispatcher. Each of them can be run again by itself, and what it saves for backward reaches
+memplug tensor by tensor (memplug.tokenwise.regions.units):
+
+| class | made of | by rows |
+|---|---|---|
+| `Linear`, `LayerNormLinear` | a product, and a norm of each token's features in front of it | yes |
+| `LayerNormMLP` | two of these, and an activation element by element | yes |
+| `LayerNorm`, `RMSNorm` | a norm of each token's features | yes |
+| `GroupedLinear` | a product for each expert: its tokens are counted in a list | whole |
+| `DotProductAttention` | attention | whole |
+| any other | taken whole, unless it is made of these | whole |
+
+By rows, as long as nothing is quantized (a scale is of a tensor or of a block, and a transposed copy has no rows) and no
+other rank takes part. Where one does (a tensor-parallel or context-parallel group of more than one, or an overlap in user
+buffers), all ranks run the unit again, or none.
+
+| patched | on | why |
+|---|---|---|
+| `checkpoint` | `transformer_engine.pytorch`, its `distributed` | refused: it would recompute what memplug does |
+| `get_cpu_offload_context` | `transformer_engine.pytorch`, its `cpu_offload` | refused: it would offload what memplug does |
+
+Delayed scaling: in a forward with `activation_recompute_forward` each module puts a copy of its scales and amax histories
+into a queue, and runs with the first of them when it is in the recompute phase. memplug takes the copy with the forward's
+own unit and puts it in front of the queue when that runs again: micro-batches may be in flight, and some units never run
+again. Autocast is set as it was then, and not entered: leaving it would update the scales once more.
+
+Known in transformer-engine 1.13 to 2.20, by their sources; it has not run with memplug on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from memplug.errors import ConflictError, PatchError
+from memplug.hooks.patching import patch
+from memplug.hooks.units import make_unit
+from memplug.session import Session
+from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.regions.operators import Kind
+from memplug.tokenwise.regions.units import Unit
+
+VERSIONS = "transformer-engine 1.13 to 2.20"
+
+_ROW_WISE = {"Linear", "LayerNormLinear", "LayerNormMLP", "LayerNorm", "RMSNorm"}
+_KINDS = {
+    **dict.fromkeys(("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"), Kind.ROWS),
+    **dict.fromkeys(("LayerNorm", "RMSNorm"), None),
+    "DotProductAttention": Kind.ATTENTION,
+}
+_QUEUE = "global_fp8_buffer_pos_fwd_recompute"
+
+
+def is_loaded() -> bool:
+    """Whether the program has imported it."""
+    return "transformer_engine.pytorch" in sys.modules
+
+
+def is_of_transformer_engine(module: nn.Module) -> bool:
+    """Whether a module is Transformer Engine's, or a framework's own class made of one."""
+    return any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(module).__mro__)
+
+
+def parts_of(region: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Modules inside of a region that are units, in the region's order: name, module, and the class of Transformer Engine
+    that it is made of, "" for one that is not known.
+    """
+    found: list[tuple[str, nn.Module, str]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        own = _class_of(module)
+        if own:
+            found.append((name, module, own))
+            return
+        before = len(found)
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+        if name and len(found) == before and is_of_transformer_engine(module):
+            found.append((name, module, ""))
+
+    visit("", region)
+    return found
+
+
+def hook(regions: Sequence[nn.Module], session: Session) -> None:
+    """Let the modules of Transformer Engine in these regions run as units, until the session is detached.
+
+    Raises:
+        PatchError: this version does not have what memplug needs.
+        ConflictError: a module's forward was replaced.
+    """
+    if not is_loaded():
+        return
+    for region, module in zip(session.regions, regions, strict=True):
+        for name, part, own in parts_of(module):
+            unit = _unit(session.executor, name, part, own)
+            region.native.shares = region.native.shares or unit.is_shared
+            make_unit(part, unit, session)
+    _refuse(session)
+
+
+def _class_of(module: nn.Module) -> str:
+    known = (
+        kind.__name__
+        for kind in type(module).__mro__
+        if kind.__module__.partition(".")[0] == "transformer_engine" and kind.__name__ in _KINDS
+    )
+    return next(known, "")
+
+
+def _unit(executor: Executor, name: str, module: nn.Module, own: str) -> Unit:
+    passes = _Passes(module)
+    return Unit(
+        executor,
+        name,
+        _KINDS.get(own),
+        is_row_wise=lambda: own in _ROW_WISE and not _manager().is_fp8_enabled(),
+        is_shared=_communicates(module),
+        forward=passes.forward,
+        again=passes.again,
+    )
+
+
+def _communicates(module: nn.Module) -> bool:
+    """Whether a unit's forward may talk to other ranks."""
+    for part in module.modules():
+        group = getattr(part, "cp_group", None)
+        groups = group if isinstance(group, (list, tuple)) else [group]
+        if getattr(part, "tp_size", 1) > 1 or any(each is not None and each.size() > 1 for each in groups):
+            return True
+        if any(value is True for name, value in vars(part).items() if name.startswith("ub_")):
+            return True
+    return False
+
+
+@dataclass
+class _State:
+    """What a unit ran with.
+
+    Attributes:
+        autocast: as Transformer Engine gives and takes it.
+        is_first: whether its first module was the first one of that.
+        scales: copies of scales and amax histories, by the number of their queue.
+    """
+
+    autocast: Any = None
+    is_first: list[bool] = field(default_factory=list)
+    scales: list[tuple[int, Any]] = field(default_factory=list)
+
+
+class _Passes:
+    """The passes of one unit."""
+
+    def __init__(self, module: nn.Module):
+        self._modules = [part for part in module.modules() if hasattr(part, "fp8_meta")]
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[_State]:
+        """Around a forward; the state is complete behind it."""
+        recompute, state = _distributed().activation_recompute_forward, _State(_autocast()[0]())
+        lengths = {number: len(queue) for number, queue in self._queues()}
+        firsts = len(recompute._is_first_fp8_module)
+        with recompute(activation_recompute=True, recompute_phase=False):
+            try:
+                yield state
+            finally:
+                for number, queue in self._queues():
+                    if len(queue) > lengths.get(number, 0):
+                        state.scales.append((number, queue.pop()))
+                while len(recompute._is_first_fp8_module) > firsts:
+                    state.is_first.append(recompute._is_first_fp8_module.pop())
+
+    @contextlib.contextmanager
+    def again(self, state: _State | None) -> Iterator[None]:
+        """Around a run with a forward's state."""
+        if state is None:
+            yield
+            return
+        recompute, (get, put) = _distributed().activation_recompute_forward, _autocast()
+        queues = dict(self._queues())
+        for number, scales in state.scales:
+            queues[number].appendleft(scales)
+        for is_first in state.is_first:
+            recompute._is_first_fp8_module.insert(0, is_first)
+        now = get()
+        put(state.autocast)
+        try:
+            with _inside_autocast(), recompute(activation_recompute=True, recompute_phase=True):
+                yield
+        finally:
+            put(now)
+
+    def _queues(self) -> list[tuple[int, Any]]:
+        """Of copies of scales, of those modules that have one by now."""
+        manager = _manager()
+        queues = getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer
+        numbers = [part.fp8_meta[_QUEUE] for part in self._modules if _QUEUE in part.fp8_meta]
+        return [(number, queues[number]) for number in numbers]
+
+
+@contextlib.contextmanager
+def _inside_autocast() -> Iterator[None]:
+    """An autocast inside is not the outermost one, whose end updates the scales."""
+    manager = _manager()
+    owner = getattr(manager, "quantization_state", manager)
+    name = next(name for name in ("autocast_depth", "AUTOCAST_DEPTH", "FP8_AUTOCAST_DEPTH") if hasattr(owner, name))
+    setattr(owner, name, getattr(owner, name) + 1)
+    try:
+        yield
+    finally:
+        setattr(owner, name, getattr(owner, name) - 1)
+
+
+def _autocast() -> tuple[Any, Any]:
+    """How to get the state of autocast, and to set it."""
+    manager = _manager()
+    for prefix in ("", "fp8_"):  # before 2.9
+        get = getattr(manager, f"get_{prefix}autocast_state", None)
+        put = getattr(manager, f"set_{prefix}autocast_state", None)
+        if get is not None and put is not None:
+            return get, put
+    raise PatchError("FP8GlobalStateManager.get_autocast_state", VERSIONS)
+
+
+def _manager() -> Any:
+    for name in ("quantization", "fp8"):  # before 2.9
+        with contextlib.suppress(ImportError, AttributeError):
+            return importlib.import_module(f"transformer_engine.pytorch.{name}").FP8GlobalStateManager
+    raise PatchError("transformer_engine.pytorch.quantization.FP8GlobalStateManager", VERSIONS)
+
+
+def _distributed() -> Any:
+    module = importlib.import_module("transformer_engine.pytorch.distributed")
+    if not hasattr(module, "activation_recompute_forward"):
+        raise PatchError("transformer_engine.pytorch.distributed.activation_recompute_forward", VERSIONS)
+    return module
+
+
+def _refuse(session: Session) -> None:
+    def checkpoint(original: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ConflictError(
+            "transformer_engine.pytorch.checkpoint is called while memplug recomputes the same layers",
+            "Call the function itself, or detach memplug.",
+        )
+
+    def offload(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is False or kwargs.get("enabled") is False:
+            return original(*args, **kwargs)
+        raise ConflictError(
+            "transformer_engine.pytorch.get_cpu_offload_context is called while memplug offloads the same layers",
+            "Leave it out, or detach memplug.",
+        )
+
+    package = importlib.import_module("transformer_engine.pytorch")
+    places = (("checkpoint", "distributed", checkpoint), ("get_cpu_offload_context", "cpu_offload", offload))
+    for name, module, wrapper in places:
+        for owner in (package, sys.modules.get(f"transformer_engine.pytorch.{module}")):
+            if hasattr(owner, name):
+                patch(owner, name, wrapper, session, VERSIONS)

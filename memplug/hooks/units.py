@@ -1,0 +1,76 @@
+"""Makes parts of a region run as units: modules, by their class, and custom autograd functions that turn out to launch
+kernels of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplug.errors import ConflictError
+from memplug.hooks.regions import UNIT, subclass
+from memplug.session import Session
+from memplug.tokenwise.regions.hidden import HiddenFunctions
+from memplug.tokenwise.regions.units import Unit
+
+
+def make_unit(module: nn.Module, unit: Unit, session: Session) -> None:
+    """Let a module's forward run as a unit, until the session is detached.
+
+    Raises:
+        ConflictError: the forward was replaced on the instance.
+    """
+    if "forward" in module.__dict__:
+        raise ConflictError(
+            f"the forward of {unit.name}, a {type(module).__name__}, was replaced on the instance: memplug cannot run "
+            "it again by itself",
+            "Attach memplug before whatever replaces it, or undo that.",
+        )
+    own, derived = type(module), _unit_class(type(module))
+    module.__class__ = derived
+    object.__setattr__(module, UNIT, unit)
+
+    def undo() -> None:
+        if module.__dict__.get(UNIT) is unit:
+            if type(module) is derived:
+                module.__class__ = own
+            del module.__dict__[UNIT]
+
+    session.at_detach(undo)
+
+
+@functools.cache
+def _unit_class(original: type) -> type:
+    """A subclass of `original` that runs as a unit."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        unit = self.__dict__.get(UNIT)
+        call = functools.partial(original.forward, self)
+        return call(*args, **kwargs) if unit is None else unit.run(call, args, kwargs)
+
+    functools.update_wrapper(forward, original.forward)
+    return subclass(original, forward=torch.compiler.disable(forward))
+
+
+def watch_functions(functions: HiddenFunctions, session: Session) -> None:
+    """Let every call of a custom autograd function go through `functions`, until the session is detached."""
+    base = torch.autograd.Function
+    original = vars(base)["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return functions.apply(cls, functools.partial(original.__func__, cls), args, kwargs)
+
+    patched = classmethod(functools.update_wrapper(apply, original.__func__))
+    base.apply = patched
+
+    def undo() -> None:
+        if vars(base).get("apply") is patched:
+            base.apply = original
+        else:
+            functions.stop()  # patched again since, by another session, and goes through here
+
+    session.at_detach(undo)
