@@ -27,13 +27,17 @@ std::vector<int32_t> storages_of(const std::vector<Use>& uses) {
   return numbers;
 }
 
-// Of the first tensor that it returned; 0 where that has no dimension, or there is none.
-int64_t rows_of(const Record& record) {
+// Of the first tensor that it returned, of a unit's those of its first argument; 0 where that has no dimension, or there is
+// none.
+int64_t rows_of(const Tape& tape, size_t index) {
+  const Record& record = tape.records[index];
   const bool none = record.outputs.empty() || record.outputs.front().geometry.size.empty();
-  return none ? 0 : record.outputs.front().geometry.size.front();
+  const int64_t rows = none ? 0 : record.outputs.front().geometry.size.front();
+  return record.op->has(PART_OF_UNIT) ? rows / rows_of_part(tape, index).value_or(1) : rows;
 }
 
-py::tuple described(const Record& record) {
+py::tuple described(const Tape& tape, size_t index) {
+  const Record& record = tape.records.at(index);
   std::vector<size_t> dimensions;
   for (const Use& use : record.inputs) {
     dimensions.push_back(use.geometry.size.size());
@@ -44,7 +48,7 @@ py::tuple described(const Record& record) {
       static_cast<int>(record.form),
       record.root,
       record.draws,
-      rows_of(record),
+      rows_of(tape, index),
       storages_of(record.inputs),
       record.made,
       record.written,
@@ -152,7 +156,7 @@ void add_flow(py::module_& module) {
 void add_tape(py::module_& module) {
   py::class_<Tape, std::shared_ptr<Tape>>(module, "Tape", py::dynamic_attr())
       .def("__len__", [](const Tape& tape) { return tape.records.size(); })
-      .def("record", [](const Tape& tape, size_t index) { return described(tape.records.at(index)); })
+      .def("record", [](const Tape& tape, size_t index) { return described(tape, index); })
       .def_readonly("given", &Tape::given)
       .def_readonly("nbytes", &Tape::nbytes)
       .def_readonly("opaque", &Tape::opaque)

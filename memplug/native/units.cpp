@@ -15,7 +15,7 @@ TORCH_LIBRARY(memplug, library) {
     library.def((std::string("unit") + overload + "(Tensor[] given, str name) -> Tensor").c_str());
   }
   for (const char* const overload :
-       {"", ".rows", ".whole", ".attention", ".shared", ".whole_shared", ".attention_shared"}) {
+       {"", ".rows", ".whole", ".attention", ".shared", ".whole_shared", ".attention_shared", ".exchange"}) {
     library.def((std::string("of_unit") + overload + "(Tensor unit, int ordinal) -> Tensor").c_str());
   }
 }
@@ -49,8 +49,8 @@ std::vector<at::Tensor> tensors_in(py::handle returned) {
 }
 
 const Operator& unit_operator(const std::string& overload) {
-  const bool shared = part_operator(overload).has(SHARED);
-  return named("memplug::unit", shared ? "shared" : "");
+  const Operator& part = part_operator(overload);
+  return named("memplug::unit", part.has(SHARED) || part.has(COLLECTIVE) ? "shared" : "");
 }
 
 const Operator& part_operator(const std::string& overload) {

@@ -296,4 +296,6 @@ def initial_regions(config: MemplugConfig, named_kinds: Sequence[tuple[str, str]
         named_kinds: (qualified name, class name) of each module.
     """
     alpha = config.tokenwise.alpha
-    return [Region(name, kind, rows=0.0 if isinstance(alpha, str) else float(alpha)) for name, kind in named_kinds]
+    if isinstance(alpha, str):
+        return [Region(name, kind) for name, kind in named_kinds]
+    return [Region(name, kind, float(alpha), is_agreed=True) for name, kind in named_kinds]

@@ -6,6 +6,7 @@ operator, it is a unit from the next forward on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ EXCHANGES = {
     for name in ("FusedDispatch", "FusedCombine", "HybridEPDispatch", "HybridEPCombine")
 }
 """Functions whose own kernels talk to other ranks, which nothing shows."""
+
+
+_ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 
 
 class HiddenFunctions:
@@ -63,5 +67,6 @@ class HiddenFunctions:
 
     def _unit(self, function: type, communicates: bool) -> Unit:
         name = f"{function.__module__}.{function.__qualname__}"
-        kind = Kind.ATTENTION if "attn" in name.lower() or "attention" in name.lower() else None
-        return Unit(self._executor, function.__name__, kind, is_shared=communicates or name in EXCHANGES)
+        if communicates or name in EXCHANGES:
+            return Unit(self._executor, function.__name__, Kind.COLLECTIVE, is_shared=True)
+        return Unit(self._executor, function.__name__, Kind.ATTENTION if _ATTENTION.search(name) else None)

@@ -87,6 +87,7 @@ UNIT, PART_OF_UNIT = "memplug::unit", "memplug::of_unit"
 _KINDS = {
     **dict.fromkeys(("rows", "whole", "whole_shared"), Kind.ROWS),
     **dict.fromkeys(("attention", "attention_shared"), Kind.ATTENTION),
+    "exchange": Kind.COLLECTIVE,
 }
 """By the overloads of memplug/native/units.cpp."""
 
@@ -115,7 +116,9 @@ def is_communication(func: Any) -> bool:
     """Whether other ranks take part: such an operator runs on every rank or on none."""
     if not isinstance(func, torch._ops.OpOverload) or func._schema.name in _WITHOUT_COMMUNICATION:
         return False
-    return func.namespace in _COLLECTIVE_NAMESPACES or (func._schema.name == UNIT and func._overloadname == "shared")
+    if func._schema.name == UNIT:
+        return func._overloadname == "shared"
+    return func.namespace in _COLLECTIVE_NAMESPACES
 
 
 def is_unit(func: Any) -> bool:

@@ -14,20 +14,22 @@ class Region:
     Args:
         name: the module's qualified name.
         kind: the name of its class.
-        rows: see `Setting`.
+        rows, is_agreed: see `Setting`.
 
     Attributes:
         key: of what it ran last, see `Setting`.
         setting: what it runs by, from the next forward on.
+        partners: ranks that its units talk to past torch's operators; None: not known.
         native: the same for the native core, and what that found out (memplug/native/region.h).
     """
 
-    def __init__(self, name: str, kind: str, rows: float = 0.0):
+    def __init__(self, name: str, kind: str, rows: float = 0.0, is_agreed: bool = False):
         known = core()
         self.native: Any = known.Region(kind) if known is not None else _Alone()
         self.name, self.kind = name, kind
         self._opaque = ""
-        self.set(Setting(kind, rows))
+        self.partners: frozenset[int] | None = frozenset()
+        self.set(Setting(kind, rows, is_agreed=is_agreed))
 
     def set(self, setting: Setting) -> None:
         """Run by another setting; what was learnt under the former one is forgotten."""
@@ -35,6 +37,7 @@ class Region:
         native, plan = self.native, setting.plan
         native.plan(plan)
         native.rows, native.swaps_input = setting.rows, setting.swaps_input
+        native.is_agreed = setting.is_agreed
         native.forward_bytes, native.planned_from = setting.forward_bytes, setting.planned_from
         if setting.learnt is not None:
             native.seen, native.communicates = True, setting.learnt.communicates

@@ -27,9 +27,8 @@ class Unit:
 
     Args:
         name: within its region.
-        kind: what it is made of, None: cheap, and captured only where a plan says so; asked for each call.
-        is_row_wise: each row of what it makes comes from the same row of its first argument, of which it makes whole
-            numbers of rows; likewise.
+        kind: what it is made of; a collective: it is never run again; None: cheap, and captured only where a plan says so.
+        is_row_wise: asked for each call: each row of what it makes comes from one row of its first argument.
         is_shared: other ranks take part: it runs again on all of them or on none.
         forward: entered around a forward; gives what it takes to run again as it ran, complete once it is over.
         again: entered around such a run, with that.
@@ -54,6 +53,8 @@ class Unit:
         """Of its operators on the tape (memplug/native/units.cpp)."""
         if self._kind is None:
             return "shared" if self.is_shared else ""
+        if self._kind is Kind.COLLECTIVE:
+            return "exchange"
         name = "attention" if self._kind is Kind.ATTENTION else "whole"
         return f"{name}_shared" if self.is_shared else "rows" if name == "whole" and self._is_row_wise() else name
 
