@@ -116,7 +116,7 @@ def attention_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns gradients of q, k and v."""
     calls.ran("attention_backward", 5 * flops // 2)
-    return native.attention_backward(dout, q, k, v, out, sums, seeds, how)
+    return native.attention_backward(dout, q, k, v, out, sums, seeds, how, None)
 
 
 def rope(

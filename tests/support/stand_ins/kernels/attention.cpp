@@ -201,10 +201,13 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& 
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& query, const Tensor& key,
                                                       const Tensor& value, const Tensor& out, const Tensor& sums,
-                                                      const Tensor& seeds, const Attention& how) {
+                                                      const Tensor& seeds, const Attention& how,
+                                                      std::optional<std::tuple<Tensor, Tensor, Tensor>> into) {
   const Sequences all = sequences_of(query, key, how);
-  const Tensor dq = new_heads(query, query.size(-1)), dk = new_heads(key, key.size(-1));
-  const Tensor dv = new_heads(value, value.size(-1));
+  if (!into) {
+    into.emplace(new_heads(query, query.size(-1)), new_heads(key, key.size(-1)), new_heads(value, value.size(-1)));
+  }
+  const Tensor dq = std::get<0>(*into), dk = std::get<1>(*into), dv = std::get<2>(*into);
   const Heads q = heads_of(query, how.format), k = heads_of(key, how.format), v = heads_of(value, how.format);
   const Heads o = heads_of(out, how.format), over = heads_of(grad, how.format);
   const Heads to_q = heads_of(dq, how.format), to_k = heads_of(dk, how.format), to_v = heads_of(dv, how.format);

@@ -21,9 +21,11 @@ struct Attention {
 // of "thd"; with `stats` one dimension of 1 more, as cuDNN. `seeds`: int64[2], of dropout (`draw_seeds`).
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                              const Tensor& seeds, const Attention& how, bool stats);
+// Gradients of query, key and value: new ones, or in the memory that is given, of any strides.
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& query, const Tensor& key,
                                                       const Tensor& value, const Tensor& out, const Tensor& sums,
-                                                      const Tensor& seeds, const Attention& how);
+                                                      const Tensor& seeds, const Attention& how,
+                                                      std::optional<std::tuple<Tensor, Tensor, Tensor>> into);
 
 // int64[2] on the device: two numbers of the default generator of that device, or zeros where nothing is dropped.
 Tensor draw_seeds(const Tensor& like, bool dropped);

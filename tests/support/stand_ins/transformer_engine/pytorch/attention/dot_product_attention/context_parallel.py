@@ -119,7 +119,7 @@ def flash_attn_p2p_communicate(
 
 
 class AttnFuncWithCPAndKVP2P(torch.autograd.Function):
-    """Keys and values go around a ring; each rank attends to those that it holds, every other time on the second stream.
+    """Keys and values go around a ring; each rank attends to those that it holds, every other time on another stream.
 
     Saves (after three places of FP8's): q, the keys and values that came last, out, the logarithms of the sums, two
     places of packed sequences' starts, and a state of dropout for each step. Backward's ring turns the other way.
