@@ -1,0 +1,110 @@
+"""The stand-ins of Transformer Engine and flash-attn (tests/support/stand_ins) compute what torch's operators do, and
+have the state that the real ones have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.launching import launch
+
+DELAYED = ("plain", "checkpoint", "again", "contexts")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("stand_ins")
+    launch(["tests.support.stand_in_worker", folder], launcher="python", module=True)
+    return torch.load(folder / "results.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+    folder = tmp_path_factory.mktemp("stand_ins_on_ranks")
+    launch(["tests.support.stand_in_ranks_worker", folder], module=True)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+def test_outputs_and_gradients_are_those_of_torch_operators(results: dict[str, Any]) -> None:
+    for case in ("linears", "attentions", "movers"):
+        for name, difference in results[case].items():
+            assert difference < 1e-5, name
+
+
+def test_the_same_inputs_give_the_same_bits_and_rows_do_not_depend_on_their_number(results: dict[str, Any]) -> None:
+    assert results["repeats"] == {"equal": True, "some_rows": True}
+
+
+def test_torch_sees_allocations_alone_and_backward_frees_what_it_unpacked(results: dict[str, Any]) -> None:
+    found = results["dispatcher"]
+    assert found["operators"] <= {"empty", "view", "detach"}
+    hidden, ffn = (4, 32), (4, 128)
+    assert found["saved"][0] == found["saved"][2] == hidden and ffn in found["saved"]
+    assert found["freed"] == 5  # the norm's output, means and deviations, and both sides of the activation
+
+
+def test_a_careless_second_forward_in_fp8_changes_losses_and_one_in_the_recompute_contexts_does_not(
+    results: dict[str, Any],
+) -> None:
+    plain, checkpoint, again, contexts = (results["recipes"][how] for how in DELAYED)
+    assert checkpoint == plain
+    assert contexts == plain
+    assert again[0] != plain[0] and again[1] != plain[1]
+
+
+@pytest.mark.parametrize("kind", ["Float8CurrentScaling", "MXFP8BlockScaling", "Float8BlockScaling"])
+def test_recipes_without_state_give_the_same_losses_however_often_a_layer_runs(
+    kind: str, results: dict[str, Any]
+) -> None:
+    recipes = results["recipes"]
+    assert recipes[kind] == recipes[f"{kind} again"]
+    assert recipes[kind][0] != recipes["plain"][0]
+    assert recipes[kind][0] == pytest.approx(recipes["plain"][0], rel=1e-3)
+
+
+def test_micro_batches_share_a_cast_weight_and_add_to_one_gradient(results: dict[str, Any]) -> None:
+    found = results["micro_batches"]
+    assert found["main_grad"] < 1e-5 and found["grad"]
+    assert found["casts"] == 10  # inputs and gradients of both, each twice, and the weight twice, once
+    assert "Float8Tensor" in found["saved"]
+
+
+def test_dropout_of_attention_follows_the_state_of_the_generator(results: dict[str, Any]) -> None:
+    assert results["dropout"] == {"same_state": True, "next_state": False}
+
+
+def test_a_llama_of_hugging_face_trains_with_flash_attention_as_with_torch_attention(results: dict[str, Any]) -> None:
+    found = results["hugging_face"]
+    assert found["flash_attention_2"] == pytest.approx(found["sdpa"], rel=1e-5)
+    assert found["forwards"] == 6
+
+
+@pytest.mark.distributed
+def test_ranks_that_share_tokens_or_weights_compute_what_one_rank_does(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for case in ("context_parallel", "tensor_parallel"):
+            for name, difference in rank[case].items():
+                assert difference < 1e-5, name
+
+
+@pytest.mark.distributed
+def test_ranks_have_the_scales_of_the_largest_magnitude_of_both(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["reduced_scales"] for rank in ranks)
+    assert first == second
+    assert first[0] == pytest.approx(448 / 5)  # the input of the second rank's second step
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layers", ["dense", "experts"])
+def test_megatron_core_trains_with_transformer_engine_layers_as_with_its_own(
+    layers: str, ranks: list[dict[str, Any]]
+) -> None:
+    for rank in ranks:
+        found = rank["megatron"]
+        assert found[f"{layers} te"] == pytest.approx(found[f"{layers} local"], rel=1e-4)
+        assert rank["functions"]["_LayerNormLinear"] > 0 and rank["functions"]["_GroupedLinear"] > 0

@@ -1,0 +1,35 @@
+"""Puts the stand-ins of Transformer Engine and flash-attn (stand_ins/README.md) on a worker process's path."""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+from tests.support.folders import ROOT
+
+FOLDER = ROOT / "tests" / "support" / "stand_ins"
+
+
+def use() -> None:
+    """From now on, for the rest of the process. Call it before anything is imported that asks for either."""
+    if str(FOLDER) not in sys.path:
+        sys.path.insert(0, str(FOLDER))
+
+
+def let_transformers_use_flash_attention() -> None:
+    """Hugging Face's transformers refuses `attn_implementation="flash_attention_2"` on the CPU, and in float32."""
+    from transformers import PreTrainedModel, modeling_flash_attention_utils
+
+    mock.patch.object(PreTrainedModel, "_flash_attn_can_dispatch", lambda *args, **kwargs: True).start()
+    mock.patch.object(modeling_flash_attention_utils, "is_flash_attn_2_available", lambda: True).start()
+
+
+def transformer_engine_layers() -> None:
+    """The Megatron-Core recipe (examples/megatron_llama2/model.py) builds layers of Transformer Engine from now on."""
+    import model
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    def block_spec(config: object, vp_stage: int | None = None) -> object:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+
+    mock.patch.object(model, "block_spec", block_spec).start()

@@ -1,0 +1,141 @@
+"""Runs the stand-in of Transformer Engine on two ranks, and under Megatron-Core, and writes what came of it to a file
+per rank, `FOLDER/RANK.pt`.
+
+`torchrun --nproc-per-node 2 -m tests.support.stand_in_ranks_worker FOLDER`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support import megatron_worker, stand_in
+
+COMMUNICATION = ("p2p", "all_gather", "a2a")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dense": {"tensor": 2, "sequence": True, "micro_batches": 2},
+    "experts": {"expert": 2, "experts": 4},
+}
+
+
+def context_parallel() -> dict[str, float]:
+    """Outputs and gradients of this rank's tokens: the largest difference from one rank with all of them."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import _of_rank
+
+    rank, found = dist.get_rank(), {}
+    for form, mask in (("sbhd", "causal"), ("bshd", "causal"), ("sbhd", "no_mask")):
+        torch.manual_seed(7)
+        s = form.index("s")
+        sizes = [(2, 12), (12, 2)][s == 0]
+        q, k, v = (torch.randn(*sizes, heads, 8) for heads in (4, 2, 2))
+        grad = torch.randn(*sizes, 32)
+        alone = te.DotProductAttention(4, 8, num_gqa_groups=2, qkv_format=form, attn_mask_type=mask)
+        wanted = _with_gradients(alone, (q, k, v), grad)
+
+        def mine(x: torch.Tensor, s: int = s, causal: bool = mask == "causal") -> torch.Tensor:
+            return _of_rank(x, s, 2, rank, causal).contiguous()
+
+        for communication in COMMUNICATION:
+            core = te.DotProductAttention(4, 8, num_gqa_groups=2, qkv_format=form, attn_mask_type=mask)
+            core.set_context_parallel_group(dist.group.WORLD, [0, 1], None, communication)
+            results = _with_gradients(core, [mine(x) for x in (q, k, v)], mine(grad))
+            pairs = zip(results, wanted, strict=True)
+            found[f"{form} {mask} {communication}"] = max(float((x - mine(y)).abs().max()) for x, y in pairs)
+    return found
+
+
+def _with_gradients(module: Any, inputs: Any, grad: torch.Tensor) -> list[torch.Tensor]:
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out = module(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def tensor_parallel() -> dict[str, float]:
+    """A block of two linear layers that ranks share, some tokens each: differences from one rank."""
+    import transformer_engine.pytorch as te
+
+    rank, found = dist.get_rank(), {}
+    torch.manual_seed(11)
+    x, grad = torch.randn(8, 2, 32), torch.randn(8, 2, 32)
+    whole = [te.LayerNormLinear(32, 64, bias=False), te.Linear(64, 32, bias=False)]
+    for sequence in (False, True):
+        common = {"bias": False, "tp_group": dist.group.WORLD, "sequence_parallel": sequence}
+        shared = [
+            te.LayerNormLinear(32, 64, parallel_mode="column", **common),
+            te.Linear(64, 32, parallel_mode="row", **common),
+        ]
+        with torch.no_grad():
+            for dim, (mine, all_) in enumerate(zip(shared, whole, strict=True)):
+                mine.weight.copy_(all_.weight.chunk(2, dim)[rank])
+        rows = slice(4 * rank, 4 * rank + 4) if sequence else slice(None)
+        wanted = _with_gradients(lambda x: whole[1](whole[0](x)), [x], grad)
+        results = _with_gradients(lambda x, m=shared: m[1](m[0](x)), [x[rows]], grad[rows])
+        pairs = zip(results, wanted, strict=True)
+        found[f"sequence_parallel={sequence}"] = max(float((x - y[rows]).abs().max()) for x, y in pairs)
+    return found
+
+
+def reduced_scales() -> list[float]:
+    """Scales after steps of FP8 with other inputs on each rank."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    torch.manual_seed(13)
+    linear = te.Linear(32, 32)
+    for step in range(2):
+        with te.autocast(enabled=True, recipe=recipe.DelayedScaling(), amax_reduction_group=dist.group.WORLD):
+            out = linear(torch.full((8, 32), 1.0 + step + 3 * dist.get_rank(), requires_grad=True))
+        out.sum().backward()
+    return [*linear.fp8_meta["scaling_fwd"].scale.tolist(), *linear.fp8_meta["scaling_bwd"].scale.tolist()]
+
+
+def _fill(weight: torch.Tensor) -> None:
+    """By its shape alone: grouped experts draw random weights in another order."""
+    generator = torch.Generator().manual_seed(weight.shape[0] * 1000 + weight.shape[1])
+    with torch.no_grad():
+        weight.copy_(0.05 * torch.randn(weight.shape, generator=generator))
+
+
+def megatron() -> dict[str, Any]:
+    """Losses of a GPTModel of torch's operators and of one of Transformer Engine's layers."""
+    from megatron.core import parallel_state
+
+    found: dict[str, Any] = {}
+    for kind in ("local", "te"):
+        if kind == "te":
+            stand_in.transformer_engine_layers()
+        for name, layout in LAYOUTS.items():
+            fields = {
+                "moe_grouped_gemm": kind == "te" and "experts" in layout,
+                "init_method": _fill,
+                "output_layer_init_method": _fill,
+            }
+            found[f"{name} {kind}"] = megatron_worker.run({"steps": 3, **layout, "fields": fields}, None)["losses"]
+            dist.barrier()
+            parallel_state.destroy_model_parallel()
+    return found
+
+
+def main() -> None:
+    """All cases on this rank."""
+    stand_in.use()
+    megatron_worker.prepare()
+    from transformer_engine.stand_in import calls
+
+    dist.init_process_group("gloo")
+    results: dict[str, Any] = {}
+    for case in (context_parallel, tensor_parallel, reduced_scales, megatron):
+        results[case.__name__] = case()
+    results["functions"] = dict(calls.functions)
+    torch.save(results, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The kernels of the stand-ins of Transformer Engine and flash-attn, and how often each ran.
+
+Built from ../kernels on first use and kept, as memplug's own C++ is. torch's dispatcher, its modes and its profiler see
+no kernel: only the memory that a kernel asks for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from memplug.native.building import Extension
+
+_KERNELS = Extension(
+    name="stand_in_kernels",
+    what="stand-ins' kernels",
+    folder=Path(__file__).parents[1] / "kernels",
+    together=(("launch", "matmul"), ("attention", "eight_bits"), ("rows", "module")),
+)
+
+
+class Calls:
+    """What ran since the process began, or since `clear`.
+
+    Attributes:
+        kernels: name -> launches, on this process.
+        functions: name of an autograd Function -> forwards; a recompute counts again.
+        flops: name of a kernel -> floating-point operations of its matrix products.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: Counter[str] = Counter()
+        self.functions: Counter[str] = Counter()
+        self.flops: Counter[str] = Counter()
+
+    def ran(self, kernel: str, flops: int = 0) -> None:
+        """A kernel was launched."""
+        self.kernels[kernel] += 1
+        self.flops[kernel] += flops
+
+    def forward(self, function: str) -> None:
+        """A Function's forward ran."""
+        self.functions[function] += 1
+
+    def clear(self) -> None:
+        """Counts from 0 again."""
+        for counter in (self.kernels, self.functions, self.flops):
+            counter.clear()
+
+
+calls = Calls()
+native: Any = _KERNELS.load()

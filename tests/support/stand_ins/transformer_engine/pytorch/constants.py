@@ -1,0 +1,15 @@
+"""Names of choices."""
+
+import torch
+
+AttnMaskTypes = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+GemmParallelModes = ("row", "column", None)
+dist_group_type = torch.distributed.ProcessGroup

@@ -1,0 +1,35 @@
+"""TE's operation-based interface, as far as its normalizations."""
+
+from transformer_engine.pytorch.ops.basic import (
+    GEGLU,
+    GELU,
+    AllReduce,
+    BasicLinear,
+    Bias,
+    FusibleOperation,
+    LayerNorm,
+    ReduceScatter,
+    ReGLU,
+    ReLU,
+    RMSNorm,
+    Sequential,
+    SiLU,
+    SwiGLU,
+)
+
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "AllReduce",
+    "BasicLinear",
+    "Bias",
+    "FusibleOperation",
+    "LayerNorm",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "ReduceScatter",
+    "Sequential",
+    "SiLU",
+    "SwiGLU",
+]

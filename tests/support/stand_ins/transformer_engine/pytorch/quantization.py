@@ -1,0 +1,369 @@
+"""The state of FP8: contexts, what all modules share, and the scales and amaxes of one module's direction.
+
+Names, places and timing are the real one's; `FP8GlobalStateManager` holds its state in the class, as there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformer_engine_torch as tex
+
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    Recipe,
+)
+from transformer_engine.pytorch.tensor import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    Quantizer,
+)
+
+
+def get_default_fp8_recipe() -> Recipe:
+    """As on a Hopper GPU."""
+    return DelayedScaling()
+
+
+get_default_recipe = get_default_fp8_recipe
+
+
+def is_fp8_available(return_reason: bool = False) -> Any:
+    """It is: the stand-in computes it everywhere."""
+    return (True, "") if return_reason else True
+
+
+is_mxfp8_available = is_fp8_block_scaling_available = is_fp8_available
+
+
+def is_nvfp4_available(return_reason: bool = False) -> Any:
+    """Not in the stand-in."""
+    return (False, "the stand-in has no FP4") if return_reason else False
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    """Whether, and why not."""
+    return True, ""
+
+
+def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
+    """Of a recipe's tensors in forward, or in backward."""
+    small = fp8_recipe.fp8_format is Format.E4M3 or (fp8_recipe.fp8_format is Format.HYBRID and fprop_tensor)
+    return torch.float8_e4m3fn if small else torch.float8_e5m2
+
+
+def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
+    """The largest number of that type."""
+    return torch.finfo(get_fp8_torch_dtype(fp8_recipe, fprop_tensor)).max
+
+
+class FP8GlobalStateManager:
+    """What all modules of the process share."""
+
+    FP8_ENABLED = False
+    FP8_CALIBRATION = False
+    FP8_RECIPE: Recipe | None = None
+    FP8_DISTRIBUTED_GROUP: Any = None
+    FP8_PARAMETERS = False
+    HIGH_PRECISION_INIT_VAL = False
+    IS_FIRST_FP8_MODULE = False
+    FP8_GRAPH_CAPTURING = False
+    AUTOCAST_DEPTH = 0
+    global_amax_buffer: dict[str, list[torch.Tensor]] = {}
+    global_amax_history_buffer: dict[str, list[torch.Tensor]] = {}
+    global_scale_buffer: dict[str, list[torch.Tensor]] = {}
+    fp8_tensors_recompute_buffer: list[deque] = []
+    autocast_arguments: dict[str, tuple[Recipe, Any]] = {}
+    skip_fp8_weight_update_tensor: torch.Tensor | None = None
+
+    @classmethod
+    def reset(cls) -> None:
+        """As a new process has it."""
+        cls.FP8_ENABLED = cls.FP8_CALIBRATION = cls.FP8_PARAMETERS = False
+        cls.IS_FIRST_FP8_MODULE = cls.FP8_GRAPH_CAPTURING = cls.HIGH_PRECISION_INIT_VAL = False
+        cls.FP8_RECIPE = cls.FP8_DISTRIBUTED_GROUP = cls.skip_fp8_weight_update_tensor = None
+        cls.AUTOCAST_DEPTH = 0
+        cls.global_amax_buffer, cls.global_amax_history_buffer, cls.global_scale_buffer = {}, {}, {}
+        cls.fp8_tensors_recompute_buffer, cls.autocast_arguments = [], {}
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        """Within an autocast."""
+        return cls.FP8_ENABLED
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        """Not stood in for."""
+        return cls.FP8_CALIBRATION
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        """Not stood in for."""
+        return cls.FP8_PARAMETERS
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        """Not stood in for."""
+        return cls.HIGH_PRECISION_INIT_VAL
+
+    @classmethod
+    def fp8_graph_capturing(cls) -> bool:
+        """Not stood in for."""
+        return cls.FP8_GRAPH_CAPTURING
+
+    @classmethod
+    def is_first_fp8_module(cls) -> bool:
+        """True once in an outermost autocast: that module's backward ends the backward's step."""
+        first, cls.IS_FIRST_FP8_MODULE = cls.IS_FIRST_FP8_MODULE, False
+        return first
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        """Of the innermost autocast."""
+        return cls.FP8_RECIPE if cls.FP8_RECIPE is not None else get_default_fp8_recipe()
+
+    @classmethod
+    def get_fp8_group(cls) -> Any:
+        """Whose amaxes are reduced."""
+        return cls.FP8_DISTRIBUTED_GROUP
+
+    @classmethod
+    def is_fp8_available(cls) -> tuple[bool, str]:
+        """Whether, and why not."""
+        return True, ""
+
+    @classmethod
+    def get_autocast_state(cls) -> tuple:
+        """To be put back at an autocast's end."""
+        return (
+            cls.FP8_ENABLED,
+            cls.FP8_CALIBRATION,
+            cls.FP8_RECIPE,
+            cls.FP8_DISTRIBUTED_GROUP,
+            cls.IS_FIRST_FP8_MODULE,
+            cls.FP8_GRAPH_CAPTURING,
+        )
+
+    get_fp8_autocast_state = get_autocast_state
+
+    @classmethod
+    def set_autocast_state(cls, fp8_state: tuple) -> None:
+        """Puts it back."""
+        (
+            cls.FP8_ENABLED,
+            cls.FP8_CALIBRATION,
+            cls.FP8_RECIPE,
+            cls.FP8_DISTRIBUTED_GROUP,
+            cls.IS_FIRST_FP8_MODULE,
+            cls.FP8_GRAPH_CAPTURING,
+        ) = fp8_state
+
+    set_fp8_autocast_state = set_autocast_state
+
+    @classmethod
+    def get_unique_autocast_key(cls, recipe: Recipe | None = None, group: Any = None) -> str:
+        """Of a recipe and a group."""
+        return f"{recipe}:{hash(group)}"
+
+    @classmethod
+    def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
+        """A module's amaxes and scales, once, to those that a step's end updates."""
+        if not fp8_meta["recipe"].delayed() or "buffer_index_and_autocast_key" in fp8_meta:
+            return
+        fp8_meta["buffer_index_and_autocast_key"] = places = []
+        autocast_key = cls.get_unique_autocast_key(fp8_meta["recipe"], fp8_meta["fp8_group"])
+        for direction, name in (("forward", "scaling_fwd"), ("backward", "scaling_bwd")):
+            key, state = f"{direction}_{autocast_key}", fp8_meta[name]
+            cls.global_amax_buffer.setdefault(key, []).append(state.amax_history[0])
+            cls.global_amax_history_buffer.setdefault(key, []).append(state.amax_history)
+            cls.global_scale_buffer.setdefault(key, []).append(state.scale)
+            places += [len(cls.global_amax_buffer[key]) - 1, key]
+
+    @classmethod
+    def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
+        """Ends a step of one direction: amaxes of all ranks, histories, scales."""
+        for key, amaxes in cls.global_amax_buffer.items():
+            direction, autocast_key = key.split("_", 1)
+            if (direction == "forward") != forward or not amaxes:
+                continue
+            recipe, group = cls.autocast_arguments[autocast_key]
+            contiguous = torch.cat(amaxes)
+            distributed = torch.distributed
+            if recipe.reduce_amax and distributed.is_initialized() and distributed.get_world_size(group) > 1:
+                distributed.all_reduce(contiguous, op=distributed.ReduceOp.MAX, group=group)
+            tex.fused_amax_and_scale_update_after_reduction(
+                contiguous,
+                cls.global_amax_history_buffer[key],
+                cls.global_scale_buffer[key],
+                recipe.amax_compute_algo,
+                get_fp8_max(recipe, forward),
+                recipe.margin,
+            )
+
+    @classmethod
+    def autocast_enter(
+        cls,
+        enabled: bool = False,
+        calibrating: bool = False,
+        fp8_recipe: Recipe | None = None,
+        fp8_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
+        """The outermost makes the next module the first."""
+        if calibrating or _graph:
+            raise NotImplementedError("the stand-in neither calibrates nor captures graphs")
+        recipe = get_default_fp8_recipe() if fp8_recipe is None else fp8_recipe
+        cls.autocast_arguments[cls.get_unique_autocast_key(recipe, fp8_group)] = (recipe, fp8_group)
+        cls.FP8_ENABLED, cls.FP8_RECIPE, cls.FP8_DISTRIBUTED_GROUP = enabled, recipe, fp8_group
+        if cls.AUTOCAST_DEPTH == 0:
+            cls.IS_FIRST_FP8_MODULE = True
+        cls.AUTOCAST_DEPTH += 1
+
+    @classmethod
+    def autocast_exit(cls, enabled: bool, _graph: bool) -> None:
+        """The outermost ends the forward's step, where gradients are recorded."""
+        cls.AUTOCAST_DEPTH -= 1
+        if enabled and cls.AUTOCAST_DEPTH == 0 and torch.is_grad_enabled():
+            cls.reduce_and_update_fp8_tensors(forward=True)
+
+    @classmethod
+    def copy_forward_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
+        """Before a forward that will run again: its scales and amaxes, first in first out for each module."""
+        if not fp8_meta["recipe"].delayed():
+            return
+        state, key = fp8_meta["scaling_fwd"], "global_fp8_buffer_pos_fwd_recompute"
+        if key not in fp8_meta:
+            cls.fp8_tensors_recompute_buffer.append(deque())
+            fp8_meta[key] = len(cls.fp8_tensors_recompute_buffer) - 1
+        copies = [state.amax_history.clone(), state.scale.clone()]
+        cls.fp8_tensors_recompute_buffer[fp8_meta[key]].append(copies)
+
+    @classmethod
+    def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
+        """Before it runs again: the oldest copies, and what there is now is put aside."""
+        if not fp8_meta["recipe"].delayed():
+            return
+        state = fp8_meta["scaling_fwd"]
+        fp8_meta["updated_amax_history_fwd"] = state.amax_history.clone()
+        fp8_meta["updated_scale_fwd"] = state.scale.clone()
+        place = fp8_meta["global_fp8_buffer_pos_fwd_recompute"]
+        amax_history, scale = cls.fp8_tensors_recompute_buffer[place].popleft()
+        state.amax_history.copy_(amax_history)
+        state.scale.copy_(scale)
+
+    @staticmethod
+    def restore_fp8_meta_tensors(fp8_meta: dict[str, Any]) -> None:
+        """After it ran again: what was put aside."""
+        if not fp8_meta["recipe"].delayed():
+            return
+        fp8_meta["scaling_fwd"].amax_history.copy_(fp8_meta["updated_amax_history_fwd"])
+        fp8_meta["scaling_fwd"].scale.copy_(fp8_meta["updated_scale_fwd"])
+
+
+@contextlib.contextmanager
+def autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    recipe: Recipe | None = None,
+    amax_reduction_group: Any = None,
+    _graph: bool = False,
+) -> Iterator[None]:
+    """Modules within quantize by the recipe."""
+    state = FP8GlobalStateManager.get_autocast_state()
+    FP8GlobalStateManager.autocast_enter(enabled, calibrating, recipe, amax_reduction_group, _graph)
+    try:
+        yield
+    finally:
+        FP8GlobalStateManager.set_autocast_state(state)
+        FP8GlobalStateManager.autocast_exit(enabled, _graph=_graph)
+
+
+@contextlib.contextmanager
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> Iterator[None]:
+    """The old name, and old names of arguments."""
+    with autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph):
+        yield
+
+
+@contextlib.contextmanager
+def quantized_model_init(enabled: bool = True, **kwargs: Any) -> Iterator[None]:
+    """Parameters in FP8 alone: not stood in for."""
+    if enabled:
+        raise NotImplementedError("the stand-in has no parameters in FP8")
+    yield
+
+
+fp8_model_init = quantized_model_init
+
+
+class RecipeState:
+    """What one direction of a module keeps between steps; the base keeps nothing."""
+
+    def __init__(self, recipe: Recipe, mode: str, num_quantizers: int):
+        self.recipe, self.mode, self.num_quantizers = recipe, mode, num_quantizers
+        self.dtype = get_fp8_torch_dtype(recipe, mode == "forward")
+
+    @staticmethod
+    def create(recipe: Recipe, *, mode: str, num_quantizers: int, device: torch.device) -> RecipeState:
+        """Of a recipe's kind."""
+        if recipe.delayed():
+            return DelayedScalingRecipeState(recipe, mode, num_quantizers, device)
+        return {
+            Float8CurrentScaling: Float8CurrentScalingRecipeState,
+            MXFP8BlockScaling: MXFP8BlockScalingRecipeState,
+            Float8BlockScaling: Float8BlockScalingRecipeState,
+        }[type(recipe)](recipe, mode, num_quantizers)
+
+    def make_quantizers(self) -> list[Quantizer]:
+        """One for each tensor of the module."""
+        return [self.quantizer(self.dtype) for _ in range(self.num_quantizers)]
+
+
+class DelayedScalingRecipeState(RecipeState):
+    """Scales, and the largest magnitudes of earlier steps: row 0 is the present one's."""
+
+    def __init__(self, recipe: Recipe, mode: str, num_quantizers: int, device: torch.device):
+        super().__init__(recipe, mode, num_quantizers)
+        self.scale = torch.ones(num_quantizers, dtype=torch.float32, device=device)
+        self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers, dtype=torch.float32, device=device)
+
+    def make_quantizers(self) -> list[Quantizer]:
+        """They read and write views of the state."""
+        return [
+            Float8Quantizer(self.scale[i], self.amax_history[0][i].reshape((1,)), self.dtype)
+            for i in range(self.num_quantizers)
+        ]
+
+
+class Float8CurrentScalingRecipeState(RecipeState):
+    """Nothing is kept."""
+
+    quantizer = Float8CurrentScalingQuantizer
+
+
+class MXFP8BlockScalingRecipeState(RecipeState):
+    """Nothing is kept."""
+
+    quantizer = MXFP8Quantizer
+
+
+class Float8BlockScalingRecipeState(RecipeState):
+    """Nothing is kept."""
+
+    quantizer = Float8BlockQuantizer

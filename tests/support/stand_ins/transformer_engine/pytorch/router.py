@@ -1,0 +1,14 @@
+"""Fused routing of experts: named for Megatron-Core's import, and not stood in for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _refused(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("the stand-in of Transformer Engine has no fused router")
+
+
+fused_topk_with_score_function = _refused
+fused_compute_score_for_moe_aux_loss = _refused
+fused_moe_aux_loss = _refused
