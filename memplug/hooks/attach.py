@@ -15,7 +15,7 @@ from torch import nn
 from memplug.config import MemplugConfig, load_config
 from memplug.device.device import Device, device_of
 from memplug.errors import ConflictError, RecorderError, RegionError, UnsupportedVersionError
-from memplug.hooks import first_forward, frameworks, optimizers
+from memplug.hooks import first_forward, frameworks, optimizers, transformer_engine, units
 from memplug.hooks import regions as region_hooks
 from memplug.hooks.framework import Layers, Target
 from memplug.hooks.job import job_of

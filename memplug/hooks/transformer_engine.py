@@ -13,8 +13,8 @@ memplug tensor by tensor (memplug.tokenwise.regions.units):
 | any other | taken whole, unless it is made of these | whole |
 
 By rows, as long as nothing is quantized (a scale is of a tensor or of a block, and a transposed copy has no rows) and no
-other rank takes part. Where one does (a tensor-parallel or context-parallel group of more than one, or an overlap in user
-buffers), all ranks run the unit again, or none.
+other rank takes part. Where one does (a tensor-parallel or context-parallel group of more than one), all ranks of the group
+run the unit again, or none (memplug/tokenwise/agreement.py).
 
 | patched | on | why |
 |---|---|---|
@@ -38,6 +38,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from memplug.errors import ConflictError, PatchError
@@ -101,9 +102,13 @@ def hook(regions: Sequence[nn.Module], session: Session) -> None:
         return
     for region, module in zip(session.regions, regions, strict=True):
         for name, part, own in parts_of(module):
-            unit = _unit(session.executor, name, part, own)
-            region.native.shares = region.native.shares or unit.is_shared
-            make_unit(part, unit, session)
+            partners = _partners(part)
+            make_unit(part, _unit(session.executor, name, part, own, is_shared=partners != frozenset()), session)
+            if partners is None or region.partners is None:
+                region.partners = None
+            else:
+                region.partners |= partners
+        region.native.shares = region.partners != frozenset()
     _refuse(session)
 
 
@@ -116,29 +121,33 @@ def _class_of(module: nn.Module) -> str:
     return next(known, "")
 
 
-def _unit(executor: Executor, name: str, module: nn.Module, own: str) -> Unit:
+def _unit(executor: Executor, name: str, module: nn.Module, own: str, is_shared: bool) -> Unit:
     passes = _Passes(module)
     return Unit(
         executor,
         name,
         _KINDS.get(own),
         is_row_wise=lambda: own in _ROW_WISE and not _manager().is_fp8_enabled(),
-        is_shared=_communicates(module),
+        is_shared=is_shared,
         forward=passes.forward,
         again=passes.again,
     )
 
 
-def _communicates(module: nn.Module) -> bool:
-    """Whether a unit's forward may talk to other ranks."""
+def _partners(module: nn.Module) -> frozenset[int] | None:
+    """Ranks that a unit's forward may talk to: of its tensor-parallel and context-parallel groups. None: not known."""
+    found: set[int] = set()
     for part in module.modules():
-        group = getattr(part, "cp_group", None)
-        groups = group if isinstance(group, (list, tuple)) else [group]
-        if getattr(part, "tp_size", 1) > 1 or any(each is not None and each.size() > 1 for each in groups):
-            return True
-        if any(value is True for name, value in vars(part).items() if name.startswith("ub_")):
-            return True
-    return False
+        context = getattr(part, "cp_group", None)
+        groups = list(context) if isinstance(context, (list, tuple)) else [context]
+        if getattr(part, "tp_size", 1) > 1:
+            if getattr(part, "tp_group", None) is None:
+                return None
+            groups.append(part.tp_group)
+        for group in groups:
+            ranks = dist.get_process_group_ranks(group) if group is not None else []
+            found.update(ranks if len(ranks) > 1 else ())
+    return frozenset(found)
 
 
 @dataclass

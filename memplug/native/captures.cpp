@@ -209,6 +209,11 @@ void Frame::learn(const std::vector<size_t>& substituted) {
       region->leave_out(index, tape->records[index].op);
     }
   }
+  for (const size_t index : of_ranks) {
+    if (tape->records[index].op->has(PART_OF_UNIT)) {
+      received.insert(tape->records[index].made.begin(), tape->records[index].made.end());
+    }
+  }
   for (const auto& [launch, index] : launches_) {
     spared.insert({launch, index});
     if (of_ranks.count(index) > 0) {

@@ -167,7 +167,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   bool is_opaque = false;
   bool is_restored = false; // by a recompute pass
   std::set<size_t> spared; // collectives that no recompute pass launches again, and the waits for them
-  std::set<int32_t> received; // storages that such a collective filled, and a recompute pass has from its capture
+  // storages that such a collective filled, or a unit that communicates made, and a recompute pass has from their captures
+  std::set<int32_t> received;
   bool has_launches() const {
     return !launches_.empty();
   }

@@ -74,6 +74,7 @@ class AlphaCheck:
         groups = planning.group_regions(self._regions, self._observer)
         if not groups:
             return None
+        self._observer.settle(is_agreed=True)  # with a number for alpha all ranks run alike
         described = planning.describe(groups, self._observer, self._executor)
         tapes = self._observer.tapes
         unhindered = [

@@ -40,6 +40,7 @@ class Observer:
         self.input_tensors: dict[str, int] = {}
         self.given_bytes: dict[str, int] = {}
         self.saved_bytes: dict[str, int] = {}
+        self.is_agreed = False
 
     def __call__(self, region: Region, frame: Any, tape: Tape) -> None:
         """A timed frame's forward is over."""
@@ -52,6 +53,18 @@ class Observer:
         large = [nbytes for nbytes in sizes if nbytes >= self.min_offload_bytes]
         self.input_bytes[name] = frame.offered_bytes + sum(large)
         self.input_tensors[name] = frame.offered + len(large)
+
+
+    def settle(self, is_agreed: bool) -> None:
+        """Whether units that communicate may run again by plan (memplug.tokenwise.agreement): else what they made is
+        swapped like inputs too.
+        """
+        self.is_agreed = is_agreed
+        for name, tape in self.tapes.items() if is_agreed else ():
+            sizes = [tape.bytes[number] for number in tape.received & _shared(tape)]
+            large = [nbytes for nbytes in sizes if nbytes >= self.min_offload_bytes]
+            self.input_bytes[name] -= sum(large)
+            self.input_tensors[name] -= len(large)
 
 
 def group_regions(regions: Sequence[Region], observer: Observer) -> dict[str, list[Region]]:
@@ -90,7 +103,7 @@ def describe(groups: dict[str, list[Region]], observer: Observer, executor: Exec
             launched, forward_s, backward_s, waits=executor.device.runs_behind
         )
         operations, saved, given = (
-            _module(forward_s) if members[0].opaque else _replayed(tapes, seconds, executor.min_offload_bytes)
+            _module(forward_s) if members[0].opaque else _replayed(tapes, seconds, executor.min_offload_bytes, observer.is_agreed)
         )
         described.append(
             plan.Region(
@@ -117,13 +130,19 @@ def _chosen(tape: Tape) -> set[int]:
     return {n for record in tape.records if operators.kind_of(record.func) is Kind.CHOICE for n in record.outputs}
 
 
+def _shared(tape: Tape) -> set[int]:
+    """Storages that units made which communicate."""
+    return {n for record in tape.records if operators.is_shared(record.func) for n in record.outputs}
+
+
 def _replayed(
-    tapes: list[Tape], seconds: Seconds, min_offload_bytes: int
+    tapes: list[Tape], seconds: Seconds, min_offload_bytes: int, is_agreed: bool
 ) -> tuple[tuple[plan.Operator, ...], frozenset[int], frozenset[int]]:
     """Operators of regions that ran the same ones, storages that backward asks for, and those that are there before."""
     tape = tapes[0]
     operations = tuple(_operator(tapes, index, seconds, min_offload_bytes) for index in range(len(tape.records)))
-    given = tape.given | tape.received | _chosen(tape) | _small_parts(tape, min_offload_bytes)
+    received = tape.received - _shared(tape) if is_agreed else tape.received
+    given = tape.given | received | _chosen(tape) | _small_parts(tape, min_offload_bytes)
     return operations, frozenset(tape.asked), frozenset(given)
 
 
@@ -193,6 +212,7 @@ def decisions_of(
                 solution.inputs_swapped,
                 input_bytes + sum(swapped.values()),
                 tape.native.fingerprint,
+                is_agreed=observer.is_agreed,
                 kept_bytes=sum(_output_bytes(tape, index) for index in group.keep),
                 recomputed_bytes=recomputed_bytes,
             )

@@ -22,6 +22,7 @@ from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
 from memplug.stages.ranks import Ranks
 from memplug.tokenwise import budgets, candidates, in_flight, planning
+from memplug.tokenwise.agreement import is_agreed
 from memplug.tokenwise.regions.executor import Executor
 from memplug.tokenwise.regions.region import Region
 
@@ -146,6 +147,7 @@ class Search:
         """
         device = self.executor.device
         groups = planning.group_regions(self.regions, self.observer)
+        self.observer.settle(is_agreed(self.regions, self._gather))
         described = planning.describe(groups, self.observer, self.executor) if groups else []
         step = self._step_trace() if peak_bytes is not None else None
         times = in_flight.times(step, self.regions, self.config.tokenwise.buffers) if step is not None else None

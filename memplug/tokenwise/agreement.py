@@ -1,0 +1,27 @@
+"""Units that communicate (memplug/native/unit.h) may run again by plan where all ranks that they talk to have the same plan:
+each of them then runs the unit again, or none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from memplug.tokenwise.regions.region import Region
+
+
+def is_agreed(regions: Sequence[Region], gather: Callable[[Any], list[Any]]) -> bool:
+    """Whether every region with such units ran the same operators on all ranks that these talk to: regions that did share
+    a plan. The same answer on every rank.
+
+    Args:
+        regions: with the keys of their operator sequences.
+        gather: returns what every rank passed, in rank order (`all_gather_object`); called by all ranks alike.
+    """
+    sharing = [region for region in regions if region.native.shares]
+    everyone = gather({region.name: region.key for region in sharing})
+    own = all(
+        region.partners is not None and all(everyone[rank].get(region.name) == region.key for rank in region.partners)
+        for region in sharing
+    )
+    return all(gather(own))

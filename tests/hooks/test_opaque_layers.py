@@ -1,0 +1,98 @@
+"""Layers of Transformer Engine under memplug: to the bit, with scales that do not move, and with attention that never runs
+again where the link carries what it saved.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.launching import launch
+
+LAYERS, STEPS = 3, 20
+
+
+def block(alpha: float | str, **settings: Any) -> dict[str, Any]:
+    tokenwise = {"regions": ["layers.*"], "alpha": alpha, "min_offload_bytes": 256}
+    return {"enabled": True, "plan_dir": False, "arena": {"enabled": False}, "tokenwise": tokenwise, **settings}
+
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "Parts": {"layer": "Parts"},
+    "Drops": {"layer": "Drops", "steps": 6},
+    "Whole": {"layer": "Whole", "steps": 6},
+    "delayed": {"layer": "Parts", "recipe": "DelayedScaling", "micro_batches": 2, "steps": STEPS},
+    "current": {"layer": "Parts", "recipe": "Float8CurrentScaling", "steps": 6},
+}
+ALPHAS = {"0": 0.0, "1": 1.0, "half": 0.5, "auto": "auto"}
+CASES = {
+    f"{program} {alpha}": {**case, "memplug": block(ALPHAS[alpha]) if alpha != "none" else None}
+    for program, case in PROGRAMS.items()
+    for alpha in ("none", *ALPHAS)
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("opaque_layers")
+    launch(["tests.support.opaque_layers_worker", folder, json.dumps(CASES)], launcher="python", module=True)
+    return torch.load(folder / "results.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("alpha", ["0", "1", "auto"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_losses_and_gradients_are_those_without_memplug_to_the_bit(
+    program: str, alpha: str, results: dict[str, Any]
+) -> None:
+    plain, found = results[f"{program} none"], results[f"{program} {alpha}"]
+    assert found["losses"] == plain["losses"]
+    assert found["gradients"] == plain["gradients"]
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_scales_and_histories_are_those_without_memplug(program: str, alpha: str, results: dict[str, Any]) -> None:
+    plain, found = results[f"{program} none"]["scales"], results[f"{program} {alpha}"]["scales"]
+    assert len(found) == len(plain)
+    assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_losses_with_half_of_the_rows_differ_by_rounding_alone(program: str, results: dict[str, Any]) -> None:
+    plain, found = results[f"{program} none"]["losses"], results[f"{program} half"]["losses"]
+    assert found == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_region_is_opaque(program: str, alpha: str, results: dict[str, Any]) -> None:
+    assert results[f"{program} {alpha}"]["report"]["opaque_regions"] == 0
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_attention_runs_once_in_a_step(program: str, alpha: str, results: dict[str, Any]) -> None:
+    plain, found = results[f"{program} none"]["functions"], results[f"{program} {alpha}"]["functions"]
+    attention = [name for name in plain if "Attn" in name or "Attention" in name]
+    assert attention
+    for name in attention:
+        assert found[name] == plain[name]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_with_alpha_1_nothing_runs_again_and_with_0_every_product_does_that_backward_asks_for(
+    program: str, results: dict[str, Any]
+) -> None:
+    plain = results[f"{program} none"]["functions"]
+    assert results[f"{program} 1"]["functions"] == plain
+    again = results[f"{program} 0"]["functions"]
+    assert again["_LayerNormLinear"] == 2 * plain["_LayerNormLinear"]
+
+
+def test_a_plan_moves_what_it_said(results: dict[str, Any]) -> None:
+    for program in ("Parts", "current"):
+        report = results[f"{program} auto"]["report"]
+        assert report["offloaded_step_bytes"] == pytest.approx(report["expected_step_bytes"], rel=0.02)
