@@ -102,7 +102,7 @@ def hook(regions: Sequence[nn.Module], session: Session) -> None:
         return
     for region, module in zip(session.regions, regions, strict=True):
         for name, part, own in parts_of(module):
-            partners = _partners(part)
+            partners = _partners(part, own)
             make_unit(part, _unit(session.executor, name, part, own, is_shared=partners != frozenset()), session)
             if partners is None or region.partners is None:
                 region.partners = None
@@ -134,13 +134,15 @@ def _unit(executor: Executor, name: str, module: nn.Module, own: str, is_shared:
     )
 
 
-def _partners(module: nn.Module) -> frozenset[int] | None:
-    """Ranks that a unit's forward may talk to: of its tensor-parallel and context-parallel groups. None: not known."""
+def _partners(module: nn.Module, own: str) -> frozenset[int] | None:
+    """Ranks that a unit's forward may talk to: of its tensor-parallel group, of attention those of its context-parallel
+    one. None: not known.
+    """
     found: set[int] = set()
     for part in module.modules():
         context = getattr(part, "cp_group", None)
         groups = list(context) if isinstance(context, (list, tuple)) else [context]
-        if getattr(part, "tp_size", 1) > 1:
+        if own != "DotProductAttention" and getattr(part, "tp_size", 1) > 1:
             if getattr(part, "tp_group", None) is None:
                 return None
             groups.append(part.tp_group)

@@ -118,22 +118,6 @@ def test_with_the_arena_alone_megatron_may_recompute():
         assert session.regions == []
 
 
-def test_context_parallelism_inside_of_transformer_engine_is_refused():
-    class TEDotProductAttention(nn.Module):
-        __module__ = "transformer_engine.pytorch.attention"
-
-    class Hidden(Decoder):
-        def __init__(self, settings: types.SimpleNamespace):
-            super().__init__(settings)
-            self.core_attention = TEDotProductAttention()
-
-    with pytest.raises(ConflictError, match="TEDotProductAttention"):
-        memplug.attach(Model(config(context_parallel_size=2), Hidden), BLOCK)
-    alone = Model(config(context_parallel_size=1), Hidden)
-    hooks.Megatron().check(Target(alone, (alone,)), hooks.Megatron().layers(alone))
-    memplug.attach(Model(config(context_parallel_size=2)), BLOCK).detach()
-
-
 def test_a_forward_that_is_no_method_is_refused():
     class Other:
         def __call__(self, hidden_states: torch.Tensor) -> Any:
@@ -294,77 +278,3 @@ def test_the_random_states_of_a_forward_are_there_when_recomputed():
         random.initialize_rng_tracker(force_reset=True)
     assert_same(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1]), "as many random numbers were drawn"
-
-
-class _Kernel(torch.autograd.Function):
-    """Memory from the allocator, filled past the dispatcher, as Transformer Engine's kernels do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(x.shape)
-        out.numpy()[...] = x.detach().numpy() * weight.detach().numpy()
-        ctx.save_for_backward(x, weight)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).sum((0, 1))
-
-
-def test_layers_of_transformer_engine_are_recomputed_as_they_are_and_told_of_each_pass(monkeypatch):
-    phases, steps = [], []
-
-    class Told:
-        def __init__(self, activation_recompute: bool, recompute_phase: bool):
-            self.phase = recompute_phase
-            assert activation_recompute
-
-        def __enter__(self) -> None:
-            phases.append(self.phase)
-
-        def __exit__(self, *exception: Any) -> None:
-            """Not in any pass."""
-
-    class TELinear(nn.Module):
-        __module__ = "transformer_engine.pytorch.module.linear"
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.rand(16))
-            self.calls = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            if self.calls == 1:
-                torch.empty(64)  # a workspace, made once
-            steps.append(torch._C._current_graph_task_id() != -1)
-            return _Kernel.apply(x, self.weight)
-
-    class Hidden(Decoder):
-        def __init__(self, settings: types.SimpleNamespace):
-            super().__init__(settings)
-            self.linear = TELinear()
-
-        def forward(self, hidden_states: torch.Tensor, **others: Any) -> Any:
-            return super().forward(self.linear(hidden_states.sin()).sigmoid(), **others)
-
-    package = types.ModuleType("transformer_engine.pytorch.distributed")
-    package.activation_recompute_forward = Told
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, package.__name__, package)
-    torch.manual_seed(0)
-    model = Model(layer=Hidden)
-    reference = twin(model)
-    with memplug.attach(model, BLOCK) as session:
-        for _ in range(3):
-            x = torch.randn(3, 2, 16)
-            steps.clear()
-            phases.clear()
-            model(x).backward()
-            assert phases == steps == [False, False, True, True]
-            reference(x).backward()
-            assert_same(gradients(model), gradients(reference))
-            session.step()
-        assert session.report()["offloaded_bytes"] > 0 == session.report()["recomputed_in_full"]

@@ -69,4 +69,5 @@ class HiddenFunctions:
         name = f"{function.__module__}.{function.__qualname__}"
         if communicates or name in EXCHANGES:
             return Unit(self._executor, function.__name__, Kind.COLLECTIVE, is_shared=True)
-        return Unit(self._executor, function.__name__, Kind.ATTENTION if _ATTENTION.search(name) else None)
+        kind = Kind.ATTENTION if _ATTENTION.search(name) else Kind.ROWS  # a product, for all that is known
+        return Unit(self._executor, function.__name__, kind)

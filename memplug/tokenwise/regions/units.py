@@ -62,7 +62,8 @@ class Unit:
         """Run `call(*args, **kwargs)`, as a unit of the region whose forward is under way, if there is one."""
         executor = self.executor
         if executor.recomputing:
-            with self.again(executor.next_unit()):
+            state = executor.next_unit()
+            with executor.rerunning(), self.again(state):  # units inside of it are a part of it
                 return call(*args, **kwargs)
         if not torch.is_grad_enabled() or executor.core is None or not executor.core.observes():
             return call(*args, **kwargs)
@@ -102,7 +103,7 @@ def run_again(
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
     with (
-        executor.rerunning([state]),
+        executor.rerunning(),
         restored(executor.device, surroundings, *ambient),
         torch.enable_grad(),
         hooks,

@@ -1,0 +1,183 @@
+"""Custom autograd functions that launch kernels of their own: from a region's second forward on they are units."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from memplug.errors import ConflictError
+from memplug.hooks.units import make_unit
+from memplug.tokenwise.regions.units import Unit
+from tests.support.blocks import LAYERS, Layer, Stack, assert_same, gradients, twin
+
+BLOCK = {
+    "enabled": True,
+    "plan_dir": False,
+    "arena": {"enabled": False},
+    "tokenwise": {"regions": LAYERS, "alpha": 1.0, "min_offload_bytes": 1},
+}
+ran: list[str] = []
+
+
+class Doubled(torch.autograd.Function):
+    """Memory from the allocator, filled past the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ran.append("Doubled")
+        out, squares = torch.empty_like(x), torch.empty_like(x)
+        out.detach().numpy()[...] = x.detach().numpy() ** 2
+        squares.detach().numpy()[...] = 2 * x.detach().numpy()
+        ctx.save_for_backward(squares)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (squares,) = ctx.saved_tensors
+        return gradient * squares
+
+
+class Seen(torch.autograd.Function):
+    """The same by operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ran.append("Seen")
+        ctx.save_for_backward(2 * x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (squares,) = ctx.saved_tensors
+        return gradient * squares
+
+
+class Both(Layer):
+    """Calls either between two products."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(Doubled.apply(self.inner(x)) + Seen.apply(self.inner(x)))
+
+
+class Nested(torch.autograd.Function):
+    """Calls another in its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return Doubled.apply(x.detach()) * 0.5
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x
+
+
+class Inside(Layer):
+    """Its hidden function calls another, and it takes an address besides."""
+
+    takes_address = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Nested.apply(self.inner(x))
+        if self.takes_address:
+            y.data_ptr()
+        return x + self.out(Doubled.apply(y))
+
+
+def train(layer: type[nn.Module], steps: int = 4, **tokenwise: Any) -> dict[str, Any]:
+    """The report of a training whose gradients are those without memplug, from the first step on."""
+    torch.manual_seed(0)
+    model = Stack(3, layer)
+    reference = twin(model)
+    with memplug.attach(model, {**BLOCK, "tokenwise": BLOCK["tokenwise"] | tokenwise}) as session:
+        for _ in range(steps):
+            x = torch.randn(2, 6, 16)
+            ran.clear()
+            model(x).backward()
+            counted = list(ran)
+            reference(x).backward()
+            assert_same(gradients(model), gradients(reference))
+            session.step()
+        return {**session.report(), "ran": {name: counted.count(name) for name in set(counted)}}
+
+
+def test_a_function_with_kernels_of_its_own_is_a_unit_and_the_region_is_not_opaque() -> None:
+    report = train(Both)
+    assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
+    assert report["ran"] == {"Doubled": 3, "Seen": 3}, "with alpha 1 none of them runs again"
+
+
+def test_with_alpha_0_a_plan_may_still_choose_and_gradients_hold() -> None:
+    report = train(Both, alpha=0.0)
+    assert report["opaque_regions"] == 0
+    assert report["ran"] == {"Doubled": 6, "Seen": 3}, "operators are replayed, and no function with them"
+
+
+def test_a_plan_is_made_of_what_units_saved() -> None:
+    report = train(Both, steps=14, alpha="auto")
+    assert report["opaque_regions"] == 0 and report["programs"] >= 1
+    assert report["offloaded_step_bytes"] == report["expected_step_bytes"]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_a_function_inside_of_a_hidden_one_is_a_part_of_it(alpha: float) -> None:
+    assert train(Inside, alpha=alpha)["opaque_regions"] == 0
+
+
+def test_a_region_that_hides_more_than_functions_is_opaque_and_units_run_in_its_recompute_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Inside, "takes_address", True)
+    assert train(Inside, alpha=0.0)["opaque_regions"] > 0
+
+
+def test_functions_are_as_before_once_the_session_is_detached() -> None:
+    before = vars(torch.autograd.Function)["apply"]
+    first, second = (memplug.attach(Stack(2, Both), BLOCK) for _ in range(2))
+    assert vars(torch.autograd.Function)["apply"] is not before
+    second.detach()
+    first.detach()
+    assert vars(torch.autograd.Function)["apply"] is before
+
+
+def test_sessions_may_be_detached_in_any_order_and_leave_functions_that_work() -> None:
+    first, second = (memplug.attach(Stack(2, Both), BLOCK) for _ in range(2))
+    first.detach()
+    x = torch.randn(3, requires_grad=True)
+    Doubled.apply(x).sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+    second.detach()
+
+
+class Part(nn.Module):
+    """A module that runs as a unit."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def test_a_module_that_is_a_unit_is_copied_pickled_and_put_back_as_its_own_class() -> None:
+    model = Stack(1, Both)
+    model.part = Part()
+    with memplug.attach(model, BLOCK) as session:
+        make_unit(model.part, Unit(session.executor, "part", None), session)
+        assert type(model.part) is not Part and isinstance(model.part, Part)
+        assert type(copy.deepcopy(model.part)) is Part
+        assert type(pickle.loads(pickle.dumps(model.part))) is Part
+        assert torch.equal(model.part(torch.ones(2)), torch.full((2,), 2.0))
+    assert type(model.part) is Part and not any("memplug" in name for name in vars(model.part))
+
+
+def test_a_forward_that_was_replaced_on_the_instance_is_refused() -> None:
+    model = Stack(1, Both)
+    part = Part()
+    part.forward = lambda x: x
+    with memplug.attach(model, BLOCK) as session, pytest.raises(ConflictError, match="replaced"):
+        make_unit(part, Unit(session.executor, "part", None), session)
