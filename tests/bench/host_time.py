@@ -22,6 +22,7 @@ process, and their ratios are as good as that.
 | `a` | 16 Hugging Face Llama layers, hidden size 64, 32 tokens |
 | `b` | the same, hidden size 256, 256 tokens |
 | `c` | 16 Megatron-Core layers, hidden size 64, 32 tokens |
+| `d` | 16 layers of the stand-in of Transformer Engine (tests/support/stand_ins), hidden size 64, 32 tokens |
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ CASES = {
     "a": Shape("transformers", 16, 64, 32),
     "b": Shape("transformers", 16, 256, 256),
     "c": Shape("megatron", 16, 64, 32),
+    "d": Shape("transformer_engine", 16, 64, 32),
 }
 
 

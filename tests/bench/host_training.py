@@ -50,7 +50,7 @@ def prepared(mode: str, shape: Shape) -> Iterator[Training]:
     apply = functools.partial(checkpoint, use_reentrant=mode == "reentrant") if "reentrant" in mode else call
     training = Training(model.train(), apply, None)
     if mode.startswith("memplug"):
-        training.session = memplug.attach(model, _block(mode))
+        training.session = memplug.attach(model, _block(mode, shape))
     try:
         for _ in range(WARM_UP):
             training.timed_step()
@@ -65,14 +65,15 @@ def call(layer: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tens
     return layer(hidden)
 
 
-def _block(mode: str) -> dict[str, Any]:
+def _block(mode: str, shape: Shape) -> dict[str, Any]:
     alpha, _, arena = mode.partition(":")[2].partition("+")
     number = "auto" if alpha in ("auto", "plain") else float(alpha)
+    regions = {"regions": ["layers.*"]} if shape.host == "transformer_engine" else {}
     device_budget = {"device_budget_gib": 8} if alpha == "plain" else {}
     return {
         "enabled": True,
         "plan_dir": False,
-        "tokenwise": {"alpha": number, "min_offload_bytes": 0},
+        "tokenwise": {"alpha": number, "min_offload_bytes": 0, **regions},
         **device_budget,
         "swap": {"enabled": False},
         "arena": {"enabled": bool(arena)},
@@ -83,9 +84,29 @@ def _stack(shape: Shape, mode: str) -> nn.Module:
     fields = fields_of(shape.hidden, shape.layers)
     if shape.host == "transformers":
         return modes.Stack(fields, shape.tokens, "cpu")
+    if shape.host == "transformer_engine":
+        return _Opaque(shape)
     from tests.bench import megatron
 
     return megatron.Stack(fields, shape.tokens, "cpu", "full" if mode == "reentrant" else "keep_all")
+
+
+class _Opaque(nn.Module):
+    """Layers whose kernels no operator shows."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        from tests.support.opaque_layers_worker import Parts
+
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Parts(width=shape.hidden) for _ in range(shape.layers)])
+        self.input = torch.randn(shape.tokens, 1, shape.hidden).requires_grad_()
+
+    def forward(self, apply: Callable[..., torch.Tensor]) -> torch.Tensor:
+        hidden = self.input.clone()
+        for layer in self.layers:
+            hidden = apply(layer, hidden)
+        return hidden
 
 
 def fields_of(hidden: int, layers: int) -> dict[str, Any]:

@@ -301,3 +301,44 @@ def test_a_region_of_120_operators_is_planned_the_same_way_twice(device):
 def test_the_planner_imports_no_torch():
     code = "import sys, memplug.plan.tokenwise; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+UNIT = operator("unit", (0,), (1,), time_s=4.0, size=0, capture="never")
+SAVED, RETURNED = (operator(f"part {n}", (1,), (n,), time_s=0.0, size=100, made_by_rows=0) for n in (2, 3))
+
+
+def test_parts_of_a_unit_are_swapped_by_the_same_rows_as_it_runs_for_the_one_that_lacks_most():
+    """Two outputs of 100 bytes in the forward's 10 s at 10 bytes/s: half of the rows of each spare half of its 4 s. All rows
+    of one would spare nothing.
+    """
+    plan = solve([region(UNIT, SAVED, RETURNED, saved={2, 3})], budget(d2h=10.0, h2d=10.0))
+    (group,) = plan.regions["layer"].groups
+    assert group.fractions == {1: pytest.approx(0.5), 2: pytest.approx(0.5)}
+    assert group.runs == {0, 1, 2}
+    assert group.recompute_s == pytest.approx(2.0)
+    assert plan.step_s == pytest.approx(30.0 + 2.0)
+
+
+def test_a_unit_does_not_run_where_all_that_it_made_is_swapped():
+    plan = solve([region(UNIT, SAVED, RETURNED, saved={2, 3})], budget(d2h=20.0, h2d=20.0))
+    assert plan.regions["layer"].groups[0].runs == frozenset()
+    assert plan.step_s == pytest.approx(30.0)
+
+
+def test_a_unit_whose_rows_are_not_made_one_by_one_runs_whole_for_any_part():
+    """Half of one output's rows spare nothing; neither is worth a byte."""
+    parts = (replace(SAVED, capture="whole", made_by_rows=None), replace(RETURNED, capture="whole", made_by_rows=None))
+    plan = solve([region(UNIT, *parts, saved={2, 3})], budget(d2h=10.0, h2d=10.0))
+    (group,) = plan.regions["layer"].groups
+    assert group.fractions == {} and group.recompute_s == pytest.approx(4.0)
+
+
+def test_a_fraction_of_a_unit_needs_its_inputs_whole():
+    """Its input is made by an operator of 5 s that is not captured: a fraction of the unit's rows runs all of it."""
+    source = operator("norm", (0,), (1,), time_s=5.0, size=0, capture="never")
+    unit = operator("unit", (1,), (2,), time_s=4.0, size=0, capture="never")
+    part = operator("part", (2,), (3,), time_s=0.0, size=100, made_by_rows=1)
+    plan = solve([region(source, unit, part, saved={3})], budget(d2h=5.0, h2d=5.0))
+    (group,) = plan.regions["layer"].groups
+    assert group.fractions == {2: pytest.approx(0.5)}
+    assert group.recompute_s == pytest.approx(5.0 + 2.0)

@@ -36,12 +36,12 @@ WIDTH, HEADS, TOKENS, SEQUENCES, LAYERS = 32, 4, 12, 2, 3
 class Parts(nn.Module):
     """A decoder layer of Transformer Engine's modules, with residuals and dropout between them; [tokens, sequences, width]."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, width: int = WIDTH) -> None:
         super().__init__()
-        self.qkv = te.LayerNormLinear(WIDTH, 3 * WIDTH, normalization="RMSNorm", bias=False)
-        self.core = te.DotProductAttention(HEADS, WIDTH // HEADS, attention_dropout=dropout)
-        self.projection = te.Linear(WIDTH, WIDTH, bias=False)
-        self.mlp = te.LayerNormMLP(WIDTH, 2 * WIDTH, activation="swiglu", normalization="RMSNorm", bias=False)
+        self.qkv = te.LayerNormLinear(width, 3 * width, normalization="RMSNorm", bias=False)
+        self.core = te.DotProductAttention(HEADS, width // HEADS, attention_dropout=dropout)
+        self.projection = te.Linear(width, width, bias=False)
+        self.mlp = te.LayerNormMLP(width, 2 * width, activation="swiglu", normalization="RMSNorm", bias=False)
         self.dropout = dropout
 
     def forward(self, x: torch.Tensor, first: bool | None = None) -> torch.Tensor:

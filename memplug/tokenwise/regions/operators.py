@@ -5,7 +5,7 @@ Expensive operators come in four kinds (DESIGN: "Row-cached recompute"):
 | kind | operators | a fraction of rows? | recomputed? |
 |---|---|---|---|
 | `ROWS` | mm, addmm, bmm, baddbmm, grouped mm | yes | yes |
-| `ATTENTION` | every scaled-dot-product backend, `flash_attn::*` | whole or none | where budgets leave nothing else |
+| `ATTENTION` | every scaled-dot-product backend, `flash_attn*::*` | whole or none | where budgets leave nothing else |
 | `COLLECTIVE` | functional ones, captured at `wait_tensor`; those of `c10d` that fill a tensor | whole | on all ranks |
 | `CHOICE` | topk, sort, argmax, nonzero: the pick must not change | whole | never: rounding could pick differently |
 
@@ -82,7 +82,7 @@ _RESHAPES = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data"
 _WAIT = "_c10d_functional::wait_tensor"
 _WITHOUT_COMMUNICATION = {_WAIT, "_c10d_functional::_wrap_tensor_autograd"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
-_ATTENTION_NAMESPACES = {"flash_attn", "flash_attn_2", "flash_attn_3"}
+_FLASH_ATTENTION = "flash_attn"  # in the namespace: flash_attn, flash_attn_3, and _flash_attn2_588b404 of Hugging Face's hub
 UNIT, PART_OF_UNIT = "memplug::unit", "memplug::of_unit"
 _KINDS = {
     **dict.fromkeys(("rows", "whole", "whole_shared"), Kind.ROWS),
@@ -105,7 +105,7 @@ def kind_of(func: Any) -> Kind | None:
         return Kind.ROWS
     if name in _ATTENTION:
         return Kind.ATTENTION
-    if namespace in _ATTENTION_NAMESPACES and "backward" not in operator and "bwd" not in operator:
+    if _FLASH_ATTENTION in namespace and "backward" not in operator and "bwd" not in operator:
         return Kind.ATTENTION if "forward" in operator or "fwd" in operator else None
     if name == _WAIT or name in _FILLS:
         return Kind.COLLECTIVE
