@@ -9,7 +9,7 @@ import enum
 from typing import Any
 
 import torch
-from stand_in_kernels import calls, native
+from stand_in_kernels import calls, draw_seeds, native
 
 Scaling = native.Scaling
 
@@ -97,7 +97,7 @@ def attention_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the output, the logarithms of the sums of exponentials, and the state of dropout."""
     calls.ran("attention_forward", flops)
-    seeds = native.draw_seeds(q, dropout > 0)
+    seeds = draw_seeds(q, dropout > 0)
     out, sums = native.attention_forward(q, k, v, seeds, how, stats)
     return out, sums, seeds
 
