@@ -87,7 +87,7 @@ def test_a_llama_of_hugging_face_trains_with_flash_attention_as_with_torch_atten
 @pytest.mark.distributed
 def test_ranks_that_share_tokens_or_weights_compute_what_one_rank_does(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        for case in ("context_parallel", "tensor_parallel"):
+        for case in ("context_parallel", "tensor_parallel", "megatron_context"):
             for name, difference in rank[case].items():
                 assert difference < 1e-5, name
 

@@ -1,6 +1,6 @@
 """Runs the stand-ins of Transformer Engine and flash-attn, and writes what came of it to `FOLDER/results.pt`.
 
-`python -m tests.support.stand_in_worker FOLDER`. Results are by case: numbers, and tensors to compare.
+`python -m tests.support.stand_in_worker FOLDER [VERSION]`; the version is Transformer Engine's. Results are by case.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import stand_in
 
-stand_in.use()
+stand_in.use(*sys.argv[2:3])
 
 import flash_attn  # noqa: E402
 import transformer_engine.pytorch as te  # noqa: E402
@@ -100,6 +100,8 @@ def linears() -> dict[str, float]:
             return functional.linear(activate(hidden), m.fc2_weight, m.fc2_bias)
 
         found[f"LayerNormMLP {name}"] = difference(mlp, reference_mlp, [x], mlp)
+        operation = {"gelu": te.ops.GELU, "swiglu": te.ops.SwiGLU, "relu": te.ops.ReLU}[name]()
+        found[f"ops.{name}"] = difference(operation, activation, [x])
     grouped, rows, splits = te.GroupedLinear(3, 32, 16), random(9, 32), [4, 0, 5]
 
     def reference_grouped(x: torch.Tensor) -> torch.Tensor:

@@ -52,11 +52,13 @@ class Calls:
 
 
 calls = Calls()
+settings = {"transformer_engine": "2.10.0"}
+"""Set before anything else is imported: the version that the stand-in calls itself."""
 native: Any = _KERNELS.load()
 
 
 def draw_seeds(like: torch.Tensor, dropped: bool) -> torch.Tensor:
-    """int64[2] on the device: two numbers of its default generator, whose state moves on; zeros if nothing is dropped."""
+    """int64[2] on the device: numbers of its default generator, whose state moves on; zeros if nothing is dropped."""
     if not dropped:
         return native.seeds(like, 0, 0)
     if not like.is_cuda:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine import stand_in
 from transformer_engine.pytorch.distributed import (
     get_distributed_world_size,
     in_fp8_activation_recompute_phase,
@@ -119,14 +120,13 @@ class TransformerEngineBaseModule(torch.nn.Module):
         for quantizer in self.quantizers[name]:
             quantizer.internal = True
 
-    @contextlib.contextmanager
-    def prepare_forward(
+    def _before_forward(
         self,
         inp: torch.Tensor,
         num_gemms: int = 1,
         allow_non_contiguous: bool = False,
         allow_different_data_and_param_types: bool = False,
-    ) -> Iterator[torch.Tensor]:
+    ) -> torch.Tensor:
         """The state of FP8 before a forward: in the recompute phase the copies of the first run, put back after it."""
         if self.fp8 and in_fp8_activation_recompute_phase():
             FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(self.fp8_meta)
@@ -139,15 +139,37 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
             if self.fp8 and self.training and is_fp8_activation_recompute_enabled():
                 FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.fp8_meta)
-        if not allow_non_contiguous and not inp.is_contiguous():
-            inp = inp.contiguous()
-        yield inp
-        self.end_forward()
+        return inp if allow_non_contiguous or inp.is_contiguous() else inp.contiguous()
 
     def end_forward(self) -> None:
         """After a forward."""
         if self.fp8 and in_fp8_activation_recompute_phase():
             FP8GlobalStateManager.restore_fp8_meta_tensors(self.fp8_meta)
+
+    if stand_in.version >= (2, 12):
+        prepare_forward = _before_forward
+
+        @contextlib.contextmanager
+        def prepare_forward_ctx(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
+            """Around a forward: `prepare_forward` and `end_forward`."""
+            inp = self.prepare_forward(*args, **kwargs)
+            try:
+                yield inp
+            finally:
+                self.end_forward()
+
+    else:
+
+        @contextlib.contextmanager
+        def prepare_forward(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
+            """Around a forward."""
+            yield self._before_forward(*args, **kwargs)
+            self.end_forward()
+
+    def around_forward(self, inp: torch.Tensor, num_gemms: int = 1) -> Any:
+        """By this version's name."""
+        prepare = self.prepare_forward_ctx if stand_in.version >= (2, 12) else self.prepare_forward
+        return prepare(inp, num_gemms=num_gemms)
 
     def get_weight_workspace(
         self,
