@@ -27,25 +27,26 @@ SCHEDULES = [Schedule("eager"), Schedule("lazy"), Schedule("computefirst"), Sche
 
 
 def layer(where: str) -> list[float]:
-    """Losses of a layer's training in FP8 by delayed scaling, attention by flash-attn every other step."""
+    """Losses of a layer's training in FP8 by delayed scaling, in bfloat16, by flash-attn every other step."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
     torch.manual_seed(3)
-    shape = {"normalization": "RMSNorm", "activation": "swiglu", "num_gqa_groups": 2}
+    shape = {"normalization": "RMSNorm", "activation": "swiglu", "num_gqa_groups": 2, "params_dtype": torch.bfloat16}
     module = te.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu", **shape).to(where)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(5)
     losses = []
     for step in range(4):
-        x = torch.randn(16, 2, 32, generator=generator).to(where).requires_grad_()
+        x = torch.randn(16, 2, 32, generator=generator).to(where, torch.bfloat16).requires_grad_()
         with (
             te.autocast(enabled=True, recipe=recipe.DelayedScaling()),
             mock.patch.dict(os.environ, {"NVTE_FUSED_ATTN": str(step % 2)}),
         ):
-            loss = te.checkpoint(module, x).square().mean() if step < 2 else module(x).square().mean()
+            out = te.checkpoint(module, x) if step < 2 else module(x)
+            loss = out.float().square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -68,6 +69,13 @@ def ring(where: str) -> list[float]:
         out.square().sum().backward()
         found += [x.grad.square().sum() for x in (q, k, v)]
     return [number.item() for number in found]
+
+
+def ring_without_waits(where: str) -> list[float]:
+    """The same where neither stream waits for the other: numbers of no meaning."""
+    with mock.patch.object(torch.cuda.Stream, "wait_stream", lambda self, other: None):
+        ring(where)
+    return []
 
 
 def megatron(where: str) -> list[float]:
@@ -103,14 +111,18 @@ def main() -> None:
     sys.path.insert(0, str(megatron_worker.RECIPE))
     importlib.import_module("model")
     stand_in.transformer_engine_layers()
+    from transformer_engine.stand_in import calls
+
     torch.compiler.set_stance("force_eager")  # kernels that are compiled are not simulated
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, Any] = {}
     for case in (layer, ring, megatron):
         results[case.__name__] = found = {str(schedule): run(case, "cuda", schedule) for schedule in SCHEDULES}
         if case is not megatron:
             found["cpu"] = {"numbers": case("cpu"), "violations": 0}
+    results["ring_without_waits"] = {"lazy": run(ring_without_waits, "cuda", Schedule("lazy"))}
+    results["forwards"] = {name: dict(calls.functions)[name] for name in ("FlashAttnFunc", "FusedAttnFunc")}
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 

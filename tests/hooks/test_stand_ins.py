@@ -36,6 +36,10 @@ def test_outputs_and_gradients_are_those_of_torch_operators(results: dict[str, A
             assert difference < 1e-5, name
 
 
+def test_bfloat16_is_as_near_to_float32_as_its_digits(results: dict[str, Any]) -> None:
+    assert 0 < results["sixteen_bits"] < 0.03
+
+
 def test_the_same_inputs_give_the_same_bits_and_rows_do_not_depend_on_their_number(results: dict[str, Any]) -> None:
     assert results["repeats"] == {"equal": True, "some_rows": True}
 

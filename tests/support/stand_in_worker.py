@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -145,6 +146,12 @@ def attentions() -> dict[str, float]:
         lambda *x: flash_attn.flash_attn_varlen_func(*x, lengths, lengths, 12, 12, causal=True),
         packed(attention, starts), tokens,
     )  # fmt: skip
+    three = importlib.import_module("flash_attn_3.flash_attn_interface")
+    found["flash-attn 3"] = difference(lambda *x: three.flash_attn_func(*x, causal=True), attention, [q, k, v])
+    found["flash-attn 3, packed"] = difference(
+        lambda *x: three.flash_attn_varlen_func(*x, lengths, lengths, 12, 12, causal=True),
+        packed(attention, starts), tokens,
+    )  # fmt: skip
     together = random(2, 12, 3, 4, 8)
     found["FlashAttnQKVPackedFunc"] = difference(
         lambda x: flash_attn.flash_attn_qkvpacked_func(x, causal=True), lambda x: attention(*x.unbind(2)), [together]
@@ -189,6 +196,13 @@ def layer(**options: Any) -> te.TransformerLayer:
     torch.manual_seed(3)
     shape = {"normalization": "RMSNorm", "activation": "swiglu", "num_gqa_groups": 2}
     return te.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, **shape, **options)
+
+
+def sixteen_bits() -> float:
+    """The difference of a layer in bfloat16 from one in float32."""
+    x = torch.randn(16, 2, 32)
+    exact, rough = layer()(x), layer().bfloat16()(x.bfloat16())
+    return float((exact - rough.float()).abs().max() / exact.abs().max())
 
 
 def repeats() -> dict[str, Any]:
@@ -344,7 +358,18 @@ def main() -> None:
     """All cases."""
     torch.manual_seed(0)
     results: dict[str, Any] = {}
-    for case in (linears, attentions, movers, repeats, dispatcher, recipes, micro_batches, dropout, hugging_face):
+    for case in (
+        linears,
+        attentions,
+        movers,
+        sixteen_bits,
+        repeats,
+        dispatcher,
+        recipes,
+        micro_batches,
+        dropout,
+        hugging_face,
+    ):
         results[case.__name__] = case()
     torch.save(results, Path(sys.argv[1]) / "results.pt")
 

@@ -8,7 +8,20 @@ import torch
 from stand_in_kernels import calls, draw_seeds, native
 
 from flash_attn import _packed
+from flash_attn._packed import FlashAttnQKVPackedFunc
 
+__all__ = [
+    "FlashAttnFunc",
+    "FlashAttnQKVPackedFunc",
+    "FlashAttnVarlenFunc",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 _WHERE = ("cpu", "cuda")  # the real one's are for CUDA alone
 
 

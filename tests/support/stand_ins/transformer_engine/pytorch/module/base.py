@@ -113,7 +113,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
             recipe,
             mode="forward" if fwd else "backward",
             num_quantizers=count * self.fp8_meta["num_gemms"],
-            device=next(self.parameters()).device,
+            device=self.device_of_state,
         )
         self.fp8_meta[name] = state
         self.quantizers[name] = state.make_quantizers()
@@ -133,6 +133,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         else:
             if self.tp_size > 1:
                 assert self.tp_group_initialized, "TP group not initialized."
+            self.device_of_state = inp.device
             self.set_activation_dtype(inp)
             self.init_fp8_metadata(num_gemms=num_gemms)
             if self.fp8:
@@ -166,10 +167,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
             yield self._before_forward(*args, **kwargs)
             self.end_forward()
 
-    def around_forward(self, inp: torch.Tensor, num_gemms: int = 1) -> Any:
+    def around_forward(self, inp: torch.Tensor, num_gemms: int = 1, allow_non_contiguous: bool = False) -> Any:
         """By this version's name."""
         prepare = self.prepare_forward_ctx if stand_in.version >= (2, 12) else self.prepare_forward
-        return prepare(inp, num_gemms=num_gemms)
+        return prepare(inp, num_gemms=num_gemms, allow_non_contiguous=allow_non_contiguous)
 
     def get_weight_workspace(
         self,
@@ -232,6 +233,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         found = pickle.loads(state.detach().cpu().numpy().tobytes())
         self.fp8_meta["recipe"] = found["recipe"]
         self.fp8_meta.setdefault("num_gemms", getattr(self, "num_gemms", 1))
+        self.device_of_state = next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
         self.set_meta_tensor(True, found["recipe"])
         self.set_meta_tensor(False, found["recipe"])
         self.fp8_meta_tensors_initialized = True
