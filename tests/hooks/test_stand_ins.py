@@ -89,6 +89,12 @@ def test_a_llama_of_hugging_face_trains_with_flash_attention_as_with_torch_atten
 
 
 @pytest.mark.distributed
+def test_the_state_of_fp8_is_where_each_version_has_it(results: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    assert results["names"] == ["get_autocast_state", "AUTOCAST_DEPTH"]
+    assert ranks[0]["names"] == ["quantization_state"]
+
+
+@pytest.mark.distributed
 def test_ranks_that_share_tokens_or_weights_compute_what_one_rank_does(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for case in ("context_parallel", "tensor_parallel", "megatron_context"):

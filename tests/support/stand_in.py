@@ -18,8 +18,8 @@ def use(transformer_engine: str | None = None) -> None:
     """From now on, for the rest of the process. Call it before anything is imported that asks for either.
 
     Args:
-        transformer_engine: the version that it calls itself, by default "2.10.0"; since 2.12 and 2.15 names differ as
-            there.
+        transformer_engine: the version that it calls itself, by default "2.10.0"; stand_ins/README.md says which names
+            differ.
     """
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))

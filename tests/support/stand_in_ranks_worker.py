@@ -121,6 +121,13 @@ def megatron() -> dict[str, Any]:
     return found
 
 
+def names() -> list[str]:
+    """Where the state of FP8 is."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    return [name for name in ("AUTOCAST_DEPTH", "quantization_state") if hasattr(FP8GlobalStateManager, name)]
+
+
 def megatron_context() -> dict[str, float]:
     """A GPTModel over the tokens of both ranks: losses of this rank's tokens, and gradients of all, from one rank's."""
     import model as recipe
@@ -170,7 +177,7 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     results: dict[str, Any] = {}
-    for case in (context_parallel, tensor_parallel, reduced_scales, megatron, megatron_context):
+    for case in (context_parallel, tensor_parallel, reduced_scales, megatron, megatron_context, names):
         results[case.__name__] = case()
     results["functions"] = dict(calls.functions)
     torch.save(results, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")

@@ -354,6 +354,12 @@ def hugging_face() -> dict[str, list[float]]:
     return found | {"forwards": calls.functions["FlashAttnFunc"]}
 
 
+def names() -> list[str]:
+    """Where the state of FP8 is."""
+    known = "get_fp8_autocast_state", "get_autocast_state", "AUTOCAST_DEPTH", "quantization_state"
+    return [name for name in known if hasattr(FP8GlobalStateManager, name)]
+
+
 def main() -> None:
     """All cases."""
     torch.manual_seed(0)
@@ -369,6 +375,7 @@ def main() -> None:
         micro_batches,
         dropout,
         hugging_face,
+        names,
     ):
         results[case.__name__] = case()
     torch.save(results, Path(sys.argv[1]) / "results.pt")

@@ -3,6 +3,6 @@
 from stand_in_kernels import calls, settings
 
 version: tuple[int, ...] = tuple(map(int, settings["transformer_engine"].split(".")))
-"""Whose names the stand-in has: 2.10, or 2.18, where the state of FP8 and the start of a forward are others."""
+"""Whose names the stand-in has, of the state of FP8 and of a forward's start: others since 2.9, 2.12 and 2.15."""
 
 __all__ = ["calls", "version"]

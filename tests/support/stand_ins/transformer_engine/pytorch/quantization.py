@@ -102,21 +102,26 @@ class _Holder(type):
         if name == "quantization_state" and SINCE_2_15:
             return _Holder._state
         if not SINCE_2_15 and name in _FIELDS:
-            return getattr(_Holder._state, name.lower())
+            return getattr(_Holder._state, _FIELDS[name])
         raise AttributeError(f"FP8GlobalStateManager has no attribute {name!r}")
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "quantization_state" and SINCE_2_15:
             _Holder._state = value
         elif not SINCE_2_15 and name in _FIELDS:
-            setattr(_Holder._state, name.lower(), value)
+            setattr(_Holder._state, _FIELDS[name], value)
         else:
             super().__setattr__(name, value)
 
 
-SINCE_2_15 = stand_in.version >= (2, 15)
+SINCE_2_9, SINCE_2_15 = stand_in.version >= (2, 9), stand_in.version >= (2, 15)
 _LOWER = ("global_", "fp8_tensors_", "autocast_arguments", "skip_")
-_FIELDS = [one.name if one.name.startswith(_LOWER) else one.name.upper() for one in dataclasses.fields(FP8GlobalState)]
+_FIELDS = {
+    one.name if one.name.startswith(_LOWER) else one.name.upper(): one.name
+    for one in dataclasses.fields(FP8GlobalState)
+}
+if not SINCE_2_9:
+    _FIELDS["FP8_AUTOCAST_DEPTH"] = _FIELDS.pop("AUTOCAST_DEPTH")
 
 
 _OF_AUTOCAST = (
@@ -301,6 +306,17 @@ class FP8GlobalStateManager(metaclass=_Holder):
         fp8_meta["scaling_fwd"].scale.copy_(fp8_meta["updated_scale_fwd"])
 
 
+_get, _set, _enter, _exit = (
+    getattr(FP8GlobalStateManager, name)
+    for name in ("get_autocast_state", "set_autocast_state", "autocast_enter", "autocast_exit")
+)
+if not SINCE_2_9:
+    for _method in (_get, _set, _enter, _exit):
+        _name = _method.__name__
+        setattr(FP8GlobalStateManager, _name.replace("autocast", "fp8_autocast"), _method)
+        delattr(FP8GlobalStateManager, _name)
+
+
 @contextlib.contextmanager
 def autocast(
     enabled: bool = True,
@@ -310,13 +326,13 @@ def autocast(
     _graph: bool = False,
 ) -> Iterator[None]:
     """Modules within quantize by the recipe."""
-    state = FP8GlobalStateManager.get_autocast_state()
-    FP8GlobalStateManager.autocast_enter(enabled, calibrating, recipe, amax_reduction_group, _graph)
+    state = _get()
+    _enter(enabled, calibrating, recipe, amax_reduction_group, _graph)
     try:
         yield
     finally:
-        FP8GlobalStateManager.set_autocast_state(state)
-        FP8GlobalStateManager.autocast_exit(enabled, _graph=_graph)
+        _set(state)
+        _exit(enabled, _graph=_graph)
 
 
 @contextlib.contextmanager
