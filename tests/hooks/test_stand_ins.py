@@ -36,6 +36,10 @@ def test_outputs_and_gradients_are_those_of_torch_operators(results: dict[str, A
             assert difference < 1e-5, name
 
 
+def test_bfloat16_is_as_near_to_float32_as_its_digits(results: dict[str, Any]) -> None:
+    assert 0 < results["sixteen_bits"] < 0.03
+
+
 def test_the_same_inputs_give_the_same_bits_and_rows_do_not_depend_on_their_number(results: dict[str, Any]) -> None:
     assert results["repeats"] == {"equal": True, "some_rows": True}
 
@@ -85,9 +89,15 @@ def test_a_llama_of_hugging_face_trains_with_flash_attention_as_with_torch_atten
 
 
 @pytest.mark.distributed
+def test_the_state_of_fp8_is_where_each_version_has_it(results: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    assert results["names"] == ["get_autocast_state", "AUTOCAST_DEPTH"]
+    assert ranks[0]["names"] == ["quantization_state"]
+
+
+@pytest.mark.distributed
 def test_ranks_that_share_tokens_or_weights_compute_what_one_rank_does(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        for case in ("context_parallel", "tensor_parallel"):
+        for case in ("context_parallel", "tensor_parallel", "megatron_context"):
             for name, difference in rank[case].items():
                 assert difference < 1e-5, name
 

@@ -121,15 +121,63 @@ def megatron() -> dict[str, Any]:
     return found
 
 
+def names() -> list[str]:
+    """Where the state of FP8 is."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    return [name for name in ("AUTOCAST_DEPTH", "quantization_state") if hasattr(FP8GlobalStateManager, name)]
+
+
+def megatron_context() -> dict[str, float]:
+    """A GPTModel over the tokens of both ranks: losses of this rank's tokens, and gradients of all, from one rank's."""
+    import model as recipe
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    stand_in.let_megatron_split_sequences()
+    shape, results = megatron_worker.SHAPE, []
+    for ranks in (1, 2):
+        parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+        torch.manual_seed(0)
+        model_parallel_cuda_manual_seed(0)
+        config = recipe.transformer_config(shape, recipe.Parallel(), torch.float32, context_parallel_size=ranks)
+        common = {"vocab_size": shape["vocab_size"], "max_sequence_length": 32, "position_embedding_type": "rope"}
+        model = GPTModel(config, recipe.block_spec(config), **common)
+        tokens = torch.randint(0, shape["vocab_size"], (2, 33), generator=torch.Generator().manual_seed(1))
+        batch = {
+            "tokens": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "position_ids": torch.arange(32).expand(2, -1),
+        }
+        places = torch.arange(32).expand(2, -1)
+        batch = get_batch_on_this_cp_rank({**batch, "places": places})
+        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        losses.sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        for gradient in gradients if ranks == 2 else []:
+            dist.all_reduce(gradient)
+        results.append((batch["places"], losses.detach(), gradients))
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+    (_, whole, wanted), (places, mine, gradients) = results
+    pairs = zip(gradients, wanted, strict=True)
+    return {
+        "losses": float((mine - whole.gather(1, places)).abs().max()),
+        "gradients": max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs),
+    }
+
+
 def main() -> None:
     """All cases on this rank."""
-    stand_in.use()
+    stand_in.use(transformer_engine="2.18.0")  # `tests.support.stand_in_worker` has 2.10
     megatron_worker.prepare()
     from transformer_engine.stand_in import calls
 
     dist.init_process_group("gloo")
     results: dict[str, Any] = {}
-    for case in (context_parallel, tensor_parallel, reduced_scales, megatron):
+    for case in (context_parallel, tensor_parallel, reduced_scales, megatron, megatron_context, names):
         results[case.__name__] = case()
     results["functions"] = dict(calls.functions)
     torch.save(results, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")

@@ -1,10 +1,11 @@
 """Runs the stand-ins of Transformer Engine and flash-attn, and writes what came of it to `FOLDER/results.pt`.
 
-`python -m tests.support.stand_in_worker FOLDER`. Results are by case: numbers, and tensors to compare.
+`python -m tests.support.stand_in_worker FOLDER [VERSION]`; the version is Transformer Engine's. Results are by case.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import stand_in
 
-stand_in.use()
+stand_in.use(*sys.argv[2:3])
 
 import flash_attn  # noqa: E402
 import transformer_engine.pytorch as te  # noqa: E402
@@ -100,6 +101,8 @@ def linears() -> dict[str, float]:
             return functional.linear(activate(hidden), m.fc2_weight, m.fc2_bias)
 
         found[f"LayerNormMLP {name}"] = difference(mlp, reference_mlp, [x], mlp)
+        operation = {"gelu": te.ops.GELU, "swiglu": te.ops.SwiGLU, "relu": te.ops.ReLU}[name]()
+        found[f"ops.{name}"] = difference(operation, activation, [x])
     grouped, rows, splits = te.GroupedLinear(3, 32, 16), random(9, 32), [4, 0, 5]
 
     def reference_grouped(x: torch.Tensor) -> torch.Tensor:
@@ -141,6 +144,12 @@ def attentions() -> dict[str, float]:
     )
     found["FlashAttnVarlenFunc"] = difference(
         lambda *x: flash_attn.flash_attn_varlen_func(*x, lengths, lengths, 12, 12, causal=True),
+        packed(attention, starts), tokens,
+    )  # fmt: skip
+    three = importlib.import_module("flash_attn_3.flash_attn_interface")
+    found["flash-attn 3"] = difference(lambda *x: three.flash_attn_func(*x, causal=True), attention, [q, k, v])
+    found["flash-attn 3, packed"] = difference(
+        lambda *x: three.flash_attn_varlen_func(*x, lengths, lengths, 12, 12, causal=True),
         packed(attention, starts), tokens,
     )  # fmt: skip
     together = random(2, 12, 3, 4, 8)
@@ -187,6 +196,13 @@ def layer(**options: Any) -> te.TransformerLayer:
     torch.manual_seed(3)
     shape = {"normalization": "RMSNorm", "activation": "swiglu", "num_gqa_groups": 2}
     return te.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, **shape, **options)
+
+
+def sixteen_bits() -> float:
+    """The difference of a layer in bfloat16 from one in float32."""
+    x = torch.randn(16, 2, 32)
+    exact, rough = layer()(x), layer().bfloat16()(x.bfloat16())
+    return float((exact - rough.float()).abs().max() / exact.abs().max())
 
 
 def repeats() -> dict[str, Any]:
@@ -338,11 +354,29 @@ def hugging_face() -> dict[str, list[float]]:
     return found | {"forwards": calls.functions["FlashAttnFunc"]}
 
 
+def names() -> list[str]:
+    """Where the state of FP8 is."""
+    known = "get_fp8_autocast_state", "get_autocast_state", "AUTOCAST_DEPTH", "quantization_state"
+    return [name for name in known if hasattr(FP8GlobalStateManager, name)]
+
+
 def main() -> None:
     """All cases."""
     torch.manual_seed(0)
     results: dict[str, Any] = {}
-    for case in (linears, attentions, movers, repeats, dispatcher, recipes, micro_batches, dropout, hugging_face):
+    for case in (
+        linears,
+        attentions,
+        movers,
+        sixteen_bits,
+        repeats,
+        dispatcher,
+        recipes,
+        micro_batches,
+        dropout,
+        hugging_face,
+        names,
+    ):
         results[case.__name__] = case()
     torch.save(results, Path(sys.argv[1]) / "results.pt")
 

@@ -6,10 +6,11 @@ The real module is C++ (transformer_engine/pytorch/csrc); here C++ of the stand-
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Any
 
 import torch
-from stand_in_kernels import calls, native
+from stand_in_kernels import calls, draw_seeds, native
 
 Scaling = native.Scaling
 
@@ -39,6 +40,12 @@ def operand(tensor: Any, columnwise: bool = False) -> tuple[torch.Tensor, torch.
     return tensor.operand(columnwise) if hasattr(tensor, "operand") else (tensor, None, 0, False)
 
 
+@functools.cache
+def get_cublas_workspace(device: torch.device) -> torch.Tensor:
+    """Memory that products keep from the first one on: as the real one's, but smaller, and nothing is ever in it."""
+    return torch.empty(65536, dtype=torch.uint8, device=device)
+
+
 def gemm(
     a: Any,
     b: Any,
@@ -54,6 +61,7 @@ def gemm(
     first, second = operand(a, columnwise=layout != "TN"), operand(b, columnwise=layout == "NT")
     rows, columns = first[0].numel() // (first[0].shape[-1] or 1), first[0].shape[-1]
     k = columns if (layout == "TN") != first[3] else rows
+    get_cublas_workspace(second[0].device)
     calls.ran("gemm", 2 * first[0].numel() * (second[0].numel() // (k or 1)))
     return native.gemm(first, second, layout, dtype, out, bias, accumulate, with_bias_grad)
 
@@ -97,7 +105,7 @@ def attention_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the output, the logarithms of the sums of exponentials, and the state of dropout."""
     calls.ran("attention_forward", flops)
-    seeds = native.draw_seeds(q, dropout > 0)
+    seeds = draw_seeds(q, dropout > 0)
     out, sums = native.attention_forward(q, k, v, seeds, how, stats)
     return out, sums, seeds
 

@@ -5,10 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from stand_in_kernels import calls, native
+from stand_in_kernels import calls, draw_seeds, native
 
 from flash_attn import _packed
+from flash_attn._packed import FlashAttnQKVPackedFunc
 
+__all__ = [
+    "FlashAttnFunc",
+    "FlashAttnQKVPackedFunc",
+    "FlashAttnVarlenFunc",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 _WHERE = ("cpu", "cuda")  # the real one's are for CUDA alone
 
 
@@ -38,7 +51,7 @@ def _flops(q: torch.Tensor, keys: int, causal: bool) -> int:
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Any, dropout_p: float, flops: int) -> Any:
     calls.ran("flash_forward", flops)
-    rng_state = native.draw_seeds(q, dropout_p > 0)
+    rng_state = draw_seeds(q, dropout_p > 0)
     out, softmax_lse = native.attention_forward(q, k, v, rng_state, how, False)
     return out, softmax_lse, q.new_empty(0), rng_state
 
@@ -133,7 +146,7 @@ def _flash_attn_backward(
     """Fills dq, dk and dv; returns memory of no meaning, as large as the real one's sums."""
     how = _how(dropout_p, softmax_scale, causal, window_size_left, window_size_right)
     calls.ran("flash_backward", 5 * _flops(q, k.shape[1], causal) // 2)
-    seeds = native.draw_seeds(q, False) if rng_state is None else rng_state
+    seeds = draw_seeds(q, False) if rng_state is None else rng_state
     native.attention_backward(dout.contiguous(), q, k, v, out, softmax_lse, seeds, how, (dq, dk, dv))
     return torch.empty((q.shape[0], q.shape[2], _padded(q.shape[1])), dtype=torch.float32, device=q.device)
 
@@ -175,7 +188,7 @@ def _flash_attn_varlen_backward(
     starts = cu_seqlens_q, cu_seqlens_k
     how = _how(dropout_p, softmax_scale, causal, window_size_left, window_size_right, starts)
     calls.ran("flash_backward", 5 * _flops(q, max_seqlen_k, causal) // 2)
-    seeds = native.draw_seeds(q, False) if rng_state is None else rng_state
+    seeds = draw_seeds(q, False) if rng_state is None else rng_state
     native.attention_backward(dout.contiguous(), q, k, v, out, softmax_lse, seeds, how, (dq, dk, dv))
     return torch.empty((q.shape[1], q.shape[0] + 128), dtype=torch.float32, device=q.device)
 

@@ -6,11 +6,6 @@
 #include <cmath>
 #include <limits>
 
-#ifdef MEMPLUG_CUDA
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/cuda/CUDAGeneratorImpl.h>
-#endif
-
 namespace stand_ins {
 namespace {
 
@@ -118,30 +113,20 @@ Tensor new_heads(const Tensor& query, int64_t width) {
 
 } // namespace
 
-Tensor draw_seeds(const Tensor& like, bool dropped) {
+std::pair<int64_t, int64_t> next_random() {
+  const at::Generator shared = at::detail::getDefaultCPUGenerator(); // of all threads
+  auto* generator = at::check_generator<at::CPUGeneratorImpl>(shared);
+  const std::lock_guard<std::mutex> lock(generator->mutex_);
+  const auto first = static_cast<int64_t>(generator->random64());
+  return {first, static_cast<int64_t>(generator->random64())};
+}
+
+Tensor seeds(const Tensor& like, int64_t first, int64_t second) {
   const Tensor made = at::empty({2}, like.options().dtype(at::kLong).requires_grad(false));
-  int64_t seed = 0, offset = 0;
-  if (dropped && like.is_cpu()) {
-    const at::Generator shared = at::detail::getDefaultCPUGenerator(); // of all threads
-    auto* generator = at::check_generator<at::CPUGeneratorImpl>(shared);
-    const std::lock_guard<std::mutex> lock(generator->mutex_);
-    seed = static_cast<int64_t>(generator->random64());
-    offset = static_cast<int64_t>(generator->random64());
-  }
-#ifdef MEMPLUG_CUDA
-  if (dropped && like.is_cuda()) {
-    const at::Generator shared = at::cuda::detail::getDefaultCUDAGenerator(like.device().index());
-    auto* generator = at::check_generator<at::CUDAGeneratorImpl>(shared);
-    const std::lock_guard<std::mutex> lock(generator->mutex_);
-    const auto [state, at] = generator->philox_engine_inputs(4);
-    seed = static_cast<int64_t>(state);
-    offset = static_cast<int64_t>(at);
-  }
-#endif
   int64_t* to = made.data_ptr<int64_t>();
-  launch("draw_seeds", {}, {made}, [=] {
-    to[0] = seed;
-    to[1] = offset;
+  launch("seeds", {}, {made}, [=] {
+    to[0] = first;
+    to[1] = second;
   });
   return made;
 }

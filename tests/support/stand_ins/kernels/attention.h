@@ -18,7 +18,7 @@ struct Attention {
 };
 
 // Returns out as query (of value's head size), and the logarithm of the sum of exponentials, float: [b, h, s], or [h, t]
-// of "thd"; with `stats` one dimension of 1 more, as cuDNN. `seeds`: int64[2], of dropout (`draw_seeds`).
+// of "thd"; with `stats` one dimension of 1 more, as cuDNN. `seeds`: int64[2], of dropout (`seeds`).
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                              const Tensor& seeds, const Attention& how, bool stats);
 // Gradients of query, key and value: new ones, or in the memory that is given, of any strides.
@@ -27,8 +27,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const 
                                                       const Tensor& seeds, const Attention& how,
                                                       std::optional<std::tuple<Tensor, Tensor, Tensor>> into);
 
-// int64[2] on the device: two numbers of the default generator of that device, or zeros where nothing is dropped.
-Tensor draw_seeds(const Tensor& like, bool dropped);
+// Of the CPU's default generator, whose state moves on; no operator shows it.
+std::pair<int64_t, int64_t> next_random();
+
+// int64[2] on the device of `like`, from which a kernel of attention knows what it drops.
+Tensor seeds(const Tensor& like, int64_t first, int64_t second);
 
 // x[s or t, b, h, d] or [b, s, h, d] rotated by freqs[s, 1, 1, r], r <= d; `turn` -1: backward. "thd" starts anew in
 // each sequence.

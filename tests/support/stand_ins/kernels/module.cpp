@@ -46,7 +46,8 @@ PYBIND11_MODULE(stand_in_kernels, module) {
            py::arg("key_starts") = py::none());
   module.def("attention_forward", attention_forward);
   module.def("attention_backward", attention_backward);
-  module.def("draw_seeds", draw_seeds);
+  module.def("next_random", next_random);
+  module.def("seeds", seeds);
   module.def("rotate", rotate);
   module.def("gather_rows", gather_rows);
   module.def("row_map", row_map);

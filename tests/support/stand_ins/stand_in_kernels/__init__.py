@@ -10,6 +10,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from memplug.native.building import Extension
 
 _KERNELS = Extension(
@@ -50,4 +52,18 @@ class Calls:
 
 
 calls = Calls()
+settings = {"transformer_engine": "2.10.0"}
+"""Set before anything else is imported: the version that the stand-in calls itself."""
 native: Any = _KERNELS.load()
+
+
+def draw_seeds(like: torch.Tensor, dropped: bool) -> torch.Tensor:
+    """int64[2] on the device: numbers of its default generator, whose state moves on; zeros if nothing is dropped."""
+    if not dropped:
+        return native.seeds(like, 0, 0)
+    if not like.is_cuda:
+        return native.seeds(like, *native.next_random())
+    generator = torch.cuda.default_generators[like.device.index]
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)
+    return native.seeds(like, generator.initial_seed(), offset)

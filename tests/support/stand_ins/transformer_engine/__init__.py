@@ -1,6 +1,9 @@
 """A stand-in of Transformer Engine for machines without a GPU (see ../README.md)."""
 
-from transformer_engine import common, pytorch, stand_in
+from transformer_engine import stand_in
 
-__version__ = "2.10.0"
+__version__ = ".".join(map(str, stand_in.version))
+
+from transformer_engine import common, pytorch  # they ask for the version
+
 __all__ = ["common", "pytorch", "stand_in"]

@@ -1,5 +1,8 @@
 """The stand-in's modules, for torch."""
 
+import sys
+
+from transformer_engine import stand_in
 from transformer_engine.pytorch import cpu_offload, cpu_offload_v1, distributed, ops
 from transformer_engine.pytorch.attention import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding
 from transformer_engine.pytorch.cpu_offload import get_cpu_offload_context
@@ -72,3 +75,10 @@ __all__ = [
     "quantized_model_init",
     "restore_from_saved",
 ]
+
+if stand_in.version < (2, 9):  # `fp8` has all of it then
+    from transformer_engine.pytorch import fp8  # noqa: F401
+
+    sys.modules["transformer_engine.pytorch.quantization"] = None  # type: ignore[assignment]
+    del quantization, autocast, quantized_model_init  # noqa: F821  # the first is there as a submodule
+    __all__ = [name for name in __all__ if name not in ("autocast", "quantized_model_init")]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast, qstate
 
 _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 _FP8_ACTIVATION_RECOMPUTE_ENABLED = False
@@ -31,9 +31,9 @@ class activation_recompute_forward(AbstractContextManager, ContextDecorator):
         _FP8_ACTIVATION_RECOMPUTE_PHASE = self.recompute_phase
         firsts = activation_recompute_forward._is_first_fp8_module
         if self.activation_recompute and not self.recompute_phase:
-            firsts.append(FP8GlobalStateManager.IS_FIRST_FP8_MODULE)
+            firsts.append(qstate().is_first_fp8_module)
         if self.activation_recompute and self.recompute_phase:
-            FP8GlobalStateManager.IS_FIRST_FP8_MODULE = firsts.pop(0)
+            qstate().is_first_fp8_module = firsts.pop(0)
 
     def __exit__(self, *exc_details: Any) -> None:
         global _FP8_ACTIVATION_RECOMPUTE_ENABLED, _FP8_ACTIVATION_RECOMPUTE_PHASE

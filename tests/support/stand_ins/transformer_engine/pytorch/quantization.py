@@ -1,18 +1,21 @@
 """The state of FP8: contexts, what all modules share, and the scales and amaxes of one module's direction.
 
-Names, places and timing are the real one's; `FP8GlobalStateManager` holds its state in the class, as there.
+Names, places and timing are the real one's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformer_engine_torch as tex
 
+from transformer_engine import stand_in
 from transformer_engine.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -67,75 +70,124 @@ def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
     return torch.finfo(get_fp8_torch_dtype(fp8_recipe, fprop_tensor)).max
 
 
-class FP8GlobalStateManager:
+@dataclass(slots=True)
+class FP8GlobalState:
     """What all modules of the process share."""
 
-    FP8_ENABLED = False
-    FP8_CALIBRATION = False
-    FP8_RECIPE: Recipe | None = None
-    FP8_DISTRIBUTED_GROUP: Any = None
-    FP8_PARAMETERS = False
-    HIGH_PRECISION_INIT_VAL = False
-    IS_FIRST_FP8_MODULE = False
-    FP8_GRAPH_CAPTURING = False
-    AUTOCAST_DEPTH = 0
-    global_amax_buffer: dict[str, list[torch.Tensor]] = {}
-    global_amax_history_buffer: dict[str, list[torch.Tensor]] = {}
-    global_scale_buffer: dict[str, list[torch.Tensor]] = {}
-    fp8_tensors_recompute_buffer: list[deque] = []
-    autocast_arguments: dict[str, tuple[Recipe, Any]] = {}
+    fp8_enabled: bool = False
+    fp8_calibration: bool = False
+    fp8_recipe: Recipe | None = None
+    fp8_distributed_group: Any = None
+    fp8_parameters: bool = False
+    high_precision_init_val: bool = False
+    is_first_fp8_module: bool = False
+    fp8_graph_capturing: bool = False
+    autocast_depth: int = 0
+    global_amax_buffer: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    global_amax_history_buffer: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    global_scale_buffer: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    fp8_tensors_recompute_buffer: list[deque] = field(default_factory=list)
+    autocast_arguments: dict[str, tuple[Recipe, Any]] = field(default_factory=dict)
     skip_fp8_weight_update_tensor: torch.Tensor | None = None
+
+
+class _Holder(type):
+    """Has the state as an attribute of the class, `quantization_state`, since 2.15; before, each field is one of the
+    class: `FP8_ENABLED`, `IS_FIRST_FP8_MODULE`, `global_amax_buffer`.
+    """
+
+    _state = FP8GlobalState()
+
+    def __getattr__(cls, name: str) -> Any:
+        if name == "quantization_state" and SINCE_2_15:
+            return _Holder._state
+        if not SINCE_2_15 and name in _FIELDS:
+            return getattr(_Holder._state, _FIELDS[name])
+        raise AttributeError(f"FP8GlobalStateManager has no attribute {name!r}")
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "quantization_state" and SINCE_2_15:
+            _Holder._state = value
+        elif not SINCE_2_15 and name in _FIELDS:
+            setattr(_Holder._state, _FIELDS[name], value)
+        else:
+            super().__setattr__(name, value)
+
+
+SINCE_2_9, SINCE_2_15 = stand_in.version >= (2, 9), stand_in.version >= (2, 15)
+_LOWER = ("global_", "fp8_tensors_", "autocast_arguments", "skip_")
+_FIELDS = {
+    one.name if one.name.startswith(_LOWER) else one.name.upper(): one.name
+    for one in dataclasses.fields(FP8GlobalState)
+}
+if not SINCE_2_9:
+    _FIELDS["FP8_AUTOCAST_DEPTH"] = _FIELDS.pop("AUTOCAST_DEPTH")
+
+
+_OF_AUTOCAST = (
+    "fp8_enabled",
+    "fp8_calibration",
+    "fp8_recipe",
+    "fp8_distributed_group",
+    "is_first_fp8_module",
+    "fp8_graph_capturing",
+)
+
+
+def qstate() -> FP8GlobalState:
+    """The present one."""
+    return _Holder._state
+
+
+class FP8GlobalStateManager(metaclass=_Holder):
+    """Reads and moves the state that all modules share."""
 
     @classmethod
     def reset(cls) -> None:
         """As a new process has it."""
-        cls.FP8_ENABLED = cls.FP8_CALIBRATION = cls.FP8_PARAMETERS = False
-        cls.IS_FIRST_FP8_MODULE = cls.FP8_GRAPH_CAPTURING = cls.HIGH_PRECISION_INIT_VAL = False
-        cls.FP8_RECIPE = cls.FP8_DISTRIBUTED_GROUP = cls.skip_fp8_weight_update_tensor = None
-        cls.AUTOCAST_DEPTH = 0
-        cls.global_amax_buffer, cls.global_amax_history_buffer, cls.global_scale_buffer = {}, {}, {}
-        cls.fp8_tensors_recompute_buffer, cls.autocast_arguments = [], {}
+        _Holder._state = FP8GlobalState()
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
         """Within an autocast."""
-        return cls.FP8_ENABLED
+        return qstate().fp8_enabled
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
         """Not stood in for."""
-        return cls.FP8_CALIBRATION
+        return qstate().fp8_calibration
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
         """Not stood in for."""
-        return cls.FP8_PARAMETERS
+        return qstate().fp8_parameters
 
     @classmethod
     def with_high_precision_init_val(cls) -> bool:
         """Not stood in for."""
-        return cls.HIGH_PRECISION_INIT_VAL
+        return qstate().high_precision_init_val
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
         """Not stood in for."""
-        return cls.FP8_GRAPH_CAPTURING
+        return qstate().fp8_graph_capturing
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
         """True once in an outermost autocast: that module's backward ends the backward's step."""
-        first, cls.IS_FIRST_FP8_MODULE = cls.IS_FIRST_FP8_MODULE, False
+        first, qstate().is_first_fp8_module = qstate().is_first_fp8_module, False
         return first
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
         """Of the innermost autocast."""
-        return cls.FP8_RECIPE if cls.FP8_RECIPE is not None else get_default_fp8_recipe()
+        recipe = qstate().fp8_recipe
+        return recipe if recipe is not None else get_default_fp8_recipe()
 
     @classmethod
     def get_fp8_group(cls) -> Any:
         """Whose amaxes are reduced."""
-        return cls.FP8_DISTRIBUTED_GROUP
+        return qstate().fp8_distributed_group
 
     @classmethod
     def is_fp8_available(cls) -> tuple[bool, str]:
@@ -145,30 +197,13 @@ class FP8GlobalStateManager:
     @classmethod
     def get_autocast_state(cls) -> tuple:
         """To be put back at an autocast's end."""
-        return (
-            cls.FP8_ENABLED,
-            cls.FP8_CALIBRATION,
-            cls.FP8_RECIPE,
-            cls.FP8_DISTRIBUTED_GROUP,
-            cls.IS_FIRST_FP8_MODULE,
-            cls.FP8_GRAPH_CAPTURING,
-        )
-
-    get_fp8_autocast_state = get_autocast_state
+        return tuple(getattr(qstate(), name) for name in _OF_AUTOCAST)
 
     @classmethod
     def set_autocast_state(cls, fp8_state: tuple) -> None:
         """Puts it back."""
-        (
-            cls.FP8_ENABLED,
-            cls.FP8_CALIBRATION,
-            cls.FP8_RECIPE,
-            cls.FP8_DISTRIBUTED_GROUP,
-            cls.IS_FIRST_FP8_MODULE,
-            cls.FP8_GRAPH_CAPTURING,
-        ) = fp8_state
-
-    set_fp8_autocast_state = set_autocast_state
+        for name, value in zip(_OF_AUTOCAST, fp8_state, strict=True):
+            setattr(qstate(), name, value)
 
     @classmethod
     def get_unique_autocast_key(cls, recipe: Recipe | None = None, group: Any = None) -> str:
@@ -184,27 +219,27 @@ class FP8GlobalStateManager:
         autocast_key = cls.get_unique_autocast_key(fp8_meta["recipe"], fp8_meta["fp8_group"])
         for direction, name in (("forward", "scaling_fwd"), ("backward", "scaling_bwd")):
             key, state = f"{direction}_{autocast_key}", fp8_meta[name]
-            cls.global_amax_buffer.setdefault(key, []).append(state.amax_history[0])
-            cls.global_amax_history_buffer.setdefault(key, []).append(state.amax_history)
-            cls.global_scale_buffer.setdefault(key, []).append(state.scale)
-            places += [len(cls.global_amax_buffer[key]) - 1, key]
+            qstate().global_amax_buffer.setdefault(key, []).append(state.amax_history[0])
+            qstate().global_amax_history_buffer.setdefault(key, []).append(state.amax_history)
+            qstate().global_scale_buffer.setdefault(key, []).append(state.scale)
+            places += [len(qstate().global_amax_buffer[key]) - 1, key]
 
     @classmethod
     def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
         """Ends a step of one direction: amaxes of all ranks, histories, scales."""
-        for key, amaxes in cls.global_amax_buffer.items():
+        for key, amaxes in qstate().global_amax_buffer.items():
             direction, autocast_key = key.split("_", 1)
             if (direction == "forward") != forward or not amaxes:
                 continue
-            recipe, group = cls.autocast_arguments[autocast_key]
+            recipe, group = qstate().autocast_arguments[autocast_key]
             contiguous = torch.cat(amaxes)
             distributed = torch.distributed
             if recipe.reduce_amax and distributed.is_initialized() and distributed.get_world_size(group) > 1:
                 distributed.all_reduce(contiguous, op=distributed.ReduceOp.MAX, group=group)
             tex.fused_amax_and_scale_update_after_reduction(
                 contiguous,
-                cls.global_amax_history_buffer[key],
-                cls.global_scale_buffer[key],
+                qstate().global_amax_history_buffer[key],
+                qstate().global_scale_buffer[key],
                 recipe.amax_compute_algo,
                 get_fp8_max(recipe, forward),
                 recipe.margin,
@@ -223,17 +258,18 @@ class FP8GlobalStateManager:
         if calibrating or _graph:
             raise NotImplementedError("the stand-in neither calibrates nor captures graphs")
         recipe = get_default_fp8_recipe() if fp8_recipe is None else fp8_recipe
-        cls.autocast_arguments[cls.get_unique_autocast_key(recipe, fp8_group)] = (recipe, fp8_group)
-        cls.FP8_ENABLED, cls.FP8_RECIPE, cls.FP8_DISTRIBUTED_GROUP = enabled, recipe, fp8_group
-        if cls.AUTOCAST_DEPTH == 0:
-            cls.IS_FIRST_FP8_MODULE = True
-        cls.AUTOCAST_DEPTH += 1
+        qstate().autocast_arguments[cls.get_unique_autocast_key(recipe, fp8_group)] = (recipe, fp8_group)
+        state = qstate()
+        state.fp8_enabled, state.fp8_recipe, state.fp8_distributed_group = enabled, recipe, fp8_group
+        if state.autocast_depth == 0:
+            state.is_first_fp8_module = True
+        state.autocast_depth += 1
 
     @classmethod
     def autocast_exit(cls, enabled: bool, _graph: bool) -> None:
         """The outermost ends the forward's step, where gradients are recorded."""
-        cls.AUTOCAST_DEPTH -= 1
-        if enabled and cls.AUTOCAST_DEPTH == 0 and torch.is_grad_enabled():
+        qstate().autocast_depth -= 1
+        if enabled and qstate().autocast_depth == 0 and torch.is_grad_enabled():
             cls.reduce_and_update_fp8_tensors(forward=True)
 
     @classmethod
@@ -243,10 +279,10 @@ class FP8GlobalStateManager:
             return
         state, key = fp8_meta["scaling_fwd"], "global_fp8_buffer_pos_fwd_recompute"
         if key not in fp8_meta:
-            cls.fp8_tensors_recompute_buffer.append(deque())
-            fp8_meta[key] = len(cls.fp8_tensors_recompute_buffer) - 1
+            qstate().fp8_tensors_recompute_buffer.append(deque())
+            fp8_meta[key] = len(qstate().fp8_tensors_recompute_buffer) - 1
         copies = [state.amax_history.clone(), state.scale.clone()]
-        cls.fp8_tensors_recompute_buffer[fp8_meta[key]].append(copies)
+        qstate().fp8_tensors_recompute_buffer[fp8_meta[key]].append(copies)
 
     @classmethod
     def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
@@ -257,7 +293,7 @@ class FP8GlobalStateManager:
         fp8_meta["updated_amax_history_fwd"] = state.amax_history.clone()
         fp8_meta["updated_scale_fwd"] = state.scale.clone()
         place = fp8_meta["global_fp8_buffer_pos_fwd_recompute"]
-        amax_history, scale = cls.fp8_tensors_recompute_buffer[place].popleft()
+        amax_history, scale = qstate().fp8_tensors_recompute_buffer[place].popleft()
         state.amax_history.copy_(amax_history)
         state.scale.copy_(scale)
 
@@ -270,6 +306,17 @@ class FP8GlobalStateManager:
         fp8_meta["scaling_fwd"].scale.copy_(fp8_meta["updated_scale_fwd"])
 
 
+_get, _set, _enter, _exit = (
+    getattr(FP8GlobalStateManager, name)
+    for name in ("get_autocast_state", "set_autocast_state", "autocast_enter", "autocast_exit")
+)
+if not SINCE_2_9:
+    for _method in (_get, _set, _enter, _exit):
+        _name = _method.__name__
+        setattr(FP8GlobalStateManager, _name.replace("autocast", "fp8_autocast"), _method)
+        delattr(FP8GlobalStateManager, _name)
+
+
 @contextlib.contextmanager
 def autocast(
     enabled: bool = True,
@@ -279,13 +326,13 @@ def autocast(
     _graph: bool = False,
 ) -> Iterator[None]:
     """Modules within quantize by the recipe."""
-    state = FP8GlobalStateManager.get_autocast_state()
-    FP8GlobalStateManager.autocast_enter(enabled, calibrating, recipe, amax_reduction_group, _graph)
+    state = _get()
+    _enter(enabled, calibrating, recipe, amax_reduction_group, _graph)
     try:
         yield
     finally:
-        FP8GlobalStateManager.set_autocast_state(state)
-        FP8GlobalStateManager.autocast_exit(enabled, _graph=_graph)
+        _set(state)
+        _exit(enabled, _graph=_graph)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.distributed import (
     is_fp8_activation_recompute_enabled,
     reduce_scatter_along_first_dim,
 )
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, qstate
 from transformer_engine.pytorch.tensor import QuantizedTensorStorage, Quantizer
 from transformer_engine.pytorch.utils import clear_tensor_data, requires_grad
 
@@ -129,10 +129,10 @@ def is_first_of_backward(args: LinearArgs, *tensors: torch.Tensor | None) -> boo
     """Whether this module's backward ends the backward's step of FP8; called in forward, once."""
     if not args.fp8 or not requires_grad(*tensors):
         return False
-    before = FP8GlobalStateManager.IS_FIRST_FP8_MODULE
+    before = qstate().is_first_fp8_module
     first = FP8GlobalStateManager.is_first_fp8_module()
     if in_fp8_activation_recompute_phase():
-        FP8GlobalStateManager.IS_FIRST_FP8_MODULE = before
+        qstate().is_first_fp8_module = before
     return first
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine import stand_in
 from transformer_engine.pytorch.distributed import (
     get_distributed_world_size,
     in_fp8_activation_recompute_phase,
@@ -112,42 +113,64 @@ class TransformerEngineBaseModule(torch.nn.Module):
             recipe,
             mode="forward" if fwd else "backward",
             num_quantizers=count * self.fp8_meta["num_gemms"],
-            device=next(self.parameters()).device,
+            device=self.device_of_state,
         )
         self.fp8_meta[name] = state
         self.quantizers[name] = state.make_quantizers()
         for quantizer in self.quantizers[name]:
             quantizer.internal = True
 
-    @contextlib.contextmanager
-    def prepare_forward(
+    def _before_forward(
         self,
         inp: torch.Tensor,
         num_gemms: int = 1,
         allow_non_contiguous: bool = False,
         allow_different_data_and_param_types: bool = False,
-    ) -> Iterator[torch.Tensor]:
+    ) -> torch.Tensor:
         """The state of FP8 before a forward: in the recompute phase the copies of the first run, put back after it."""
         if self.fp8 and in_fp8_activation_recompute_phase():
             FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(self.fp8_meta)
         else:
             if self.tp_size > 1:
                 assert self.tp_group_initialized, "TP group not initialized."
+            self.device_of_state = inp.device
             self.set_activation_dtype(inp)
             self.init_fp8_metadata(num_gemms=num_gemms)
             if self.fp8:
                 FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
             if self.fp8 and self.training and is_fp8_activation_recompute_enabled():
                 FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.fp8_meta)
-        if not allow_non_contiguous and not inp.is_contiguous():
-            inp = inp.contiguous()
-        yield inp
-        self.end_forward()
+        return inp if allow_non_contiguous or inp.is_contiguous() else inp.contiguous()
 
     def end_forward(self) -> None:
         """After a forward."""
         if self.fp8 and in_fp8_activation_recompute_phase():
             FP8GlobalStateManager.restore_fp8_meta_tensors(self.fp8_meta)
+
+    if stand_in.version >= (2, 12):
+        prepare_forward = _before_forward
+
+        @contextlib.contextmanager
+        def prepare_forward_ctx(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
+            """Around a forward: `prepare_forward` and `end_forward`."""
+            inp = self.prepare_forward(*args, **kwargs)
+            try:
+                yield inp
+            finally:
+                self.end_forward()
+
+    else:
+
+        @contextlib.contextmanager
+        def prepare_forward(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
+            """Around a forward."""
+            yield self._before_forward(*args, **kwargs)
+            self.end_forward()
+
+    def around_forward(self, inp: torch.Tensor, num_gemms: int = 1, allow_non_contiguous: bool = False) -> Any:
+        """By this version's name."""
+        prepare = self.prepare_forward_ctx if stand_in.version >= (2, 12) else self.prepare_forward
+        return prepare(inp, num_gemms=num_gemms, allow_non_contiguous=allow_non_contiguous)
 
     def get_weight_workspace(
         self,
@@ -210,6 +233,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         found = pickle.loads(state.detach().cpu().numpy().tobytes())
         self.fp8_meta["recipe"] = found["recipe"]
         self.fp8_meta.setdefault("num_gemms", getattr(self, "num_gemms", 1))
+        self.device_of_state = next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
         self.set_meta_tensor(True, found["recipe"])
         self.set_meta_tensor(False, found["recipe"])
         self.fp8_meta_tensors_initialized = True

@@ -195,7 +195,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     def forward(self, inp: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
         """Shape [rows of all experts, in]; `m_splits`: rows of each; returns [rows, out], and biases if asked for."""
         assert len(m_splits) == self.num_gemms, "Number of splits should match number of GEMMs."
-        with self.prepare_forward(inp, num_gemms=self.num_gemms) as inp:
+        with self.around_forward(inp, num_gemms=self.num_gemms) as inp:
             count, forward = self.num_gemms, self.quantizers["scaling_fwd"]
             args = LinearArgs(
                 module=self,

@@ -248,7 +248,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
     ) -> Any:
         """Shape [..., in]; returns [..., out], then the bias and the normalized input, where asked for."""
         refuse(fp8_output=fp8_output, fp8_grad=fp8_grad)
-        with self.prepare_forward(inp) as inp:
+        with self.around_forward(inp) as inp:
             bias = self.bias if self.apply_bias and not self.gemm_bias_unfused_add else None
             args = linear_args(self, is_first_microbatch)
             tensors = inp, self.layer_norm_weight, self.layer_norm_bias, self.weight, bias

@@ -253,7 +253,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Shape [..., hidden]; returns the same, then the second bias and the normalized input, where asked for."""
-        with self.prepare_forward(inp, num_gemms=2) as inp:
+        with self.around_forward(inp, num_gemms=2) as inp:
             first, second = self._args(is_first_microbatch)
             fc2_bias = self.fc2_bias if self.apply_bias and not self.gemm_bias_unfused_add else None
             tensors = (

@@ -171,7 +171,7 @@ class Linear(TransformerEngineBaseModule):
     ) -> Any:
         """Shape [..., in]; returns [..., out], and the bias where that was asked for."""
         refuse(fp8_output=fp8_output, fp8_grad=fp8_grad)
-        with self.prepare_forward(inp) as inp:
+        with self.around_forward(inp) as inp:
             bias = self.bias if self.apply_bias and not self.gemm_bias_unfused_add else None
             args = linear_args(self, is_first_microbatch, save_original_input=self.save_original_input)
             if torch.is_grad_enabled():

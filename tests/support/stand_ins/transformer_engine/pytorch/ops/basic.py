@@ -1,4 +1,4 @@
-"""Normalizations as operations; the others that Megatron-Core names are refused when they are built."""
+"""Normalizations and activations as operations; the others that Megatron-Core names are refused when they are built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import transformer_engine_torch as tex
 
 from transformer_engine.pytorch.ops.fuser import _OperationFuserAutogradFunction
-from transformer_engine.pytorch.utils import cast_if_needed, clear_tensor_data, default_device
+from transformer_engine.pytorch.utils import cast_if_needed, clear_tensor_data, default_device, refuse
 
 
 class FusibleOperation(torch.nn.Module):
@@ -111,25 +111,65 @@ class ReduceScatter(FusibleOperation):
     """Not stood in for."""
 
 
-class GELU(FusibleOperation):
-    """Not stood in for."""
+class _Activation(FusibleOperation):
+    """Saves its input."""
+
+    kind: str
+
+    def __init__(self, *, cache_quantized_input: bool = False):
+        refuse(cache_quantized_input=cache_quantized_input)
+        torch.nn.Module.__init__(self)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Shape [..., size]; a gated one returns half of that."""
+        if torch.is_grad_enabled():
+            return _OperationFuserAutogradFunction.apply(input_, self)
+        return _OperationFuserAutogradFunction.forward(None, input_, self)
+
+    def op_forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, list]:
+        """Returns the output and what is saved."""
+        x = input_.contiguous()
+        return tex.activation_fwd(x, self.kind), [x]
+
+    def op_backward(self, grad_output: torch.Tensor, saved: list[torch.Tensor]) -> tuple[torch.Tensor, list]:
+        """Returns the gradient of the input."""
+        (x,) = saved
+        dx = tex.activation_bwd(grad_output.contiguous(), x, self.kind)
+        clear_tensor_data(x)
+        return dx, []
 
 
-class GEGLU(FusibleOperation):
-    """Not stood in for."""
+class GELU(_Activation):
+    """By tanh."""
+
+    kind = "gelu"
 
 
-class ReLU(FusibleOperation):
-    """Not stood in for."""
+class GEGLU(_Activation):
+    """Gated GELU."""
+
+    kind = "geglu"
 
 
-class ReGLU(FusibleOperation):
-    """Not stood in for."""
+class ReLU(_Activation):
+    """max(x, 0)."""
+
+    kind = "relu"
 
 
-class SiLU(FusibleOperation):
-    """Not stood in for."""
+class ReGLU(_Activation):
+    """Gated ReLU."""
+
+    kind = "reglu"
 
 
-class SwiGLU(FusibleOperation):
-    """Not stood in for."""
+class SiLU(_Activation):
+    """x sigmoid(x)."""
+
+    kind = "silu"
+
+
+class SwiGLU(_Activation):
+    """Gated SiLU: the first half of a row is activated, and multiplied by the second."""
+
+    kind = "swiglu"

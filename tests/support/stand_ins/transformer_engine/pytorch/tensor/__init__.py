@@ -1,5 +1,12 @@
 """Quantized tensors."""
 
+from transformer_engine.pytorch.quantized_tensor import (
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
+    prepare_for_saving,
+    restore_from_saved,
+)
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -12,13 +19,6 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8TensorStorage,
 )
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
-from transformer_engine.pytorch.tensor.quantized_tensor import (
-    QuantizedTensor,
-    QuantizedTensorStorage,
-    Quantizer,
-    prepare_for_saving,
-    restore_from_saved,
-)
 
 __all__ = [
     "Float8BlockQuantizer",

@@ -2,7 +2,7 @@
 
 import transformer_engine_torch as tex
 
-from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
 
 
 class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.utils import refuse
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """The real one's arguments, of which those that this does not do are refused. Never in FP8."""
+    """The real one's arguments, of which those that this does not do are refused. Nothing is computed in FP8."""
 
     def __init__(
         self,
@@ -140,9 +140,10 @@ class DotProductAttention(TransformerEngineBaseModule):
             max_seqlen_q=max_seqlen_q,
             max_seqlen_kv=max_seqlen_kv,
         )
-        self.activation_dtype = query_layer.dtype
         backend, cp = self._backend(query_layer), self._context_parallel()
-        with self.attention_dropout_ctx():
+        # its state of FP8 is kept and copied for recomputes, though no kernel reads it
+        around = self.around_forward(query_layer, num_gemms=3, allow_non_contiguous=True)
+        with around as query_layer, self.attention_dropout_ctx():
             if checkpoint_core_attention:
                 tracker = self.get_rng_state_tracker
                 return checkpoint(backend, query_layer, key_layer, value_layer, args, cp, get_rng_state_tracker=tracker)
