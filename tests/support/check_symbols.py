@@ -3,6 +3,7 @@
     python -m tests.support.check_symbols                                    # the newest of each on the package index
     python -m tests.support.check_symbols transformer-engine==2.9.0 megatron-core
     python -m tests.support.check_symbols flash-attn-3 --source flash-attention
+    python -m tests.support.check_symbols transformer-engine --stand-ins     # and what tests/support/stand_ins imitates
 
 Transformer Engine and flash-attn cannot be imported without a GPU, so nothing is imported: files are parsed. A line a
 symbol:
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _all(source: Path | None) -> Iterator[str]:
     for name, package in PACKAGES.items():
-        if package.is_on_index if source is None else root_of(source, package) is not None:
+        if package.distribution if source is None else root_of(source, package) is not None:
             yield name
 
 
@@ -150,10 +151,10 @@ def _check_one(asked: str, folder: Path, is_fetched: bool, stand_ins: bool) -> i
     package, title = PACKAGES[name], asked.replace("==", " ")
     try:
         if is_fetched:
-            if not package.is_on_index:
+            if not package.distribution:
                 raise NoSources("the package index has none: get them by hand, and give --source")
-            folder = unpacked(name, version or None, folder)
-            title = folder.name
+            folder = unpacked(package.distribution, version or None, folder)
+            title = f"{name} {folder.name.rpartition(' ')[2]}"
         root = root_of(folder, package)
         if root is None:
             raise NoSources(f"there is no folder {package.folder} in {folder}")

@@ -36,13 +36,13 @@ class Package:
         folder: that its modules are in.
         uses: by the file of memplug that relies on them.
         imitated: what the stand-ins in tests/support/stand_ins imitate beyond that, and memplug does not ask for.
-        is_on_index: its sources can be had from the package index.
+        distribution: its name on the package index; "": it is on none.
     """
 
     folder: str
     uses: dict[str, tuple[Use, ...]]
     imitated: tuple[Use, ...] = field(default=())
-    is_on_index: bool = True
+    distribution: str = ""
 
 
 def members(owner: str, *names: str) -> tuple[str, ...]:
@@ -58,7 +58,8 @@ _POSITION = "global_fp8_buffer_pos_fwd_recompute"
 
 TRANSFORMER_ENGINE = Package(
     "transformer_engine",
-    {
+    distribution="transformer-engine",
+    uses={
         "memplug/hooks/transformer_engine.py": (
             *members(f"{_TE}:", "Linear", "LayerNormLinear", "LayerNormMLP", "LayerNorm", "RMSNorm", "GroupedLinear"),
             f"{_TE}:DotProductAttention.cp_group",
@@ -66,10 +67,11 @@ TRANSFORMER_ENGINE = Package(
             (f"{_MANAGER[0]}.is_fp8_enabled", f"{_MANAGER[1]}.is_fp8_enabled"),
             (f"{_MANAGER[0]}.get_autocast_state", f"{_MANAGER[1]}.get_fp8_autocast_state"),
             (f"{_MANAGER[0]}.set_autocast_state", f"{_MANAGER[1]}.set_fp8_autocast_state"),
+            # what follows was the manager's own before 2.15
+            (f"{_MANAGER[0]}.quantization_state", *(f"{each}.fp8_tensors_recompute_buffer" for each in _MANAGER)),
             (
-                # the manager's `quantization_state`, from 2.15
                 f"{_TE}.quantization:FP8GlobalState.fp8_tensors_recompute_buffer",
-                *(f"{manager}.fp8_tensors_recompute_buffer" for manager in _MANAGER),
+                *(f"{each}.fp8_tensors_recompute_buffer" for each in _MANAGER),
             ),
             (
                 f"{_TE}.quantization:FP8GlobalState.autocast_depth",
@@ -88,7 +90,9 @@ TRANSFORMER_ENGINE = Package(
         ),
     },
     imitated=(
-        *(f"{_TE}.module.{name.lower().strip('_')}:{name}" for name in ("_Linear", "RMSNorm", "LayerNorm")),
+        f"{_TE}.module.linear:_Linear",
+        f"{_TE}.module.layernorm:LayerNorm",
+        f"{_TE}.module.rmsnorm:RMSNorm",
         f"{_TE}.module.layernorm_linear:_LayerNormLinear",
         f"{_TE}.module.layernorm_mlp:_LayerNormMLP",
         f"{_TE}.module.grouped_linear:_GroupedLinear",
@@ -115,9 +119,7 @@ TRANSFORMER_ENGINE = Package(
         f"{_TE}.tensor:restore_from_saved",
         f"{_TE}.utils:clear_tensor_data",
         *members(_BASE, "quantizers", "_fp8_workspaces", "prepare_forward", "backward_dw"),
-        *members(
-            f"{_TE}.module.linear:Linear(", "fuse_wgrad_accumulation)", "delay_wgrad_compute)", "save_original_input)"
-        ),
+        f"{_TE}.module.linear:Linear(fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)",
         Text(".tensor_objects", "transformer_engine/pytorch/module/linear.py"),
         Text("._do_not_clear = True"),
         f"{_TE}.quantization:autocast(enabled, recipe)",
@@ -130,7 +132,8 @@ _FA2 = "flash_attn/flash_attn_interface.py"
 
 FLASH_ATTN = Package(
     "flash_attn",
-    {
+    distribution="flash-attn",
+    uses={
         "memplug/tokenwise/regions/operators.py": (
             Text('"flash_attn::_flash_attn_forward", mutates_args=()', _FA2),
             Text('"flash_attn::_flash_attn_varlen_forward", mutates_args=()', _FA2),
@@ -152,7 +155,7 @@ _FA3 = "hopper/flash_api.cpp"
 
 FLASH_ATTN_3 = Package(
     "hopper",
-    {
+    uses={
         "memplug/tokenwise/regions/operators.py": (
             Text("TORCH_LIBRARY(flash_attn_3,", _FA3),
             Text('m.def("fwd(', _FA3),
@@ -162,7 +165,6 @@ FLASH_ATTN_3 = Package(
             Text('"flash_attn_3::_flash_attn_backward"', "hopper/flash_attn_interface.py"),
         ),
     },
-    is_on_index=False,
 )
 
 _MC = "megatron.core"
@@ -177,7 +179,8 @@ _SCHEDULE = "(forward_step_func, data_iterator, model, num_microbatches, seq_len
 
 MEGATRON = Package(
     "megatron",
-    {
+    distribution="megatron-core",
+    uses={
         "memplug/hooks/megatron.py": (
             f"{_MC}:__version__",
             f"{_LAYER}.forward",
@@ -274,12 +277,12 @@ MEGATRON = Package(
 
 MEGATRON_LM = Package(
     "megatron/training",
-    {
+    distribution="megatron-core",  # which has Megatron-LM's training loop too, from 0.17
+    uses={
         "memplug/hooks/megatron_training.py": members(
             "megatron.training.training:", "setup_model_and_optimizer", "train_step"
         )
     },
-    is_on_index=False,
 )
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
@@ -288,7 +291,8 @@ _ZERO = "deepspeed.runtime.zero."
 
 DEEPSPEED = Package(
     "deepspeed",
-    {
+    distribution="deepspeed",
+    uses={
         "memplug/hooks/deepspeed.py": (
             "deepspeed:initialize(model, config)",
             *members(_ENGINE, "step", "backward", "destroy", "zero_optimization_stage", "gradient_accumulation_steps"),
@@ -338,4 +342,4 @@ PACKAGES = {
     "megatron-lm": MEGATRON_LM,
     "deepspeed": DEEPSPEED,
 }
-"""By the name on the package index, where it has one."""
+"""By the name that `tests.support.check_symbols` is given."""
