@@ -1,0 +1,276 @@
+"""Names in the sources of a package, by their syntax alone: nothing is imported, nothing runs.
+
+Follows imports within the package, also relative and starred ones, and base classes. What a module makes up while it
+runs (`setattr`, `globals()`) is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SUFFIXES = (".py", ".cpp", ".cu", ".h", ".hpp")
+DEPTH = 20  # of imports of imports, and of bases of bases
+
+
+@dataclass(frozen=True)
+class Found:
+    """A definition and its module. No definition: it is another package's, which is not looked into."""
+
+    module: str
+    node: ast.stmt | ast.Module | None
+
+
+class SourceTree:
+    """The sources of one package.
+
+    Args:
+        root: the folder that the package's folder, or its modules, are in.
+        package: the package's folder, the only one that is searched.
+    """
+
+    def __init__(self, root: Path, package: str):
+        self.root, self.package = root, package
+        self._parse = functools.cache(self._parsed)
+
+    def file_of(self, module: str) -> Path | None:
+        """Of a module, by its dotted name; the folder of one that has no `__init__.py`; None: there is none."""
+        path = self.root.joinpath(*module.split("."))
+        candidates = (path.with_name(f"{path.name}.py"), path / "__init__.py", path)
+        return next((each for each in candidates if each.is_file() or each is path and path.is_dir()), None)
+
+    def find(self, module: str, name: str, depth: int = DEPTH) -> Found | None:
+        """What a dotted name stands for in a module: a function, a class, an attribute, a submodule.
+
+        Raises:
+            SyntaxError: a file on the way is not of this Python.
+        """
+        first, *members = name.split(".")
+        found = self._in_module(module, first, depth)
+        for member in members:
+            if found is None or found.node is None:
+                return found
+            found = self._in_class(found, member, depth)
+        return found
+
+    def parameters(self, found: Found) -> tuple[set[str], bool]:
+        """Of a function, or of what makes a class's objects; and whether it takes others too (`**kwargs`).
+
+        Of a dataclass those are its fields, its bases' too. What is not known takes all.
+        """
+        node = found.node
+        if isinstance(node, ast.ClassDef):
+            made = self._in_class(found, "__init__", DEPTH)
+            if made is not None and made.node is not None:
+                return self.parameters(made)
+            return self._fields(found), self._has_unknown_base(found)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            given = node.args
+            return {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)}, given.kwarg is not None
+        return set(), True
+
+    def elsewhere(self, name: str, but: str) -> list[str]:
+        """Other modules of the package that define a dotted name themselves."""
+        first = name.partition(".")[0]
+        pattern = re.compile(
+            rf"^\s*(class|def|async def) {re.escape(first)}\b|^\s*{re.escape(first)}\s*[:=]", re.MULTILINE
+        )
+        modules = []
+        for path in self.files(".py"):
+            module = self._module_of(path)
+            if module == but or not pattern.search(_text(path)):
+                continue
+            try:
+                found = self.find(module, name)
+            except SyntaxError:
+                continue
+            if found is not None and found.node is not None and (found.module == module or "." in name):
+                modules.append(module)
+        return modules
+
+    def contains(self, file: str, text: str) -> bool:
+        """Whether a file, by its path from the root, has a text in it; white space is as good as any other."""
+        path = self.root / file
+        return path.is_file() and _bare(text) in _bare(_text(path))
+
+    def files_with(self, text: str) -> list[str]:
+        """Paths from the root of all of the package's files that have a text in them."""
+        return [
+            path.relative_to(self.root).as_posix()
+            for path in self.files(*SUFFIXES)
+            if _bare(text) in _bare(_text(path))
+        ]
+
+    def files(self, *suffixes: str) -> list[Path]:
+        """Of the package, in order."""
+        inside = (self.root / self.package).rglob("*")
+        return sorted(path for path in inside if path.suffix in suffixes and path.is_file())
+
+    def _module_of(self, path: Path) -> str:
+        parts = path.relative_to(self.root).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def _parsed(self, module: str) -> ast.Module:
+        path = self.file_of(module)
+        is_file = path is not None and path.is_file()
+        return ast.parse(_text(path), str(path)) if is_file else ast.Module(body=[], type_ignores=[])
+
+    def _in_module(self, module: str, name: str, depth: int) -> Found | None:
+        if self.file_of(module) is None or depth == 0:
+            return None
+        starred: list[str] = []
+        candidates: list[Found] = []
+        for node in _statements(self._parse(module).body):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                for alias in node.names:
+                    if alias.name == "*":
+                        starred.append(self._source(module, node))
+                    elif (alias.asname or alias.name.partition(".")[0]) == name:
+                        candidates += filter(None, [self._imported(module, node, alias, depth - 1)])
+            elif name in _bound(node):
+                candidates.append(self._aliased(module, name, node, depth - 1))
+        defined = [each for each in candidates if isinstance(each.node, (ast.ClassDef, ast.FunctionDef))]
+        if candidates:
+            return (defined or candidates)[0]
+        for other in starred:
+            found = self._in_module(other, name, depth - 1)
+            if found is not None:
+                return found
+        return self._submodule(f"{module}.{name}")
+
+    def _submodule(self, module: str) -> Found | None:
+        return Found(module, self._parse(module)) if self.file_of(module) is not None else None
+
+    def _source(self, module: str, node: ast.Import | ast.ImportFrom) -> str:
+        """The module that an import is from."""
+        if isinstance(node, ast.Import) or not node.level:
+            return getattr(node, "module", None) or ""
+        path = self.file_of(module)
+        parts = module.split(".")
+        parts = parts[: len(parts) - node.level + (path is not None and path.name == "__init__.py")]
+        return ".".join([*parts, *filter(None, [node.module])])
+
+    def _imported(self, module: str, node: ast.Import | ast.ImportFrom, alias: ast.alias, depth: int) -> Found | None:
+        source = self._source(module, node)
+        if isinstance(node, ast.Import):
+            return self._submodule(alias.name if alias.asname else alias.name.partition(".")[0]) or Found("", None)
+        if self.file_of(source) is None:
+            is_own = source.partition(".")[0] == self.package
+            return None if is_own else Found("", None)
+        return self._in_module(source, alias.name, depth)
+
+    def _aliased(self, module: str, name: str, node: ast.stmt, depth: int) -> Found:
+        """`name = other`: the other one, where that is a class or a function of this module."""
+        value = getattr(node, "value", None)
+        if isinstance(node, ast.Assign) and isinstance(value, ast.Name) and value.id != name:
+            other = self._in_module(module, value.id, depth)
+            if other is not None and other.node is not None:
+                return other
+        return Found(module, node)
+
+    def _in_class(self, owner: Found, name: str, depth: int) -> Found | None:
+        """A method, an attribute of the class, or one that a method of it sets on the object; its own or a base's.
+
+        A class of another package may have anything. Of a submodule, a name in it.
+        """
+        node = owner.node
+        if isinstance(node, ast.Module):
+            return self._in_module(owner.module, name, depth)
+        if not isinstance(node, ast.ClassDef):
+            return None
+        for statement in _statements(node.body):
+            if name in _bound(statement):
+                return self._member(owner, name, statement)
+        for method in node.body:
+            if isinstance(method, ast.FunctionDef) and name in _set_on_object(method):
+                return Found(owner.module, method)
+        for base in self._bases(owner, depth - 1):
+            found = self._in_class(base, name, depth - 1)
+            if found is not None:
+                return found
+        return None
+
+    def _member(self, owner: Found, name: str, statement: ast.stmt) -> Found:
+        """`name = other` in a class's body: the other one."""
+        value = getattr(statement, "value", None)
+        assert isinstance(owner.node, ast.ClassDef)
+        if isinstance(statement, ast.Assign) and isinstance(value, ast.Name) and value.id != name:
+            for other in _statements(owner.node.body):
+                if value.id in _bound(other):
+                    return Found(owner.module, other)
+        return Found(owner.module, statement)
+
+    def _bases(self, owner: Found, depth: int) -> Iterator[Found]:
+        """Classes of the package alone."""
+        assert isinstance(owner.node, ast.ClassDef)
+        for base in owner.node.bases:
+            name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
+            found = self.find(owner.module, name, depth) if depth > 0 else None
+            if found is not None and isinstance(found.node, ast.ClassDef) and found.node is not owner.node:
+                yield found
+
+    def _fields(self, owner: Found) -> set[str]:
+        assert isinstance(owner.node, ast.ClassDef)
+        own = {
+            each.target.id
+            for each in owner.node.body
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        }
+        return own.union(*(self._fields(base) for base in self._bases(owner, DEPTH)))
+
+    def _has_unknown_base(self, owner: Found) -> bool:
+        """Of another package, whose objects may take anything."""
+        assert isinstance(owner.node, ast.ClassDef)
+        known = list(self._bases(owner, DEPTH))
+        return len(known) < len(owner.node.bases) or any(self._has_unknown_base(base) for base in known)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Of a module or a class, those under `if`, `try`, `with` and loops too."""
+    for node in body:
+        yield node
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        skips_body = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for field in ("orelse", "finalbody") if skips_body else ("body", "orelse", "finalbody"):
+            yield from _statements(getattr(node, field, []))
+        for handler in getattr(node, "handlers", []):
+            yield from _statements(handler.body)
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    """Names that a statement gives a value."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return {part.id for target in targets if target for part in ast.walk(target) if isinstance(part, ast.Name)}
+    return set()
+
+
+def _set_on_object(method: ast.FunctionDef) -> set[str]:
+    """Attributes of its first argument that a method gives a value."""
+    arguments = [*method.args.posonlyargs, *method.args.args]
+    if not arguments:
+        return set()
+    return {
+        part.attr
+        for part in ast.walk(method)
+        if isinstance(part, ast.Attribute)
+        and isinstance(part.ctx, ast.Store)
+        and isinstance(part.value, ast.Name)
+        and part.value.id == arguments[0].arg
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split())

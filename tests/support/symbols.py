@@ -1,0 +1,345 @@
+"""What memplug relies on in packages that it does not install, or that it knows at several versions: stated once.
+
+`tests.support.check_symbols` compares it with their sources. A symbol is "module:name", where the name may have
+members ("module:Class.method"), and the parameters that memplug passes by name in brackets ("module:function(a, b)"; a
+class's are those that make its objects). Attributes of objects are members of their class. Where one of several will
+do, they are in a tuple, the newest first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Text:
+    """What only its text shows: a key of a dictionary, an operator's registered name, a decorator.
+
+    Attributes:
+        text: white space in it does not count.
+        file: by its path from the folder that the package's folder is in; "": any of the package's.
+    """
+
+    text: str
+    file: str = ""
+
+
+Symbol = str | Text
+Use = Symbol | tuple[Symbol, ...]
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package, and its symbols.
+
+    Attributes:
+        folder: that its modules are in.
+        uses: by the file of memplug that relies on them.
+        imitated: what the stand-ins in tests/support/stand_ins imitate beyond that, and memplug does not ask for.
+        distribution: its name on the package index; "": it is on none.
+    """
+
+    folder: str
+    uses: dict[str, tuple[Use, ...]]
+    imitated: tuple[Use, ...] = field(default=())
+    distribution: str = ""
+
+
+def members(owner: str, *names: str) -> tuple[str, ...]:
+    """Symbols of one module ("module:") or class ("module:Class.")."""
+    return tuple(f"{owner}{name}" for name in names)
+
+
+_TE = "transformer_engine.pytorch"
+_MANAGER = f"{_TE}.quantization:FP8GlobalStateManager", f"{_TE}.fp8:FP8GlobalStateManager"  # before 2.9
+_RECOMPUTE = f"{_TE}.distributed:activation_recompute_forward"
+_BASE = f"{_TE}.module.base:TransformerEngineBaseModule."
+_POSITION = "global_fp8_buffer_pos_fwd_recompute"
+
+TRANSFORMER_ENGINE = Package(
+    "transformer_engine",
+    distribution="transformer-engine",
+    uses={
+        "memplug/hooks/transformer_engine.py": (
+            *members(f"{_TE}:", "Linear", "LayerNormLinear", "LayerNormMLP", "LayerNorm", "RMSNorm", "GroupedLinear"),
+            f"{_TE}:DotProductAttention.cp_group",
+            *members(_BASE, "fp8_meta", "tp_group", "tp_size"),
+            (f"{_MANAGER[0]}.is_fp8_enabled", f"{_MANAGER[1]}.is_fp8_enabled"),
+            (f"{_MANAGER[0]}.get_autocast_state", f"{_MANAGER[1]}.get_fp8_autocast_state"),
+            (f"{_MANAGER[0]}.set_autocast_state", f"{_MANAGER[1]}.set_fp8_autocast_state"),
+            # what follows was the manager's own before 2.15
+            (f"{_MANAGER[0]}.quantization_state", *(f"{each}.fp8_tensors_recompute_buffer" for each in _MANAGER)),
+            (
+                f"{_TE}.quantization:FP8GlobalState.fp8_tensors_recompute_buffer",
+                *(f"{each}.fp8_tensors_recompute_buffer" for each in _MANAGER),
+            ),
+            (
+                f"{_TE}.quantization:FP8GlobalState.autocast_depth",
+                f"{_MANAGER[0]}.AUTOCAST_DEPTH",
+                f"{_MANAGER[1]}.FP8_AUTOCAST_DEPTH",
+            ),
+            (
+                Text(f'"{_POSITION}"', "transformer_engine/pytorch/quantization.py"),
+                Text(f'"{_POSITION}"', "transformer_engine/pytorch/fp8.py"),
+            ),
+            f"{_RECOMPUTE}(activation_recompute, recompute_phase)",
+            f"{_RECOMPUTE}._is_first_fp8_module",
+            *members(f"{_TE}:", "checkpoint", "get_cpu_offload_context(enabled)"),
+            f"{_TE}.distributed:checkpoint",
+            f"{_TE}.cpu_offload:get_cpu_offload_context(enabled)",
+        ),
+    },
+    imitated=(
+        f"{_TE}.module.linear:_Linear",
+        f"{_TE}.module.layernorm:LayerNorm",
+        f"{_TE}.module.rmsnorm:RMSNorm",
+        f"{_TE}.module.layernorm_linear:_LayerNormLinear",
+        f"{_TE}.module.layernorm_mlp:_LayerNormMLP",
+        f"{_TE}.module.grouped_linear:_GroupedLinear",
+        # custom operators in place of Functions, from 2.15
+        *(
+            (
+                Text(f'"te_moe::{operator}"', "transformer_engine/pytorch/permutation.py"),
+                f"{_TE}.permutation:{function}",
+            )
+            for operator, function in (
+                ("permute_mask_map_fwd", "_moe_permute_mask_map"),
+                ("unpermute_mask_map_fwd", "_moe_unpermute_mask_map"),
+                ("chunk_sort_fwd", "_moe_chunk_sort"),
+            )
+        ),
+        f"{_TE}.attention.rope:FusedRoPEFunc",
+        f"{_TE}.attention.dot_product_attention.backends:FusedAttnFunc",
+        *members(
+            f"{_TE}.attention.dot_product_attention.context_parallel:AttnFuncWithCPAnd",
+            *("KVP2P", "KVAllGather", "QKVOA2A"),
+        ),
+        f"{_TE}.distributed:_CheckpointFunction",
+        f"{_TE}.tensor:prepare_for_saving",
+        f"{_TE}.tensor:restore_from_saved",
+        f"{_TE}.utils:clear_tensor_data",
+        *members(_BASE, "quantizers", "_fp8_workspaces", "prepare_forward", "backward_dw"),
+        f"{_TE}.module.linear:Linear(fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input)",
+        Text(".tensor_objects", "transformer_engine/pytorch/module/linear.py"),
+        Text("._do_not_clear = True"),
+        f"{_TE}.quantization:autocast(enabled, recipe)",
+        f"{_TE}.distributed:in_fp8_activation_recompute_phase",
+        f"{_TE}.distributed:is_fp8_activation_recompute_enabled",
+    ),
+)
+
+_FA2 = "flash_attn/flash_attn_interface.py"
+
+FLASH_ATTN = Package(
+    "flash_attn",
+    distribution="flash-attn",
+    uses={
+        "memplug/tokenwise/regions/operators.py": (
+            Text('"flash_attn::_flash_attn_forward", mutates_args=()', _FA2),
+            Text('"flash_attn::_flash_attn_varlen_forward", mutates_args=()', _FA2),
+            Text('"flash_attn::_flash_attn_backward"', _FA2),
+            Text('"flash_attn::_flash_attn_varlen_backward"', _FA2),
+        ),
+    },
+    imitated=(
+        *members("flash_attn.flash_attn_interface:", "FlashAttnFunc", "FlashAttnVarlenFunc"),
+        "flash_attn:flash_attn_func(dropout_p, softmax_scale, causal, window_size, deterministic, return_attn_probs)",
+        "flash_attn:flash_attn_varlen_func(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)",
+        *members("flash_attn.bert_padding:", "IndexFirstAxis", "IndexPutFirstAxis", "pad_input", "unpad_input"),
+        "flash_attn:flash_attn_qkvpacked_func",
+        "flash_attn.layers.rotary:ApplyRotaryEmb",
+    ),
+)
+
+_FA3 = "hopper/flash_api.cpp"
+
+FLASH_ATTN_3 = Package(
+    "hopper",
+    uses={
+        "memplug/tokenwise/regions/operators.py": (
+            Text("TORCH_LIBRARY(flash_attn_3,", _FA3),
+            Text('m.def("fwd(', _FA3),
+            Text('m.def("bwd(', _FA3),
+            # that of C++ alone says that it writes to `out`: no attention for memplug, which captures no such operator
+            Text('"flash_attn_3::_flash_attn_forward", mutates_args=()', "hopper/flash_attn_interface.py"),
+            Text('"flash_attn_3::_flash_attn_backward"', "hopper/flash_attn_interface.py"),
+        ),
+    },
+)
+
+_MC = "megatron.core"
+_CONFIG = f"{_MC}.transformer.transformer_config:TransformerConfig"
+_LAYER = f"{_MC}.transformer.transformer_layer:TransformerLayer"
+_STATE = f"{_MC}.parallel_state:"
+_TRACKER = f"{_MC}.tensor_parallel.random:CudaRNGStatesTracker."
+_DISPATCHER = f"{_MC}.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+_SPECS = f"{_MC}.models.gpt.gpt_layer_specs:get_gpt_layer_local_"
+_OF_LAYER = "(num_experts, moe_grouped_gemm, normalization)"
+_SCHEDULE = "(forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, forward_only)"
+
+MEGATRON = Package(
+    "megatron",
+    distribution="megatron-core",
+    uses={
+        "memplug/hooks/megatron.py": (
+            f"{_MC}:__version__",
+            f"{_LAYER}.forward",
+            f"{_LAYER}._forward_attention(inference_context, inference_params)",
+            f"{_LAYER}.cudagraph_manager",
+            *members(f"{_CONFIG}.", "num_layers", "hidden_size", "pipeline_model_parallel_size"),
+            *members(f"{_CONFIG}.", "recompute_granularity", "cpu_offloading", "fine_grained_activation_offloading"),
+            *((f"{_CONFIG}.cuda_graph_impl", f"{_CONFIG}.{name}_cuda_graph") for name in ("enable", "external")),
+            *members(f"{_CONFIG}.", "cuda_graph_impl", "overlap_moe_expert_parallel_comm", "hybrid_context_parallel"),
+            f"{_MC}.transformer.moe.experts:SequentialMLP",
+            (f"{_MC}.transformer.moe.experts:TEGroupedMLP", f"{_MC}.transformer.moe.experts:GroupedMLP"),
+            *members(_STATE, "model_parallel_is_initialized", "get_context_parallel_world_size"),
+            *members(_STATE, "get_expert_model_parallel_world_size", "get_tensor_model_parallel_world_size"),
+            *members(_STATE, "get_pipeline_model_parallel_world_size", "get_pipeline_model_parallel_rank"),
+            *members(_STATE, "_GLOBAL_MEMORY_BUFFER", "get_global_memory_buffer", "GlobalMemoryBuffer.get_tensor"),
+            f"{_STATE}GlobalMemoryBuffer.buffer",
+            *members(f"{_MC}.pipeline_parallel.schedules:", "forward_step", "backward_step"),
+            (
+                f"{_MC}.transformer.moe.moe_logging:MoEMetricsTracker.record",
+                f"{_MC}.transformer.moe.router:save_to_aux_losses_tracker",  # up to 0.17
+            ),
+            *members(
+                f"{_MC}.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.",
+                *("start_param_sync", "finish_param_sync"),
+            ),
+            f"{_MC}.tensor_parallel.random:get_cuda_rng_tracker",
+            *members(_TRACKER, "get_states", "set_states"),
+        ),
+        "memplug/tokenwise/regions/hidden.py": members(
+            f"{_MC}.transformer.moe.fused_a2a:",
+            *("FusedDispatch", "FusedCombine", "HybridEPDispatch", "HybridEPCombine"),
+        ),
+        "memplug/device/virtual/experts.py": (
+            f"{_DISPATCHER}.preprocess(routing_map)",
+            *members(f"{_DISPATCHER}.", "drop_and_pad", "config", "num_experts", "local_expert_indices", "ep_size"),
+            *members(f"{_DISPATCHER}.", "tp_size", "input_splits", "output_splits", "output_splits_tp"),
+            *members(f"{_DISPATCHER}.", "num_local_experts", "num_global_tokens_per_local_expert"),
+            f"{_CONFIG}.moe_router_topk",
+        ),
+        "memplug/estimator/megatron.py": (
+            f"{_MC}.transformer.moe.moe_utils",
+            f"{_MC}.optimizer.optimizer:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
+            f"{_STATE}initialize_model_parallel"
+            "(context_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size)",
+            *members(_STATE, "is_pipeline_first_stage", "is_pipeline_last_stage", "destroy_model_parallel"),
+            f"{_MC}.tensor_parallel:model_parallel_cuda_manual_seed",
+            f"{_MC}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
+            Text("@lru_cache", "megatron/core/models/common/embeddings/rotary_pos_embedding.py"),
+            f"{_MC}.transformer.moe.moe_layer:MoELayer.token_dispatcher",
+            *members(
+                f"{_MC}.distributed:DistributedDataParallel.",
+                *("no_sync", "start_grad_sync", "zero_grad_buffer"),
+            ),
+            f"{_MC}.distributed:DistributedDataParallelConfig"
+            "(use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather, grad_reduce_in_fp32)",
+            f"{_MC}.distributed:finalize_model_grads",
+            *members(f"{_CONFIG}.", "finalize_model_grads_func", "no_sync_func", "grad_sync_func"),
+            f"{_MC}.optimizer:get_megatron_optimizer",
+            f"{_MC}.optimizer:OptimizerConfig"
+            "(optimizer, lr, bf16, fp16, params_dtype, use_distributed_optimizer, overlap_param_gather)",
+            *members(f"{_MC}.optimizer.optimizer:MegatronOptimizer.", "param_groups", "zero_grad", "step"),
+            f"{_MC}.pipeline_parallel:get_forward_backward_func",
+            f"{_MC}.pipeline_parallel.schedules:forward_backward_no_pipelining{_SCHEDULE}",
+            f"{_MC}.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving{_SCHEDULE}",
+        ),
+        "memplug/estimator/gpt.py": (
+            f"{_STATE}get_context_parallel_group",
+            f"{_CONFIG}(num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels)",
+            f"{_CONFIG}(layernorm_epsilon, normalization, gated_linear_unit, activation_func, add_bias_linear)",
+            f"{_CONFIG}(hidden_dropout, attention_dropout, tensor_model_parallel_size, sequence_parallel)",
+            f"{_CONFIG}(pipeline_model_parallel_size, expert_model_parallel_size, context_parallel_size)",
+            f"{_CONFIG}(expert_tensor_parallel_size, params_dtype, pipeline_dtype, bf16, fp16, perform_initialization)",
+            f"{_CONFIG}(deallocate_pipeline_outputs, apply_rope_fusion, bias_activation_fusion, bias_dropout_fusion)",
+            f"{_CONFIG}(masked_softmax_fusion, gradient_accumulation_fusion, num_moe_experts, moe_router_topk)",
+            f"{_CONFIG}(moe_router_load_balancing_type, moe_aux_loss_coeff, moe_token_dispatcher_type)",
+            f"{_MC}.models.gpt.gpt_model:GPTModel"
+            "(vocab_size, max_sequence_length, pre_process, post_process, position_embedding_type, rotary_base, "
+            "share_embeddings_and_output_weights)",
+            f"{_MC}.models.gpt.gpt_model:GPTModel.forward(input_ids, position_ids, attention_mask, labels)",
+            f"{_MC}.transformer.module:Float16Module",
+            f"{_SPECS}spec",
+            (f"{_SPECS}submodules{_OF_LAYER}", f"{_SPECS}spec{_OF_LAYER}"),  # the former behind the latter, from 0.17
+            f"{_MC}.transformer.spec_utils:ModuleSpec.submodules",
+            *members(
+                f"{_MC}.transformer.transformer_layer:TransformerLayerSubmodules.",
+                *("input_layernorm", "pre_mlp_layernorm", "self_attention"),
+            ),
+            f"{_MC}.transformer.attention:SelfAttentionSubmodules.core_attention",
+            f"{_MC}.transformer.transformer_block:TransformerBlockSubmodules(layer_specs, layer_norm)",
+            f"{_MC}.transformer.transformer_block:get_num_layers_to_build",
+        ),
+    },
+)
+
+MEGATRON_LM = Package(
+    "megatron/training",
+    distribution="megatron-core",  # which has Megatron-LM's training loop too, from 0.17
+    uses={
+        "memplug/hooks/megatron_training.py": members(
+            "megatron.training.training:", "setup_model_and_optimizer", "train_step"
+        )
+    },
+)
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload."
+_ZERO = "deepspeed.runtime.zero."
+
+DEEPSPEED = Package(
+    "deepspeed",
+    distribution="deepspeed",
+    uses={
+        "memplug/hooks/deepspeed.py": (
+            "deepspeed:initialize(model, config)",
+            *members(_ENGINE, "step", "backward", "destroy", "zero_optimization_stage", "gradient_accumulation_steps"),
+            *members(_ENGINE, "global_steps", "global_samples", "monitor", "device", "optimizer"),
+            Text("self.__dict__['module'] =", "deepspeed/runtime/engine.py"),
+            *members(_ENGINE, "basic_optimizer", "config"),
+            "deepspeed.runtime.config:DeepSpeedConfig._param_dict",
+            "deepspeed.runtime.pipe.engine:PipelineEngine.train_batch",
+            *members("deepspeed.monitor.monitor:MonitorMaster.", "enabled", "write_events"),
+            "deepspeed.runtime.activation_checkpointing.checkpointing:is_configured",
+            "deepspeed.moe.experts:Experts",
+            "deepspeed.runtime.utils:DummyOptim",
+            *members(
+                _OFFLOAD,
+                *(f"{at}_sub_module_{of}_function" for at in ("pre", "post") for of in ("forward", "backward")),
+            ),
+            f"{_ZERO}stage3:DeepSpeedZeroOptimizer_Stage3.parameter_offload",
+            f"{_ZERO}parameter_offload:FWD_MODULE_STACK",
+            *members(f"{_ZERO}partition_parameters:Init.", "_all_gather", "_partition"),
+            Text("module.ds_id =", "deepspeed/runtime/zero/parameter_offload.py"),
+            Text("._z3_leaf =", "deepspeed/utils/z3_leaf_module.py"),
+        ),
+        "memplug/hooks/job.py": (Text("param.ds_numel =", "deepspeed/runtime/zero/partition_parameters.py"),),
+        "memplug/tune/deepspeed.py": (f"{_ZERO}offload_config:DeepSpeedZeroOffloadOptimizerConfig.ratio",),
+        "memplug/estimator/engine.py": ("deepspeed:zero.Init(config_dict_or_path)",),
+        "memplug/device/virtual/accelerator.py": (
+            *members("deepspeed.accelerator.real_accelerator:", "ds_accelerator", "set_accelerator"),
+            "deepspeed:init_distributed",
+            "deepspeed.comm.comm:cdb",
+            f"{_ZERO}stage_1_and_2:DeepSpeedZeroOptimizer.has_overflow",
+            f"{_ZERO}stage_1_and_2:is_invalid_grad_norm",
+            f"{_ZERO}stage3:DeepSpeedZeroOptimizer_Stage3.has_overflow",
+            f"{_ZERO}stage3:is_invalid_grad_norm",
+            "deepspeed.runtime.utils:CheckOverflow.has_overflow",
+            *members(f"{_ZERO}utils:", "get_lst_from_rank0", "assert_lst_len_same_as_other_ranks"),
+            "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator._name",
+            "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator._communication_backend_name",
+        ),
+    },
+)
+
+PACKAGES = {
+    "transformer-engine": TRANSFORMER_ENGINE,
+    "flash-attn": FLASH_ATTN,
+    "flash-attn-3": FLASH_ATTN_3,
+    "megatron-core": MEGATRON,
+    "megatron-lm": MEGATRON_LM,
+    "deepspeed": DEEPSPEED,
+}
+"""By the name that `tests.support.check_symbols` is given."""
