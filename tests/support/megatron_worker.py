@@ -6,7 +6,8 @@ JSON object of `Parallel`'s fields (examples/megatron_llama2/model.py) and of
 * "experts": how many, 0: a dense model; "tokens" of a sequence; "micro_batches" of a step; "distributed_optimizer";
   "learning_rate"; "steps";
   "same": every micro-batch is the same, and the optimizer makes no step;
-* "fields": of TransformerConfig's.
+* "transformer_engine": the layers are of its stand-in, which context parallelism needs; "fields": of
+  TransformerConfig's.
 
 `CASES`: name -> the "memplug" block, or null to train without; a block may hold "short_of_host_memory": [rank, step],
 where the pool of that rank has room for half of what it took in the step before, from that step on;
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support import stand_in
 from tests.support.cases_worker import run_short
 from tests.support.folders import ROOT
 
@@ -175,10 +177,14 @@ def prepare() -> None:
 
 def main() -> None:
     """Runs all cases on this rank."""
+    folder, layout, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    if layout.get("transformer_engine"):
+        stand_in.use()
     prepare()
     from megatron.core import parallel_state
 
-    folder, layout, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    if layout.get("transformer_engine"):
+        stand_in.transformer_engine_layers()
     dist.init_process_group("gloo")
     results = {}
     for name, block in cases.items():
