@@ -33,6 +33,7 @@ class _OnCpu(TorchFunctionMode):
             args = tuple(CPU if _is_cuda(value) else value for value in args)
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)  # there is no driver to register memory with
         return func(*args, **kwargs)
 
 

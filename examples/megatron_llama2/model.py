@@ -27,6 +27,8 @@ class Parallel:
     pipeline: int = 1
     chunks: int = 1
     """Of each pipeline stage: more than one is the interleaved schedule."""
+    context: int = 1
+    """Ranks that share a sequence: for a core attention that exchanges keys and values, not that of `layers.py`."""
     expert: int = 1
     dispatcher: str = "alltoall"
     """How tokens reach the ranks of their experts: "alltoall" or "allgather"."""
@@ -38,6 +40,7 @@ def initialize(parallel: Parallel, seed: int) -> None:
         parallel.tensor,
         parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.chunks if parallel.chunks > 1 else None,
+        context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1 if parallel.expert > 1 else None,
     )
@@ -82,6 +85,7 @@ def transformer_config(
         sequence_parallel=parallel.sequence,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.chunks if parallel.chunks > 1 else None,
+        context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1 if parallel.expert > 1 else None,
         params_dtype=dtype,

@@ -70,9 +70,8 @@ void Frame::capture_outputs(
   } else if (*rows == 0 || !splits) {
     return;
   }
-  const bool waits = op.has(COLLECTIVE) && !op.has(PART_OF_UNIT);
-  const int64_t launch = waits ? launch_of(index) : -1;
-  if (waits && launch < 0) {
+  const int64_t launch = op.has(WAITS) ? launch_of(index) : -1;
+  if (op.has(WAITS) && launch < 0) {
     return;
   }
   std::vector<Part> parts;
@@ -119,11 +118,9 @@ void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c
 
 // A collective whose result no backward ever asked for: neither captured nor launched again.
 void Frame::leave_out(size_t index) {
-  if (forward.tape().records[index].op->has(PART_OF_UNIT)) {
+  if (!forward.tape().records[index].op->has(WAITS)) { // it launched the collective itself
     captures_[index] = {{}, true};
-    return;
-  }
-  if (const int64_t launch = launch_of(index); launch >= 0) {
+  } else if (const int64_t launch = launch_of(index); launch >= 0) {
     captures_[index] = {{}, true};
     launches_[launch] = index;
   }
@@ -212,6 +209,15 @@ void Frame::learn(const std::vector<size_t>& substituted) {
   for (const size_t index : of_ranks) {
     if (tape->records[index].op->has(PART_OF_UNIT)) {
       received.insert(tape->records[index].made.begin(), tape->records[index].made.end());
+    }
+  }
+  for (const auto& [index, capture] : captures_) {
+    const Record& record = tape->records[index];
+    if (record.op->has(COMMUNICATES) && record.op->has(COLLECTIVE)) {
+      spared.insert(index);
+      if (of_ranks.count(index) > 0) {
+        received.insert(record.made.begin(), record.made.end());
+      }
     }
   }
   for (const auto& [launch, index] : launches_) {

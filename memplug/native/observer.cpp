@@ -3,6 +3,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <memory>
+#include <utility>
 
 namespace memplug {
 namespace {
@@ -92,6 +93,8 @@ std::unique_ptr<at::ObserverContext> Observer::begin(const at::RecordFunction& f
         observer->fail();
       }
     }
+  } else if (observer->leaf_ != nullptr && pauses == 0) {
+    observer->look_inside(function);
   }
   observer->running_.push_back(running);
   return nullptr;
@@ -117,8 +120,39 @@ Observer::Running Observer::begin(const at::RecordFunction& function, const Oper
     return {What::THROUGH, op.mutates, forward_.begun()};
   }
   inside_ = true;
+  leaf_ = op.hides_nothing || op.has(EXCHANGE) ? nullptr : &op;
+  launched_ = pending_ = 0;
   forward_.begin(op, arguments);
   return {What::LEAF, false, 0};
+}
+
+// An operator of a library's own may launch collectives: all ranks must run it again in a recompute pass, or none.
+void Observer::look_inside(const at::RecordFunction& function) {
+  const Operator* const op = operator_of(function);
+  if (op == nullptr) {
+    return;
+  }
+  if (op->has(COMMUNICATES)) {
+    const auto inputs = function.inputs();
+    const size_t count = op->argument_count;
+    const bool is_over = inputs.size() >= count && op->is_over(inputs.slice(inputs.size() - count));
+    ++launched_;
+    pending_ += is_over ? 0 : 1;
+  } else if (op->has(WAITS)) {
+    --pending_;
+  }
+}
+
+void Observer::note_exchanges(c10::ArrayRef<c10::IValue> results) {
+  const Operator* const leaf = std::exchange(leaf_, nullptr);
+  if (leaf == nullptr || launched_ == 0) {
+    return;
+  }
+  size_t tensors = 0;
+  for (const c10::IValue& result : results) {
+    each_tensor(result, [&](const at::Tensor&) { ++tensors; });
+  }
+  leaf->note_exchange(pending_ <= 0 && !leaf->mutates && tensors > 0);
 }
 
 void Observer::end(const at::RecordFunction& function, at::ObserverContext*) {
@@ -130,6 +164,7 @@ void Observer::end(const at::RecordFunction& function, at::ObserverContext*) {
   observer->running_.pop_back();
   try {
     if (running.what == What::LEAF) {
+      observer->note_exchanges(function.outputs());
       observer->forward_.end(function.outputs());
     } else if (running.what == What::THROUGH && !observer->inside_) {
       observer->forward_.looked_through(running.before, running.mutates, function.outputs());

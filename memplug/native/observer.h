@@ -55,12 +55,16 @@ class Observer {
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function);
   static void end(const at::RecordFunction& function, at::ObserverContext* context);
   Running begin(const at::RecordFunction& function, const Operator& op);
+  void look_inside(const at::RecordFunction& function);
+  void note_exchanges(c10::ArrayRef<c10::IValue> results);
   void fail();
 
   Forward& forward_;
   Observer* outer_;
   at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
   std::vector<Running> running_;
+  const Operator* leaf_ = nullptr; // that runs, where what it calls says more of it than its name
+  int launched_ = 0, pending_ = 0; // collectives inside of it: all of them, and those that were not waited for
   bool inside_ = false; // of a leaf, of an operator on fake tensors, or of a listener
   std::exception_ptr failure_;
 };

@@ -60,12 +60,13 @@ std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits
   };
   using Key = c10::DispatchKey;
   const auto has = [&](Key key) { return handle->hasKernelForDispatchKey(key); };
-  return std::make_unique<Operator>(Operator{
+  return std::unique_ptr<Operator>(new Operator{
       *handle,
       name.name,
       name.overload_name,
       name.overload_name.empty() ? name.name : name.name + "." + name.overload_name,
       traits,
+      name.name.rfind("aten::", 0) == 0,
       has(Key::CompositeImplicitAutograd),
       has(Key::CUDA) && !has(Key::AutogradCUDA),
       has(Key::PrivateUse1) && !has(Key::AutogradPrivateUse1),

@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -38,7 +39,8 @@ struct Operator {
   c10::OperatorHandle handle;
   std::string schema_name, overload; // "aten::add", "Tensor"; "" for the default one
   std::string name; // "aten::add.Tensor"
-  uint32_t traits;
+  mutable std::atomic<uint32_t> traits; // once it has run, also what it has called
+  bool hides_nothing; // torch's own: it launches no collective that its name does not tell of
   bool composite; // it calls other operators, and does nothing besides,
   bool kernel_on_cuda, kernel_on_other; // unless there is a kernel for the device, as CUDA's of a norm
   bool casts_on_cpu, casts_on_cuda, casts_on_other; // under autocast it casts its arguments first, and is called again
@@ -48,10 +50,23 @@ struct Operator {
   int32_t accumulate, scattered; // of a `PARTIAL` one's `accumulate`, and of the tensor with as many elements as it writes
 
   bool has(Trait trait) const {
-    return (traits & trait) != 0;
+    return (known_traits() & trait) != 0;
   }
   bool is_expensive() const {
-    return (traits & (ROWS | ATTENTION | COLLECTIVE | CHOICE)) != 0;
+    return (known_traits() & (ROWS | ATTENTION | COLLECTIVE | CHOICE)) != 0;
+  }
+  uint32_t known_traits() const {
+    return traits.load(std::memory_order_relaxed);
+  }
+
+  // It has launched collectives. `gives`: they are over where it ends, and what it returns is in memory of its own.
+  void note_exchange(bool gives) const {
+    if (gives) {
+      traits.fetch_or(COMMUNICATES | COLLECTIVE, std::memory_order_relaxed);
+    } else {
+      traits.fetch_and(~COLLECTIVE, std::memory_order_relaxed);
+      traits.fetch_or(COMMUNICATES, std::memory_order_relaxed);
+    }
   }
 
   // Whether it writes to an argument, by its position.
@@ -67,7 +82,7 @@ struct Operator {
   bool is_composite(c10::ArrayRef<c10::IValue> arguments) const;
 
   // Whether this call of an exchange is waited for before anything else runs.
-  bool is_over(const std::vector<c10::IValue>& arguments) const {
+  bool is_over(c10::ArrayRef<c10::IValue> arguments) const {
     return has(EXCHANGE) && async_op >= 0 && arguments[async_op].isBool() && !arguments[async_op].toBool();
   }
 

@@ -1,4 +1,6 @@
-"""Parameters that others shard or reduce: DistributedDataParallel, and FSDP2 with one unit a layer."""
+"""Parameters that others shard or reduce, DistributedDataParallel and FSDP2 with one unit a layer; and sequences whose
+parts go round from rank to rank inside of attention, torch's context parallelism.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forking import launch_forked
+from tests.support.sharded_worker import RINGS, SHORT_RANK
 
 
 @pytest.mark.long
@@ -21,3 +24,22 @@ def test_losses_and_gradients_are_those_without_memplug_under_ddp_and_fsdp2(tmp_
             report = result["report"]
             assert report["opaque_regions"] == 0 and report["recomputed_in_full"] == 0, name
             assert report["offloaded_bytes"] > 0, name
+
+
+@pytest.mark.long
+def test_losses_and_gradients_are_those_without_memplug_where_keys_and_values_go_round_four_ranks(
+    tmp_path: Path,
+) -> None:
+    """Each rank of the unbalanced ring runs other operators; in the cases that are short one has no host memory."""
+    launch_forked(["tests.support.sharded_worker", tmp_path, "RING"], module=True, processes=4)
+    for rank in range(4):
+        results = json.loads((tmp_path / f"{rank}.json").read_text())
+        for way in RINGS:
+            assert results[way]["as_whole"], "the ring itself is right"
+            for case in ("0", "0.4", "1", "short"):
+                result = results[f"{way} {case}"]
+                assert result["same"] and result["compared"] > 4 * 10, (way, case)
+                report = result["report"]
+                assert report["opaque_regions"] == report["recomputed_in_full"] == 0, (way, case)
+                assert (report["host_refusals"] > 0) == (rank == SHORT_RANK and case == "short")
+                assert report["offloaded_bytes"] > 0 or case == "short", (way, case)

@@ -34,7 +34,12 @@ def run_all(run: Callable[[Any, int], Any]) -> None:
 
 
 def train_engine(
-    engine: Any, loss_of: Callable[[int], torch.Tensor], micro_batches: int, with_memplug: bool
+    engine: Any,
+    loss_of: Callable[[int], torch.Tensor],
+    micro_batches: int,
+    with_memplug: bool,
+    short: list[int] | None = None,
+    gradients: bool = False,
 ) -> dict[str, Any]:
     """Trains a DeepSpeed engine, and destroys it.
 
@@ -43,24 +48,58 @@ def train_engine(
         loss_of: runs the forward of a micro-batch, by its number.
         micro_batches: how many.
         with_memplug: attaches memplug, by the engine's own block.
+        short: see `run_short`; of engines that step after each micro-batch.
+        gradients: whether to digest those of each micro-batch.
 
     Returns:
-        "losses" of each micro-batch, "digest" of the weights at the end, "report" of memplug, empty without it.
+        "losses" of each micro-batch, "digest" of the weights at the end, "report" of memplug, empty without it,
+        "shares" of the rows that it swapped, and where asked for "digests" of all gradients, by micro-batch.
     """
     import memplug
 
     session = memplug.attach(engine) if with_memplug else None
-    losses = []
+    losses, digests, shares = [], [], []
     for number in range(micro_batches):
+        if short:
+            run_short(session, number, short)
         loss = loss_of(number)
         engine.backward(loss)
+        digests += [_digest_gradients(engine.module)] if gradients else []
         engine.step()
         losses.append(loss.item())
+        shares += [session.executor.flow.share] if session else []
     result = {"losses": losses, "digest": _digest(engine.module), "report": session.report() if session else {}}
     if session:
         session.detach()
     engine.destroy()
-    return result
+    return {**result, "digests": digests, "shares": shares}
+
+
+def run_short(session: Any, step: int, short: list[int]) -> None:
+    """Called before each step: the pool of one rank gets room for half of the host memory that a step takes.
+
+    Args:
+        session: of memplug.
+        step: the one that begins, from 0.
+        short: the rank, and the step from which on it is short.
+    """
+    import torch.distributed as dist
+
+    rows = session.executor.pool.rows
+    if short[1] == step + 1:
+        rows.peak_bytes = 0  # of that step alone
+    if short == [dist.get_rank(), step]:
+        rows.limit_bytes = rows.peak_bytes // 2
+
+
+def _digest_gradients(module: torch.nn.Module) -> str:
+    """Of all parameters, between backward and the optimizer."""
+    from deepspeed.utils import safe_get_full_grad
+
+    total = hashlib.sha256()
+    for parameter in module.parameters():
+        total.update(safe_get_full_grad(parameter).numpy().tobytes())
+    return total.hexdigest()
 
 
 def _digest(module: torch.nn.Module) -> str:

@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 
 from tests.support.blocks import Layer, Stack, assert_clean, gradients, tokenwise, twin
-from tests.tokenwise.regions.test_collectives import WHOLE, ReducesMemoryThatWasThere, broadcast_in_place, reducing
+from tests.tokenwise.regions.test_collectives import (
+    WHOLE,
+    Exchanges,
+    ReducesMemoryThatWasThere,
+    broadcast_in_place,
+    reducing,
+)
 
 
 def receiving(broadcast: Callable[[torch.Tensor], Any]) -> type[Layer]:
@@ -32,6 +38,7 @@ LAYERS = {
     "read before": reducing(WHOLE, reads_before=True),
     "a part": reducing(slice(1)),
     "parts": reducing(slice(1), slice(1, None)),
+    "inside of an operator": Exchanges,
     "there before": ReducesMemoryThatWasThere,
     "received": receiving(lambda y: dist.broadcast(y, 0)),
     "received, functional": receiving(broadcast_in_place),

@@ -73,12 +73,12 @@ def ds_config(stage: int = 0, memplug: dict[str, Any] | None = None, **fields: A
     return config if memplug is None else {**config, "memplug": memplug}
 
 
-def make_engine(config: dict[str, Any] | str, model: nn.Module | None = None) -> Any:
+def make_engine(config: dict[str, Any] | str, model: nn.Module | None = None, mpu: Any = None) -> Any:
     """Calls `deepspeed.initialize` as it is now, patched or not."""
     import deepspeed
 
     model = tiny_llama() if model is None else model
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, mpu=mpu)[0]
 
 
 def train_engine(engine: Any, steps: int, first: int = 0) -> list[float]:

@@ -1,12 +1,13 @@
 """Trains a tiny Megatron-Core model on this rank, once for every case, and writes what came of it to a file per rank.
 
-Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.megatron_worker FOLDER LAYOUT CASES`. `LAYOUT` is a
+Started by a launcher: `torchrun --nproc-per-node N -m tests.support.megatron_worker FOLDER LAYOUT CASES`. `LAYOUT` is a
 JSON object of `Parallel`'s fields (examples/megatron_llama2/model.py) and of
 
 * "experts": how many, 0: a dense model; "tokens" of a sequence; "micro_batches" of a step; "distributed_optimizer";
   "learning_rate"; "steps";
   "same": every micro-batch is the same, and the optimizer makes no step;
-* "fields": of TransformerConfig's.
+* "transformer_engine": the layers are of its stand-in, which context parallelism needs; "fields": of
+  TransformerConfig's.
 
 `CASES`: name -> the "memplug" block, or null to train without; a block may hold "short_of_host_memory": [rank, step],
 where the pool of that rank has room for half of what it took in the step before, from that step on;
@@ -31,6 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support import stand_in
+from tests.support.cases_worker import run_short
 from tests.support.folders import ROOT
 
 RECIPE = ROOT / "examples" / "megatron_llama2"
@@ -74,17 +77,13 @@ def _digest(tensors: list[torch.Tensor]) -> str:
     return total.hexdigest()
 
 
-def _run_short(session: Any, step: int, short: list[int]) -> None:
-    """Of host memory, before a step."""
-    rows = session.executor.pool.rows
-    if short[1] == step + 1:
-        rows.peak_bytes = 0  # of that step alone
-    if short == [dist.get_rank(), step]:
-        rows.limit_bytes = rows.peak_bytes // 2
+def _given(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A model's tokens, their positions and its labels: of each sequence, what this rank has of it."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
-
-def _positions(length: int) -> torch.Tensor:
-    return torch.arange(length)[None].expand(SEQUENCES, -1)
+    positions = torch.arange(tokens.shape[1] - 1)[None].expand(SEQUENCES, -1)
+    given = {"tokens": tokens[:, :-1], "positions": positions, "labels": tokens[:, 1:]}
+    return tuple(get_batch_on_this_cp_rank(given).values())
 
 
 def _report(session: Any) -> dict[str, Any]:
@@ -103,7 +102,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
 
     import memplug.errors
 
-    fields = {"tensor", "sequence", "pipeline", "chunks", "expert", "dispatcher"} & set(layout)
+    fields = {"tensor", "sequence", "pipeline", "chunks", "context", "expert", "dispatcher"} & set(layout)
     parallel = recipe.Parallel(**{field: layout[field] for field in fields})
     recipe.initialize(parallel, seed=0)
     experts = {"num_local_experts": layout["experts"], "num_experts_per_tok": 2} if layout.get("experts") else {}
@@ -127,8 +126,8 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": losses, "digests": [], "shares": [], "served": []}
 
     def forward_step(batches: Any, module: torch.nn.Module) -> Any:
-        tokens = next(batches)
-        output = module(tokens[:, :-1], _positions(length), None, labels=tokens[:, 1:])
+        tokens, positions, labels = _given(next(batches))
+        output = module(tokens, positions, None, labels=labels)
         return output, functools.partial(_loss_function, losses)
 
     steps = layout.get("steps", 20)
@@ -137,7 +136,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         if short:
-            _run_short(session, step, short)
+            run_short(session, step, short)
         batches = [_micro_batches(step, same, length) for _ in chunks]
         if session is not None and not session.regions and step == steps - 2:
             session.record()
@@ -178,10 +177,14 @@ def prepare() -> None:
 
 def main() -> None:
     """Runs all cases on this rank."""
+    folder, layout, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    if layout.get("transformer_engine"):
+        stand_in.use()
     prepare()
     from megatron.core import parallel_state
 
-    folder, layout, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    if layout.get("transformer_engine"):
+        stand_in.transformer_engine_layers()
     dist.init_process_group("gloo")
     results = {}
     for name, block in cases.items():

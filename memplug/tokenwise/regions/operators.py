@@ -9,7 +9,9 @@ Expensive operators come in four kinds (DESIGN: "Row-cached recompute"):
 | `COLLECTIVE` | functional ones, captured at `wait_tensor`; those of `c10d` that fill a tensor | whole | on all ranks |
 | `CHOICE` | topk, sort, argmax, nonzero: the pick must not change | whole | never: rounding could pick differently |
 
-Every other operator is cheap (`None`): captured only when a plan asks for it.
+Every other operator is cheap (`None`): captured only when a plan asks for it. One of a library's own that launches
+collectives and waits for them, as that of DeepSpeed's Ulysses attention for Hugging Face models, is seen to do so when
+it runs, and counts as a `COLLECTIVE` from then on (memplug/native/observer.cpp).
 """
 
 from __future__ import annotations

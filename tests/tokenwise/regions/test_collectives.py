@@ -81,6 +81,11 @@ def filling(collective: Any, memory: torch.Tensor | None = None) -> type[Layer]:
     return Fills
 
 
+def _is_launch(func: Any) -> bool:
+    """A mode does not see the collectives inside of an operator."""
+    return operators.is_exchange(func) or func.namespace == "memplug_tests"
+
+
 def launched_again(layer: type[Layer], alpha: float, **settings: Any) -> list[int]:
     """Collectives that backward launched in each of four steps, whose gradients were compared."""
     torch.manual_seed(0)
@@ -90,7 +95,7 @@ def launched_again(layer: type[Layer], alpha: float, **settings: Any) -> list[in
     counts = []
     for x in torch.randn(4, 2, 6, 16):
         loss = model(x)
-        with Launches(operators.is_exchange) as launches:
+        with Launches(_is_launch) as launches:
             loss.backward()
         counts.append(launches.calls.total())
         reference(x).backward()
@@ -111,6 +116,54 @@ def test_a_reduced_matmul_is_not_reduced_again(alpha, settings):
 def test_a_result_in_new_memory_is_not_received_again(name, alpha):
     assert kind_of(getattr(torch.ops.c10d, name).default) is Kind.COLLECTIVE
     assert launched_again(filling(FILLS[name]), alpha) == [0, 0, 0, 0]
+
+
+@torch.library.custom_op("memplug_tests::exchange", mutates_args=())
+def _exchange(x: torch.Tensor) -> torch.Tensor:
+    """As DeepSpeed's Ulysses attention for Hugging Face models: an operator of its own, a collective inside."""
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x)
+    return out
+
+
+_exchange.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Exchanges(Layer):
+    """One result that backward needs, and one at the end that it does not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = _exchange(self.norm(x))
+        return x + _exchange(self.out(self.inner(y).tanh()))
+
+
+@pytest.mark.parametrize("settings", [{}, {"min_offload_bytes": 1 << 30}, {"host_budget_bytes": 2000}])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_what_an_operator_with_a_collective_inside_gave_is_not_received_again(alpha, settings):
+    assert launched_again(Exchanges, alpha, **settings) == [0, 0, 0, 0]
+
+
+_BEGUN: list[Any] = []
+
+
+@torch.library.custom_op("memplug_tests::begin", mutates_args=())
+def _begin(x: torch.Tensor) -> torch.Tensor:
+    """What it returns may be what others are still to send."""
+    _BEGUN.append((received := x.clone(), dist.all_reduce(received, async_op=True)))
+    return x.clone()
+
+
+_begin.register_autograd(lambda ctx, gradient: gradient)
+
+
+def test_an_operator_that_does_not_wait_for_its_collective_runs_again():
+    class Begins(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.out(self.inner(_begin(self.norm(x))).tanh())
+
+    assert launched_again(Begins, 1.0) == [3, 3, 3, 3], "on every rank, whatever each has room for"
+    while _BEGUN:
+        _BEGUN.pop()[1].wait()
 
 
 def test_a_result_in_memory_that_was_there_is_received_again_by_every_recompute_pass():
