@@ -38,7 +38,7 @@ def train(folder: Path, layout: dict[str, Any], cases: dict[str, Any], processes
     """What came of each case, of every rank."""
     launch_forked(
         ["tests.support.megatron_worker", folder, json.dumps(layout), json.dumps(cases)],
-        libraries="megatron",
+        libraries="transformer_engine" if layout.get("transformer_engine") else "megatron",
         module=True,
         processes=processes,
         time_limit_s=300,

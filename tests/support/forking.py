@@ -28,10 +28,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.support import stand_in
 from tests.support.folders import ROOT
 from tests.support.launching import environment, free_port, kill_tree
 
-Libraries = Literal["deepspeed", "megatron"]
+Libraries = Literal["deepspeed", "megatron", "transformer_engine"]
 
 
 def launch_forked(
@@ -47,7 +48,8 @@ def launch_forked(
 
     Args:
         arguments: the script and its arguments.
-        libraries: what is imported before the ranks are forked; "megatron" pretends that the CPU is a CUDA device.
+        libraries: what is imported before the ranks are forked; "megatron" pretends that the CPU is a CUDA device,
+            and "transformer_engine" has the stand-in of that besides.
         processes: how many ranks.
         module: the first argument is the name of a module, of which `main` is called, not a file.
         time_limit_s: all processes are killed after this time.
@@ -156,7 +158,9 @@ def serve(libraries: str) -> int | None:
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what libraries print is no answer
-    {"deepspeed": import_deepspeed, "megatron": import_megatron}[libraries]()
+    if libraries == "transformer_engine":
+        stand_in.use()
+    (import_deepspeed if libraries == "deepspeed" else import_megatron)()
     importlib.import_module("memplug.native").load()
     gc.collect()
     gc.freeze()  # DeepSpeed collects garbage for every engine of ZeRO 3: ranks need not search the imported modules
