@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memplug.plan.cost import amounts, chosen, measure, passes_s, together
-from memplug.plan.tokenwise_model import Budget, Region, TokenwisePlan, group_of, makers, part_bytes, recompute_s, run_too
+from memplug.plan.tokenwise_model import (
+    Budget,
+    Region,
+    TokenwisePlan,
+    group_of,
+    makers,
+    part_bytes,
+    recompute_s,
+    run_too,
+)
 
 
 def without_idle(regions: Sequence[Region], plan: TokenwisePlan, budget: Budget) -> TokenwisePlan:

@@ -54,7 +54,6 @@ class Observer:
         self.input_bytes[name] = frame.offered_bytes + sum(large)
         self.input_tensors[name] = frame.offered + len(large)
 
-
     def settle(self, is_agreed: bool) -> None:
         """Whether units that communicate may run again by plan (memplug.tokenwise.agreement): else what they made is
         swapped like inputs too.
@@ -103,7 +102,9 @@ def describe(groups: dict[str, list[Region]], observer: Observer, executor: Exec
             launched, forward_s, backward_s, waits=executor.device.runs_behind
         )
         operations, saved, given = (
-            _module(forward_s) if members[0].opaque else _replayed(tapes, seconds, executor.min_offload_bytes, observer.is_agreed)
+            _module(forward_s)
+            if members[0].opaque
+            else _replayed(tapes, seconds, executor.min_offload_bytes, observer.is_agreed)
         )
         described.append(
             plan.Region(

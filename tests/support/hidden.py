@@ -122,9 +122,7 @@ class HiddenBlock(nn.Module):
         self.down = Part(Product, width, 2 * width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            each.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for each in self.qkv(x).chunk(3, dim=-1)
-        )
+        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for each in self.qkv(x).chunk(3, dim=-1))
         x = x + self.projection(self.attention(q, k, v).transpose(-2, -3).flatten(-2))
         gate, up = self.up(x).chunk(2, dim=-1)
         return x + self.down(torch.nn.functional.silu(gate) * up)

@@ -84,7 +84,9 @@ _RESHAPES = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data"
 _WAIT = "_c10d_functional::wait_tensor"
 _WITHOUT_COMMUNICATION = {_WAIT, "_c10d_functional::_wrap_tensor_autograd"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
-_FLASH_ATTENTION = "flash_attn"  # in the namespace: flash_attn, flash_attn_3, and _flash_attn2_588b404 of Hugging Face's hub
+_FLASH_ATTENTION = (
+    "flash_attn"  # in the namespace: flash_attn, flash_attn_3, and _flash_attn2_588b404 of Hugging Face's hub
+)
 UNIT, PART_OF_UNIT = "memplug::unit", "memplug::of_unit"
 _KINDS = {
     **dict.fromkeys(("rows", "whole", "whole_shared"), Kind.ROWS),
