@@ -37,7 +37,7 @@ from memplug.tokenwise.regions.region import Region
 
 log = logging.getLogger("memplug")
 
-VERSIONS = "deepspeed 0.16 to 0.19"
+VERSIONS = "deepspeed 0.16.5 to 0.19"
 
 
 class DeepSpeed(Framework):

@@ -16,10 +16,10 @@ What a layer is made of decides what memplug can do with it:
 |---|---|---|
 | Megatron-Core's linear layers, SDPA or unfused attention | row by row | CPU |
 | SequentialMLP, all-gather and all-to-all dispatchers | row by row, in permuted order; collectives captured | CPU |
-| flash-attn 2 and 3, by their registered operators | attention whole, the rest row by row | nothing yet |
+| flash-attn 2, and 3 since November 2025, by their operators | attention whole, the rest row by row | stand-ins |
 | grouped matmul (`torch._grouped_mm`) | row by row | CPU, outside of Megatron-Core |
 | modules of Transformer Engine, FP8 or not | tensor by tensor of what they saved (transformer_engine.py) | stand-ins |
-| fused kernels of other functions, GroupedMLP (`grouped_gemm`) | likewise (memplug/tokenwise/regions/hidden.py) | stand-ins |
+| fused kernels of other functions, GroupedMLP | likewise (memplug/tokenwise/regions/hidden.py) | stand-ins |
 | DeepEP and HybridEP (flex dispatcher) | what they exchanged is captured, never exchanged again | nothing yet |
 """
 
@@ -43,7 +43,6 @@ from memplug.hooks.patching import patch, unnoticed
 from memplug.hooks.regions import Prepare
 from memplug.session import Session
 from memplug.stages.ranks import Ranks
-from memplug.tokenwise.regions.region import Region
 from memplug.tokenwise.regions.tape import storage_of
 
 log = logging.getLogger("memplug")
@@ -60,10 +59,11 @@ _CONFLICTS = {
     "external_cuda_graph": "a layer that was captured in a graph has no operators to see: leave out "
     "--external-cuda-graph",
     "cuda_graph_impl": 'a layer that was captured in a graph has no operators to see: set it to "none"',
+    "moe_paged_stash": "it moves what experts save for backward by hooks of its own: leave out --moe-paged-stash",
     "overlap_moe_expert_parallel_comm": "its schedule runs the parts of two layers in turns, and no layer's own "
     "forward: leave out --overlap-moe-expert-parallel-comm",
-    "hybrid_context_parallel": "the ranks that share a sequence change with every micro-batch, and each would recompute "
-    "by a plan of its own: leave out --hybrid-context-parallel",
+    "hybrid_context_parallel": "the ranks that share a sequence change with every micro-batch, and each would "
+    "recompute by a plan of its own: leave out --hybrid-context-parallel",
 }
 
 
@@ -121,6 +121,7 @@ class Megatron(Framework):
             ]
             if reasons:
                 raise ConflictError(f"layer {name} is handled by Megatron-Core too: {'; '.join(reasons)}")
+            _check_kernels(name, config)
             if not inspect.isfunction(inspect.unwrap(type(layer).forward)) or hasattr(layer, "cudagraph_manager"):
                 raise RegionError(
                     f"the forward of layer {name}, a {type(layer).__name__}, is no plain method: memplug cannot run it "
@@ -162,6 +163,21 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
         raise RegionError(
             f"the chunks belong to several models: (layers, hidden size, pipeline size) are {shapes}",
             "Attach to each model by itself.",
+        )
+
+
+def _check_kernels(name: str, config: Any) -> None:
+    """Refuses kernels of which neither operators nor what autograd saves tell enough."""
+    if getattr(config, "multi_latent_attention", False) and getattr(config, "apply_rope_fusion", False):
+        raise ConflictError(
+            f"the rotary embedding of layer {name} is a kernel that writes to queries in place, which no operator shows",
+            "Leave out --apply-rope-fusion with multi-latent attention.",
+        )
+    if getattr(config, "moe_flex_dispatcher_backend", None) == "ncclep":
+        raise ConflictError(
+            f"the experts of layer {name} exchange tokens by kernels that nothing shows: a recompute pass could exchange "
+            "on one rank alone",
+            "Use --moe-flex-dispatcher-backend deepep or hybridep, or the all-to-all dispatcher.",
         )
 
 

@@ -1,7 +1,7 @@
 """Transformer Engine: its modules are units of a region, and run again in FP8 with the scales that they had.
 
-They call kernels past torch's dispatcher. Each of them can be run again by itself, and what it saves for backward reaches
-memplug tensor by tensor (memplug.tokenwise.regions.units):
+They call kernels past torch's dispatcher. Each of them can be run again by itself, and what it saves for backward
+reaches memplug tensor by tensor (memplug.tokenwise.regions.units):
 
 | class | made of | by rows |
 |---|---|---|
@@ -12,19 +12,19 @@ memplug tensor by tensor (memplug.tokenwise.regions.units):
 | `DotProductAttention` | attention | whole |
 | any other | taken whole, unless it is made of these | whole |
 
-By rows, as long as nothing is quantized (a scale is of a tensor or of a block, and a transposed copy has no rows) and no
-other rank takes part. Where one does (a tensor-parallel or context-parallel group of more than one), all ranks of the group
-run the unit again, or none (memplug/tokenwise/agreement.py).
+By rows, as long as nothing is quantized (a scale is of a tensor or of a block, and a transposed copy has no rows) and
+no other rank takes part. Where one does (a tensor-parallel or context-parallel group of more than one), all ranks of
+the group run the unit again, or none (memplug/tokenwise/agreement.py).
 
 | patched | on | why |
 |---|---|---|
-| `checkpoint` | `transformer_engine.pytorch`, its `distributed` | refused: it would recompute what memplug does |
-| `get_cpu_offload_context` | `transformer_engine.pytorch`, its `cpu_offload` | refused: it would offload what memplug does |
+| `checkpoint` | `transformer_engine.pytorch`, its `distributed` | refused: memplug recomputes the same |
+| `get_cpu_offload_context` | `transformer_engine.pytorch`, its `cpu_offload` | refused: memplug offloads the same |
 
-Delayed scaling: in a forward with `activation_recompute_forward` each module puts a copy of its scales and amax histories
-into a queue, and runs with the first of them when it is in the recompute phase. memplug takes the copy with the forward's
-own unit and puts it in front of the queue when that runs again: micro-batches may be in flight, and some units never run
-again. Autocast is set as it was then, and not entered: leaving it would update the scales once more.
+Delayed scaling: in a forward with `activation_recompute_forward` each module puts a copy of its scales and amax
+histories into a queue, and runs with the first of them when it is in the recompute phase. memplug takes the copy with
+the forward's own unit and puts it in front of the queue when that runs again: micro-batches may be in flight, and some
+units never run again. Autocast is set as it was then, and not entered: leaving it would update the scales once more.
 
 Known in transformer-engine 1.13 to 2.20, by their sources; it has not run with memplug on a GPU yet.
 """
@@ -71,8 +71,8 @@ def is_of_transformer_engine(module: nn.Module) -> bool:
 
 
 def parts_of(region: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Modules inside of a region that are units, in the region's order: name, module, and the class of Transformer Engine
-    that it is made of, "" for one that is not known.
+    """Modules inside of a region that are units, in the region's order: name, module, and the class of Transformer
+    Engine that it is made of, "" for one that is not known.
     """
     found: list[tuple[str, nn.Module, str]] = []
 

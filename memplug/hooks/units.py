@@ -5,7 +5,6 @@ kernels of their own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch

@@ -1,5 +1,5 @@
-"""Units that communicate (memplug/native/unit.h) may run again by plan where all ranks that they talk to have the same plan:
-each of them then runs the unit again, or none does.
+"""Units that communicate (memplug/native/unit.h) may run again by plan where all ranks that they talk to have the same
+plan: each of them then runs the unit again, or none does.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from memplug.tokenwise.regions.region import Region
 
 
 def is_agreed(regions: Sequence[Region], gather: Callable[[Any], list[Any]]) -> bool:
-    """Whether every region with such units ran the same operators on all ranks that these talk to: regions that did share
-    a plan. The same answer on every rank.
+    """Whether every region with such units ran the same operators on all ranks that these talk to: regions that did
+    share a plan. The same answer on every rank.
 
     Args:
         regions: with the keys of their operator sequences.

@@ -14,7 +14,6 @@ from torch import nn
 import memplug
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
 from memplug.hooks import megatron as hooks
-from memplug.hooks.framework import Target
 from tests.support.blocks import assert_same, gradients, twin
 from tests.support.hosts import ds_config, make_engine, process_group
 
@@ -109,6 +108,20 @@ def test_what_handles_the_same_layers_is_refused_with_its_name(fields, advice):
 def test_all_conflicts_are_named_at_once():
     with pytest.raises(ConflictError, match=r"recompute_granularity='full'.*cpu_offloading=True"):
         memplug.attach(Model(config(recompute_granularity="full", cpu_offloading=True)), BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"multi_latent_attention": True, "apply_rope_fusion": True}, "in place"),
+        ({"moe_flex_dispatcher_backend": "ncclep"}, "exchange tokens"),
+        ({"moe_paged_stash": True}, "moe_paged_stash=True"),
+        ({"hybrid_context_parallel": True}, "hybrid_context_parallel=True"),
+    ],
+)
+def test_kernels_that_nothing_tells_of_are_refused(fields: dict[str, Any], message: str):
+    with pytest.raises(ConflictError, match=message):
+        memplug.attach(Model(config(**fields)), BLOCK)
 
 
 def test_with_the_arena_alone_megatron_may_recompute():

@@ -1,5 +1,5 @@
-"""Layers of Transformer Engine under memplug: to the bit, with scales that do not move, and with attention that never runs
-again where the link carries what it saved.
+"""Layers of Transformer Engine under memplug: to the bit, with scales that do not move, and with attention that never
+runs again where the link carries what it saved.
 """
 
 from __future__ import annotations
@@ -96,3 +96,9 @@ def test_a_plan_moves_what_it_said(results: dict[str, Any]) -> None:
     for program in ("Parts", "current"):
         report = results[f"{program} auto"]["report"]
         assert report["offloaded_step_bytes"] == pytest.approx(report["expected_step_bytes"], rel=0.02)
+
+
+def test_half_of_the_rows_take_half_of_the_recomputed_operations(results: dict[str, Any]) -> None:
+    plain, none, half = (sum(results[f"Parts {case}"]["flops"].values()) for case in ("none", "0", "half"))
+    assert none > plain
+    assert half - plain == pytest.approx((none - plain) / 2, rel=0.01)

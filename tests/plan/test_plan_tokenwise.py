@@ -308,8 +308,8 @@ SAVED, RETURNED = (operator(f"part {n}", (1,), (n,), time_s=0.0, size=100, made_
 
 
 def test_parts_of_a_unit_are_swapped_by_the_same_rows_as_it_runs_for_the_one_that_lacks_most():
-    """Two outputs of 100 bytes in the forward's 10 s at 10 bytes/s: half of the rows of each spare half of its 4 s. All rows
-    of one would spare nothing.
+    """Two outputs of 100 bytes in the forward's 10 s at 10 bytes/s: half of the rows of each spare half of its 4 s.
+    All rows of one would spare nothing.
     """
     plan = solve([region(UNIT, SAVED, RETURNED, saved={2, 3})], budget(d2h=10.0, h2d=10.0))
     (group,) = plan.regions["layer"].groups

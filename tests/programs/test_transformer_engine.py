@@ -1,5 +1,5 @@
-"""Megatron-Core with layers of Transformer Engine (its stand-in), tensor and context parallel: all numbers are those without
-memplug, and units that communicate run again on all ranks or on none.
+"""Megatron-Core with layers of Transformer Engine (its stand-in), tensor and context parallel: all numbers are those
+without memplug, and units that communicate run again on all ranks or on none.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A decoder-like layer whose parts launch kernels that no operator shows, as those of Transformer Engine do: what they save
-for backward reaches memplug through saved-tensor hooks alone.
+"""A decoder-like layer whose parts launch kernels that no operator shows, as those of Transformer Engine do: what they
+save for backward reaches memplug through saved-tensor hooks alone.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Product(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """Causal attention; saves what it reads, its result, and the logarithms of the sums, which are small. Backward sets the
-    memory of what it has read free, as Transformer Engine's does.
+    """Causal attention; saves what it reads, its result, and the logarithms of the sums, which are small. Backward
+    sets the memory of what it has read free, as Transformer Engine's does.
     """
 
     @staticmethod

@@ -2,11 +2,11 @@
 `FOLDER/results.pt`.
 
 `python -m tests.support.opaque_layers_worker FOLDER CASES`. `CASES`: a JSON object, name -> {"layer": a class of this
-module, "recipe": of FP8, or null, "steps", "micro_batches": of a step, the forwards of all of which run before the first
-backward, "memplug": a block, or null}.
+module, "recipe": of FP8, or null, "steps", "micro_batches": of a step, the forwards of all of which run before the
+first backward, "memplug": a block, or null}.
 
-Of each case: {"losses": of each micro-batch, "gradients": digests of each step's, "scales": of FP8, in the end, "report",
-"functions": forwards of each Function in the last step, "flops": of its kernels}.
+Of each case: {"losses": of each micro-batch, "gradients": digests of each step's, "scales": of FP8, in the end,
+"report", "functions": forwards of each Function in the last step, "flops": of its kernels}.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ WIDTH, HEADS, TOKENS, SEQUENCES, LAYERS = 32, 4, 12, 2, 3
 
 
 class Parts(nn.Module):
-    """A decoder layer of Transformer Engine's modules, with residuals and dropout between them; [tokens, sequences, width]."""
+    """A decoder layer of Transformer Engine's modules, with residuals and dropout between them; [tokens, sequences,
+    width].
+    """
 
     def __init__(self, dropout: float = 0.0, width: int = WIDTH) -> None:
         super().__init__()

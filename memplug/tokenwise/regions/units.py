@@ -27,7 +27,7 @@ class Unit:
 
     Args:
         name: within its region.
-        kind: what it is made of; a collective: it is never run again; None: cheap, and captured only where a plan says so.
+        kind: what it is made of; a collective is never run again; None: cheap, and captured only where a plan says so.
         is_row_wise: asked for each call: each row of what it makes comes from one row of its first argument.
         is_shared: other ranks take part: it runs again on all of them or on none.
         forward: entered around a forward; gives what it takes to run again as it ran, complete once it is over.
