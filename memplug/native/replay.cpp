@@ -234,6 +234,10 @@ class RecomputePass {
         begin = actions_[i] == Action::RUN ? 0 : begin;
       }
     }
+    const at::Tensor made = at::empty({0}, at::TensorOptions(at::kByte));
+    if (std::find(needed.begin(), needed.end(), true) == needed.end()) { // its captured rows have not left the device
+      return made;
+    }
     std::vector<at::Tensor> given;
     for (const Use& use : record.inputs) {
       const at::Tensor tensor = at(use);
@@ -242,7 +246,7 @@ class RecomputePass {
     }
     const c10::impl::ForceDispatchKeyGuard outside(outside_);
     parts_ = helpers_.run_unit(index, given, needed);
-    return at::empty({0}, at::TensorOptions(at::kByte));
+    return made;
   }
 
   // Rows from `begin` on of a matmul's result, into the memory of the rows that are there.
