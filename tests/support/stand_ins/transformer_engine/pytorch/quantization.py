@@ -79,7 +79,13 @@ _OF_AUTOCAST = (
 
 
 class FP8GlobalStateManager(metaclass=Holder):
-    """Reads and moves the state that all modules share."""
+    """Reads and moves the state that all modules share.
+
+    Attributes:
+        quantization_state: that, since 2.15; before, its fields are attributes of this class.
+    """
+
+    quantization_state: FP8GlobalState
 
     @classmethod
     def reset(cls) -> None:
