@@ -99,7 +99,8 @@ def test_ranks_that_share_tokens_or_weights_compute_what_one_rank_does(ranks: li
     for rank in ranks:
         for case in ("context_parallel", "tensor_parallel", "megatron_context"):
             for name, difference in rank[case].items():
-                assert difference < 1e-5, name
+                low, high = (1e-4, 0.2) if name.startswith("FP8") else (-1, 1e-5)
+                assert low < difference < high, name
 
 
 @pytest.mark.distributed

@@ -56,8 +56,9 @@ def _with_gradients(module: Any, inputs: Any, grad: torch.Tensor) -> list[torch.
 
 
 def tensor_parallel() -> dict[str, float]:
-    """A block of two linear layers that ranks share, some tokens each: differences from one rank."""
+    """Two linear layers, and a LayerNormMLP, that ranks share, some tokens each or all: differences from one rank."""
     import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
 
     rank, found = dist.get_rank(), {}
     torch.manual_seed(11)
@@ -75,9 +76,25 @@ def tensor_parallel() -> dict[str, float]:
         rows = slice(4 * rank, 4 * rank + 4) if sequence else slice(None)
         wanted = _with_gradients(lambda x: whole[1](whole[0](x)), [x], grad)
         results = _with_gradients(lambda x, m=shared: m[1](m[0](x)), [x[rows]], grad[rows])
-        pairs = zip(results, wanted, strict=True)
-        found[f"sequence_parallel={sequence}"] = max(float((x - y[rows]).abs().max()) for x, y in pairs)
+        found[f"linears, sequence_parallel={sequence}"] = _worst(results, [y[rows] for y in wanted])
+        alone = te.LayerNormMLP(32, 64, bias=False)
+        options = {"set_parallel_mode": True, **common}
+        both = te.LayerNormMLP(32, 64, **options)
+        with torch.no_grad():
+            both.fc1_weight.copy_(alone.fc1_weight.chunk(2, 0)[rank])
+            both.fc2_weight.copy_(alone.fc2_weight.chunk(2, 1)[rank])
+        wanted = [y[rows] for y in _with_gradients(alone, [x], grad)]
+        found[f"LayerNormMLP, sequence_parallel={sequence}"] = _worst(
+            _with_gradients(both, [x[rows]], grad[rows]), wanted
+        )
+        with te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()):
+            results = _with_gradients(both, [x[rows]], grad[rows])
+        found[f"FP8, sequence_parallel={sequence}"] = _worst(results, wanted)
     return found
+
+
+def _worst(results: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(results, wanted, strict=True))
 
 
 def reduced_scales() -> list[float]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast, qstate
+from transformer_engine.pytorch._quantization_state import qstate
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
 
 _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 _FP8_ACTIVATION_RECOMPUTE_ENABLED = False

@@ -6,16 +6,13 @@ Names, places and timing are the real one's.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformer_engine_torch as tex
 
-from transformer_engine import stand_in
 from transformer_engine.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -24,6 +21,7 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     Recipe,
 )
+from transformer_engine.pytorch._quantization_state import SINCE_2_9, FP8GlobalState, Holder, qstate, set_qstate
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -70,60 +68,6 @@ def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
     return torch.finfo(get_fp8_torch_dtype(fp8_recipe, fprop_tensor)).max
 
 
-@dataclass(slots=True)
-class FP8GlobalState:
-    """What all modules of the process share."""
-
-    fp8_enabled: bool = False
-    fp8_calibration: bool = False
-    fp8_recipe: Recipe | None = None
-    fp8_distributed_group: Any = None
-    fp8_parameters: bool = False
-    high_precision_init_val: bool = False
-    is_first_fp8_module: bool = False
-    fp8_graph_capturing: bool = False
-    autocast_depth: int = 0
-    global_amax_buffer: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    global_amax_history_buffer: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    global_scale_buffer: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    fp8_tensors_recompute_buffer: list[deque] = field(default_factory=list)
-    autocast_arguments: dict[str, tuple[Recipe, Any]] = field(default_factory=dict)
-    skip_fp8_weight_update_tensor: torch.Tensor | None = None
-
-
-class _Holder(type):
-    """Has the state as an attribute of the class, `quantization_state`, since 2.15; before, each field is one of the
-    class: `FP8_ENABLED`, `IS_FIRST_FP8_MODULE`, `global_amax_buffer`.
-    """
-
-    _state = FP8GlobalState()
-
-    def __getattr__(cls, name: str) -> Any:
-        if name == "quantization_state" and SINCE_2_15:
-            return _Holder._state
-        if not SINCE_2_15 and name in _FIELDS:
-            return getattr(_Holder._state, _FIELDS[name])
-        raise AttributeError(f"FP8GlobalStateManager has no attribute {name!r}")
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        if name == "quantization_state" and SINCE_2_15:
-            _Holder._state = value
-        elif not SINCE_2_15 and name in _FIELDS:
-            setattr(_Holder._state, _FIELDS[name], value)
-        else:
-            super().__setattr__(name, value)
-
-
-SINCE_2_9, SINCE_2_15 = stand_in.version >= (2, 9), stand_in.version >= (2, 15)
-_LOWER = ("global_", "fp8_tensors_", "autocast_arguments", "skip_")
-_FIELDS = {
-    one.name if one.name.startswith(_LOWER) else one.name.upper(): one.name
-    for one in dataclasses.fields(FP8GlobalState)
-}
-if not SINCE_2_9:
-    _FIELDS["FP8_AUTOCAST_DEPTH"] = _FIELDS.pop("AUTOCAST_DEPTH")
-
-
 _OF_AUTOCAST = (
     "fp8_enabled",
     "fp8_calibration",
@@ -134,18 +78,19 @@ _OF_AUTOCAST = (
 )
 
 
-def qstate() -> FP8GlobalState:
-    """The present one."""
-    return _Holder._state
+class FP8GlobalStateManager(metaclass=Holder):
+    """Reads and moves the state that all modules share.
 
+    Attributes:
+        quantization_state: that, since 2.15; before, its fields are attributes of this class.
+    """
 
-class FP8GlobalStateManager(metaclass=_Holder):
-    """Reads and moves the state that all modules share."""
+    quantization_state: FP8GlobalState
 
     @classmethod
     def reset(cls) -> None:
         """As a new process has it."""
-        _Holder._state = FP8GlobalState()
+        set_qstate(FP8GlobalState())
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformer_engine_torch as tex
 
+from transformer_engine.pytorch._quantization_state import qstate
 from transformer_engine.pytorch.distributed import (
     allreduce,
     gather_along_first_dim,
@@ -17,7 +18,7 @@ from transformer_engine.pytorch.distributed import (
     is_fp8_activation_recompute_enabled,
     reduce_scatter_along_first_dim,
 )
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager, qstate
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import QuantizedTensorStorage, Quantizer
 from transformer_engine.pytorch.utils import clear_tensor_data, requires_grad
 
