@@ -58,7 +58,9 @@ void Frame::capture_outputs(
     size_t index, const Record& record, c10::ArrayRef<c10::IValue> results, Decision decision) {
   const Operator& op = *record.op;
   const auto outputs = tensors_of(results);
-  const double fraction = decision.fraction * (op.has(ROWS) && !decision.keep ? flow->share : 1.0);
+  // less of a unit that may run again on this rank alone would let it: all of it leaves, however little room there is
+  const bool shrinks = op.has(ROWS) && !decision.keep && !(op.has(SHARED) && !setting->is_agreed);
+  const double fraction = decision.fraction * (shrinks ? flow->share : 1.0);
   const int64_t length = outputs.front().dim() > 0 ? outputs.front().size(0) : 0;
   std::optional<int64_t> rows = std::llrint(fraction * static_cast<double>(length)); // none: all of them
   if (op.has(PART_OF_UNIT)) {

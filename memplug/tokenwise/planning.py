@@ -162,7 +162,11 @@ def _module(forward_s: float) -> tuple[tuple[plan.Operator, ...], frozenset[int]
 
 
 def _sending(members: Sequence[Region]) -> Sequence[Region]:
-    """Those whose tensors leave the device before backward asks for them; where none do, any may have to."""
+    """Those whose tensors leave the device before backward asks for them; where none do, any may have to. All, where
+    units communicate: each rank has its own late ones, and a unit must run again on all ranks or on none.
+    """
+    if any(region.native.shares for region in members):
+        return members
     return [region for region in members if not region.native.offloads_late] or members
 
 

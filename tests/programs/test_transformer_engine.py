@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "1": block(1.0, arena=True),
     "auto": block("auto", arena=True),
     "1, short": {**block(1.0, arena=False), **SHORT},
+    "auto, short": {**block("auto", arena=False), **SHORT},
 }
 
 
@@ -38,7 +39,7 @@ def check(layout: dict[str, Any], names: tuple[str, ...], folder: Any, processes
     layout = {"steps": STEPS, "transformer_engine": True, **layout}
     cases = {name: CASES[name] for name in names}
     ranks = train(folder, layout, {"without": None, **cases}, processes=processes)
-    assert len(set(ranks[0]["without"]["digests"])) == STEPS, "it trains: each step is another"
+    assert len(set(ranks[0]["without"]["digests"])) == layout["steps"], "it trains: each step is another"
     for name in names:
         for rank in ranks:
             assert_same(rank[name], rank["without"], exactly=name in ("0", "1"))
@@ -48,6 +49,13 @@ def check(layout: dict[str, Any], names: tuple[str, ...], folder: Any, processes
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_and_gradients_of_two_ranks_are_those_without_memplug(layout: str, tmp_path: Any) -> None:
     check(LAYOUTS[layout], ("0", "1", "auto"), tmp_path, 2)
+
+
+def test_ranks_that_observed_other_operators_run_no_unit_again_alone_where_they_swap_less_than_half(
+    tmp_path: Any,
+) -> None:
+    """Each rank has a plan of its own then, by which units that communicate never run again."""
+    check({**LAYOUTS["tensor and sequence"], "steps": 12}, ("auto, short",), tmp_path, 2)
 
 
 @pytest.mark.long
