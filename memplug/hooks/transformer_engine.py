@@ -38,6 +38,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -129,9 +130,19 @@ def _unit(executor: Executor, name: str, module: nn.Module, own: str, is_shared:
         _KINDS.get(own),
         is_row_wise=lambda: own in _ROW_WISE and not _manager().is_fp8_enabled(),
         is_shared=is_shared,
+        lasting=lambda: _kept_casts(module),
         forward=passes.forward,
         again=passes.again,
     )
+
+
+def _kept_casts(module: nn.Module) -> list[torch.Tensor]:
+    """Of weights, for all micro-batches of a step: plain tensors, and those that a quantized one is made of."""
+    found = []
+    for part in module.modules():
+        for cast in getattr(part, "_fp8_workspaces", {}).values():
+            found += [value for value in (cast, *vars(cast).values()) if isinstance(value, torch.Tensor)]
+    return found
 
 
 def _partners(module: nn.Module, own: str) -> frozenset[int] | None:

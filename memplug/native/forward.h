@@ -74,9 +74,12 @@ class Forward {
   void begin_unit(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
 
   // It has run, and returned these tensors. Notes the memory that it made, and that is returned or saved, as operators
-  // `part` that read the token; says where each of them comes from.
+  // `part` that read the token; says where each of them comes from. What is `lasting` is not the unit's to free.
   std::vector<Source> end_unit(
-      const Operator& part, const at::Tensor& token, const std::vector<at::Tensor>& returned);
+      const Operator& part,
+      const at::Tensor& token,
+      const std::vector<at::Tensor>& returned,
+      const std::vector<at::Tensor>& lasting);
 
   // It has raised.
   void fail_unit();

@@ -27,7 +27,10 @@ void Forward::begin_unit(const Operator& op, c10::ArrayRef<c10::IValue> argument
 }
 
 std::vector<Source> Forward::end_unit(
-    const Operator& part, const at::Tensor& token, const std::vector<at::Tensor>& returned) {
+    const Operator& part,
+    const at::Tensor& token,
+    const std::vector<at::Tensor>& returned,
+    const std::vector<at::Tensor>& lasting) {
   const auto early = std::exchange(saved_early_, {});
   const size_t first = *unit_saves_;
   unit_saves_.reset();
@@ -40,9 +43,9 @@ std::vector<Source> Forward::end_unit(
     parts.push_back(source);
   };
   for (const auto& [storage, tensor] : early) {
-    const bool is_returned = std::any_of(
-        returned.begin(), returned.end(), [&, &own = tensor](const auto& each) { return each.is_alias_of(own); });
-    if (!is_returned && tensor.storage().use_count() > 1) { // such as a weight's cast that its module keeps
+    const bool lasts = std::any_of(
+        lasting.begin(), lasting.end(), [&, &own = tensor](const auto& each) { return each.is_alias_of(own); });
+    if (lasts) {
       storages.given[storage] = true;
       give(storage, tensor);
       continue;

@@ -109,7 +109,8 @@ py::object Running::run_unit(
   made.saved = forward.saved.size() - saved;
   const Suspension own;
   const at::Tensor token = at::empty({0}, at::TensorOptions(at::kByte));
-  made.parts = forward.end_unit(part_operator(overload), token, tensors_in(out));
+  const auto lasting = tensors_in(made.unit.attr("lasting")());
+  made.parts = forward.end_unit(part_operator(overload), token, tensors_in(out), lasting);
   units_.emplace(index, std::move(made));
   return out;
 }

@@ -30,6 +30,8 @@ class Unit:
         kind: what it is made of; a collective is never run again; None: cheap, and captured only where a plan says so.
         is_row_wise: asked for each call: each row of what it makes comes from one row of its first argument.
         is_shared: other ranks take part: it runs again on all of them or on none.
+        lasting: tensors that outlive the unit, such as a weight's cast that its module keeps: what it saves of these is
+            held. Asked behind each call.
         forward: entered around a forward; gives what it takes to run again as it ran, complete once it is over.
         again: entered around such a run, with that.
     """
@@ -41,11 +43,12 @@ class Unit:
         kind: Kind | None,
         is_row_wise: Callable[[], bool] = lambda: False,
         is_shared: bool = False,
+        lasting: Callable[[], list[torch.Tensor]] = list,
         forward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         again: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self.executor, self.name, self.is_shared = executor, name, is_shared
-        self._kind, self._is_row_wise = kind, is_row_wise
+        self._kind, self._is_row_wise, self.lasting = kind, is_row_wise, lasting
         self._forward, self.again = forward, again
 
     @property
