@@ -170,13 +170,14 @@ def _check_kernels(name: str, config: Any) -> None:
     """Refuses kernels of which neither operators nor what autograd saves tell enough."""
     if getattr(config, "multi_latent_attention", False) and getattr(config, "apply_rope_fusion", False):
         raise ConflictError(
-            f"the rotary embedding of layer {name} is a kernel that writes to queries in place, which no operator shows",
+            f"the rotary embedding of layer {name} is a kernel that writes to queries in place, which no operator "
+            "shows",
             "Leave out --apply-rope-fusion with multi-latent attention.",
         )
     if getattr(config, "moe_flex_dispatcher_backend", None) == "ncclep":
         raise ConflictError(
-            f"the experts of layer {name} exchange tokens by kernels that nothing shows: a recompute pass could exchange "
-            "on one rank alone",
+            f"the experts of layer {name} exchange tokens by kernels that nothing shows: a recompute pass could "
+            "exchange on one rank alone",
             "Use --moe-flex-dispatcher-backend deepep or hybridep, or the all-to-all dispatcher.",
         )
 

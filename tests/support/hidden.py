@@ -29,7 +29,7 @@ def hidden() -> Iterator[None]:
 
 
 class NormLinear(torch.autograd.Function):
-    """RMS norm and a product; saves the normalized input, as large as the input, and the small reciprocal of its norm."""
+    """RMS norm and a product; saves the normalized input, as large as the input, and one reciprocal for each token."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

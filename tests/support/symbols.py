@@ -190,6 +190,8 @@ MEGATRON = Package(
             *members(f"{_CONFIG}.", "recompute_granularity", "cpu_offloading", "fine_grained_activation_offloading"),
             *((f"{_CONFIG}.cuda_graph_impl", f"{_CONFIG}.{name}_cuda_graph") for name in ("enable", "external")),
             *members(f"{_CONFIG}.", "cuda_graph_impl", "overlap_moe_expert_parallel_comm", "hybrid_context_parallel"),
+            *members(f"{_CONFIG}.", "multi_latent_attention", "apply_rope_fusion", "moe_flex_dispatcher_backend"),
+            (f"{_CONFIG}.moe_paged_stash", f"{_CONFIG}.cpu_offloading"),  # from 0.18 on
             f"{_MC}.transformer.moe.experts:SequentialMLP",
             (f"{_MC}.transformer.moe.experts:TEGroupedMLP", f"{_MC}.transformer.moe.experts:GroupedMLP"),
             *members(_STATE, "model_parallel_is_initialized", "get_context_parallel_world_size"),
