@@ -84,9 +84,22 @@ class Forward {
   // It has raised.
   void fail_unit();
 
-  // Whether what ran since a time, and returned these tensors, did something that no operator showed. `begun`,
-  // `saves`, `opaque`: how many operators had begun then, how many tensors were saved, and what was known of it.
-  bool hides(size_t begun, size_t saves, uint32_t opaque, const std::vector<at::Tensor>& returned) const;
+  // A time: how many operators had begun then, how many tensors were saved, and what was known of it.
+  struct Progress {
+    size_t begun, saves;
+    uint32_t opaque;
+  };
+  Progress progress() const {
+    return {begun_, saved.size(), opaque()};
+  }
+
+  // Whether what ran since then, was given and returned these tensors, did something that no operator showed.
+  bool hides(
+      const Progress& since, const std::vector<at::Tensor>& given, const std::vector<at::Tensor>& returned) const;
+
+  // Of tensors that were given to what ran since so many operators had begun, one that has another version, and that no
+  // operator wrote to, was written to past torch's operators: no tape tells of that.
+  void check_writes(size_t begun, const std::vector<at::Tensor>& given, const std::vector<uint32_t>& versions);
 
   // Whether an operator since then talks to other ranks.
   bool communicates(size_t begun) const;

@@ -193,16 +193,24 @@ void add_forwards(py::module_& module) {
     }
     return found;
   });
-  module.def("progress", [] {
-    const Running* const running = Running::observed();
-    return py::make_tuple(running->forward.begun(), running->forward.saved.size(), running->forward.opaque());
+  // of a function that is about to run with these arguments, and then has run
+  struct Since {
+    Forward::Progress progress;
+    std::vector<at::Tensor> given;
+    std::vector<uint32_t> versions;
+  };
+  py::class_<Since>(module, "Since").def(py::init([](py::handle arguments) {
+    auto given = tensors_in(arguments);
+    auto versions = versions_of(given);
+    return Since{Running::observed()->forward.progress(), std::move(given), std::move(versions)};
+  }));
+  module.def("communicates", [](const Since& since) {
+    return Running::observed()->forward.communicates(since.progress.begun);
   });
-  module.def("communicates", [](const std::tuple<size_t, size_t, uint32_t>& since) {
-    return Running::observed()->forward.communicates(std::get<0>(since));
-  });
-  module.def("hides", [](const std::tuple<size_t, size_t, uint32_t>& since, py::handle returned) {
-    const auto& [begun, saves, opaque] = since;
-    return Running::observed()->forward.hides(begun, saves, opaque, tensors_in(returned));
+  module.def("hides", [](const Since& since, py::handle returned) {
+    Forward& forward = Running::observed()->forward;
+    forward.check_writes(since.progress.begun, since.given, since.versions);
+    return forward.hides(since.progress, since.given, tensors_in(returned));
   });
   module.def("observes", [] { return Running::observed() != nullptr; });
   module.def(

@@ -58,7 +58,8 @@ std::vector<Source> Forward::end_unit(
     note(tensor, {true, static_cast<size_t>(save - saved.begin()) - first});
   }
   for (size_t i = 0; i < returned.size(); ++i) {
-    if (storages.find(returned[i]) < 0) {
+    const bool is_parameter = returned[i].is_leaf() && returned[i].requires_grad(); // such as a bias, to be added later
+    if (storages.find(returned[i]) < 0 && !is_parameter) {
       note(returned[i], {false, i});
     }
   }
@@ -72,7 +73,9 @@ std::vector<Source> Forward::end_unit(
   return parts;
 }
 
-bool Forward::hides(size_t begun, size_t saves, uint32_t opaque, const std::vector<at::Tensor>& returned) const {
+bool Forward::hides(
+    const Progress& since, const std::vector<at::Tensor>& given, const std::vector<at::Tensor>& returned) const {
+  const auto& [begun, saves, opaque] = since;
   Tape part;
   const auto& records = tape().records;
   part.records.assign(records.begin() + static_cast<int64_t>(begun), records.begin() + static_cast<int64_t>(begun_));
@@ -84,13 +87,31 @@ bool Forward::hides(size_t begun, size_t saves, uint32_t opaque, const std::vect
   bool unknown = false;
   for (const at::Tensor& tensor : returned) {
     const int32_t storage = storages.find(tensor);
-    unknown = unknown || storage < 0;
+    const bool is_given =
+        std::any_of(given.begin(), given.end(), [&](const at::Tensor& each) { return each.is_alias_of(tensor); });
+    unknown = unknown || (storage < 0 && !is_given);
     if (storage >= 0) {
       part.saves.push_back({{{0}, storage, Geometry::of(tensor, storages.origins[storage])}, begun_});
     }
   }
   part.nbytes = storages.nbytes;
   return unknown || (opaque_ & ~opaque & UNOBSERVED) != 0 || has_unfilled(part);
+}
+
+void Forward::check_writes(
+    size_t begun, const std::vector<at::Tensor>& given, const std::vector<uint32_t>& versions) {
+  const auto& records = tape().records;
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (given[i].is_inference() || given[i]._version() == versions[i]) {
+      continue;
+    }
+    const int32_t storage = storages.find(given[i]);
+    const bool is_seen = std::any_of(
+        records.begin() + static_cast<int64_t>(begun),
+        records.begin() + static_cast<int64_t>(begun_),
+        [&](const Record& each) { return each.writes(storage); });
+    opaque_ |= is_seen ? 0 : UNOBSERVED;
+  }
 }
 
 bool Forward::communicates(size_t begun) const {

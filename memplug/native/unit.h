@@ -37,7 +37,10 @@ struct __attribute__((visibility("hidden"))) UnitCall {
 const Operator& unit_operator(const std::string& overload);
 const Operator& part_operator(const std::string& overload);
 
-// Of what a unit returned, in order: memory that a tape can name.
+// Of each, how often it was written to.
+std::vector<uint32_t> versions_of(const std::vector<at::Tensor>& tensors);
+
+// Of what a unit was given or returned, in order: memory that a tape can name.
 std::vector<at::Tensor> tensors_in(pybind11::handle returned);
 
 } // namespace memplug

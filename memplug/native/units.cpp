@@ -38,6 +38,14 @@ bool is_plain(const at::Tensor& tensor) {
 
 } // namespace
 
+std::vector<uint32_t> versions_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<uint32_t> versions;
+  for (const at::Tensor& tensor : tensors) {
+    versions.push_back(tensor.is_inference() ? 0 : tensor._version());
+  }
+  return versions;
+}
+
 std::vector<at::Tensor> tensors_in(py::handle returned) {
   std::vector<at::Tensor> tensors;
   Containers::of(returned, [&](py::handle value) {
@@ -85,7 +93,7 @@ py::object Running::run_unit(
   const Observer::Pause unseen;
   UnitCall made{
       std::move(unit), call, std::move(state), std::move(its_surroundings), Ambient(flow->device), {}, {}, {}, {}, {}, 0};
-  c10::List<at::Tensor> given;
+  std::vector<at::Tensor> given;
   const auto note = [&](py::handle value) {
     const bool is_tensor = THPVariable_Check(value.ptr());
     if (is_tensor && is_plain(tensor_of(value)) && !is_parameter(tensor_of(value))) {
@@ -99,13 +107,15 @@ py::object Running::run_unit(
   made.arguments = Containers::of(arguments, note);
   made.keywords = Containers::of(keywords, note);
   const size_t index = forward.begun(), saved = forward.saved.size();
-  forward.begin_unit(unit_operator(overload), {{given, name}});
+  const auto versions = versions_of(given);
+  forward.begin_unit(unit_operator(overload), {{c10::List<at::Tensor>(given), name}});
   py::object out = py::reinterpret_steal<py::object>(PyObject_Call(call.ptr(), arguments.ptr(), keywords.ptr()));
   if (!out) {
     py::error_already_set error;
     forward.fail_unit();
     throw error;
   }
+  forward.check_writes(index, given, versions);
   made.saved = forward.saved.size() - saved;
   const Suspension own;
   const at::Tensor token = at::empty({0}, at::TensorOptions(at::kByte));

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.errors import ConflictError
+from memplug.errors import ConflictError, InPlaceError
 from memplug.hooks.units import make_unit
 from memplug.tokenwise.regions.units import Unit
 from tests.support.blocks import LAYERS, Layer, Stack, assert_same, gradients, twin
@@ -181,3 +181,89 @@ def test_a_forward_that_was_replaced_on_the_instance_is_refused() -> None:
     part.forward = lambda x: x
     with memplug.attach(model, BLOCK) as session, pytest.raises(ConflictError, match="replaced"):
         make_unit(part, Unit(session.executor, "part", None), session)
+
+
+class InPlace(torch.autograd.Function):
+    """Writes to what it is given, past the dispatcher, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x.detach().numpy()[...] *= 2
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+class WritesInPlace(Layer):
+    """Its function does, to memory that an operator has made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(InPlace.apply(self.inner(x)).sigmoid())
+
+
+class WritesInUnit(torch.autograd.Function):
+    """Both: memory of its own, and its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty_like(x)
+        out.detach().numpy()[...] = 3 * x.detach().numpy()
+        x.detach().numpy()[...] *= 2
+        ctx.mark_dirty(x)
+        return x, out
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return 2 * first + 3 * second
+
+
+class WritesBoth(Layer):
+    """Uses it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, z = WritesInUnit.apply(self.inner(x) * 1.0)
+        return x + self.out(y.sigmoid() * z.tanh())
+
+
+@pytest.mark.parametrize(("layer", "alpha"), [(WritesInPlace, 0.0), (WritesBoth, 0.0), (WritesBoth, 1.0)])
+def test_a_function_that_writes_to_its_argument_past_operators_makes_the_region_opaque(
+    layer: type[nn.Module], alpha: float
+) -> None:
+    assert train(layer, alpha=alpha)["opaque_regions"] > 0
+
+
+def test_a_function_that_writes_past_operators_to_what_is_on_its_way_to_the_host_is_an_error() -> None:
+    with pytest.raises(InPlaceError, match="before its copy to the host was done"):
+        train(WritesInPlace, alpha=1.0)
+
+
+class Passes(torch.autograd.Function):
+    """Returns what it is given, as functions of tensor parallelism do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Biased(Layer):
+    """The function comes before any operator has seen its argument; a module returns a bias for later."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = Passes.apply(self.out.bias)
+        return x + torch.nn.functional.linear(self.inner(x).sigmoid(), self.out.weight) + bias
+
+
+def test_a_function_that_returns_its_argument_hides_nothing() -> None:
+    torch.manual_seed(0)
+    model = Stack(2, Biased)
+    with memplug.attach(model, BLOCK) as session:
+        model(torch.randn(2, 6, 16)).backward()
+        assert not session.executor.functions.found_some()
+        assert session.report()["opaque_regions"] == 0

@@ -53,7 +53,7 @@ class HiddenFunctions:
             return unit.run(call, args, kwargs)
         if function in self._visible or not executor.core.observes() or not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        since = executor.core.progress()
+        since = executor.core.Since(args)
         out = call(*args, **kwargs)
         if executor.core.hides(since, out):
             self._units[function] = self._unit(function, executor.core.communicates(since))
