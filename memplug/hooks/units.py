@@ -5,6 +5,7 @@ kernels of their own.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -58,18 +59,24 @@ def _unit_class(original: type) -> type:
 def watch_functions(functions: HiddenFunctions, session: Session) -> None:
     """Let every call of a custom autograd function go through `functions`, until the session is detached."""
     base = torch.autograd.Function
-    original = vars(base)["apply"]
+    original, held = vars(base)["apply"], weakref.ref(functions)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return functions.apply(cls, functools.partial(original.__func__, cls), args, kwargs)
+        call, watching = functools.partial(original.__func__, cls), held()
+        return call(*args, **kwargs) if watching is None else watching.apply(cls, call, args, kwargs)
 
     patched = classmethod(functools.update_wrapper(apply, original.__func__))
     base.apply = patched
 
     def undo() -> None:
         if vars(base).get("apply") is patched:
-            base.apply = original
-        else:
-            functions.stop()  # patched again since, by another session, and goes through here
+            base.apply = original  # else it was patched again since, and goes through here
 
-    session.at_detach(undo)
+    def detach() -> None:
+        stopped = held()
+        if stopped is not None:
+            stopped.stop()
+        undo()
+
+    session.at_detach(detach)
+    weakref.finalize(functions, undo).atexit = False  # a session that is dropped without detaching

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if hasattr(request.config, "workerinput") else base
     file = shared / "clients.json"
-    items = [item for item in request.session.items if "results" in getattr(item, "fixturenames", ())]
+    own = [item for item in request.session.items if item.path.parent == Path(__file__).parent]
+    items = [item for item in own if "results" in getattr(item, "fixturenames", ())]
     items = [item for item in items if item.get_closest_marker("skip") is None]
     cases = sorted({item.callspec.params["case"] for item in items})
     with (shared / "clients.lock").open("w") as lock:
