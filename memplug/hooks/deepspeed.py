@@ -12,7 +12,7 @@
 
 An engine without an optimizer, such as a reference or a teacher, trains nothing: `install` leaves it alone.
 
-Known in deepspeed 0.16 to 0.19. Each patch is marked, keeps the original, and is undone by `uninstall` or
+Known in deepspeed 0.16.5 to 0.19. Each patch is marked, keeps the original, and is undone by `uninstall` or
 `Session.detach`.
 """
 

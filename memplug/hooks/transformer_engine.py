@@ -32,6 +32,7 @@ Known in transformer-engine 1.13 to 2.20, by their sources; it has not run with 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -252,6 +253,7 @@ def _autocast() -> tuple[Any, Any]:
     raise PatchError("FP8GlobalStateManager.get_autocast_state", VERSIONS)
 
 
+@functools.cache
 def _manager() -> Any:
     for name in ("quantization", "fp8"):  # before 2.9
         with contextlib.suppress(ImportError, AttributeError):
@@ -259,6 +261,7 @@ def _manager() -> Any:
     raise PatchError("transformer_engine.pytorch.quantization.FP8GlobalStateManager", VERSIONS)
 
 
+@functools.cache
 def _distributed() -> Any:
     module = importlib.import_module("transformer_engine.pytorch.distributed")
     if not hasattr(module, "activation_recompute_forward"):

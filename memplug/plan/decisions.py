@@ -50,8 +50,7 @@ class Setting:
         kept_bytes: of outputs that stay on the device from one forward to its backward, as planned.
         recomputed_bytes: of outputs that one recompute pass makes, as planned.
         is_agreed: the ranks that its units communicate with run it by the same setting: a unit of it that communicates
-        may
-            run again. Else all of what such units made is swapped.
+            may run again. Else all of what such units made is swapped.
         learnt: what forwards under it have shown in an earlier run; None: nothing yet.
     """
 
