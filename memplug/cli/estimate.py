@@ -23,7 +23,10 @@ def estimate(
         typer.Argument(metavar="DS_JSON", help='DeepSpeed JSON: its "memplug" block, dtype and micro-batch.'),
     ] = None,
     model: Annotated[
-        Path, typer.Option(metavar="FILE", help="Shape of the model: fields of LlamaConfig or MixtralConfig, as YAML.")
+        Path,
+        typer.Option(
+            metavar="FILE", help="Shape of the model, as YAML: fields of LlamaConfig, MixtralConfig or Qwen3Config."
+        ),
     ] = ...,
     gpu: Annotated[str, typer.Option(help="A GPU that memplug has a profile of, or the file of a profile.")] = "h200",
     layers: Annotated[int | None, typer.Option(help="Decoder layers; by default all of the model's.", min=1)] = None,
@@ -34,6 +37,12 @@ def estimate(
         int | None, typer.Option(help="Sequences; by default as the DeepSpeed JSON says, else 1.", min=1)
     ] = None,
     head: Annotated[bool, typer.Option(help="With embedding, head and loss.")] = True,
+    tiled_loss: Annotated[
+        int,
+        typer.Option(
+            metavar="TILES", help="Logits and loss in so many parts, as the DeepSpeed recipe has them.", min=1
+        ),
+    ] = 1,
     optimizer: Annotated[bool, typer.Option(help="With AdamW, its states in the parameters' dtype.")] = True,
     gpus: Annotated[
         int | None,
@@ -97,8 +106,8 @@ def estimate(
     """Predict the step time, device memory and host memory of a training step on a GPU; none is used.
 
     Modes: keep everything; recompute every layer in full; all of it but attention (selective); or as memplug plans.
-    One rank's step, forward, backward and optimizer, of a Llama from Hugging Face, or with --trace a Mixtral; with
-    --tensor, --pipeline, --expert or --context, and of a Mixtral without --trace, from Megatron-Core, with tokens
+    One rank's step, forward, backward and optimizer, of a Llama or Qwen3 from Hugging Face, or with --trace a Mixtral;
+    with --tensor, --pipeline, --expert or --context, and of a Mixtral without --trace, from Megatron-Core, with tokens
     spread evenly over experts, and of a pipeline the slowest stage's step with the bubble, and the memory of the stage
     that needs most. All figures are predictions.
     Exit code 0: done; 1: something is not usable, or no mode fits.
@@ -121,8 +130,11 @@ def estimate(
             micro_batch=micro_batch,
             head=head,
             optimizer=optimizer,
+            loss_tiles=tiled_loss,
         )
         layout = layouts.layout_of(workload, split, gpus) if trace is None else None
+        if tiled_loss > 1 and (layout is not None or trace is not None or not head):
+            raise typer.BadParameter("is of a head of Hugging Face's, without --trace", param_hint="--tiled-loss")
         micro_batches = layouts.micro_batches_of(layout, settings)
         modes = _modes(mode)
         options = {"attention": attention, "plan_dir": plan_dir}
@@ -177,6 +189,7 @@ def _asked(
         dtype=dtype_of(settings),
         head=given["head"],
         optimizer=given["optimizer"],
+        loss_tiles=given["loss_tiles"],
         values=Values.read(trace) if trace is not None else None,
     )
     return workload, block, hardware, settings

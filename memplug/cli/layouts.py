@@ -37,6 +37,7 @@ def words_of(workload: "Workload", *, optimizer: bool = True, micro_batches: int
         f"{several}{workload.micro_batch} × {workload.seq_len:,} tokens",
         workload.dtype,
         *(["head"] if workload.head else []),
+        *([f"loss in {workload.loss_tiles} tiles"] if workload.loss_tiles > 1 else []),
         *(["AdamW"] if workload.optimizer and optimizer else []),
     ]
     return ", ".join(parts)

@@ -32,7 +32,7 @@ def tune(
     ds_json: Annotated[
         Path, typer.Argument(metavar="DS_JSON", help='DeepSpeed JSON; "auto" and absent keys are free.')
     ],
-    model: Annotated[Path, typer.Option(metavar="YAML", help="Fields of LlamaConfig or MixtralConfig.")],
+    model: Annotated[Path, typer.Option(metavar="YAML", help="Fields of LlamaConfig, MixtralConfig or Qwen3Config.")],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="A profile of configs/hardware, such as h100, or its path.")],
     gpus: Annotated[int, typer.Option(help="Of the machine; each is a rank.", min=1)],
     host_gib: Annotated[float, typer.Option(help="Host memory of the machine that training may take.", min=0.0)],

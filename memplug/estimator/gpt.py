@@ -123,7 +123,8 @@ def config_of(shape: Shape, layers: int, layout: Layout, dtype: torch.dtype) -> 
         ffn_hidden_size=fields["intermediate_size"],
         num_attention_heads=heads,
         num_query_groups=fields.get("num_key_value_heads", heads),
-        kv_channels=fields.get("head_dim") or fields["hidden_size"] // heads,
+        kv_channels=shape.head_size,
+        qk_layernorm=shape.normalizes_heads,
         layernorm_epsilon=fields.get("rms_norm_eps", 1e-6),
         normalization="RMSNorm",
         gated_linear_unit=True,
@@ -190,9 +191,15 @@ def _block_spec(config: Any) -> Any:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm"
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.self_attention.submodules.core_attention = Attention
+    attention = parts.self_attention.submodules
+    attention.core_attention = Attention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)

@@ -66,7 +66,7 @@ def _estimated(
 ) -> Estimate:
     """In a process of its own."""
     logging.getLogger("memplug").setLevel(logging.ERROR)
-    name = "mixtral" if workload.shape.is_mixture else "llama"
+    name = workload.shape.family.lower()
     needed(f"transformers.models.{name}.modeling_{name}")  # before ZeRO 3 changes what makes tensors
     if mode != "memplug":
         options = {**options, "plan_dir": None}

@@ -1,4 +1,4 @@
-"""Shapes of models as YAML: of a Llama or a Mixtral of Hugging Face's."""
+"""Shapes of models as YAML: of a Llama, a Mixtral or a Qwen3 of Hugging Face's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from memplug.errors import EstimateError
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
-_OF_MIXTURES = ("num_experts_per_tok", "num_key_value_heads")
-"""Fields that others read too, as MixtralConfig has them where a file does not say."""
+_FAMILIES = {"llama": "Llama", "mixtral": "Mixtral", "qwen3": "Qwen3"}
+"""How the names of Hugging Face's classes begin, by `model_type`."""
+_BY_DEFAULT = {
+    "Llama": (),
+    "Mixtral": ("num_experts_per_tok", "num_key_value_heads"),
+    "Qwen3": ("num_key_value_heads", "head_dim"),
+}
+"""Fields that others read too, as a family's configuration has them where a file does not say."""
 _TAKEN = ("rope_theta", "rope_scaling")
 """Fields that transformers reads and writes under another name."""
 
@@ -23,7 +29,8 @@ class Shape:
     """Of a model.
 
     Attributes:
-        fields: of LlamaConfig, or of MixtralConfig where `num_local_experts` is among them.
+        fields: of LlamaConfig, of MixtralConfig where `num_local_experts` is among them, or of the configuration that
+            `model_type` names.
     """
 
     fields: Mapping[str, Any]
@@ -34,17 +41,33 @@ class Shape:
         return self.fields["num_hidden_layers"]
 
     @property
+    def family(self) -> str:
+        """How the names of Hugging Face's classes begin: "Llama", "Mixtral" or "Qwen3"."""
+        return "Mixtral" if self.is_mixture else _FAMILIES[self.fields.get("model_type", "llama")]
+
+    @property
     def is_mixture(self) -> bool:
         """Whether its layers have experts."""
         return "num_local_experts" in self.fields
+
+    @property
+    def normalizes_heads(self) -> bool:
+        """Whether a norm of its own goes over each head of queries and keys."""
+        return self.family == "Qwen3"
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one head."""
+        return self.fields.get("head_dim") or self.fields["hidden_size"] // self.fields["num_attention_heads"]
 
     @classmethod
     def read(cls, file: Path) -> Shape:
         """From a YAML file such as those of configs/models.
 
         Raises:
-            EstimateError: it cannot be read, has a field that the model's configuration does not know, lacks a size, or
-                its heads do not divide its hidden size; transformers or PyYAML is missing.
+            EstimateError: it cannot be read, is of another kind of model, has a field that the model's configuration
+                does not know, lacks a size, or its heads do not divide its hidden size; transformers or PyYAML is
+                missing.
         """
         yaml = needed("yaml", "PyYAML")
         try:
@@ -57,13 +80,21 @@ class Shape:
             raise EstimateError(f"{file} is no shape of a model", "Take configs/models/7b.yaml as an example.")
         shape = cls(dict(fields))
         shape._check(file)
-        if shape.is_mixture:
-            config = needed("transformers").MixtralConfig()
-            shape = cls({**{name: getattr(config, name) for name in _OF_MIXTURES}, **shape.fields})
-        return shape
+        config = getattr(needed("transformers"), f"{shape.family}Config")()
+        return cls({**{name: getattr(config, name) for name in _BY_DEFAULT[shape.family]}, **shape.fields})
 
     def _check(self, file: Path) -> None:
-        name = "MixtralConfig" if self.is_mixture else "LlamaConfig"
+        kind = self.fields.get("model_type", "llama")
+        if not isinstance(kind, str) or kind not in _FAMILIES:
+            raise EstimateError(
+                f"{file}: model_type is {kind!r}, which is not estimated", f"It can be {', '.join(_FAMILIES)}."
+            )
+        if self.is_mixture != (kind == "mixtral") and "model_type" in self.fields:
+            raise EstimateError(
+                f"{file}: model_type is {kind!r}, and num_local_experts is {'' if self.is_mixture else 'not '}there",
+                "Experts are a mixtral's: correct model_type, or num_local_experts.",
+            )
+        name = f"{self.family}Config"
         known = {*getattr(needed("transformers"), name)().to_dict(), *_TAKEN}
         unknown = sorted(str(each) for each in self.fields if each not in known)
         if unknown:
@@ -77,10 +108,12 @@ class Shape:
                 )
         heads = self.fields["num_attention_heads"]
         groups = self.fields.get("num_key_value_heads", heads)
-        if self.fields["hidden_size"] % heads or heads % groups:
+        divides = self.fields.get("head_dim") or self.family == "Qwen3" or not self.fields["hidden_size"] % heads
+        if not divides or heads % groups:
             raise EstimateError(
                 f"{file}: {heads} heads in {groups} groups do not divide a hidden size of {self.fields['hidden_size']}",
-                "num_attention_heads has to divide hidden_size, and num_key_value_heads num_attention_heads.",
+                "num_attention_heads has to divide hidden_size, where there is no head_dim, and num_key_value_heads "
+                "num_attention_heads.",
             )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from memplug.errors import EstimateError
 from memplug.estimator.shapes import Shape, needed
+from memplug.estimator.tiled_loss import tile_loss
 from memplug.estimator.values import Values
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -30,6 +31,7 @@ class Workload:
         head: the model has an embedding, a head and a loss; else decoder layers alone train.
         optimizer: AdamW, with states in the parameters' dtype; else gradients stay from step to step.
         values: the trace of a real step, which a Mixtral needs; None: there is none.
+        loss_tiles: parts in which a model of Hugging Face's has its logits and its loss, one after the other.
     """
 
     shape: Shape
@@ -40,6 +42,7 @@ class Workload:
     head: bool = True
     optimizer: bool = True
     values: Values | None = None
+    loss_tiles: int = 1
 
     def make_model(self) -> nn.Module:
         """Where tensors are made by default.
@@ -57,14 +60,14 @@ class Workload:
                 "estimates a Mixtral by its parts.",
             )
         transformers = needed("transformers")
-        name = "Mixtral" if is_mixture else "Llama"
+        name = self.shape.family
         fields = {"max_position_embeddings": self.seq_len, **self.shape.fields, "num_hidden_layers": self.layers}
         config = getattr(transformers, f"{name}Config")(**fields, use_cache=False, attn_implementation="sdpa")
         with by_default(DTYPES[self.dtype]):
             model = getattr(transformers, f"{name}ForCausalLM" if self.head else f"{name}Model")(config)
         if is_mixture and any(path.endswith(".experts") for path in values.calls):
             model.set_experts_implementation("eager")  # as in the trace: one after the other, by their tokens
-        return model.train() if self.head else _Layers(model.train())
+        return tile_loss(model.train(), self.loss_tiles) if self.head else _Layers(model.train())
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Of its forward."""

@@ -140,25 +140,26 @@ def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x:
 
 def _model(shape: Shape) -> nn.Module:
     """One layer of it, on the device; a mixture's experts are a dense MLP, see `_with_experts`."""
-    transformers = needed("transformers")
+    transformers, family = needed("transformers"), shape.family
     fields = {**shape.fields, "num_hidden_layers": 1, "use_cache": False}
     if shape.is_mixture:
         chosen = fields.get("num_experts_per_tok", transformers.MixtralConfig().num_experts_per_tok)
         fields["intermediate_size"] *= chosen
-        known = transformers.LlamaConfig().to_dict()
+        family, known = "Llama", transformers.LlamaConfig().to_dict()
         fields = {name: value for name, value in fields.items() if name in known or name.startswith("rope_")}
-    config = transformers.LlamaConfig(**fields, attn_implementation="sdpa")
+    config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="sdpa")
     with by_default(torch.bfloat16), torch.device("virtual"):
-        return transformers.LlamaForCausalLM(config).train()
+        return getattr(transformers, f"{family}ForCausalLM")(config).train()
 
 
 def _swapped_bytes(config: Any) -> int:
     """Of a token in one layer: its input, queries, attention, and what it and the MLP add; keys and values; the MLP's
     two wide products; and the sums of attention's exponentials, in 4 bytes.
     """
-    heads = config.num_attention_heads
-    width = config.hidden_size // heads * config.num_key_value_heads
-    return ELEMENT_BYTES * (5 * config.hidden_size + 2 * width + 2 * config.intermediate_size) + 4 * heads
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = 3 * config.hidden_size + 2 * head_size * (heads + groups) + 2 * config.intermediate_size
+    return ELEMENT_BYTES * width + 4 * heads
 
 
 def _parameters(shape: Shape) -> tuple[tuple[int, ...], ...]:
@@ -166,10 +167,9 @@ def _parameters(shape: Shape) -> tuple[tuple[int, ...], ...]:
     one that is shared counts to the first.
     """
     transformers = needed("transformers")
-    kind = "Mixtral" if shape.is_mixture else "Llama"
-    config = getattr(transformers, f"{kind}Config")(**{**shape.fields, "num_hidden_layers": 1})
+    config = getattr(transformers, f"{shape.family}Config")(**{**shape.fields, "num_hidden_layers": 1})
     with torch.device("meta"):
-        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        model = getattr(transformers, f"{shape.family}ForCausalLM")(config)
     model.tie_weights()
     seen: set[int] = set()
 

@@ -40,6 +40,20 @@ def test_the_table_and_the_files_say_the_same(tmp_path: Path) -> None:
     assert len(list((tmp_path / "plans").glob("*.json"))) == 1
 
 
+def test_a_loss_in_tiles_takes_less_memory_and_is_hugging_faces_alone(tmp_path: Path) -> None:
+    words = ["estimate", "--model", MODEL, "--mode", "keep", "--no-limits", "--json", tmp_path / "found.json"]
+    peaks = []
+    for tiles in (1, 8):
+        told = run_command(tmp_path, [*words, "--tiled-loss", tiles])
+        assert told.exit_code == 0, told.stderr
+        peaks.append(json.loads((tmp_path / "found.json").read_text())["modes"]["keep"]["peak_allocated_bytes"])
+    assert "head, loss in 8 tiles, AdamW" in told.stdout
+    logits_bytes = 4 * 320 * 2048  # in float32, of which there are several at once
+    assert peaks[0] - peaks[1] > logits_bytes
+    told = run_command(tmp_path, [*words, "--tiled-loss", 2, "--tensor", 2])
+    assert told.exit_code == 2 and "--tiled-loss" in told.stderr
+
+
 @pytest.mark.long
 def test_limits_of_one_mode_are_in_the_table_and_in_the_file(tmp_path: Path) -> None:
     told = run_command(tmp_path, ["estimate", "--model", MODEL, "--mode", "keep", "--json", tmp_path / "found.json"])
@@ -70,6 +84,23 @@ def test_a_rank_of_deepspeed_is_estimated_with_its_zero(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(settings))
     told = run_command(tmp_path, [*words, "--model", MODEL, "--gpus", 2, "--mode", "keep"])
     assert told.exit_code == 1 and "offload_optimizer leaves work to the host" in told.stderr
+
+
+@pytest.mark.long
+def test_a_rank_of_deepspeed_trains_a_qwen3_with_its_loss_in_tiles(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    (tmp_path / "qwen3.yaml").write_text(MODEL.read_text() + "model_type: qwen3\nhead_dim: 64\n")
+    (tmp_path / "ds.json").write_text((ROOT / "configs" / "ds_zero3.json").read_text())
+    words = ["estimate", tmp_path / "ds.json", "--gpus", 2, "--seq-len", 512, "--tiled-loss", 4, "--mode", "keep"]
+    facts = {}
+    for model in (tmp_path / "qwen3.yaml", MODEL):
+        told = run_command(tmp_path, [*words, "--model", model, "--json", tmp_path / "found"])
+        assert told.exit_code == 0, told.stderr
+        assert "ZeRO 3: 4 layers of 128, 1 × 512 tokens, bf16, head, loss in 4 tiles" in told.stdout
+        facts[model.stem] = json.loads((tmp_path / "found").read_text())["modes"]["keep"]
+    wider = 3 * 2 * 512 * 4 * 128 * (64 - 32) * (4 + 2 + 2 + 4)  # operations of heads twice as large, in four layers
+    attention = 7 * 2 * 512 * 512 * 4 * 4 * (64 - 32) / 2  # causal: two products forward, five backward
+    assert facts["qwen3"]["flops"] - facts["tiny"]["flops"] == pytest.approx(wider + attention, rel=0.01)
 
 
 def test_a_rank_of_megatron_is_estimated_and_told_with_its_layout(tmp_path: Path) -> None:

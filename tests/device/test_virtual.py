@@ -53,7 +53,7 @@ if child:
 """
 
 
-CASES = ["time_and_memory", "operator", "memplug", "h200", "ranks", "framework", "estimator", "values", "megatron"]
+CASES = "time_and_memory operator memplug h200 ranks framework estimator values megatron qwen3".split()
 
 
 @pytest.mark.parametrize("cases", CASES)

@@ -11,13 +11,24 @@ from memplug.estimator.shapes import Shape
 from tests.support.folders import ROOT
 
 pytest.importorskip("transformers")
-SEVEN = (ROOT / "configs" / "models" / "7b.yaml").read_text()
+SEVEN, QWEN = ((ROOT / "configs" / "models" / f"{name}.yaml").read_text() for name in ("7b", "qwen3_8b"))
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs" / "models").glob("*.yaml")), ids=lambda file: file.stem)
 def test_those_that_are_shipped_are_some(file: Path) -> None:
     shape = Shape.read(file)
     assert shape.layers > 1 and shape.is_mixture is ("mixtral" in file.stem)
+    assert shape.family == {"mixtral": "Mixtral", "qwen3": "Qwen3"}.get(file.stem.partition("_")[0], "Llama")
+
+
+def test_heads_of_a_qwen3_are_as_large_as_it_says_or_as_hugging_face_has_them(tmp_path: Path) -> None:
+    file, text = tmp_path / "model.yaml", QWEN.replace("num_attention_heads: 32", "num_attention_heads: 24")
+    for given, size in (("head_dim: 96\n", 96), ("", 128)):
+        file.write_text(text.replace("head_dim: 128\n", given))
+        shape = Shape.read(file)
+        assert shape.head_size == size and shape.normalizes_heads
+    file.write_text(SEVEN)
+    assert Shape.read(file).head_size == 128 and not Shape.read(file).normalizes_heads
 
 
 @pytest.mark.parametrize(
@@ -28,6 +39,12 @@ def test_those_that_are_shipped_are_some(file: Path) -> None:
         (SEVEN.replace("num_attention_heads: 32", "num_attention_heads: 33"), "33 heads"),
         (SEVEN.replace("vocab_size: 32000", "vocab_size: many"), "vocab_size is 'many'"),
         (SEVEN + "hiden_size: 3\n", "no field hiden_size"),
+        (SEVEN + "model_type: gpt2\n", "model_type is 'gpt2'"),
+        (SEVEN + "model_type: mixtral\n", "model_type is 'mixtral', and num_local_experts is not there"),
+        (SEVEN + "model_type: qwen3\nnum_local_experts: 8\n", "model_type is 'qwen3', and num_local_experts is there"),
+        (SEVEN + "model_type: [qwen3]\n", "model_type is .*'qwen3'"),
+        (QWEN + "mlp_bias: true\n", "Qwen3Config has no field mlp_bias"),
+        (QWEN.replace("num_key_value_heads: 8", "num_key_value_heads: 5"), "32 heads in 5 groups"),
         ("- 7\n", "no shape of a model"),
         ("{", "line 1"),
         (None, "No such file"),

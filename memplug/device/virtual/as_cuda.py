@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from memplug.device.virtual import NAME, VirtualDevice
 from memplug.device.virtual.replacing import replaced
 
-TORCH = "torch 2.6 to 2.13"
+TORCH = "torch 2.6 to 2.15"
 
 
 @contextlib.contextmanager

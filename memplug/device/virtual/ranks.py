@@ -32,7 +32,7 @@ from memplug.device.virtual.replacing import replaced
 from memplug.errors import HardwareError
 from memplug.native import virtual
 
-TORCH = "torch 2.6 to 2.13"
+TORCH = "torch 2.6 to 2.15"
 WORK = """allreduce_coalesced_ reduce_ allgather_coalesced_ allgather_into_tensor_coalesced_ gather_ send recv_
 recv_any_source_ reduce_scatter_tensor_coalesced_ alltoall_base_ barrier""".split()
 OUTPUTS_AND_WORK = """allreduce_ broadcast_ allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_ scatter_

@@ -54,6 +54,7 @@ CASES = [
     Case("4090", "7b", 3, 2048, 16, 0, 3),
     Case("h200", "7b", 8, 32768, 1, 4, 0),
     Case("h200", "7b", 8, 32768, 1, 4, 4),
+    Case("h100", "qwen3_8b", 4, 8192, 2, 0, 2),
 ]
 
 
@@ -147,12 +148,13 @@ def swapping(case: Case) -> dict[str, Any]:
 
 
 def _model(shape: Shape) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
+    config = getattr(transformers, f"{shape.family}Config")(**shape.fields, use_cache=False)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("virtual"):
-            return LlamaForCausalLM(LlamaConfig(**shape.fields, use_cache=False)).train()
+            return getattr(transformers, f"{shape.family}ForCausalLM")(config).train()
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -1,0 +1,33 @@
+"""Logits and loss of a few tokens at a time, as `--tiled-loss` of the DeepSpeed recipe has them: the logits of a long
+sequence can take more memory than its layers. Each tile is a checkpoint of torch's, computed again in backward.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+
+def tile_loss(model: nn.Module, tiles: int) -> nn.Module:
+    """Makes a causal model of Hugging Face's give its loss alone, computed in `tiles` parts; 1 leaves it as it is."""
+    if tiles > 1:
+        model.forward = functools.partial(_forward, model, tiles)
+    return model
+
+
+def _forward(model: nn.Module, tiles: int, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Shapes: [batch, tokens]; the mean cross entropy of the next tokens, where −100 counts for nothing."""
+    hidden = model.model(input_ids=input_ids).last_hidden_state
+    hidden, labels = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for some, their_labels in zip(hidden.chunk(tiles), labels.chunk(tiles), strict=True):
+        total = total + checkpoint(_sum, model.lm_head, some, their_labels, use_reentrant=False)
+    return total / (labels != -100).sum()
+
+
+def _sum(head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(head(hidden).float(), labels, reduction="sum")

@@ -1,0 +1,87 @@
+"""A Qwen3 on the virtual device, of Hugging Face and of Megatron-Core: its own sizes of heads, and norms of each."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from memplug.device.virtual import Hardware
+from memplug.estimator.estimate import estimate_training
+from memplug.estimator.layout import Layout
+from memplug.estimator.megatron import MegatronTraining, rank_of
+from memplug.estimator.result import Estimate
+from memplug.estimator.shapes import Shape
+from memplug.estimator.workload import Workload
+from tests.support.on_virtual.devices import H200
+
+FIELDS = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 96,
+}
+QWEN, LLAMA = Shape({**FIELDS, "model_type": "qwen3"}), Shape(FIELDS)
+MODES = ("keep", "full", "memplug")
+BLOCK = {"enabled": True, "arena": {"enabled": False}, "tokenwise": {"alpha": 1, "min_offload_bytes": 1024}}
+
+
+def _workload(shape: Shape) -> Workload:
+    return Workload(shape=shape, layers=2, seq_len=1024)
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _parameters() -> int:
+    """Of Hugging Face's own class."""
+    import transformers
+
+    with torch.device("meta"):
+        return _count(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**FIELDS)))
+
+
+def _of_hugging_face(shape: Shape) -> Estimate:
+    job = _workload(shape)
+    return memplug.estimate(job.make_model, job.inputs, BLOCK, "h200", MODES, make_optimizer=job.make_optimizer)
+
+
+def _of_megatron(shape: Shape, layout: Layout) -> tuple[Estimate, int]:
+    """And how many parameters this rank has."""
+    job, parameters = _workload(shape), []
+
+    def make_training() -> MegatronTraining:
+        training = MegatronTraining(job, layout, 1)
+        parameters.append(_count(training.model))
+        return training
+
+    rank = functools.partial(rank_of, layout, 0, job)
+    return estimate_training(make_training, BLOCK, Hardware.read(H200), MODES, rank=rank), parameters[0]
+
+
+def test_hugging_faces_computes_as_much_as_a_llama_with_norms_beside_it() -> None:
+    with torch.device("meta"):
+        assert _count(_workload(QWEN).make_model()) == _parameters()
+    ours, llama = (_of_hugging_face(shape) for shape in (QWEN, LLAMA))
+    assert ours["keep"].flops == llama["keep"].flops and ours["full"].flops == llama["full"].flops
+    assert ours["keep"].peak_allocated_bytes > llama["keep"].peak_allocated_bytes
+    assert ours["memplug"].to_host_bytes == ours["memplug"].to_device_bytes > 0
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, sequence=True)], ids=str)
+def test_megatron_core_has_its_parameters_and_shares_all_but_norms(layout: Layout) -> None:
+    pytest.importorskip("megatron.core")
+    found, parameters = _of_megatron(QWEN, layout)
+    norms = 2 * (2 * FIELDS["hidden_size"] + 2 * FIELDS["head_dim"]) + FIELDS["hidden_size"]
+    assert (parameters - norms) * layout.tensor + norms == _parameters()
+    llama, without = _of_megatron(LLAMA, layout)
+    assert parameters - without == 2 * 2 * FIELDS["head_dim"]
+    assert found["keep"].flops == llama["keep"].flops and found["keep"].step_s > llama["keep"].step_s
+    assert found["memplug"].to_host_bytes == found["memplug"].to_device_bytes > 0
