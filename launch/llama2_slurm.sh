@@ -11,7 +11,8 @@ set -euo pipefail
 
 # Slurm runs a copy of this file from a folder of its own; the job knows where the original is.
 script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
-host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# all names are read: one that stopped early could end scontrol, and with it the job
+host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 port=$((20000 + SLURM_JOB_ID % 20000))
 
 srun "$(dirname "$script")/llama2_torchrun_multinode.sh" "$SLURM_NNODES" "$host:$port" "$@"

@@ -1,5 +1,6 @@
 """What a run will stumble over, found before its model is built; shared with the recipe of Megatron-Core."""
 
+import importlib
 import json
 import logging
 import os
@@ -17,6 +18,8 @@ from memory import GIB, Estimate
 from text import DEFAULT_TOKENS, ByteTokenizer, FolderTokenizer, Tokenizer, load_tokens
 
 RANKS_OF_A_MACHINE = 8  # where nothing else is said
+MODEL_TYPES = ("llama", "mixtral", "qwen3")
+ATTENTION_PACKAGES = {"flash": "flash_attn", "te": "transformer_engine.pytorch"}
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -56,7 +59,7 @@ class Ranks:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the options of text and checks."""
+    """Adds the options of text, checks and the log."""
     add = parser.add_argument
     add(
         "--data",
@@ -74,6 +77,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="read everything, check it for N ranks (if not given: WORLD_SIZE's), estimate the memory, and end",
     )
     add("--gpu-gib", type=float, help="memory of a GPU, for the estimate; if not given, that of the GPU here")
+    add("--loss-log", type=Path, help="file to add a JSON line per step to, and the report")
     add("--host-gib", type=float, help="memory of a machine's host, for the estimate with offloading")
 
 
@@ -87,16 +91,27 @@ def read_shape(inputs: Inputs, path: Path) -> None:
     except (OSError, ValueError, yaml.YAMLError) as error:
         inputs.problems.append(f"cannot read the model's shape from {path}: {error}")
         return
-    missing = [name for name in _SIZES if not isinstance(shape, dict) or not isinstance(shape.get(name), int)]
-    if missing:
-        inputs.problems.append(f"{path} is not the shape of a Llama or a Mixtral: no number for {', '.join(missing)}")
+    shape = shape if isinstance(shape, dict) else {}
+    if shape.get("model_type", "llama") not in MODEL_TYPES:
+        inputs.problems.append(
+            f"{path} is of a {shape['model_type']}: this recipe trains a llama, a mixtral or a qwen3"
+        )
         return
-    if shape.get("model_type", "llama") not in ("llama", "mixtral"):
-        inputs.problems.append(f"{path} is of a {shape['model_type']}: this recipe trains a llama or a mixtral")
+    own_heads = shape.get("model_type") == "qwen3"  # their size is a field of its own, not the hidden size's share
+    missing = [name for name in (*_SIZES, *["head_dim"] * own_heads) if not isinstance(shape.get(name), int)]
+    if missing:
+        named = ", ".join(missing)
+        inputs.problems.append(f"{path} is not the shape of a Llama, a Mixtral or a Qwen3: no number for {named}")
+        return
+    has_experts = bool(shape.get("num_local_experts"))
+    if "model_type" in shape and has_experts != (shape["model_type"] == "mixtral"):
+        number = shape.get("num_local_experts", "no number")
+        inputs.problems.append(f"{path} is of a {shape['model_type']}, and num_local_experts is {number}")
         return
     inputs.shape = shape
     hidden, heads, groups = (shape[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    divides(inputs, heads, hidden, f"{path}: num_attention_heads", "hidden_size")
+    if not own_heads:
+        divides(inputs, heads, hidden, f"{path}: num_attention_heads", "hidden_size")
     divides(inputs, groups, heads, f"{path}: num_key_value_heads", "num_attention_heads")
     if shape.get("num_experts_per_tok", 0) > shape.get("num_local_experts", 0):
         inputs.problems.append(f"{path}: num_experts_per_tok is more than num_local_experts")
@@ -106,6 +121,34 @@ def divides(inputs: Inputs, divisor: int, number: int, divisor_name: str, number
     """Adds a problem unless the one number divides the other."""
     if divisor < 1 or number % divisor:
         inputs.problems.append(f"{divisor_name} ({divisor}) has to divide {number_name} ({number})")
+
+
+def check_attention(inputs: Inputs, args: Namespace, bf16: bool, remedy: str) -> None:
+    """Checks that --attention has the package, the GPU and the weights that it needs.
+
+    Args:
+        inputs: gets the problems.
+        args: "attention", and "check": what `--check N` describes may run on another machine than this one.
+        bf16: whether weights are in bfloat16, not in float32.
+        remedy: how to have them in bfloat16.
+    """
+    flash, package = args.attention == "flash", ATTENTION_PACKAGES.get(args.attention)
+    if flash and not bf16:
+        inputs.problems.append(f"--attention flash needs weights in bfloat16, and these are in float32: {remedy}")
+    if package is None or args.check:
+        return
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # one that was built for another torch raises all kinds
+        inputs.problems.append(f"--attention {args.attention} needs {package}, which cannot be imported: {error}")
+        return
+    if flash and not has_gpu():
+        inputs.problems.append("--attention flash needs a GPU, and there is none here")
+
+
+def has_gpu() -> bool:
+    """Tells whether this machine has a GPU that torch can use."""
+    return torch.cuda.is_available()
 
 
 def positive(inputs: Inputs, args: Namespace, *names: str) -> None:
@@ -143,6 +186,12 @@ def read_text(inputs: Inputs, args: Namespace, batch_tokens: int) -> None:
             "the micro-batch size"
         )
     inputs.tokens = tokens
+
+
+def check_loss_log(inputs: Inputs, args: Namespace) -> None:
+    """Adds a problem where the folder of --loss-log is not there."""
+    if args.loss_log is not None and not args.loss_log.parent.is_dir():
+        inputs.problems.append(f"--loss-log {args.loss_log}: there is no folder {args.loss_log.parent}")
 
 
 def read_memplug(inputs: Inputs, source: Mapping[str, Any] | Path) -> None:

@@ -11,7 +11,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """How many parameters the parts of a Llama or a Mixtral have; without biases, as those models are."""
+    """How many parameters the parts of a Llama, a Mixtral or a Qwen3 have; without biases, as those models are."""
 
     layers: int
     embedding: int
@@ -21,6 +21,8 @@ class Parameters:
     """Of one norm: two in a layer, and one before the head."""
     attention: int
     """Of one layer."""
+    head_norms: int
+    """Of one layer: the norms of its queries and keys, which all heads share; 0 where they are not normalized."""
     feed_forward: int
     """Of one layer, all its experts together."""
     router: int
@@ -31,12 +33,12 @@ class Parameters:
     @property
     def total(self) -> int:
         """Of the model."""
-        layer = self.attention + self.feed_forward + self.router + 2 * self.norm
+        layer = self.attention + self.feed_forward + self.router + self.head_norms + 2 * self.norm
         return self.embedding + self.layers * layer + self.norm + self.head
 
 
 def count(shape: Mapping[str, Any]) -> Parameters:
-    """Counts the parameters of a model with these fields of Hugging Face's LlamaConfig or MixtralConfig."""
+    """Counts the parameters of a model with these fields of LlamaConfig, MixtralConfig or Qwen3Config."""
     hidden, feed_forward, experts = shape["hidden_size"], shape["intermediate_size"], shape.get("num_local_experts", 0)
     head_size = shape.get("head_dim") or hidden // shape["num_attention_heads"]
     queries, keys = (shape[name] * head_size for name in ("num_attention_heads", "num_key_value_heads"))
@@ -49,6 +51,7 @@ def count(shape: Mapping[str, Any]) -> Parameters:
         head=0 if shape.get("tie_word_embeddings") else vocabulary,
         norm=hidden,
         attention=2 * hidden * (queries + keys),
+        head_norms=2 * head_size if shape.get("model_type") == "qwen3" else 0,
         feed_forward=3 * matmul * max(experts, 1),
         router=hidden * experts,
         largest=max(vocabulary, widest, hidden * queries),

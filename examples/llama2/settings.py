@@ -1,6 +1,7 @@
 """The command line of the DeepSpeed recipe, and the files that it names: read and checked before the model is built."""
 
 import argparse
+import importlib
 import json
 import os
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Trains a Llama-2 or a Mixtral on text with DeepSpeed and memplug.",
+        description="Trains a Llama, a Mixtral or a Qwen3 on text with DeepSpeed and memplug.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -24,16 +25,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--model",
         type=Path,
         default=ROOT / "configs/models/tiny.yaml",
-        help="fields of LlamaConfig or MixtralConfig, as YAML",
+        help="fields of LlamaConfig, MixtralConfig or Qwen3Config, as YAML",
     )
     add(
         "--weights",
         type=Path,
-        help="local folder of a Hugging Face Llama or Mixtral to go on from; its config.json counts, not --model",
+        help="local folder of a Hugging Face model of these to go on from; its config.json counts, not --model",
     )
     add("--deepspeed_config", type=Path, default=ROOT / "configs/ds_tiny.json", help="DeepSpeed's JSON")
     add("--steps", type=int, default=60, help="optimizer steps, counted from the first run's start")
     add("--seq-len", type=int, default=256, help="tokens of a sequence")
+    add("--attention", choices=("sdpa", "flash"), default="sdpa", help="torch's, or flash-attn's in bf16 on a GPU")
+    add("--context", type=int, default=1, metavar="N", help="ranks that share each sequence (DeepSpeed's Ulysses)")
     add("--tiled-loss", type=int, default=1, metavar="TILES", help="compute logits and loss in so many parts")
     checks.add_arguments(parser)
     add("--save-dir", type=Path, help="folder of the checkpoints, shared by all ranks; one is saved at the end")
@@ -43,7 +46,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval-batches", type=int, default=4, help="micro-batches of a rank in one validation")
     add("--seed", type=int, default=0, help="of the weights and of the order of the data")
     add("--memplug", choices=("install", "attach", "none"), default="install", help="how memplug gets in")
-    add("--loss-log", type=Path, help="file to add a JSON line per step to, and the report")
     add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="instead of the JSON's")
     add("--alpha", help="instead of the JSON's memplug.tokenwise.alpha: from 0 to 1, or auto")
     add("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help="set by the launcher")
@@ -56,25 +58,63 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
     """Reads all that a run of `ranks` needs; what is wrong with it is in `problems`, nothing is raised."""
     inputs = Inputs()
-    checks.positive(inputs, args, "steps", "seq_len", "eval_batches", "tiled_loss")
+    checks.positive(inputs, args, "steps", "seq_len", "eval_batches", "tiled_loss", "context")
     checks.read_shape(inputs, args.weights or args.model)
     _read_config(inputs, args)
     _check_saves(inputs, args, ranks.count)
-    if args.loss_log is not None and not args.loss_log.parent.is_dir():
-        inputs.problems.append(f"--loss-log {args.loss_log}: there is no folder {args.loss_log.parent}")
-    micro_batch, _ = batch_sizes(inputs, ranks.count)
+    checks.check_loss_log(inputs, args)
+    data_parallel = max(1, ranks.count // max(1, args.context))
+    micro_batch, micro_batches = batch_sizes(inputs, data_parallel)
+    if inputs.config:
+        bf16 = bool(inputs.config.get("bf16", {}).get("enabled"))
+        checks.check_attention(inputs, args, bf16, 'set "bf16" in DeepSpeed\'s JSON')
+    if inputs.shape:
+        _check_context(inputs, args, ranks.count)
     if inputs.problems:
         return inputs  # what follows would only repeat them
-    checks.read_text(inputs, args, args.seq_len * micro_batch * ranks.count)
+    # DeepSpeed counts data-parallel ranks as a float where ranks share sequences: it is to derive nothing from them
+    inputs.config.pop("train_batch_size", None)
+    inputs.config |= {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": micro_batches}
+    checks.read_text(inputs, args, args.seq_len * micro_batch * data_parallel)
     if args.memplug != "none":
         checks.read_memplug(inputs, inputs.config)
-    logits = logits_bytes(inputs.shape["vocab_size"], args.seq_len * micro_batch, args.tiled_loss)
+    tokens = args.seq_len // args.context * micro_batch
+    logits = logits_bytes(inputs.shape["vocab_size"], tokens, args.tiled_loss)
     inputs.estimate = deepspeed_estimate(inputs.shape, inputs.config, ranks.count, ranks.machines, logits)
+    if args.context > 1:
+        inputs.estimate.notes["on"] += f", context {args.context}"
     return inputs
 
 
+def _check_context(inputs: Inputs, args: argparse.Namespace, ranks: int) -> None:
+    """What DeepSpeed's Ulysses would refuse."""
+    if args.context < 2:
+        return
+    heads, groups = (inputs.shape[name] for name in ("num_attention_heads", "num_key_value_heads"))
+    checks.divides(inputs, args.context, ranks, "--context", "the number of ranks")
+    checks.divides(inputs, args.context, heads, "--context", "the model's num_attention_heads")
+    if groups % args.context and args.context % groups:
+        either = f"divide the model's num_key_value_heads ({groups}), or be a multiple of it"
+        inputs.problems.append(f"--context ({args.context}) has to {either}")
+    checks.divides(inputs, args.context, args.seq_len, "--context", "--seq-len")
+    if args.seq_len == args.context:  # the last token has no label
+        inputs.problems.append("--seq-len has to be at least twice --context")
+    if args.check is None:
+        try:
+            importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
+        except ImportError as error:
+            inputs.problems.append(
+                f"--context needs a newer DeepSpeed, with Ulysses for Hugging Face's models: {error}"
+            )
+
+
 def batch_sizes(inputs: Inputs, ranks: int) -> tuple[int, int]:
-    """Returns sequences of a rank's micro-batch and micro-batches of a step, by DeepSpeed's rules; 1, 1 if unclear."""
+    """Returns sequences of a micro-batch and micro-batches of a step, by DeepSpeed's rules; 1, 1 if unclear.
+
+    Args:
+        inputs: has DeepSpeed's configuration.
+        ranks: data-parallel ones.
+    """
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = {name: inputs.config[name] for name in names if inputs.config.get(name) is not None}
     if any(not isinstance(value, int) or value < 1 for value in given.values()):

@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 
 def tile_loss(model: PreTrainedModel, tiles: int) -> PreTrainedModel:
-    """Makes a Llama or a Mixtral compute logits and loss in `tiles` parts; its outputs then have no logits.
+    """Makes a Llama, a Mixtral or a Qwen3 compute logits and loss in `tiles` parts; its outputs then have no logits.
 
     Returns:
         The model itself; with one tile it is left as it was.
@@ -27,7 +27,9 @@ def tile_loss(model: PreTrainedModel, tiles: int) -> PreTrainedModel:
     return model
 
 
-def tiled_loss(head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, tiles: int) -> torch.Tensor:
+def tiled_loss(
+    head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, tiles: int, shifted: bool = False
+) -> torch.Tensor:
     """Mean cross entropy of the next tokens, as Hugging Face's causal models have it.
 
     Args:
@@ -35,8 +37,11 @@ def tiled_loss(head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, tile
         hidden: [batch, tokens, hidden size].
         labels: the tokens themselves, int64 [batch, tokens]; −100 counts for nothing.
         tiles: in how many parts.
+        shifted: each label is the next token instead.
     """
-    hidden, labels = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    if not shifted:
+        hidden, labels = hidden[:, :-1], labels[:, 1:]
+    hidden, labels = hidden.flatten(0, 1), labels.flatten()
     total = hidden.new_zeros((), dtype=torch.float32)
     for some, their_labels in zip(hidden.chunk(tiles), labels.chunk(tiles), strict=True):
         total = total + checkpoint(_sum, head, some, their_labels, use_reentrant=False)
@@ -48,11 +53,18 @@ def _sum(head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.T
 
 
 def _forward(
-    model: PreTrainedModel, tiles: int, input_ids: torch.Tensor, labels: torch.Tensor
+    model: PreTrainedModel,
+    tiles: int,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    shift_labels: torch.Tensor | None = None,
 ) -> MoeCausalLMOutputWithPast:
     experts = bool(getattr(model.config, "output_router_logits", False))
-    outputs = model.model(input_ids=input_ids, **({"output_router_logits": True} if experts else {}))
-    loss = tiled_loss(model.lm_head, outputs.last_hidden_state, labels, tiles)
+    router = {"output_router_logits": True} if experts else {}
+    outputs = model.model(input_ids=input_ids, position_ids=position_ids, **router)
+    labels, shifted = (labels, False) if shift_labels is None else (shift_labels, True)
+    loss = tiled_loss(model.lm_head, outputs.last_hidden_state, labels, tiles, shifted)
     if not experts:
         return MoeCausalLMOutputWithPast(loss=loss)
     balance = load_balancing_loss_func(outputs.router_logits, model.num_experts, model.num_experts_per_tok)

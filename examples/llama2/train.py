@@ -1,10 +1,9 @@
-"""Trains a Llama-2 or a Mixtral on text with DeepSpeed and memplug.
+"""Trains a Llama, a Mixtral or a Qwen3 on text with DeepSpeed and memplug.
 
 Start it with a launcher, for example `torchrun --nproc-per-node 2 examples/llama2/train.py`; README.md says more.
 """
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -12,20 +11,30 @@ import warnings
 from typing import Any
 
 import checkpoint
+import context
 import deepspeed
 import torch
 import torch.distributed as dist
 from checks import Inputs, Ranks, agree, describe, make_batches
 from data import Batches
 from deepspeed.accelerator import get_accelerator
-from report import make_report, render
+from report import make_report, render, write_log
 from settings import parse_args, read
 from tiled_loss import tile_loss
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 log = logging.getLogger("llama2")
+ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2"}  # Hugging Face's names
 
 
 def init_process_group(local_rank: int) -> torch.device:
@@ -58,13 +67,15 @@ def build_model(args: argparse.Namespace, inputs: Inputs, device: torch.device) 
     if fields.get("num_local_experts"):  # the loss that balances the experts counts
         model_class = MixtralForCausalLM
         config = MixtralConfig.from_dict({**fields, "output_router_logits": True})
+    elif fields.get("model_type") == "qwen3":
+        model_class, config = Qwen3ForCausalLM, Qwen3Config.from_dict(fields)
     else:
         model_class, config = LlamaForCausalLM, LlamaConfig.from_dict(fields)
     config.max_position_embeddings = max(config.max_position_embeddings, args.seq_len)
     dtype = torch.bfloat16 if inputs.config.get("bf16", {}).get("enabled") else torch.float32
     zero3 = inputs.config.get("zero_optimization", {}).get("stage") == 3
     with deepspeed.zero.Init(config_dict_or_path=inputs.config, dtype=dtype, enabled=zero3), device:
-        model = model_class._from_config(config, dtype=dtype)
+        model = model_class._from_config(config, dtype=dtype, attn_implementation=ATTENTION[args.attention])
     # zero.Init rounds the rotary frequencies to the dtype of the weights: make them anew outside of it.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     trained = None
@@ -94,16 +105,18 @@ def start(args: argparse.Namespace) -> tuple[deepspeed.DeepSpeedEngine, Any, tup
         import memplug  # not above: with `--memplug none` this is a plain DeepSpeed script
     if args.memplug == "install":
         memplug.install()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=inputs.config)
+    groups = context.share_attention(model, args.context, inputs.config["train_micro_batch_size_per_gpu"])
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=inputs.config, mpu=groups
+    )
     # Once installed, memplug is at work in the engine already, and attach returns the session that it has.
     session = memplug.attach(engine) if args.memplug != "none" else None
     batches = make_batches(
         inputs.tokens,
         seq_len=args.seq_len,
         micro_batch=engine.train_micro_batch_size_per_gpu(),
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
         seed=args.seed,
+        **context.readers(args.context),
     )
     return engine, session, batches
 
@@ -117,7 +130,7 @@ def run_batches(engine: deepspeed.DeepSpeedEngine, batches: Batches, indices: ra
     total = torch.zeros((), device=engine.device)
     for index in indices:
         tokens = batches[index].to(engine.device)
-        loss = engine(input_ids=tokens, labels=tokens).loss
+        loss = context.loss_of(engine, tokens)
         if train:
             engine.backward(loss)
             engine.step()
@@ -164,7 +177,7 @@ def train(
             losses.append(run_batches(engine, train_set, indices, train=True))
             step_s.append(time.perf_counter() - started)
             show(bar, step, losses[-1])
-            write_log(args, {"step": step, "loss": losses[-1]})
+            write_log(args.loss_log, {"step": step, "loss": losses[-1]})
             if args.save_dir and (step == args.steps or (args.save_every and step % args.save_every == 0)):
                 checkpoint.save(engine, args.save_dir, {"step": step, "data_order": data_order})
             if args.eval_every and step % args.eval_every == 0 and step < args.steps:
@@ -180,13 +193,6 @@ def show(bar: tqdm, step: int, loss: float) -> None:
         log.info("step %d of %d, loss %.4f", step, bar.total, loss)
 
 
-def write_log(args: argparse.Namespace, entry: dict[str, Any]) -> None:
-    """Adds a line to --loss-log; floats keep all their digits."""
-    if args.loss_log and dist.get_rank() == 0:
-        with open(args.loss_log, "a") as file:
-            file.write(json.dumps(entry) + "\n")
-
-
 def main() -> None:
     args = parse_args()
     if args.check is not None:
@@ -199,7 +205,7 @@ def main() -> None:
         report = make_report(engine, losses, step_s, args.seq_len)
         report["validation_loss"] = validate(engine, validation_set, args.eval_batches)
         report["memplug"] = session.report() if session else None
-        write_log(args, {"report": report})
+        write_log(args.loss_log, {"report": report})
         if dist.get_rank() == 0:
             sys.stdout.write(render(report))
     else:

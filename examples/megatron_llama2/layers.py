@@ -1,7 +1,8 @@
-"""A layer of Megatron-Core for machines without Transformer Engine: attention and normalization by torch's operators.
+"""Layers of Megatron-Core: of Transformer Engine's modules, or for machines without it, with attention by torch's
+operators or flash-attn's, and normalization by torch's.
 
-Megatron-Core's own `DotProductAttention` keeps a score of every pair of tokens for backward, O(s^2) memory; this one
-keeps O(s), as flash attention does, and runs wherever torch does. Its own RMS norm refuses sequence parallelism.
+Megatron-Core's own `DotProductAttention` keeps a score of every pair of tokens for backward, O(s^2) memory; these
+keep O(s), and torch's runs wherever torch does. Its own RMS norm refuses sequence parallelism.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ import math
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional
 
 
-class ScaledDotProductAttention(nn.Module):
+class _CausalAttention(nn.Module):
     """Causal attention of this rank's heads; the place of `SelfAttentionSubmodules.core_attention`.
 
     Raises:
-        ValueError: the configuration asks for what torch's operators do not do: context parallelism, windows, or
-            scores scaled by the layer's number.
+        ValueError: the configuration asks for context parallelism, windows, or scores scaled by the layer's number,
+            which only Transformer Engine's attention does.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **kwargs: Any):
@@ -33,7 +37,7 @@ class ScaledDotProductAttention(nn.Module):
             "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
         }
         for name in (name for name, asked in unsupported.items() if asked):
-            raise ValueError(f"{name} is not supported by scaled-dot-product attention")
+            raise ValueError(f"{name} is not supported by {type(self).__name__}")
         head_size = config.kv_channels
         self.dropout = config.attention_dropout
         self.scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
@@ -52,18 +56,40 @@ class ScaledDotProductAttention(nn.Module):
         attention mask is not read.
         """
         if attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("a bias and packed sequences are not supported by scaled-dot-product attention")
+            raise ValueError(f"a bias and packed sequences are not supported by {type(self).__name__}")
+        return self.attend(query, key, value, self.dropout if self.training else 0.0).flatten(2)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+        """Shapes as in `forward`; returns [s, b, heads, d]."""
+        raise NotImplementedError
+
+
+class ScaledDotProductAttention(_CausalAttention):
+    """By torch's operator, which chooses among its kernels."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         out = functional.scaled_dot_product_attention(
             query,
             key,
             value,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout,
             is_causal=True,
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out.permute(2, 0, 1, 3)
+
+
+class FlashAttention(_CausalAttention):
+    """By flash-attn's kernels: in bfloat16, on a GPU."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+        from flash_attn import flash_attn_func
+
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        out = flash_attn_func(query, key, value, dropout_p=dropout, softmax_scale=self.scale, causal=True)
+        return out.transpose(0, 1)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -74,13 +100,31 @@ class RMSNorm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and chunk; mixtures of experts where the configuration has experts."""
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, normalization="RMSNorm"
-    )
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.self_attention.submodules.core_attention = ScaledDotProductAttention
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None = None, attention: str = "sdpa"
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and chunk; mixtures of experts where the configuration has experts.
+
+    Args:
+        config: of the model.
+        vp_stage: the chunk, or None where a stage has one.
+        attention: "sdpa" or "flash", or "te" for layers of Transformer Engine's modules.
+    """
+    fields = {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+    }
+    if attention == "te":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm, layer = TENorm, get_gpt_layer_with_transformer_engine_spec(**fields)
+    else:
+        norm, layer = RMSNorm, get_gpt_layer_local_spec(**fields, normalization="RMSNorm")
+        parts, of_attention = layer.submodules, layer.submodules.self_attention.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = norm
+        of_attention.core_attention = FlashAttention if attention == "flash" else ScaledDotProductAttention
+        if config.qk_layernorm:
+            of_attention.q_layernorm = of_attention.k_layernorm = norm
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Trains a Llama-2 or a Mixtral of Megatron-Core on text with memplug.",
+        description="Trains a Llama, a Mixtral or a Qwen3 of Megatron-Core on text with memplug.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     on_gpu, add = torch.cuda.is_available(), parser.add_argument
@@ -27,9 +27,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--sequence", action="store_true", help="they share the rest of a layer too, by tokens")
     add("--pipeline", type=int, default=1, help="stages")
     add("--chunks", type=int, default=1, help="of layers in a stage; more than 1: the interleaved schedule")
+    add("--context", type=int, default=1, metavar="N", help="ranks that share each sequence; needs --attention te")
     add("--expert", type=int, default=1, help="ranks that share the experts of a mixture")
     add("--dispatcher", choices=("alltoall", "allgather"), default="alltoall", help="of tokens to experts")
     add("--distributed-optimizer", action="store_true", help="data-parallel ranks share the optimizer's state")
+    add(
+        "--attention",
+        choices=("sdpa", "flash", "te"),
+        default="sdpa",
+        help="torch's, or flash-attn's in bf16 on a GPU, or all modules of a layer from Transformer Engine",
+    )
+    add("--fp8", action="store_true", help="matmuls of layers in 8 bits, scaled by earlier steps; needs --attention te")
     add("--bf16", action=argparse.BooleanOptionalAction, help="dtype of weights and activations; if not given: on GPUs")
     add("--micro-batch", type=int, default=4, help="sequences of a micro-batch")
     add("--micro-batches", type=int, default=2, help="of a step, on each data-parallel rank")
@@ -52,9 +60,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
     """Reads all that a run of `ranks` needs; what is wrong with it is in `problems`, nothing is raised."""
     inputs = Inputs()
-    counts = ("tensor", "pipeline", "chunks", "expert", "micro_batch", "micro_batches", "steps", "seq_len")
+    counts = ("tensor", "pipeline", "chunks", "context", "expert", "micro_batch", "micro_batches", "steps", "seq_len")
     checks.positive(inputs, args, *counts, "eval_batches")
     checks.read_shape(inputs, args.model)
+    checks.check_attention(inputs, args, args.bf16, "add --bf16")
+    checks.check_loss_log(inputs, args)
     if args.memplug:
         checks.read_memplug(inputs, args.memplug_config)
     if inputs.problems:
@@ -62,7 +72,7 @@ def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
     _check_split(inputs, args, ranks.count)
     if inputs.problems:
         return inputs
-    data_parallel = ranks.count // (args.tensor * args.pipeline)
+    data_parallel = ranks.count // (args.tensor * args.pipeline * args.context)
     checks.read_text(inputs, args, (args.seq_len + 1) * args.micro_batch * data_parallel)
     inputs.estimate = estimate(args, inputs.shape, ranks.count)
     return inputs
@@ -71,14 +81,23 @@ def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
 def _check_split(inputs: Inputs, args: argparse.Namespace, ranks: int) -> None:
     """What Megatron-Core would refuse, in the order in which it would."""
     shape, experts = inputs.shape, inputs.shape.get("num_local_experts", 0)
-    checks.divides(inputs, args.tensor * args.pipeline, ranks, "--tensor × --pipeline", "the number of ranks")
+    sharing = args.tensor * args.pipeline * args.context
+    checks.divides(inputs, sharing, ranks, "--tensor × --pipeline × --context", "the number of ranks")
     for name in ("num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size"):
         checks.divides(inputs, args.tensor, shape[name], "--tensor", f"the model's {name}")
     checks.divides(
         inputs, args.pipeline * args.chunks, shape["num_hidden_layers"], "--pipeline × --chunks", "the number of layers"
     )
     if args.sequence:
-        checks.divides(inputs, args.tensor, args.seq_len, "--tensor, with --sequence,", "--seq-len")
+        tokens = args.seq_len // args.context
+        checks.divides(inputs, args.tensor, tokens, "--tensor, with --sequence,", "--seq-len / --context")
+    if args.context > 1:
+        checks.divides(inputs, 2 * args.context, args.seq_len, "2 × --context", "--seq-len")
+    for option, asked in (("--context of 2 or more", args.context > 1), ("--fp8", args.fp8)):
+        if asked and args.attention != "te":
+            inputs.problems.append(f"{option} needs --attention te")
+    if args.fp8:
+        _check_eight_bits(inputs, args)
     if args.chunks > 1 and args.pipeline == 1:
         inputs.problems.append("--chunks needs --pipeline of 2 or more")
     if args.chunks > 1:
@@ -94,6 +113,23 @@ def _check_split(inputs: Inputs, args: argparse.Namespace, ranks: int) -> None:
         inputs.problems.append("a mixture with --tensor of 2 or more needs --sequence")
 
 
+def _check_eight_bits(inputs: Inputs, args: argparse.Namespace) -> None:
+    """Sides of matrices that Transformer Engine multiplies in 8 bits: rows of 8, columns of 16."""
+    shape = inputs.shape
+    tokens = args.micro_batch * args.seq_len // args.context // (args.tensor if args.sequence else 1)
+    checks.divides(inputs, 8, tokens, "with --fp8, 8", "a rank's tokens")
+    heads, groups = shape["num_attention_heads"], shape["num_key_value_heads"]
+    size = shape.get("head_dim") or shape["hidden_size"] // heads
+    widths = {
+        "hidden_size": shape["hidden_size"],
+        "a rank's part of the intermediate_size": shape["intermediate_size"] // args.tensor,
+        "a rank's part of all heads": heads * size // args.tensor,
+        "a rank's part of queries, keys and values": (heads + 2 * groups) * size // args.tensor,
+    }
+    for name, width in widths.items():
+        checks.divides(inputs, 16, width, "with --fp8, 16", name)
+
+
 def parameters_of_rank(args: argparse.Namespace, shape: Mapping[str, Any], stage: int) -> tuple[int, int]:
     """Returns how many parameters each rank of a pipeline stage has, of experts and of everything else."""
     whole, experts = count(shape), shape.get("num_local_experts", 0)
@@ -101,7 +137,7 @@ def parameters_of_rank(args: argparse.Namespace, shape: Mapping[str, Any], stage
     # with expert parallelism experts are not split by tensor parallelism too: model.py
     share = (args.expert if args.expert > 1 else args.tensor) if experts else args.tensor
     feed_forward = layers * whole.feed_forward // share
-    rest = layers * (whole.attention // args.tensor + whole.router + 2 * whole.norm)
+    rest = layers * (whole.attention // args.tensor + whole.head_norms + whole.router + 2 * whole.norm)
     if stage == 0:
         rest += whole.embedding // args.tensor
     if stage == args.pipeline - 1:
@@ -118,17 +154,21 @@ def state_bytes(args: argparse.Namespace, copies: int) -> float:
 
 
 def estimate(args: argparse.Namespace, shape: Mapping[str, Any], ranks: int) -> Estimate:
-    """Estimates the memory of the rank that needs most by Megatron's arithmetic."""
-    data_parallel = ranks // (args.tensor * args.pipeline)
+    """Estimates the memory of the rank that needs most by Megatron's arithmetic.
+
+    Ranks that share a sequence have the same weights, and share the optimizer's state with their data-parallel ranks.
+    """
+    copies = ranks // (args.tensor * args.pipeline)
     expert_data_parallel = ranks // ((args.expert if args.expert > 1 else args.tensor) * args.pipeline)
     stages = {}
     for stage in range(args.pipeline):
         experts, rest = parameters_of_rank(args, shape, stage)
-        states = experts * state_bytes(args, expert_data_parallel) + rest * state_bytes(args, data_parallel)
+        states = experts * state_bytes(args, expert_data_parallel) + rest * state_bytes(args, copies)
         stages[stage] = round(states), experts, rest
     states, experts, rest = max(stages.values())
-    logits = logits_bytes(shape["vocab_size"], args.seq_len * args.micro_batch) // args.tensor
-    split = f"tensor {args.tensor}, pipeline {args.pipeline}, data {data_parallel}"
+    logits = logits_bytes(shape["vocab_size"], args.seq_len // args.context * args.micro_batch) // args.tensor
+    context = f"context {args.context}, " if args.context > 1 else ""
+    split = f"tensor {args.tensor}, pipeline {args.pipeline}, {context}data {copies // args.context}"
     notes = {"model": f"{count(shape).total:,} parameters", "on": f"{ranks} rank{'s' if ranks > 1 else ''}, {split}"}
     notes["of them on a rank"] = f"{experts + rest:,}"
     if experts:

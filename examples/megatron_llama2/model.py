@@ -1,4 +1,4 @@
-"""A Llama-2 or Mixtral of Megatron-Core, with its optimizer, from a shape in configs/models and a way to split it."""
+"""A model of Megatron-Core and its optimizer, from a shape in configs/models and a way to split it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Parallel:
     chunks: int = 1
     """Of each pipeline stage: more than one is the interleaved schedule."""
     context: int = 1
-    """Ranks that share a sequence: for a core attention that exchanges keys and values, not that of `layers.py`."""
+    """Ranks that share a sequence: their attention exchanges keys and values, as Transformer Engine's does."""
     expert: int = 1
     dispatcher: str = "alltoall"
     """How tokens reach the ranks of their experts: "alltoall" or "allgather"."""
@@ -56,7 +56,7 @@ def transformer_config(
     """Megatron-Core's configuration of a model.
 
     Args:
-        shape: fields of Hugging Face's LlamaConfig or MixtralConfig, as in configs/models.
+        shape: fields of Hugging Face's LlamaConfig, MixtralConfig or Qwen3Config, as in configs/models.
         fields: of TransformerConfig's, more or other ones.
     """
     experts = {}
@@ -68,6 +68,9 @@ def transformer_config(
             "moe_aux_loss_coeff": shape.get("router_aux_loss_coef", 0.02),
             "moe_token_dispatcher_type": parallel.dispatcher,
         }
+    heads = {"kv_channels": shape["head_dim"]} if shape.get("head_dim") else {}
+    if shape.get("model_type") == "qwen3":
+        heads["qk_layernorm"] = True
     common = dict(
         num_layers=shape["num_hidden_layers"],
         hidden_size=shape["hidden_size"],
@@ -103,13 +106,19 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    return TransformerConfig(**{**common, **experts, **fields})
+    return TransformerConfig(**{**common, **experts, **heads, **fields})
 
 
 def build_chunks(
-    config: TransformerConfig, shape: dict[str, Any], seq_len: int, distributed_optimizer: bool
+    config: TransformerConfig,
+    shape: dict[str, Any],
+    seq_len: int,
+    distributed_optimizer: bool,
+    attention: str = "sdpa",
 ) -> list[DistributedDataParallel]:
-    """This rank's part of the model: one module, or one a chunk where the schedule interleaves."""
+    """This rank's part of the model: one module, or one a chunk where the schedule interleaves; `attention` as for
+    `layers.block_spec`.
+    """
     chunks = config.virtual_pipeline_model_parallel_size
     data_parallel = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer,
@@ -121,7 +130,7 @@ def build_chunks(
     for chunk in [None] if chunks is None else range(chunks):
         module = GPTModel(
             config,
-            block_spec(config, chunk),
+            block_spec(config, chunk, attention),
             vocab_size=shape["vocab_size"],
             max_sequence_length=seq_len,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),

@@ -1,4 +1,4 @@
-"""Trains a Llama-2 or a Mixtral of Megatron-Core on text with memplug.
+"""Trains a Llama, a Mixtral or a Qwen3 of Megatron-Core on text with memplug.
 
 Start it with a launcher, for example `torchrun --nproc-per-node 2 examples/megatron_llama2/train.py --tensor 2`;
 README.md says more.
@@ -32,7 +32,8 @@ from data import Batches  # noqa: E402
 from layout import parse_args, read  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from report import model_flop_per_token, peak_flop_per_s, peak_memory_gib, render  # noqa: E402
+from megatron.core.utils import get_batch_on_this_cp_rank  # noqa: E402
+from report import model_flop_per_token, peak_flop_per_s, peak_memory_gib, render, write_log  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: E402
 
@@ -76,15 +77,18 @@ def micro_batches(batches: Batches, first: int) -> Iterator[torch.Tensor]:
 
 
 def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Of this rank's tokens: their share of the mean over all ranks that share the sequences, and their own mean."""
     loss = output.float().mean()
-    return loss, {"loss": loss.detach().clone()}
+    return loss / parallel_state.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
 
 
 def forward_step(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """One micro-batch through one chunk, as Megatron-Core's schedules ask for it."""
     tokens = next(batches)
     positions = torch.arange(tokens.shape[1] - 1, device=tokens.device).expand(tokens.shape[0], -1)
-    return chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), loss_of
+    whole = {"tokens": tokens[:, :-1], "positions": positions, "labels": tokens[:, 1:]}
+    part = get_batch_on_this_cp_rank(whole)  # all of it unless ranks share sequences
+    return chunk(part["tokens"], part["positions"], None, labels=part["labels"]), loss_of
 
 
 def run_batches(args: argparse.Namespace, chunks: list[Any], batches: Batches, indices: range, train: bool) -> float:
@@ -133,10 +137,11 @@ def train(
             optimizer.zero_grad()
             indices = range((step - 1) * args.micro_batches, step * args.micro_batches)
             losses.append(run_batches(args, chunks, batches, indices, train=True))
-            optimizer.step()
+            _, gradient_norm, _ = optimizer.step()
             if session is not None:
                 session.step()
             step_s.append(time.perf_counter() - started)
+            write_log(args.loss_log, {"step": step, "loss": losses[-1], "gradient_norm": gradient_norm})
             bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
             bar.update()
             if bar.disable and (step % max(1, args.steps // 10) == 0 or step in (1, args.steps)):
@@ -153,7 +158,7 @@ def count_parameters(chunks: list[Any]) -> float:
         else:
             split = getattr(parameter, "tensor_model_parallel", False)
             ranks = 1 if split else parallel_state.get_tensor_model_parallel_world_size()
-            copies = parallel_state.get_data_parallel_world_size() * ranks
+            copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True) * ranks
         total += parameter.numel() / copies
     return total
 
@@ -178,7 +183,8 @@ def make_report(
         "ranks": dist.get_world_size(),
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
-        "split": f"tensor {args.tensor}, pipeline {args.pipeline}, expert {args.expert}, data {data_parallel}",
+        "split": f"tensor {args.tensor}, pipeline {args.pipeline}, context {args.context}, expert {args.expert}, "
+        f"data {data_parallel}",
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "step_s": statistics.median(step_s),
@@ -203,13 +209,15 @@ def main() -> None:
         sequence=args.sequence,
         pipeline=args.pipeline,
         chunks=args.chunks,
+        context=args.context,
         expert=args.expert,
         dispatcher=args.dispatcher,
     )
     megatron_model.initialize(parallel, args.seed)
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    config = megatron_model.transformer_config(shape, parallel, dtype)
-    chunks = megatron_model.build_chunks(config, shape, args.seq_len, args.distributed_optimizer)
+    eight_bits = {"fp8": "hybrid", "fp8_recipe": "delayed"} if args.fp8 else {}
+    config = megatron_model.transformer_config(shape, parallel, dtype, **eight_bits)
+    chunks = megatron_model.build_chunks(config, shape, args.seq_len, args.distributed_optimizer, args.attention)
     optimizer = megatron_model.build_optimizer(chunks, dtype, args.learning_rate, args.distributed_optimizer)
     session = None
     if args.memplug:
@@ -221,6 +229,7 @@ def main() -> None:
     report = make_report(args, shape, chunks, losses, step_s)
     report["validation_loss"] = validate(args, chunks, validation_set)
     report["memplug"] = session.report() if session else None
+    write_log(args.loss_log, {"report": report})
     if dist.get_rank() == 0:
         sys.stdout.write(render(report))
     if session is not None:

@@ -1,21 +1,19 @@
-"""What the recipes find wrong before they build a model, and how much memory they say that it will need."""
+"""What the recipes find wrong before they build a model."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.support.folders import ROOT
 from tests.support.forking import launch_forked
-from tests.support.recipes import checks, layout, memory, settings
+from tests.support.recipes import checks, layout, settings
 
 SHAPES = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "configs/models").glob("*.yaml")}
 
@@ -31,24 +29,6 @@ def config_with(path: Path, **fields: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_parameters_counted_by_shape_are_those_of_the_model(name: str) -> None:
-    shape = SHAPES[name]
-    mixture = "num_local_experts" in shape
-    with torch.device("meta"):
-        model = MixtralForCausalLM(MixtralConfig(**shape)) if mixture else LlamaForCausalLM(LlamaConfig(**shape))
-    counted = memory.count(shape)
-    assert counted.total == sum(parameter.numel() for parameter in model.parameters())
-    own = [sum(one.numel() for one in module.parameters(recurse=False)) for module in model.modules()]
-    assert counted.largest == max(own), "as DeepSpeed's estimator defines the largest layer"
-
-
-def test_a_tied_head_counts_once() -> None:
-    shape = {**SHAPES["tiny"], "tie_word_embeddings": True, "head_dim": 48}
-    model = LlamaForCausalLM(LlamaConfig(**shape))
-    assert memory.count(shape).total == sum(parameter.numel() for parameter in model.parameters())
-
-
 def test_everything_that_is_wrong_with_a_deepspeed_run_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "shape.yaml").write_text("vocab_size: 320\nhidden_size: 100\n")
     found = problems(
@@ -58,6 +38,90 @@ def test_everything_that_is_wrong_with_a_deepspeed_run_is_said_at_once(tmp_path:
     for part in ("intermediate_size", "none.json", "need --save-dir", "--steps", "--loss-log", "--tiled-loss"):
         assert part in found
     assert len(found.splitlines()) == 6
+
+
+@pytest.mark.parametrize("recipe", [settings, layout])
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"model_type": "gemma2"}, "of a gemma2: this recipe trains a llama, a mixtral or a qwen3"),
+        ({"model_type": "mixtral"}, "of a mixtral, and num_local_experts is no number"),
+        ({"model_type": "llama", "num_local_experts": 8}, "of a llama, and num_local_experts is 8"),
+        ({"model_type": "qwen3"}, "not the shape of a Llama, a Mixtral or a Qwen3: no number for head_dim"),
+        ({"hidden_size": 130}, "num_attention_heads (4) has to divide hidden_size (130)"),
+        ({"model_type": "qwen3", "head_dim": 32, "hidden_size": 130}, ""),
+    ],
+)
+def test_a_shape_that_no_model_of_the_recipes_has_is_refused(
+    recipe: Any, fields: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "shape.yaml").write_text(yaml.safe_dump({**SHAPES["tiny"], **fields}))
+    found = problems(recipe, 1, "--model", tmp_path / "shape.yaml")
+    assert complaint in found and bool(found) == bool(complaint)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "argv", "complaint"),
+    [
+        (3, ["--context", "2"], "--context (2) has to divide the number of ranks (3)"),
+        (3, ["--context", "3", "--seq-len", "255"], "num_attention_heads"),
+        (2, ["--context", "2", "--seq-len", "255"], "--seq-len"),
+        (2, ["--context", "2", "--seq-len", "2"], "--seq-len has to be at least twice --context"),
+        (2, ["--context", "0"], "--context is 0: at least 1"),
+        (4, ["--context", "4"], ""),  # more than the two key heads, which are repeated
+        (4, ["--context", "2"], ""),
+    ],
+)
+def test_ranks_that_cannot_share_sequences_by_ulysses_are_found(ranks: int, argv: list[str], complaint: str) -> None:
+    found = problems(settings, ranks, *argv)
+    assert complaint in found and bool(found) == bool(complaint)
+
+
+def test_heads_that_ulysses_cannot_deal_to_the_ranks_are_found(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96}
+    (tmp_path / "shape.yaml").write_text(yaml.safe_dump({**SHAPES["tiny"], **heads}))
+    where = ["--model", tmp_path / "shape.yaml", "--seq-len", "96", "--context"]
+    assert "num_key_value_heads (4), or be a multiple" in problems(settings, 6, *where, "6")
+    assert problems(settings, 12, *where, "12") == problems(settings, 2, *where, "2") == ""
+
+
+def test_batches_are_those_of_the_ranks_that_read_other_sequences(tmp_path: Path) -> None:
+    fields = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": None}
+    config = config_with(tmp_path / "ds.json", **fields)
+    args = settings.parse_args(["--deepspeed_config", str(config), "--context", "2", "--check"])
+    found = settings.read(args, checks.Ranks(count=4)).config
+    sizes = {name: found.get(name) for name in fields}
+    assert sizes == {**fields, "train_batch_size": None, "train_micro_batch_size_per_gpu": 4}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "complaint"),
+    [
+        (settings, ["--attention", "flash"], "flash needs flash_attn, which cannot be imported"),
+        (settings, ["--attention", "flash"], 'float32: set "bf16" in DeepSpeed\'s JSON'),
+        (layout, ["--attention", "flash", "--bf16"], "flash needs flash_attn, which cannot be imported"),
+        (layout, ["--attention", "flash", "--no-bf16"], "float32: add --bf16"),
+        (layout, ["--attention", "te"], "te needs transformer_engine.pytorch, which cannot be imported"),
+    ],
+)
+def test_an_attention_that_this_machine_or_these_weights_cannot_have_is_refused(
+    recipe: Any, argv: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in checks.ATTENTION_PACKAGES.values():
+        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    assert complaint in problems(recipe, 1, *argv)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_flash_attention_without_a_gpu_is_refused_unless_the_run_is_elsewhere(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setattr(checks, "has_gpu", lambda: gpu)
+    argv = ["--attention", "flash", "--bf16"]
+    assert ("needs a GPU, and there is none here" in problems(layout, 1, *argv)) == (not gpu)
+    elsewhere = layout.parse_args([*argv, "--check", "1"])
+    assert layout.read(elsewhere, checks.Ranks(count=1)).problems == []
 
 
 @pytest.mark.parametrize(
@@ -140,6 +204,9 @@ def test_checkpoints_that_are_there_need_resume_and_the_ranks_that_saved_them(tm
         (3, ["--expert", "3", "--model", ROOT / "configs/models/mixtral_tiny.yaml"], "number of experts"),
         (6, ["--expert", "4", "--model", ROOT / "configs/models/mixtral_tiny.yaml"], "number of ranks"),
         (2, ["--tensor", "2", "--model", ROOT / "configs/models/mixtral_tiny.yaml"], "needs --sequence"),
+        (2, ["--context", "2"], "--context of 2 or more needs --attention te"),
+        (1, ["--fp8"], "--fp8 needs --attention te"),
+        (2, ["--loss-log", "nowhere/log"], "--loss-log nowhere/log: there is no folder nowhere"),
         (2, ["--memplug-config", "nowhere.json"], "nowhere.json"),
         (2, ["--data", "nowhere.txt"], "nowhere.txt"),
         (4, ["--tensor", "2", "--sequence", "--pipeline", "2", "--chunks", "2"], ""),
@@ -150,91 +217,26 @@ def test_a_layout_that_megatron_would_refuse_is_found(ranks: int, argv: list[Any
     assert complaint in found and bool(found) == bool(complaint)
 
 
-def deepspeed_states(name: str, ranks: int, **zero: Any) -> memory.Estimate:
-    return memory.deepspeed_estimate(SHAPES[name], {"zero_optimization": zero}, ranks, 1, logits=0)
-
-
-def test_memory_under_zero_is_that_of_deepspeeds_own_estimators() -> None:
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as stage_3
-    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as stage_2
-
-    total, cpu = 6_738_415_616, {"device": "cpu"}
-    assert deepspeed_states("7b", 8, stage=0).states_bytes == 20 * total
-    assert deepspeed_states("7b", 8, stage=1).states_bytes == 6 * total
-    assert deepspeed_states("7b", 8, stage=2).states_bytes == stage_2(total, 8, 1, False)[1]
-    offloaded = deepspeed_states("7b", 8, stage=2, offload_optimizer=cpu)
-    assert (offloaded.host_bytes, offloaded.states_bytes) == stage_2(total, 8, 1, True)
-    largest = 32000 * 4096
-    assert deepspeed_states("7b", 8, stage=3).states_bytes == stage_3(total, largest, 8, 1, False, False)[1]
-    offloaded = deepspeed_states("7b", 8, stage=3, offload_optimizer=cpu, offload_param=cpu)
-    assert (offloaded.host_bytes, offloaded.states_bytes) == stage_3(total, largest, 8, 1, True, True)[:2]
-
-
-def megatron_states(name: str, ranks: int, *argv: str) -> float:
-    args = layout.parse_args(["--bf16", "--check", *argv])
-    return layout.estimate(args, SHAPES[name], ranks).states_bytes
-
-
-def test_memory_under_megatron_is_eighteen_bytes_a_parameter_or_six_and_a_share_of_twelve() -> None:
-    total = 6_738_415_616
-    assert megatron_states("7b", 8) == 18 * total
-    assert megatron_states("7b", 8, "--distributed-optimizer") == 7.5 * total
-    split = ["--tensor", "2", "--distributed-optimizer"]
-    norms = 65 * 4096
-    assert megatron_states("7b", 8, *split) == 9 * ((total - norms) / 2 + norms)
-    experts = 32 * 8 * 3 * 4096 * 14336
-    rest = memory.count(SHAPES["mixtral_8x7b"]).total - experts
-    spread = ["--expert", "8", "--distributed-optimizer"]
-    assert megatron_states("mixtral_8x7b", 16, *spread) == round(experts / 8 * (6 + 12 / 2) + rest * (6 + 12 / 16))
-
-
-COUNT = """
-import sys, torch
-sys.path[:0] = [{folder!r}]
-import cpu
-cpu.pretend()
-import model, yaml
-from torch.testing._internal.distributed.fake_pg import FakeStore
-new_group = torch.distributed.new_group
-torch.distributed.new_group = lambda *args, backend=None, **fields: new_group(*args, **fields)  # no gloo among them
-for ranks, rank, fields in {cases!r}:
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    parallel = model.Parallel(**fields)
-    shape = yaml.safe_load(open({shapes!r} + ("mixtral_tiny" if parallel.expert > 1 else "tiny") + ".yaml"))
-    model.initialize(parallel, 0)
-    config = model.transformer_config(shape, parallel, torch.float32)
-    chunks = model.build_chunks(config, shape, 64, False)
-    weights = [weight for chunk in chunks for weight in chunk.parameters()]
-    experts = sum(weight.numel() for weight in weights if not getattr(weight, "allreduce", True))
-    print("counted", experts, sum(weight.numel() for weight in weights) - experts)
-    model.parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-"""
-LAYOUTS = [
-    (1, 0, {}),
-    (4, 0, {"tensor": 2, "pipeline": 2, "sequence": True}),
-    (4, 3, {"tensor": 2, "pipeline": 2, "sequence": True}),
-    (4, 0, {"pipeline": 2, "chunks": 2}),
-    (8, 7, {"pipeline": 4}),
-    (8, 0, {"tensor": 2, "sequence": True, "expert": 4, "pipeline": 2}),
-    (8, 7, {"tensor": 2, "sequence": True, "expert": 4, "pipeline": 2}),
-]
-
-
-def test_parameters_of_a_rank_are_those_that_megatron_builds() -> None:
-    pytest.importorskip("megatron.core")
-    names = {"folder": str(ROOT / "examples/megatron_llama2"), "shapes": str(ROOT / "configs/models") + "/"}
-    script = COUNT.format(cases=LAYOUTS, **names)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    built = [tuple(map(int, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith("counted")]
-    assert len(built) == len(LAYOUTS)
-    for (ranks, rank, fields), found in zip(LAYOUTS, built, strict=True):
-        argv = [word for name, value in fields.items() for word in (f"--{name}", str(value)) if word != "True"]
-        args = layout.parse_args([*argv, "--check", str(ranks)])
-        shape = SHAPES["mixtral_tiny" if "expert" in fields else "tiny"]
-        stage = rank // (ranks // args.pipeline)
-        assert layout.parameters_of_rank(args, shape, stage) == found, fields
+@pytest.mark.parametrize(
+    ("ranks", "argv", "complaint"),
+    [
+        (4, ["--context", "2", "--tensor", "2", "--pipeline", "2"], "--tensor × --pipeline × --context (8)"),
+        (2, ["--context", "2", "--seq-len", "254"], "2 × --context (4) has to divide --seq-len (254)"),
+        (8, ["--context", "4", "--tensor", "2", "--sequence", "--seq-len", "8"], ""),
+        (8, ["--context", "4", "--tensor", "2", "--sequence", "--seq-len", "12"], "--seq-len / --context (3)"),
+        (1, ["--fp8", "--seq-len", "63", "--micro-batch", "2"], "8 (8) has to divide a rank's tokens (126)"),
+        (1, ["--fp8", "--model", "shape.yaml"], "a rank's part of the intermediate_size (360)"),
+        (4, ["--context", "2", "--fp8"], ""),
+    ],
+)
+def test_a_layout_of_transformer_engine_that_would_be_refused_is_found(
+    ranks: int, argv: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shape.yaml").write_text(yaml.safe_dump({**SHAPES["tiny"], "intermediate_size": 360}))
+    args = layout.parse_args([*argv, "--attention", "te", "--check", str(ranks)])
+    found = "\n".join(layout.read(args, checks.Ranks(count=ranks)).problems)
+    assert complaint in found and bool(found) == bool(complaint)
 
 
 @pytest.mark.distributed

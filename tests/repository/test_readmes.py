@@ -86,6 +86,13 @@ EXPERTS = f"{BIG} --expert 8 --tensor 2 --sequence --distributed-optimizer --mic
         (bash(f"launch/llama2_torchrun.sh {BIG} {OFFLOADING}  # 8 GPUs of 80 GB, 512 GB of host memory"), "too few"),
         (bash(f"# 8 GPUs of 80 GB\nlaunch/mixtral_megatron.sh {EXPERTS}"), "too few"),
         (bash("NPROC=2 launch/megatron_torchrun.sh --tensor 3"), "divide"),
+        (bash("# 8 GPUs of 80 GB\nlaunch/llama2_torchrun.sh --context 3"), "divide"),
+        (bash("# 8 GPUs of 80 GB\nlaunch/megatron_torchrun.sh --fp8"), "needs --attention te"),
+        (bash("launch/megatron_torchrun.sh --attention te"), "transformer_engine"),
+        (bash("# 16 GPUs of 80 GB on 2 machines\nlaunch/megatron_torchrun_multinode.sh 4 HOST:PORT"), "on 4 machines"),
+        (bash("# 16 GPUs of 80 GB on 2 machines\nsbatch --nodes 4 launch/megatron_slurm.sh"), "on 4 machines"),
+        (bash("launch/megatron_torchrun_multinode.sh 2 --steps 3"), "no HOST:PORT"),
+        (bash("# 16 GPUs of 80 GB on 2 machines\nsbatch --nodes 2 launch/megatron_slurm.sh --tensor 3"), "divide"),
         ("Run `launch/llama2_torchrun.sh --deepspeed_config configs/ds_none.json` now.", "ds_none"),
     ],
 )

@@ -93,6 +93,8 @@ def check(command: Command) -> str:
         return _check_launch(command, first, rest)
     if first == "sbatch":
         place = next(i for i, word in enumerate(rest) if word.startswith("launch/"))
+        if "--nodes" in rest[:place]:
+            _check_machines(command, rest[rest.index("--nodes") + 1])
         return _check_launch(command, rest[place], rest[place + 1 :])
     if first in ("torchrun", "deepspeed"):
         return _check_launcher(command, first, rest)
@@ -116,8 +118,18 @@ def _check_launch(command: Command, script: str, arguments: list[str]) -> str:
         on_each_machine = re.search(r"/(\w+_multinode\.sh)", text).group(1)
         text, arguments = (ROOT / "launch" / on_each_machine).read_text(), ["2", "host:1", *arguments]
     if "NNODES HOST:PORT" in text:
-        arguments = arguments[2:]
+        nodes, meeting, *arguments = arguments
+        assert re.fullmatch(r"\w+:\w+", meeting), f"{command}: {meeting} is no HOST:PORT"
+        if script == command.words[0]:  # not of a Slurm job, which passes its own
+            _check_machines(command, nodes)
     return _check_recipe(command, targets[-1], arguments, int(command.environment.get("NPROC", 1)))
+
+
+def _check_machines(command: Command, nodes: str) -> None:
+    """As many machines as its comment names; "NNODES" leaves them to the reader."""
+    named = GPUS.search(command.comment)
+    if named and nodes != "NNODES":
+        assert int(nodes) == int(named["machines"] or 1), f"{command}: on {nodes} machines, where {named[0]} are named"
 
 
 def _check_launcher(command: Command, launcher: str, arguments: list[str]) -> str:

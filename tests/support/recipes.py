@@ -13,9 +13,9 @@ FOLDERS = [ROOT / "examples" / name for name in ("megatron_llama2", "llama2")]
 # as a script of theirs would find them; last, so that they hide nothing
 sys.path += [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
 
-checkpoint, checks, data, layout, memory, settings, text, tiled_loss = (
+checkpoint, checks, context, data, layout, memory, settings, text, tiled_loss = (
     importlib.import_module(name)
-    for name in ("checkpoint", "checks", "data", "layout", "memory", "settings", "text", "tiled_loss")
+    for name in ("checkpoint", "checks", "context", "data", "layout", "memory", "settings", "text", "tiled_loss")
 )
 
 

@@ -40,7 +40,7 @@ def transformer_engine_layers() -> None:
     import model
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    def block_spec(config: object, vp_stage: int | None = None) -> object:
+    def block_spec(config: object, vp_stage: int | None = None, attention: str = "te") -> object:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
     mock.patch.object(model, "block_spec", block_spec).start()
