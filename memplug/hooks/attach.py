@@ -15,7 +15,7 @@ from torch import nn
 from memplug.config import MemplugConfig, load_config
 from memplug.device.device import Device, device_of
 from memplug.errors import ConflictError, RecorderError, RegionError, UnsupportedVersionError
-from memplug.hooks import first_forward, frameworks, optimizers, transformer_engine, units
+from memplug.hooks import first_forward, flex_attention, frameworks, optimizers, transformer_engine, units
 from memplug.hooks import regions as region_hooks
 from memplug.hooks.framework import Layers, Target
 from memplug.hooks.job import job_of
@@ -146,6 +146,7 @@ def _attach(target: Target, config: MemplugConfig, device: Device) -> Session:
             framework.hook(target, modules, session)
         transformer_engine.hook([module for _, module in modules], session)
         if modules:
+            flex_attention.hook(session)
             units.watch_functions(session.executor.functions, session)
         layout = dict(pair for framework in used for pair in framework.layout(target).items())
         job = job_of(target.chunks[0], target.model, found, device.torch_device, config, layout)

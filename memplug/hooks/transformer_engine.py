@@ -124,26 +124,18 @@ def _class_of(module: nn.Module) -> str:
 
 
 def _unit(executor: Executor, name: str, module: nn.Module, own: str, is_shared: bool) -> Unit:
-    passes = _Passes(module)
+    passes = _Passes(module, is_known=bool(own))
     return Unit(
         executor,
         name,
         _KINDS.get(own),
-        is_row_wise=lambda: own in _ROW_WISE and not _manager().is_fp8_enabled(),
+        is_row_wise=lambda: own in _ROW_WISE and not passes.is_quantized(),
         is_shared=is_shared,
-        lasting=lambda: _kept_casts(module),
+        puts_back=own in ("", "DotProductAttention"),  # whose dropout may have a generator's state of its own
+        lasting=passes.kept_casts,
         forward=passes.forward,
         again=passes.again,
     )
-
-
-def _kept_casts(module: nn.Module) -> list[torch.Tensor]:
-    """Of weights, for all micro-batches of a step: plain tensors, and those that a quantized one is made of."""
-    found = []
-    for part in module.modules():
-        for cast in getattr(part, "_fp8_workspaces", {}).values():
-            found += [value for value in (cast, *vars(cast).values()) if isinstance(value, torch.Tensor)]
-    return found
 
 
 def _partners(module: nn.Module, own: str) -> frozenset[int] | None:
@@ -169,26 +161,38 @@ class _State:
     """What a unit ran with.
 
     Attributes:
+        is_quantized: whether it may have had scales; else it runs again as it is, and `autocast` is all there is.
         autocast: as Transformer Engine gives and takes it.
         is_first: whether its first module was the first one of that.
         scales: copies of scales and amax histories, by the number of their queue.
     """
 
-    autocast: Any = None
+    is_quantized: bool
+    autocast: Any
     is_first: list[bool] = field(default_factory=list)
     scales: list[tuple[int, Any]] = field(default_factory=list)
 
 
 class _Passes:
-    """The passes of one unit."""
+    """The passes of one unit.
 
-    def __init__(self, module: nn.Module):
+    Args:
+        is_known: it enters an autocast of its own only where it says so, as Megatron-Core's classes do
+            (`will_execute_quantized`).
+    """
+
+    def __init__(self, module: nn.Module, is_known: bool):
         self._modules = [part for part in module.modules() if hasattr(part, "fp8_meta")]
+        self._is_known = is_known
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[_State]:
         """Around a forward; the state is complete behind it."""
-        recompute, state = _distributed().activation_recompute_forward, _State(_autocast()[0]())
+        is_quantized = not self._is_known or self.is_quantized()
+        recompute, state = _distributed().activation_recompute_forward, _State(is_quantized, _autocast()[0]())
+        if not is_quantized:
+            yield state
+            return
         lengths = {number: len(queue) for number, queue in self._queues()}
         firsts = len(recompute._is_first_fp8_module)
         with recompute(activation_recompute=True, recompute_phase=False):
@@ -204,7 +208,7 @@ class _Passes:
     @contextlib.contextmanager
     def again(self, state: _State | None) -> Iterator[None]:
         """Around a run with a forward's state."""
-        if state is None:
+        if state is None or not (state.is_quantized or _manager().is_fp8_enabled()):
             yield
             return
         recompute, (get, put) = _distributed().activation_recompute_forward, _autocast()
@@ -216,10 +220,27 @@ class _Passes:
         now = get()
         put(state.autocast)
         try:
-            with _inside_autocast(), recompute(activation_recompute=True, recompute_phase=True):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_inside_autocast())
+                if state.is_quantized:
+                    stack.enter_context(recompute(activation_recompute=True, recompute_phase=True))
                 yield
         finally:
             put(now)
+
+    def is_quantized(self) -> bool:
+        """Whether something of it is, in a forward that begins now, or amaxes are collected."""
+        is_on = _manager().is_fp8_enabled()
+        own = (getattr(part, "will_execute_quantized", None) for part in self._modules)
+        return is_on or _manager().is_fp8_calibration() or any(ask(is_on) for ask in own if ask is not None)
+
+    def kept_casts(self) -> list[torch.Tensor]:
+        """Of weights, for all micro-batches of a step: plain tensors, and those that a quantized one is made of."""
+        found = []
+        for part in self._modules:
+            for cast in getattr(part, "_fp8_workspaces", {}).values():
+                found += [value for value in (cast, *vars(cast).values()) if isinstance(value, torch.Tensor)]
+        return found
 
     def _queues(self) -> list[tuple[int, Any]]:
         """Of copies of scales, of those modules that have one by now."""
@@ -277,7 +298,7 @@ def _refuse(session: Session) -> None:
         )
 
     def offload(original: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is False or kwargs.get("enabled") is False:
+        if not (args[0] if args else kwargs.get("enabled", False)):
             return original(*args, **kwargs)
         raise ConflictError(
             "transformer_engine.pytorch.get_cpu_offload_context is called while memplug offloads the same layers",

@@ -62,10 +62,10 @@ def watch_functions(functions: HiddenFunctions, session: Session) -> None:
     original, held = vars(base)["apply"], weakref.ref(functions)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        call, watching = functools.partial(original.__func__, cls), held()
+        call, watching = original.__get__(None, cls), held()
         return call(*args, **kwargs) if watching is None else watching.apply(cls, call, args, kwargs)
 
-    patched = classmethod(functools.update_wrapper(apply, original.__func__))
+    patched = classmethod(functools.update_wrapper(apply, base.apply))  # from torch 2.15 on the core's own
     base.apply = patched
 
     def undo() -> None:

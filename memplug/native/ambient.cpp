@@ -7,6 +7,7 @@
 #include <torch/csrc/DynamicTypes.h>
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 
 #include "saved_type.h"
@@ -31,7 +32,8 @@ py::object default_device() {
 
 } // namespace
 
-Ambient::Ambient(c10::Device device) : cpu_rng(state_of(c10::kCPU)), default_device(memplug::default_device()) {
+Ambient::Ambient(c10::Device device)
+    : cpu_rng(state_of(c10::kCPU)), default_device(memplug::default_device()), device_(device) {
   const auto note = [&](c10::DeviceType type) {
     autocast.push_back({type, at::autocast::is_autocast_enabled(type), at::autocast::get_autocast_dtype(type)});
   };
@@ -48,6 +50,18 @@ Ambient::Ambient(c10::Device device) : cpu_rng(state_of(c10::kCPU)), default_dev
       context.userEnabledCuDNNSDP()};
 }
 
+void Ambient::forget_undrawn() {
+  const auto forget = [](std::optional<at::Tensor>& then, c10::Device device) {
+    const at::Tensor now = then ? state_of(device) : at::Tensor(); // a generator's state is bytes of the host
+    if (then && now.nbytes() == then->nbytes() &&
+        std::memcmp(now.const_data_ptr(), then->const_data_ptr(), now.nbytes()) == 0) {
+      then.reset();
+    }
+  };
+  forget(cpu_rng, c10::kCPU);
+  forget(device_rng, device_);
+}
+
 py::tuple Ambient::described() const {
   py::list casts;
   for (const Autocast& each : autocast) {
@@ -55,9 +69,10 @@ py::tuple Ambient::described() const {
     casts.append(py::make_tuple(
         c10::DeviceTypeName(each.device, true), each.enabled, py::reinterpret_borrow<py::object>(dtype)));
   }
+  const auto state = [](const auto& rng) { return rng ? wrapped(*rng) : py::object(py::none()); };
   return py::make_tuple(
-      wrapped(cpu_rng),
-      device_rng ? wrapped(*device_rng) : py::none(),
+      state(cpu_rng),
+      state(device_rng),
       casts,
       py::make_tuple(attention[0], attention[1], attention[2], attention[3]),
       default_device);

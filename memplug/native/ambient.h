@@ -26,11 +26,17 @@ struct Ambient {
 
   bool casts() const;
 
-  at::Tensor cpu_rng;
-  std::optional<at::Tensor> device_rng; // none on the CPU
+  // What was taken has run, and has put back no generator's state: those that are as before need not be brought back.
+  void forget_undrawn();
+
+  std::optional<at::Tensor> cpu_rng; // none where nothing draws from it
+  std::optional<at::Tensor> device_rng; // the same; none on the CPU
   std::vector<Autocast> autocast;
   std::array<bool, 4> attention; // flash, memory-efficient, math, cuDNN
   pybind11::object default_device; // of factory functions, or None
+
+ private:
+  c10::Device device_;
 };
 
 // No weight is cast once for two regions, whose recompute passes would each cast it again.

@@ -9,7 +9,8 @@ namespace {
 
 // Whether its outputs can be substituted in a recompute pass.
 bool is_capturable(const Record& record) {
-  return (record.form == Form::PURE && !record.op->has(FACTORY)) || record.op->is_expensive();
+  const bool writes = record.form == Form::WRITE; // attention that was given memory for its result
+  return (record.form == Form::PURE && !record.op->has(FACTORY)) || (record.op->is_expensive() && !writes);
 }
 
 // Whether a call of a `ROWS` operator can be recomputed from any row on: not a grouped mm over 3-D inputs.

@@ -289,7 +289,7 @@ void Forward::classify(Record& record) {
     record.root = true;
   } else if (op.has(VALUE)) {
     record.form = Form::VALUE;
-  } else if (op.mutates) {
+  } else if (op.mutates && (record.made.empty() || !record.written.empty())) { // else what it might write to is left out
     record.form = Form::WRITE;
     for (const int32_t storage : record.written) {
       record.root = record.root || storages.given[storage];

@@ -49,13 +49,17 @@ void Observer::resume() {
 }
 
 void Observer::address_taken() {
-  if (is_active()) {
+  if (is_noting()) {
     current->forward_.blind(UNOBSERVED);
   }
 }
 
 bool Observer::is_active() {
   return current != nullptr && pauses == 0;
+}
+
+bool Observer::is_noting() {
+  return is_active() && !current->inside_;
 }
 
 int Observer::paused() {

@@ -41,8 +41,10 @@ class Observer {
   // Somebody took the address of a tensor: what is done with it is no operator.
   static void address_taken();
 
-  // Whether a forward of this thread is told of its operators.
+  // Whether a forward of this thread is told of its operators; and whether one that began now would be noted: what runs
+  // inside of a leaf is its own affair.
   static bool is_active();
+  static bool is_noting();
 
  private:
   enum class What : uint8_t { IGNORED, THROUGH, LEAF, FAKE };

@@ -76,7 +76,7 @@ std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits
       handle->schema().is_mutable() || (traits & EXCHANGE) != 0,
       handle->schema().arguments().size(),
       handle->schema().returns().size(),
-      position("dropout_p"),
+      std::max(position("dropout_p"), position("p_dropout")),
       position("async_op"),
       position("accumulate"),
       (traits & PARTIAL) != 0 ? std::max({position("values"), position("source"), position("index")}) : -1});

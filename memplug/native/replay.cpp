@@ -56,7 +56,12 @@ class Generators {
 
 class RecomputePass {
  public:
-  RecomputePass(const Tape& tape, const std::vector<Action>& actions, Bases bases, const Helpers& helpers, c10::impl::LocalDispatchKeySet outside)
+  RecomputePass(
+      const Tape& tape,
+      const std::vector<Action>& actions,
+      Bases bases,
+      const Helpers& helpers,
+      c10::impl::LocalDispatchKeySet outside)
       : tape_(tape), actions_(actions), bases_(std::move(bases)), helpers_(helpers), outside_(outside) {}
 
   // A storage's index of the last operator that reads it.
@@ -211,17 +216,22 @@ class RecomputePass {
     return taken;
   }
 
-  // From the first row on that one of its parts lacks. Its parts follow it; returns a token.
-  at::Tensor run_unit(size_t index) {
+  // What of a unit has to be made again.
+  struct Missing {
+    std::vector<bool> parts;
+    int64_t rows; // of its first input
+    int64_t begin; // of these, the first one that a part lacks
+  };
+
+  // Its parts follow a unit.
+  Missing missing_of(size_t index) {
     const Record& record = tape_.records[index];
     const int32_t token = record.made.front();
-    first_part_ = index + 1;
+    const bool has_rows = !record.inputs.empty() && !record.inputs.front().geometry.size.empty();
+    const int64_t rows = has_rows ? record.inputs.front().geometry.size.front() : 0;
+    int64_t begin = rows;
     std::vector<bool> needed;
-    int64_t begin = record.inputs.empty() || record.inputs.front().geometry.size.empty()
-        ? 0
-        : record.inputs.front().geometry.size.front();
-    const int64_t rows = begin;
-    for (size_t i = first_part_; i < tape_.records.size() && tape_.records[i].op->has(PART_OF_UNIT) &&
+    for (size_t i = index + 1; i < tape_.records.size() && tape_.records[i].op->has(PART_OF_UNIT) &&
          tape_.records[i].reads(token);
          ++i) {
       if (actions_[i] == Action::SUBSTITUTE) {
@@ -234,12 +244,19 @@ class RecomputePass {
         begin = actions_[i] == Action::RUN ? 0 : begin;
       }
     }
+    return {std::move(needed), rows, begin};
+  }
+
+  // From the first row on that one of its parts lacks; returns a token.
+  at::Tensor run_unit(size_t index) {
+    first_part_ = index + 1;
+    const auto [needed, rows, begin] = missing_of(index);
     const at::Tensor made = at::empty({0}, at::TensorOptions(at::kByte));
     if (std::find(needed.begin(), needed.end(), true) == needed.end()) { // its captured rows have not left the device
       return made;
     }
     std::vector<at::Tensor> given;
-    for (const Use& use : record.inputs) {
+    for (const Use& use : tape_.records[index].inputs) {
       const at::Tensor tensor = at(use);
       const bool by_rows = begin > 0 && tensor.dim() > 0 && tensor.size(0) == rows;
       given.push_back(by_rows ? tensor.slice(0, begin) : tensor);

@@ -275,9 +275,14 @@ void Running::replay(const std::optional<py::function>& substitute) {
                           const py::gil_scoped_acquire locked;
                           return run_unit_again(index, given, needed);
                         }};
+  std::optional<AsWritten> as_written; // once for all units
+  const auto& actions = decisions->actions;
+  if (std::any_of(units_.begin(), units_.end(), [&](const auto& unit) { return actions[unit.first] == Action::RUN; })) {
+    as_written.emplace();
+  }
   {
     const py::gil_scoped_release unlocked;
-    found = memplug::replay(*tape, decisions->actions, std::move(pass.bases), forward.drawn, pass.wanted, helpers);
+    found = memplug::replay(*tape, actions, std::move(pass.bases), forward.drawn, pass.wanted, helpers);
   }
   end_pass(pass, found);
 }

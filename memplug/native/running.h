@@ -84,7 +84,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   pybind11::tuple arguments();
 
   // For such a pass: what each unit needs to run again as it ran, in order.
-  pybind11::list unit_states() const;
+  pybind11::list unit_states() const; // (unit, what it needs to run again), in order
 
   // Such a pass has read them.
   void consume_inputs();

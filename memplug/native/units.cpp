@@ -78,7 +78,7 @@ void Running::end() {
 }
 
 Running* Running::observed() {
-  return Observer::is_active() ? observed_now : nullptr;
+  return Observer::is_noting() ? observed_now : nullptr;
 }
 
 py::object Running::run_unit(
@@ -118,6 +118,9 @@ py::object Running::run_unit(
   forward.check_writes(index, given, versions);
   made.saved = forward.saved.size() - saved;
   const Suspension own;
+  if (!made.unit.attr("puts_back").cast<bool>()) {
+    made.ambient.forget_undrawn();
+  }
   const at::Tensor token = at::empty({0}, at::TensorOptions(at::kByte));
   const auto lasting = tensors_in(made.unit.attr("lasting")());
   made.parts = forward.end_unit(part_operator(overload), token, tensors_in(out), lasting);
@@ -164,7 +167,7 @@ std::vector<at::Tensor> Running::run_unit_again(
 py::list Running::unit_states() const {
   py::list states;
   for (const auto& [index, unit] : units_) {
-    states.append(unit.state);
+    states.append(py::make_tuple(unit.unit, unit.state));
   }
   return states;
 }

@@ -307,17 +307,12 @@ def group_of(region: Region, instances: int, fractions: dict[int, float], keep: 
 
 def recompute_s(operators: Sequence[Operator], runs: Collection[int], fractions: dict[int, float]) -> float:
     """Seconds of a recompute pass that runs those operators, on the rows that are not swapped."""
-    return sum(_rest(operators, runs, fractions, index) * operators[index].time_s for index in sorted(runs))
-
-
-def _rest(operators: Sequence[Operator], runs: Collection[int], fractions: dict[int, float], index: int) -> float:
-    """What fraction of its rows an operator makes that runs."""
-    lacking = [
-        1.0 - fractions.get(each, 0.0)
-        for each in range(index + 1, len(operators))
-        if operators[each].made_by_rows == index and each in runs
-    ]
-    return max(lacking, default=1.0 - fractions.get(index, 0.0))
+    rest: dict[int, float] = {}  # of an operator that makes others by rows: the most that one of them lacks
+    for index in runs:
+        maker = operators[index].made_by_rows
+        if maker is not None:
+            rest[maker] = max(rest.get(maker, 0.0), 1.0 - fractions.get(index, 0.0))
+    return sum(rest.get(index, 1.0 - fractions.get(index, 0.0)) * operators[index].time_s for index in sorted(runs))
 
 
 def _in_rows(fraction: float, rows: int) -> float:

@@ -58,6 +58,40 @@ class Seen(torch.autograd.Function):
         return gradient * squares
 
 
+class Drops(torch.autograd.Function):
+    """Kernels of its own, and a mask that it draws."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ran.append("Drops")
+        mask, out = torch.rand_like(x), torch.empty_like(x)
+        out.detach().numpy()[...] = x.detach().numpy() * mask.numpy()
+        ctx.save_for_backward(mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (mask,) = ctx.saved_tensors
+        return gradient * mask
+
+
+class ForksAndDrops(Drops):
+    """Draws from a generator whose state it puts back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return Drops.forward(ctx, x)
+
+
+class DropsAndForks(Layer):
+    """Uses both; what stands before and behind draws too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.dropout(self.inner(x), 0.3)
+        return x + torch.nn.functional.dropout(self.out(ForksAndDrops.apply(Drops.apply(y)).sigmoid()), 0.3)
+
+
 class Both(Layer):
     """Calls either between two products."""
 
@@ -79,6 +113,28 @@ class Nested(torch.autograd.Function):
         return gradient * x
 
 
+@torch.library.custom_op("memplug_tests::doubled", mutates_args=())
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    """What an operator does inside, functions with kernels of their own included, its schema answers for."""
+    ran.append("operator")
+    out = Doubled.apply(x)
+    out.data_ptr()
+    return out
+
+
+_doubled.register_autograd(
+    lambda ctx, gradient: gradient * 2 * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+class WithOperator(Layer):
+    """Calls an operator that has a backward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(_doubled(self.inner(x)))
+
+
 class Inside(Layer):
     """Its hidden function calls another, and it takes an address besides."""
 
@@ -98,10 +154,11 @@ def train(layer: type[nn.Module], steps: int = 4, **tokenwise: Any) -> dict[str,
     reference = twin(model)
     with memplug.attach(model, {**BLOCK, "tokenwise": BLOCK["tokenwise"] | tokenwise}) as session:
         for _ in range(steps):
-            x = torch.randn(2, 6, 16)
+            x, seed = torch.randn(2, 6, 16), torch.get_rng_state()
             ran.clear()
             model(x).backward()
             counted = list(ran)
+            torch.set_rng_state(seed)
             reference(x).backward()
             assert_same(gradients(model), gradients(reference))
             session.step()
@@ -112,6 +169,20 @@ def test_a_function_with_kernels_of_its_own_is_a_unit_and_the_region_is_not_opaq
     report = train(Both)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
     assert report["ran"] == {"Doubled": 3, "Seen": 3}, "with alpha 1 none of them runs again"
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_what_a_function_draws_it_draws_again(alpha: float) -> None:
+    report = train(DropsAndForks, alpha=alpha)
+    assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
+    assert report["ran"]["Drops"] == (6 if alpha else 12)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
+def test_an_operator_with_a_backward_of_its_own_is_an_operator(alpha: float | str) -> None:
+    report = train(WithOperator, alpha=alpha)
+    assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
+    assert report["ran"]["operator"] == report["ran"]["Doubled"], "what it calls is no unit of the region"
 
 
 def test_with_alpha_0_a_plan_may_still_choose_and_gradients_hold() -> None:

@@ -26,13 +26,14 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "Whole": {"layer": "Whole", "steps": 6},
     "delayed": {"layer": "Parts", "recipe": "DelayedScaling", "micro_batches": 2, "steps": STEPS},
     "current": {"layer": "Parts", "recipe": "Float8CurrentScaling", "steps": 6},
+    "around backward": {"layer": "Parts", "around_backward": "Float8CurrentScaling", "steps": 6},
 }
 ALPHAS = {"0": 0.0, "1": 1.0, "half": 0.5, "auto": "auto"}
 CASES = {
     f"{program} {alpha}": {**case, "memplug": block(ALPHAS[alpha]) if alpha != "none" else None}
     for program, case in PROGRAMS.items()
     for alpha in ("none", *ALPHAS)
-}
+} | {"refusals": block(0.0)}
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +105,26 @@ def test_half_of_the_rows_take_half_of_the_recomputed_operations(results: dict[s
     assert none > plain
     assert half - plain == pytest.approx((none - plain) / 2 * (LAYERS - 1) / LAYERS, rel=0.01)
     assert results["Parts half"]["functions"]["_Linear"] == 2 * LAYERS - 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message", "advice"),
+    [
+        ("checkpoint", "pytorch.checkpoint is called while memplug recomputes", "Call the function itself"),
+        ("distributed.checkpoint", "pytorch.checkpoint is called while memplug recomputes", "Call the function itself"),
+        ("offload", "get_cpu_offload_context is called while memplug offloads", "Leave it out"),
+        ("offload by position", "get_cpu_offload_context is called while memplug offloads", "Leave it out"),
+        ("cpu_offload.offload", "get_cpu_offload_context is called while memplug offloads", "Leave it out"),
+    ],
+)
+def test_recomputation_and_offloading_of_its_own_are_refused_while_memplug_is_attached(
+    call: str, message: str, advice: str, results: dict[str, Any]
+) -> None:
+    found = results["refusals"]["during"][call]
+    assert found.startswith("ConflictError") and message in found and advice in found
+    assert "memplug" not in results["refusals"]["behind"][call]
+
+
+@pytest.mark.parametrize("call", ["no offload", "no offload by position", "no offload by default"])
+def test_an_offload_context_that_is_off_is_given(call: str, results: dict[str, Any]) -> None:
+    assert results["refusals"]["during"][call] == ""

@@ -28,8 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "1, short": {**block(1.0, arena=False), **SHORT},
 }
 SELECTION = [
-    ("tensor, pipeline, interleaved", ("1", "auto", "0, short")),
-    ("pipeline and expert", ("0", "1")),
+    ("tensor, pipeline, interleaved", ("1", "0, short")),
     *(
         pytest.param(name, tuple(CASES) if short else ("0", "1", "auto"), marks=pytest.mark.long)
         for name, short in zip(LAYOUTS, (False, True, False, False, True), strict=True)

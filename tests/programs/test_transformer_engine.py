@@ -46,7 +46,9 @@ def check(layout: dict[str, Any], names: tuple[str, ...], folder: Any, processes
         assert_sound([rank[name] for rank in ranks])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "scales" else pytest.mark.long) for name in LAYOUTS]
+)
 def test_losses_and_gradients_of_two_ranks_are_those_without_memplug(layout: str, tmp_path: Any) -> None:
     check(LAYOUTS[layout], ("0", "1", "auto"), tmp_path, 2)
 

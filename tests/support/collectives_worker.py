@@ -12,13 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.blocks import Layer, Stack, assert_clean, gradients, tokenwise, twin
-from tests.tokenwise.regions.test_collectives import (
-    WHOLE,
-    Exchanges,
-    ReducesMemoryThatWasThere,
-    broadcast_in_place,
-    reducing,
-)
+from tests.support.reducing import WHOLE, ReducesMemoryThatWasThere, broadcast_in_place, reducing
+from tests.tokenwise.regions.test_collectives import Exchanges
 
 
 def receiving(broadcast: Callable[[torch.Tensor], Any]) -> type[Layer]:

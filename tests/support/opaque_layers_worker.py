@@ -2,31 +2,39 @@
 `FOLDER/results.pt`.
 
 `python -m tests.support.opaque_layers_worker FOLDER CASES`. `CASES`: a JSON object, name -> {"layer": a class of this
-module, "recipe": of FP8, or null, "steps", "micro_batches": of a step, the forwards of all of which run before the
-first backward, "memplug": a block, or null}.
+module, "recipe": of FP8, or null, "around_backward": one that is on around backward alone, "steps", "micro_batches": of
+a step, the forwards of all of which run before the first backward, "memplug": a block, or null, "device": "cpu" by
+default, "schedules": of simulated CUDA, [policy, seed], one for each step in turn, "missing": a `Wait` of the executor
+that is left out}; beside them "refusals" -> a block.
 
 Of each case: {"losses": of each micro-batch, "gradients": digests of each step's, "scales": of FP8, in the end,
-"report", "functions": forwards of each Function in the last step, "flops": of its kernels}.
+"report", "functions": forwards of each Function in the last step, "flops": of its kernels, "violations": of simulated
+CUDA's order}; of "refusals", see `refusals`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import memplug
+from memplug.device.device import CudaDevice, Wait
 from tests.support import stand_in
+from tests.support.digests import digest
 
 stand_in.use()
 
 import transformer_engine.pytorch as te  # noqa: E402
+from flash_attn import flash_attn_func  # noqa: E402
 from transformer_engine.common import recipe as recipes  # noqa: E402
 from transformer_engine.stand_in import calls  # noqa: E402
 
@@ -61,6 +69,22 @@ class Drops(Parts):
         super().__init__(0.1)
 
 
+class Flash(Parts):
+    """Calls flash-attn itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = FlashAttention()
+
+
+class FlashAttention(nn.Module):
+    """flash-attn's function of [tokens, sequences, heads, size]; returns heads side by side."""
+
+    def forward(self, *qkv: torch.Tensor) -> torch.Tensor:
+        out = flash_attn_func(*(x.transpose(0, 1) for x in qkv), causal=True)
+        return out.transpose(0, 1).flatten(-2)
+
+
 class Whole(nn.Module):
     """Transformer Engine's own layer."""
 
@@ -86,12 +110,6 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def digest(model: nn.Module) -> str:
-    """Of all gradients."""
-    parts = [p.grad.contiguous().cpu().numpy().tobytes() for p in model.parameters() if p.grad is not None]
-    return hashlib.sha256(b"".join(parts)).hexdigest()
-
-
 def scales(model: nn.Module) -> list[torch.Tensor]:
     """Scales and amax histories of all modules, of forward and of backward."""
     metas = [part.fp8_meta for part in model.modules() if getattr(part, "fp8_meta", None)]
@@ -100,38 +118,118 @@ def scales(model: nn.Module) -> list[torch.Tensor]:
     return [field.clone().cpu() for field in fields if field is not None]
 
 
+def losses_of(model: Model, micro_batches: int, recipe: Any, around: Any) -> list[float]:
+    """Of one step's forwards and backwards, with a recipe each."""
+    losses = []
+    for number, x in enumerate(torch.randn(micro_batches, TOKENS, SEQUENCES, WIDTH)):
+        with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            losses.append(model(x, number == 0 if micro_batches > 1 else None))
+    with te.fp8_autocast(enabled=around is not None, fp8_recipe=around):
+        for loss in losses:
+            loss.backward()
+    return [loss.item() for loss in losses]
+
+
+def schedules(case: dict[str, Any]) -> Callable[[int], AbstractContextManager[None]]:
+    """By step: what is entered around it."""
+    if "schedules" not in case:
+        return lambda step: contextlib.nullcontext()
+    from tests.cudasim.device import Schedule, scheduled
+
+    chosen = [Schedule(*each) for each in case["schedules"]]
+    return lambda step: scheduled(chosen[step % len(chosen)])
+
+
+def waits(case: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Around a session: its streams leave out what the case says."""
+    if "missing" not in case:
+        return contextlib.nullcontext()
+    streams, index = CudaDevice.streams, list(Wait).index(Wait[case["missing"]])
+
+    def leaving_out(device: CudaDevice, core: Any) -> Any:
+        found = streams(device, core)
+        found.leave_out(index)
+        return found
+
+    return mock.patch.object(CudaDevice, "streams", leaving_out)
+
+
+def violations(case: dict[str, Any]) -> int:
+    """Of the whole process so far."""
+    if "schedules" not in case:
+        return 0
+    from tests.cudasim import device
+
+    return device.violations()
+
+
 def trained(case: dict[str, Any]) -> dict[str, Any]:
     """One case."""
+    before = violations(case)
+    with torch.device(case.get("device", "cpu")), waits(case):
+        found = _trained(case)
+    return {**found, "violations": violations(case) - before}
+
+
+def _trained(case: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Model(globals()[case["layer"]])
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    recipe = getattr(recipes, case["recipe"])() if case.get("recipe") else None
+    recipe, around = (getattr(recipes, case[key])() if case.get(key) else None for key in ("recipe", "around_backward"))
     block = case.get("memplug")
     attached = memplug.attach(model, block) if block is not None else contextlib.nullcontext()
     found: dict[str, Any] = {"losses": [], "gradients": []}
+    schedule = schedules(case)
     with attached as session:
         for step in range(case.get("steps", 10)):
-            calls.clear()
-            torch.manual_seed(step)
-            count = case.get("micro_batches", 1)
-            inputs, losses = torch.randn(count, TOKENS, SEQUENCES, WIDTH), []
-            for number, x in enumerate(inputs):
-                with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
-                    losses.append(model(x, number == 0 if count > 1 else None))
-            for loss in losses:
-                loss.backward()
-            found["losses"] += [loss.item() for loss in losses]
-            found["gradients"].append(digest(model))
-            optimizer.step()
-            optimizer.zero_grad()
-            if session is not None:
-                session.step()
+            with schedule(step):
+                calls.clear()
+                torch.manual_seed(step)
+                found["losses"] += losses_of(model, case.get("micro_batches", 1), recipe, around)
+                found["gradients"].append(digest(model))
+                optimizer.step()
+                optimizer.zero_grad()
+                if session is not None:
+                    session.step()
         found["functions"], found["flops"] = dict(calls.functions), dict(calls.flops)
         found["report"] = session.report() if session is not None else None
     found["scales"] = scales(model)
     return found
 
 
+def refusals(block: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Of Transformer Engine's own recomputation and offloading, "during" a session and "behind" it: what each call
+    raised, by its class and message, "" for nothing.
+    """
+    model, x = Model(Parts), torch.randn(TOKENS, SEQUENCES, WIDTH, requires_grad=True)
+    calls_by_name: dict[str, Callable[[], Any]] = {
+        "checkpoint": lambda: te.checkpoint(model.layers[0], x),
+        "distributed.checkpoint": lambda: te.distributed.checkpoint(model.layers[0], x),
+        "offload": lambda: te.get_cpu_offload_context(enabled=True),
+        "offload by position": lambda: te.get_cpu_offload_context(True, 2),
+        "cpu_offload.offload": lambda: te.cpu_offload.get_cpu_offload_context(True),
+        "no offload": lambda: te.get_cpu_offload_context(enabled=False),
+        "no offload by position": lambda: te.get_cpu_offload_context(False, 2),
+        "no offload by default": te.get_cpu_offload_context,
+    }
+
+    def raised() -> dict[str, str]:
+        found = {}
+        for name, call in calls_by_name.items():
+            try:
+                call()
+                found[name] = ""
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+        return found
+
+    with memplug.attach(model, block):
+        during = raised()
+    return {"during": during, "behind": raised()}
+
+
 if __name__ == "__main__":
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
-    torch.save({name: trained(case) for name, case in cases.items()}, folder / "results.pt")
+    refused = cases.pop("refusals", None)
+    found = {name: trained(case) for name, case in cases.items()}
+    torch.save({**found, "refusals": refusals(refused) if refused else None}, folder / "results.pt")

@@ -28,7 +28,7 @@ _ATTENTION = (
 def restored(
     device: Device,
     surroundings: Sequence[Callable[[], Any]],
-    cpu_rng: torch.Tensor,
+    cpu_rng: torch.Tensor | None,
     device_rng: torch.Tensor | None,
     autocast: Sequence[tuple[str, bool, torch.dtype]],
     attention: tuple[bool, ...],
@@ -40,7 +40,7 @@ def restored(
     Args:
         surroundings: states of the host that random operators depend on, each as a function that gives a context
             manager in which that state is back.
-        cpu_rng, device_rng: generator states; of the device none where that is the CPU.
+        cpu_rng, device_rng: generator states; none where nothing draws, and of the device where that is the CPU.
         autocast: (device, whether it is on, dtype) of each kind. Without its cache: a weight cast once for two regions
             would be cast again in the recompute pass of one.
         attention: which back ends are enabled.
@@ -49,15 +49,17 @@ def restored(
     with contextlib.ExitStack() as stack:
         stack.enter_context(core().AsWritten())
         for kind, enabled, dtype in autocast:
-            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
+            if enabled or torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != dtype:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
         if default_device is not None:
             stack.enter_context(default_device)
         for (is_on, turn), on in zip(_ATTENTION, attention, strict=True):
             if (now := is_on()) != on:
                 turn(on)
                 stack.callback(turn, now)
-        stack.callback(torch.set_rng_state, torch.get_rng_state())
-        torch.set_rng_state(cpu_rng)
+        if cpu_rng is not None:
+            stack.callback(torch.set_rng_state, torch.get_rng_state())
+            torch.set_rng_state(cpu_rng)
         if device_rng is not None:
             stack.callback(device.set_rng_state, device.get_rng_state())
             device.set_rng_state(device_rng)

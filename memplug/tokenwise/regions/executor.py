@@ -21,7 +21,7 @@ import collections
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ log = logging.getLogger("memplug")
 
 class _OfThread(threading.local):
     recomputing = 0
-    unit_states: Iterator[Any] = iter(())
+    unit_states: Mapping[Any, collections.deque[Any]] = {}
 
 
 class Executor:
@@ -114,9 +114,12 @@ class Executor:
         return self._threads.recomputing
 
     @contextlib.contextmanager
-    def rerunning(self, unit_states: Iterable[Any] = ()) -> Iterator[None]:
-        """Such a pass is under way; `unit_states`: of the units that it is going to run, in order."""
-        before, self._threads.unit_states = self._threads.unit_states, iter(unit_states)
+    def rerunning(self, unit_states: Iterable[tuple[Any, Any]] = ()) -> Iterator[None]:
+        """Such a pass is under way; `unit_states`: of the units that it is going to run, in order, by their unit."""
+        by_unit: dict[Any, collections.deque[Any]] = {}
+        for unit, state in unit_states:
+            by_unit.setdefault(unit, collections.deque()).append(state)
+        before, self._threads.unit_states = self._threads.unit_states, by_unit
         self._threads.recomputing += 1
         try:
             yield
@@ -124,9 +127,10 @@ class Executor:
             self._threads.recomputing -= 1
             self._threads.unit_states = before
 
-    def next_unit(self) -> Any:
+    def next_state(self, unit: Any) -> Any:
         """Such a pass runs a unit: what that needs to run as it ran; None where it is none of the forward's own."""
-        return next(self._threads.unit_states, None)
+        states = self._threads.unit_states.get(unit)
+        return states.popleft() if states else None
 
     def run(self, region: Region, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""

@@ -50,6 +50,7 @@ _ATTENTION = {
     "aten::_efficient_attention_forward",
     "aten::_cudnn_attention_forward",
 }
+_DROPOUT = {"dropout_p", "p_dropout"}
 _CHOICE = {
     "aten::topk",
     "aten::sort",
@@ -99,7 +100,7 @@ _KINDS = {
 @functools.cache
 def kind_of(func: Any) -> Kind | None:
     """The kind of an operator (an `OpOverload`), None when it is cheap or must not be captured."""
-    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
+    if not isinstance(func, torch._ops.OpOverload) or (func._schema.is_mutable and not _may_write_nothing(func)):
         return None
     name = func._schema.name
     namespace, _, operator = name.partition("::")
@@ -114,6 +115,14 @@ def kind_of(func: Any) -> Kind | None:
     if name == _WAIT or name in _FILLS:
         return Kind.COLLECTIVE
     return Kind.CHOICE if name in _CHOICE or f"{name}.{func._overloadname}" in _CHOICE else None
+
+
+def _may_write_nothing(func: Any) -> bool:
+    """Whether all that an operator writes to is optional, as the result of `flash_attn_3::fwd` is. A call without is
+    pure; one with it is a write, and not captured (memplug/native/forward.cpp, `classify`).
+    """
+    written = [each for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return bool(func._schema.returns) and all(isinstance(each.type, torch.OptionalType) for each in written)
 
 
 def is_communication(func: Any) -> bool:
@@ -179,8 +188,10 @@ def fills_in_part(func: Any) -> bool:
 
 
 def is_random(func: Any) -> bool:
-    """Whether the operator may advance a random generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    """Whether the operator may advance a random generator. Attention of other libraries draws without a tag."""
+    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        return True
+    return kind_of(func) is Kind.ATTENTION and any(each.name in _DROPOUT for each in func._schema.arguments)
 
 
 def has_effects(func: Any) -> bool:

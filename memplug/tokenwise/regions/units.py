@@ -30,6 +30,8 @@ class Unit:
         kind: what it is made of; a collective is never run again; None: cheap, and captured only where a plan says so.
         is_row_wise: asked for each call: each row of what it makes comes from one row of its first argument.
         is_shared: other ranks take part: it runs again on all of them or on none.
+        puts_back: it may draw from a generator and then put back the state that this had, as `torch.random.fork_rng`
+            does.
         lasting: tensors that outlive the unit, such as a weight's cast that its module keeps: what it saves of these is
             held. Asked behind each call.
         forward: entered around a forward; gives what it takes to run again as it ran, complete once it is over.
@@ -43,11 +45,12 @@ class Unit:
         kind: Kind | None,
         is_row_wise: Callable[[], bool] = lambda: False,
         is_shared: bool = False,
+        puts_back: bool = True,
         lasting: Callable[[], list[torch.Tensor]] = list,
         forward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         again: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
-        self.executor, self.name, self.is_shared = executor, name, is_shared
+        self.executor, self.name, self.is_shared, self.puts_back = executor, name, is_shared, puts_back
         self._kind, self._is_row_wise, self.lasting = kind, is_row_wise, lasting
         self._forward, self.again = forward, again
 
@@ -65,7 +68,7 @@ class Unit:
         """Run `call(*args, **kwargs)`, as a unit of the region whose forward is under way, if there is one."""
         executor = self.executor
         if executor.recomputing:
-            state = executor.next_unit()
+            state = executor.next_state(self)
             with executor.rerunning(), self.again(state):  # units inside of it are a part of it
                 return call(*args, **kwargs)
         if not torch.is_grad_enabled() or executor.core is None or not executor.core.observes():

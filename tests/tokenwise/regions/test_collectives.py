@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplug.tokenwise.regions import operators
 from memplug.tokenwise.regions.core import paused
@@ -223,123 +222,10 @@ def test_a_collective_that_is_not_waited_for_runs_again():
     assert launched_again(Overlaps, 0.0) == [3, 3, 3, 3]
 
 
-class _Functional(torch.autograd.Function):
-    """A matmul's own output is reduced by a functional collective, or a part of it is, or both one by one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: tuple[slice, ...], factor: float) -> torch.Tensor:
-        for part in parts:
-            reduced_in_place(x[part])
-        y = x * factor
-        ctx.save_for_backward(x)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        return gradient * x.cos(), None, None
-
-
-def reduced_in_place(x: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, in the memory of `x`."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_reduce_(x, "sum", dist.group.WORLD.group_name))
-
-
-def broadcast_in_place(x: torch.Tensor) -> torch.Tensor:
-    """What the first rank has, in the memory of `x`."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.broadcast_(x, 0, dist.group.WORLD.group_name))
-
-
-def reducing(*parts: slice, reads_before: bool = False) -> type[Layer]:
-    """Layers that reduce the rows of a matmul's output in place, where its gradient needs the sums."""
-
-    class InPlace(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.inner(self.norm(x))
-            before = y.detach().exp() if reads_before else 1.0
-            return x + self.out(_Functional.apply(y, parts, 2.0) * before).sigmoid()
-
-    return InPlace
-
-
-WHOLE = slice(None)
-
-
-@pytest.mark.parametrize("reads_before", [False, True])
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_a_functional_reduction_in_place_is_not_launched_again(alpha: float, reads_before: bool) -> None:
-    assert functional_launches(reducing(WHOLE, reads_before=reads_before), alpha) == 0
-
-
-@pytest.mark.parametrize("parts", [(slice(1),), (slice(1), slice(1, None)), (WHOLE, slice(1))])
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_a_reduction_of_a_part_is_launched_again(alpha: float, parts: tuple[slice, ...]) -> None:
-    assert functional_launches(reducing(*parts), alpha) == 3 * 4 * sum(part != WHOLE for part in parts)
-
-
-def test_a_reduction_whose_memory_is_read_before_the_wait_is_launched_again() -> None:
-    class ReadsEarly(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.inner(self.norm(x)).detach()
-            functional = torch.ops._c10d_functional
-            launched = functional.all_reduce_(y, "sum", dist.group.WORLD.group_name)
-            early = y.exp()
-            functional.wait_tensor(launched)
-            return x + self.out(self.inner(x).sigmoid() * early * y)
-
-    assert functional_launches(ReadsEarly, 0.0) == 3 * 4
-
-
 @pytest.mark.distributed
 def test_layers_that_exchange_in_place_on_two_ranks_have_the_gradients_of_a_run_without_memplug(tmp_path: Path) -> None:
     launch_forked(["tests.support.collectives_worker", tmp_path], module=True)
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[], []]
-
-
-class ReducesMemoryThatWasThere(Layer):
-    """A buffer gets the sum of what it has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.rand(32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(self.norm(x))
-        reduced_in_place(self.scale)
-        return x + self.out(y.sigmoid() * self.scale)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_memory_that_was_there_is_reduced_again(alpha: float) -> None:
-    assert functional_launches(ReducesMemoryThatWasThere, alpha) == 3 * 4
-
-
-def functional_launches(layer: type[Layer], alpha: float) -> int:
-    """Reductions in place that the backward passes of four steps launched; gradients were compared."""
-
-    class Counts(TorchDispatchMode):
-        launches = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            Counts.launches += func is torch.ops._c10d_functional.all_reduce_.default
-            return func(*args, **(kwargs or {}))
-
-    torch.manual_seed(0)
-    model = Stack(3, layer)
-    reference = twin(model)
-    executor = tokenwise(model, alpha)
-    for x in torch.randn(4, 2, 6, 16):
-        loss = model(x)
-        with Counts():
-            loss.backward()
-        reference(x).backward()
-        assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
-        del loss
-    assert not executor.opaque
-    assert_clean(executor)
-    return Counts.launches
 
 
 def test_lists_of_tensors_are_exchanged_and_let_go():

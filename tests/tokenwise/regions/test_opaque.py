@@ -26,7 +26,7 @@ from tests.support.blocks import (
     twin,
 )
 from tests.support.forwards import Counts, Routes, Statistics, WritesInput
-from tests.tokenwise.regions.test_collectives import broadcast_in_place
+from tests.support.reducing import broadcast_in_place
 
 pytestmark = pytest.mark.device
 

@@ -103,6 +103,7 @@ KINDS = {
     Kind.CHOICE: ["topk", "sort", "argsort", "argmax", "argmin", "multinomial", "nonzero", "_unique2"],
     None: [
         "add.Tensor",
+        "detach_",
         "mul.Tensor",
         "silu",
         "_softmax",
@@ -206,6 +207,67 @@ def test_registered_flash_attention_is_captured_and_never_run_again(
     train_alike(Attends, alpha, steps=3)
     assert flash_calls["forward"] == 2 * 3 * 3  # the model and its twin, layers, steps
     kind_of.cache_clear()
+
+
+class FlashAttention3(FlashAttention):
+    """As flash-attn 3 has it: an operator that makes its result, or writes it to memory that it is given."""
+
+    has_memory = False
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        memory = torch.empty_like(q) if FlashAttention3.has_memory else None
+        out, lse, _, _ = torch.ops.flash_attn_3.fwd(q, k, v, None, memory)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+
+@pytest.fixture
+def flash_3_calls() -> Iterator[collections.Counter[str]]:
+    calls: collections.Counter[str] = collections.Counter()
+    with torch.library._scoped_library("flash_attn_3", "FRAGMENT") as library:
+        given = "Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(out!)? out=None"
+        library.define(f"fwd({given}) -> (Tensor(out!), Tensor, Tensor, Tensor)")
+        library.define("bwd(Tensor dout, Tensor q, Tensor(dq!)? dq=None) -> (Tensor, Tensor)")
+        library.define("fwd_combine(Tensor partial, Tensor(out!)? out=None) -> (Tensor(out!), Tensor)")
+
+        def fwd(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_new: Any = None, out: torch.Tensor | None = None
+        ) -> tuple[torch.Tensor, ...]:
+            calls["forward"] += 1
+            scores = q @ k.mT
+            lse = scores.logsumexp(-1)
+            made = (scores - lse[..., None]).exp() @ v
+            out = made if out is None else out.copy_(made)
+            return out, lse, q.new_empty(0), q.new_empty(0)
+
+        library.impl("fwd", fwd, "CPU")
+        library.impl("fwd", fwd, "CUDA")
+        kind_of.cache_clear()
+        yield calls
+        kind_of.cache_clear()
+
+
+@pytest.mark.parametrize("has_memory", [False, True])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_flash_attention_3_is_captured_unless_it_writes_to_memory_that_it_is_given(
+    alpha: float, has_memory: bool, flash_3_calls: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FlashAttention3, "has_memory", has_memory)
+
+    class Attends(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.out(self.inner(FlashAttention3.apply(*self.qkv(self.norm(x)).chunk(3, -1))).sigmoid())
+
+    assert kind_of(torch.ops.flash_attn_3.fwd.default) is Kind.ATTENTION
+    assert kind_of(torch.ops.flash_attn_3.bwd.default) is None
+    executor = train_alike(Attends, alpha, steps=3)
+    assert executor.opaque_regions == 0
+    assert flash_3_calls["forward"] == 3 * 3 * (3 if has_memory else 2)  # layers, steps, the model and its twin
 
 
 @pytest.mark.parametrize("small", [False, True])

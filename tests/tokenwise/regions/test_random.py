@@ -99,13 +99,41 @@ def flash_operators() -> Iterator[collections.Counter[str]]:
             "_random_forward(Tensor x, float dropout_p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
         )
 
+        library.define("_untagged_forward(Tensor x, float dropout_p) -> Tensor")
+
         def forward(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
             calls["forward"] += 1
-            return torch.rand_like(x)
+            return torch.rand_like(x) if dropout_p else x.sin()
 
-        library.impl("_random_forward", forward, "CPU")
-        library.impl("_random_forward", forward, "CUDA")
+        for name in ("_random_forward", "_untagged_forward"):
+            library.impl(name, forward, "CPU")
+            library.impl(name, forward, "CUDA")
         yield calls
+
+
+class DrawsUntold(DrawsBehindCapturedAttention):
+    """As flash-attn: its operator draws, and its schema does not say so; backward reads what it gave."""
+
+    dropout = 0.3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attended = torch.ops.flash_attn._untagged_forward(x.detach(), self.dropout)
+        return x * F.dropout(x @ self.weight, 0.5).sigmoid() * attended
+
+
+class DrawsNothing(DrawsUntold):
+    """Without dropout it does not."""
+
+    dropout = 0.0
+
+
+@pytest.mark.parametrize("layer", [DrawsUntold, DrawsNothing])
+def test_attention_of_other_libraries_has_the_same_dropout_again_where_the_host_is_full(
+    layer: type[nn.Module], flash_operators: collections.Counter[str]
+) -> None:
+    flash_operators.clear()
+    train_alike(layer, 1.0, host_budget_bytes=1)
+    assert flash_operators["forward"] == 2 * 3 * (1 + 2), "of two steps and three layers: in both models, and again"
 
 
 class SavesWhatAttentionReads(DrawsBehindCapturedAttention):

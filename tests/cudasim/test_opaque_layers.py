@@ -1,0 +1,95 @@
+"""Layers whose kernels no operator shows, under memplug on simulated CUDA: the stand-ins of Transformer Engine and
+flash-attn queue theirs on the current stream, and memplug's copies of what they saved run on streams of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.launching import launch
+
+pytestmark = pytest.mark.gpu
+
+SCHEDULES = [["lazy"], ["copyfirst"], ["computefirst"], ["random", 3]]
+STEPS = 12  # "auto" decides in the first ones; then each schedule has its turn
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "plain": {"layer": "Parts"},
+    "FP8": {"layer": "Parts", "recipe": "DelayedScaling", "micro_batches": 2},
+    "dropout": {"layer": "Drops"},
+    "flash-attn": {"layer": "Flash"},
+}
+ALPHAS = {"0": 0.0, "1": 1.0, "auto": "auto"}
+
+
+def case(program: dict[str, Any], alpha: float | str | None) -> dict[str, Any]:
+    """Without memplug, kernels run as they are queued, and numbers are the same anyway."""
+    on_cuda = {**program, "steps": STEPS, "device": "cuda"}
+    if alpha is None:
+        return {**on_cuda, "schedules": [["eager"]], "memplug": None}
+    tokenwise = {"regions": ["layers.*"], "alpha": alpha, "min_offload_bytes": 256}
+    block = {"enabled": True, "plan_dir": False, "arena": {"enabled": False}, "tokenwise": tokenwise}
+    return {**on_cuda, "schedules": SCHEDULES, "memplug": block}
+
+
+CASES = {
+    f"{name} {alpha}": case(program, ALPHAS.get(alpha))
+    for name, program in PROGRAMS.items()
+    for alpha in ("none", *ALPHAS)
+}
+MISSING = ["OFFLOAD_FOR_COMPUTE", "RELEASE_FOR_OFFLOAD", "USE_FOR_PREFETCH"]
+CASES |= {name: {**case(PROGRAMS["plain"], 1.0), "missing": name} for name in MISSING}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("opaque_layers")
+    launch(
+        ["tests.support.opaque_layers_worker", folder, json.dumps(CASES)],
+        launcher="python",
+        module=True,
+        env={"DS_ACCELERATOR": "cuda"},
+    )
+    return torch.load(folder / "results.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_losses_gradients_and_scales_are_those_without_memplug_to_the_bit_under_every_schedule(
+    program: str, alpha: str, results: dict[str, Any]
+) -> None:
+    plain, found = results[f"{program} none"], results[f"{program} {alpha}"]
+    assert found["losses"] == plain["losses"]
+    assert found["gradients"] == plain["gradients"]
+    assert all(map(torch.equal, found["scales"], plain["scales"]))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_access_of_a_unit_is_out_of_order(program: str, results: dict[str, Any]) -> None:
+    for alpha in ("none", *ALPHAS):
+        assert results[f"{program} {alpha}"]["violations"] == 0, alpha
+
+
+@pytest.mark.parametrize("wait", MISSING)
+def test_a_wait_that_is_left_out_is_noticed(wait: str, results: dict[str, Any]) -> None:
+    assert results[wait]["violations"] > 0
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_region_is_opaque_and_attention_runs_once_in_a_step(
+    program: str, alpha: str, results: dict[str, Any]
+) -> None:
+    plain, found = results[f"{program} none"]["functions"], results[f"{program} {alpha}"]
+    attention = "FlashAttnFunc" if program == "flash-attn" else "FusedAttnFunc"
+    assert found["functions"][attention] == plain[attention] > 0
+    assert found["report"]["opaque_regions"] == 0
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_units_saved_is_on_the_host_between_forward_and_backward(program: str, results: dict[str, Any]) -> None:
+    assert results[f"{program} 1"]["report"]["offloaded_bytes"] > 0
+    assert results[f"{program} 1"]["functions"] == results[f"{program} none"]["functions"]

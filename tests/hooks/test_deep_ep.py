@@ -1,0 +1,66 @@
+"""DeepEP's functions, of Megatron-Core: what they exchanged is captured, and they never run again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.forking import launch_forked
+
+pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+pytestmark = pytest.mark.distributed
+
+LAYERS = 3
+ALPHAS = {"0": 0.0, "1": 1.0, "auto": "auto"}
+
+
+def block(alpha: float | str) -> dict[str, Any]:
+    tokenwise = {"regions": ["layers.*"], "alpha": alpha, "min_offload_bytes": 256}
+    return {"enabled": True, "plan_dir": False, "arena": {"enabled": False}, "tokenwise": tokenwise}
+
+
+CASES = {
+    f"{layer} {alpha}": {"layer": layer, "memplug": block(ALPHAS[alpha]) if alpha != "none" else None}
+    for layer in ("DeepEP", "HybridEP")
+    for alpha in ("none", *ALPHAS)
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("deep_ep")
+    launch_forked(["tests.support.deep_ep_worker", folder, json.dumps(CASES)], libraries="megatron", module=True)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("layer", ["DeepEP", "HybridEP"])
+def test_losses_and_gradients_are_those_without_memplug_to_the_bit(
+    layer: str, alpha: str, ranks: list[dict[str, Any]]
+) -> None:
+    for rank in ranks:
+        plain, found = rank[f"{layer} none"], rank[f"{layer} {alpha}"]
+        assert len(set(plain["gradients"])) == len(plain["gradients"]), "it trains: each step is another"
+        assert found["losses"] == plain["losses"]
+        assert found["gradients"] == plain["gradients"]
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("layer", ["DeepEP", "HybridEP"])
+def test_nothing_is_exchanged_again_and_no_region_is_opaque(
+    layer: str, alpha: str, ranks: list[dict[str, Any]]
+) -> None:
+    for rank in ranks:
+        plain, found = rank[f"{layer} none"], rank[f"{layer} {alpha}"]
+        assert found["calls"] == plain["calls"] == {"dispatch": 2 * LAYERS, "combine": 2 * LAYERS}
+        assert found["report"]["opaque_regions"] == 0
+
+
+@pytest.mark.parametrize("layer", ["DeepEP", "HybridEP"])
+def test_what_was_exchanged_is_on_the_host_between_forward_and_backward(
+    layer: str, ranks: list[dict[str, Any]]
+) -> None:
+    for rank in ranks:
+        assert rank[f"{layer} 0"]["report"]["offloaded_bytes"] > 0, "with nothing else to capture"

@@ -1,0 +1,125 @@
+"""Trains layers whose tokens go to experts of both ranks by DeepEP's functions (its stand-in: deep_ep.py), with memplug
+and without, and writes what came of it to `FOLDER/RANK.json`.
+
+`-m tests.support.deep_ep_worker FOLDER CASES`, on ranks. `CASES`: a JSON object, name -> {"layer": a class of this
+module, "memplug": a block, or null}.
+
+Of each case: {"losses", "gradients": digests of each step's, "calls": kernels of DeepEP in the last step, "report"}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import memplug
+from tests.support import deep_ep
+from tests.support.digests import digest
+
+WIDTH, TOKENS, LAYERS, EXPERTS, CHOSEN, STEPS = 16, 24, 3, 4, 2, 12
+
+fused_a2a = deep_ep.install()
+
+
+class Experts(nn.Module):
+    """A router, and two experts on each of two ranks, with a residual around them; [tokens, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS // 2, WIDTH, 2 * WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS // 2, 2 * WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.exchanged(y, *self.router(y).softmax(-1).topk(CHOSEN))
+
+    def expert(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """Of this rank's."""
+        return nn.functional.silu(x @ self.up[number]) @ self.down[number]
+
+
+class DeepEP(Experts):
+    """Each rank gets a token once, and adds up what its experts make of it."""
+
+    def exchanged(self, y: torch.Tensor, chances: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """There and back."""
+        group = dist.group.WORLD
+        tokens, experts, weights, _, handle = fused_a2a.fused_dispatch(y, chosen, chances, EXPERTS, group)
+        shares = [(weights * (experts == number)).sum(-1, keepdim=True) for number in range(EXPERTS // 2)]
+        made = sum(share * self.expert(number, tokens) for number, share in enumerate(shares))
+        return fused_a2a.fused_combine(made, group, handle)[0]
+
+
+class HybridEP(Experts):
+    """Each expert gets its tokens side by side."""
+
+    def exchanged(self, y: torch.Tensor, chances: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """There and back."""
+        routing = torch.zeros(len(y), EXPERTS, dtype=torch.bool).scatter(1, chosen, True)
+        probs = torch.zeros(len(y), EXPERTS).scatter(1, chosen, chances)
+        tokens, weights, _, counts, handle = fused_a2a.hybrid_ep_dispatch(
+            x=y, routing_map=routing, probs=probs, group=dist.group.WORLD, num_local_experts=EXPERTS // 2
+        )
+        pieces = tokens.split(counts.tolist())
+        made = torch.cat([self.expert(number, piece) for number, piece in enumerate(pieces)]) * weights[:, None]
+        return fused_a2a.hybrid_ep_combine(made, handle, None, None)
+
+
+class Model(nn.Module):
+    """Layers in a row and a loss."""
+
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer() for _ in range(LAYERS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def trained(case: dict[str, Any]) -> dict[str, Any]:
+    """One case; each rank has weights and tokens of its own."""
+    rank, block = dist.get_rank(), case.get("memplug")
+    torch.manual_seed(rank)
+    model = Model(globals()[case["layer"]])
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    attached = memplug.attach(model, block) if block is not None else contextlib.nullcontext()
+    found: dict[str, Any] = {"losses": [], "gradients": [], "report": None}
+    with attached as session:
+        for step in range(STEPS):
+            deep_ep.calls.clear()
+            torch.manual_seed(10 * step + rank)
+            loss = model(torch.randn(TOKENS, WIDTH, requires_grad=True) * 1.0)
+            loss.backward()
+            found["losses"].append(loss.item())
+            found["gradients"].append(digest(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            if session is not None:
+                session.step()
+        found["calls"] = dict(deep_ep.calls)
+        if session is not None:
+            found["report"] = {name: session.report()[name] for name in ("opaque_regions", "offloaded_bytes")}
+    return found
+
+
+def main() -> None:
+    """All cases on this rank."""
+    dist.init_process_group("gloo")
+    results = {name: trained(case) for name, case in json.loads(sys.argv[2]).items()}
+    (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
