@@ -184,13 +184,14 @@ class _Passes:
     def __init__(self, module: nn.Module, is_known: bool):
         self._modules = [part for part in module.modules() if hasattr(part, "fp8_meta")]
         self._is_known = is_known
+        asked = (getattr(part, "will_execute_quantized", None) for part in self._modules)
+        self._asked = [ask for ask in asked if ask is not None]
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[_State]:
         """Around a forward; the state is complete behind it."""
-        is_quantized = not self._is_known or self.is_quantized()
-        recompute, state = _distributed().activation_recompute_forward, _State(is_quantized, _autocast()[0]())
-        if not is_quantized:
+        recompute, state = _distributed().activation_recompute_forward, _State(self.is_quantized(), _autocast()[0]())
+        if not state.is_quantized:
             yield state
             return
         lengths = {number: len(queue) for number, queue in self._queues()}
@@ -229,10 +230,11 @@ class _Passes:
             put(now)
 
     def is_quantized(self) -> bool:
-        """Whether something of it is, in a forward that begins now, or amaxes are collected."""
-        is_on = _manager().is_fp8_enabled()
-        own = (getattr(part, "will_execute_quantized", None) for part in self._modules)
-        return is_on or _manager().is_fp8_calibration() or any(ask(is_on) for ask in own if ask is not None)
+        """Whether something of it may be, in a forward that begins now, or amaxes are collected."""
+        manager = _manager()
+        if not self._is_known or manager.is_fp8_enabled() or manager.is_fp8_calibration():
+            return True
+        return any(ask(False) for ask in self._asked)
 
     def kept_casts(self) -> list[torch.Tensor]:
         """Of weights, for all micro-batches of a step: plain tensors, and those that a quantized one is made of."""
