@@ -23,6 +23,7 @@ def block(alpha: float | str, **settings: Any) -> dict[str, Any]:
 PROGRAMS: dict[str, dict[str, Any]] = {
     "Parts": {"layer": "Parts"},
     "Drops": {"layer": "Drops", "steps": 6},
+    "Mixed": {"layer": "Mixed", "steps": 6},
     "Whole": {"layer": "Whole", "steps": 6},
     "delayed": {"layer": "Parts", "recipe": "DelayedScaling", "micro_batches": 2, "steps": STEPS},
     "current": {"layer": "Parts", "recipe": "Float8CurrentScaling", "steps": 6},

@@ -85,6 +85,25 @@ class FlashAttention(nn.Module):
         return out.transpose(0, 1).flatten(-2)
 
 
+class QuantizedLinear(te.Linear):
+    """Enters an autocast of its own, as Megatron-Core's classes do by a recipe for each module."""
+
+    def will_execute_quantized(self, is_context_quantized: bool) -> bool:
+        return True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with te.fp8_autocast(enabled=True, fp8_recipe=recipes.Float8CurrentScaling()):
+            return super().forward(*args, **kwargs)
+
+
+class Mixed(Parts):
+    """One of its modules is quantized by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = QuantizedLinear(WIDTH, WIDTH, bias=False)
+
+
 class Whole(nn.Module):
     """Transformer Engine's own layer."""
 
