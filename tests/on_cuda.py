@@ -1,6 +1,8 @@
 """Tests marked `device` on a GPU, as a plugin: `python -m pytest -p tests.on_cuda -m "(gpu or device) and not long"`.
 
-Kernels that add in any order would differ between two runs of one step: torch is asked for those that do not.
+Kernels that add in any order would differ between two runs of one step: torch is asked for those that do not. What
+cuBLAS takes for itself would be more than all of a tiny model. In one process: tests of a full device fill it, and the
+requests of others fail then.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is loaded
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # KiB; read when cuBLAS is loaded
+os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "128")  # KiB; torch's
 
 import torch
 

@@ -26,7 +26,8 @@ histories into a queue, and runs with the first of them when it is in the recomp
 the forward's own unit and puts it in front of the queue when that runs again: micro-batches may be in flight, and some
 units never run again. Autocast is set as it was then, and not entered: leaving it would update the scales once more.
 
-Known in transformer-engine 1.13 to 2.20, by their sources; it has not run with memplug on a GPU yet.
+Known in transformer-engine 1.13 to 2.20, by their sources. 2.20.2 ran on an H200, with flash-attn's attention and with
+its own unfused one, in bfloat16 and in FP8 by delayed, current and block scaling; cuDNN's could not be loaded there.
 """
 
 from __future__ import annotations
@@ -201,8 +202,8 @@ class _Passes:
                 yield state
             finally:
                 for number, queue in self._queues():
-                    if len(queue) > lengths.get(number, 0):
-                        state.scales.append((number, queue.pop()))
+                    taken = [queue.pop() for _ in range(len(queue) - lengths.get(number, 0))]
+                    state.scales += [(number, scales) for scales in reversed(taken)]
                 while len(recompute._is_first_fp8_module) > firsts:
                     state.is_first.append(recompute._is_first_fp8_module.pop())
 
@@ -213,11 +214,13 @@ class _Passes:
             yield
             return
         recompute, (get, put) = _distributed().activation_recompute_forward, _autocast()
-        queues = dict(self._queues())
-        for number, scales in state.scales:
+        queues, firsts = dict(self._queues()), recompute._is_first_fp8_module
+        lengths = {number: len(queue) for number, queue in queues.items()}
+        before = len(firsts)
+        for number, scales in reversed(state.scales):
             queues[number].appendleft(scales)
         for is_first in state.is_first:
-            recompute._is_first_fp8_module.insert(0, is_first)
+            firsts.insert(0, is_first)
         now = get()
         put(state.autocast)
         try:
@@ -228,6 +231,10 @@ class _Passes:
                 yield
         finally:
             put(now)
+            del firsts[: len(firsts) - before]  # what an error left there
+            for number, length in lengths.items():
+                for _ in range(len(queues[number]) - length):
+                    queues[number].popleft()
 
     def is_quantized(self) -> bool:
         """Whether something of it may be, in a forward that begins now, or amaxes are collected."""

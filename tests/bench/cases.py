@@ -9,6 +9,7 @@ No torch here: the parent process stays small.
 | `selective` | the same, attention outputs saved |
 | `save_on_cpu` | `torch.autograd.graph.save_on_cpu`, pinned on CUDA; on the CPU it moves nothing |
 | `deepspeed` | `deepspeed.checkpointing` around every layer, `cpu_checkpointing` on CUDA only |
+| `offload` | Megatron-Core's fine-grained offloading around attention and norms, the MLP recomputed |
 | `memplug`, `memplug:A` | this package; alpha is "auto", or the number A |
 
 On the CPU `cpu_checkpointing` is off, since there DeepSpeed 0.19 empties what it has just saved.
@@ -19,8 +20,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MODES = ("keep_all", "full", "selective", "save_on_cpu", "deepspeed", "memplug")
-HOSTS = ("transformers", "megatron")
-MEGATRON_MODES = ("keep_all", "full", "selective", "memplug")  # the first three its own
+HOSTS = ("transformers", "megatron", "megatron-te")
+OWN_MODES = {  # all but the last are Megatron-Core's own; it offloads layers of Transformer Engine alone
+    "megatron": ("keep_all", "full", "selective", "memplug"),
+    "megatron-te": ("keep_all", "full", "offload", "memplug"),
+}
 ATTENTION = ("cudnn", "flash", "default")
 MODELS = ("tiny", "7b", "13b")
 
@@ -28,7 +32,9 @@ MODELS = ("tiny", "7b", "13b")
 def is_mode(name: str) -> bool:
     """Whether `name` is in the table above."""
     base, _, alpha = name.partition(":")
-    return name in MODES or (base == "memplug" and alpha.replace(".", "", 1).isdigit() and float(alpha) <= 1)
+    return name in (*MODES, "offload") or (
+        base == "memplug" and alpha.replace(".", "", 1).isdigit() and float(alpha) <= 1
+    )
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Case:
     attention: str
     min_offload_bytes: int
     host: str = "transformers"
-    """Whose layers: a package of HOSTS."""
+    """Whose layers, of HOSTS: a package's, or those that Megatron-Core makes of Transformer Engine's modules."""
     gpu: str = ""
     """Whose rates the virtual device has: a file of configs/hardware."""
     budget_bytes: int | None = None

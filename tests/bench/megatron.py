@@ -1,6 +1,8 @@
 """A stack of Megatron-Core's layers for the modes of a benchmark, one process, no parallelism.
 
-`full` and `selective` are Megatron-Core's own recomputation, a layer at a time and of the core attention.
+`full` and `selective` are Megatron-Core's own recomputation, a layer at a time and of the core attention. `offload` is
+its own offloading of what these parts of a layer save, for layers of Transformer Engine's modules; its schedules begin
+and end it, which a stack does without them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,12 @@ from tests.support.folders import ROOT
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "offload": {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"],
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mlp"],
+    },
 }
 
 
@@ -30,9 +38,10 @@ class Stack(nn.Module):
         tokens: of the one sequence.
         device: as torch names it.
         mode: "keep_all", or one of RECOMPUTE.
+        attention: as for the recipe's `block_spec`: "te" makes layers of Transformer Engine's modules.
     """
 
-    def __init__(self, shape: dict[str, Any], tokens: int, device: str, mode: str):
+    def __init__(self, shape: dict[str, Any], tokens: int, device: str, mode: str, attention: str = "sdpa"):
         super().__init__()
         recipe = _recipe(device)
         dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
@@ -43,11 +52,15 @@ class Stack(nn.Module):
         from megatron.core.transformer.transformer_block import TransformerBlock
 
         torch.manual_seed(0)
-        self.block = TransformerBlock(config, block_spec(config), post_layer_norm=False, post_process=False)
+        spec = block_spec(config, attention=attention)
+        self.block = TransformerBlock(config, spec, post_layer_norm=False, post_process=False)
         self.block.to(device=device, dtype=dtype).train()
         hidden = torch.randn(tokens, 1, config.hidden_size, dtype=dtype, device=device)
         self.input = hidden.requires_grad_()
         self.rotary = RotaryEmbedding(config.kv_channels, rotary_percent=1.0)(tokens)
+        if config.fine_grained_activation_offloading:
+            for parameter in self.parameters():
+                _offloading().mark_not_offloadable(parameter)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -56,13 +69,25 @@ class Stack(nn.Module):
 
     def forward(self, apply: Any) -> torch.Tensor:
         """All layers, as the block calls them; what surrounds a layer in other modes is Megatron-Core's own here."""
+        if self.block.config.fine_grained_activation_offloading:
+            offloading = _offloading()
+            offloading.reset()  # what ended the step before
+            offloading.init_chunk_handler(1, None, self.block.config.min_offloaded_tensor_size)
         return self.block(hidden_states=self.input.clone(), attention_mask=None, rotary_pos_emb=self.rotary)
 
 
 def stack_of(case: Case, mode: str) -> Stack:
     """The stack of a case."""
     shape = yaml.safe_load((ROOT / "configs" / "models" / f"{case.model}.yaml").read_text())
-    return Stack({**shape, "num_hidden_layers": case.layers}, case.tokens, case.device, mode)
+    attention = "te" if case.host == "megatron-te" else "sdpa"
+    return Stack({**shape, "num_hidden_layers": case.layers}, case.tokens, case.device, mode, attention)
+
+
+def _offloading() -> Any:
+    """Megatron-Core's own, which its models call."""
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload
+
+    return fine_grained_activation_offload.FineGrainedActivationOffloadingInterface
 
 
 def _recipe(device: str) -> Any:

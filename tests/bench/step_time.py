@@ -16,8 +16,8 @@ tokens, with a peak no higher than `full`'s.
 Where `keep_all` does not fit, it is measured with a half and a quarter of the layers and extrapolated, which is linear
 in the layers; the table marks it with *. Gradients are then compared with `full`'s.
 
-`--host megatron` runs Megatron-Core's layers: `full` and `selective` are its own recomputation then
-(tests/bench/megatron.py).
+`--host megatron` runs Megatron-Core's layers, `--host megatron-te` those of Transformer Engine's modules: the other
+modes are its own recomputation and offloading then (tests/bench/megatron.py).
 
 The defaults take about 7 minutes on an H200 and 1 minute on two CPU cores; `save_on_cpu` and `deepspeed`, up to three
 times slower than the rest, run at 32,768 tokens only unless --modes names them.
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import worker
-from tests.bench.cases import ATTENTION, HOSTS, MEGATRON_MODES, MODELS, MODES, Case, gradient_error, is_mode
+from tests.bench.cases import ATTENTION, HOSTS, MODELS, MODES, OWN_MODES, Case, gradient_error, is_mode
 from tests.bench.table import Row, figures, render, write_rows
 
 BENCH = "step_time"
@@ -74,11 +74,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     unknown = [mode for mode in args.modes or () if not is_mode(mode)]
     if unknown:
         parser.error(f"unknown mode {unknown[0]}")
-    if args.host == "megatron":
-        foreign = [mode for mode in args.modes or () if mode.partition(":")[0] not in MEGATRON_MODES]
-        if foreign:
-            parser.error(f"the mode {foreign[0]} is not one for Megatron-Core's layers: {' '.join(MEGATRON_MODES)}")
-        args.modes = args.modes or list(MEGATRON_MODES)
+    modes = OWN_MODES.get(args.host, MODES)
+    foreign = [mode for mode in args.modes or () if mode.partition(":")[0] not in modes]
+    if foreign:
+        parser.error(f"the mode {foreign[0]} is not one for these layers: {' '.join(modes)}")
+    if args.host in OWN_MODES:
+        args.modes = args.modes or list(modes)
     if args.device is None:
         import torch
 

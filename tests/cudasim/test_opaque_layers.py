@@ -4,13 +4,12 @@ flash-attn queue theirs on the current stream, and memplug's copies of what they
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.launching import launch
+from tests.support.with_and_without import EXACT, assert_same, cases_of, run
 
 pytestmark = pytest.mark.gpu
 
@@ -22,54 +21,34 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "dropout": {"layer": "Drops"},
     "flash-attn": {"layer": "Flash"},
 }
-ALPHAS = {"0": 0.0, "1": 1.0, "auto": "auto"}
-
-
-def case(program: dict[str, Any], alpha: float | str | None) -> dict[str, Any]:
-    """Without memplug, kernels run as they are queued, and numbers are the same anyway."""
-    on_cuda = {**program, "steps": STEPS, "device": "cuda"}
-    if alpha is None:
-        return {**on_cuda, "schedules": [["eager"]], "memplug": None}
-    tokenwise = {"regions": ["layers.*"], "alpha": alpha, "min_offload_bytes": 256}
-    block = {"enabled": True, "plan_dir": False, "arena": {"enabled": False}, "tokenwise": tokenwise}
-    return {**on_cuda, "schedules": SCHEDULES, "memplug": block}
-
-
+ON_CUDA = {name: {**program, "steps": STEPS, "device": "cuda"} for name, program in PROGRAMS.items()}
 CASES = {
-    f"{name} {alpha}": case(program, ALPHAS.get(alpha))
-    for name, program in PROGRAMS.items()
-    for alpha in ("none", *ALPHAS)
+    # without memplug, kernels run as they are queued, and numbers are the same anyway
+    name: {**case, "schedules": SCHEDULES if case["memplug"] else [["eager"]]}
+    for name, case in cases_of(ON_CUDA, regions=["layers.*"]).items()
 }
 MISSING = ["OFFLOAD_FOR_COMPUTE", "RELEASE_FOR_OFFLOAD", "USE_FOR_PREFETCH"]
-CASES |= {name: {**case(PROGRAMS["plain"], 1.0), "missing": name} for name in MISSING}
+CASES |= {name: {**CASES["plain 1"], "missing": name} for name in MISSING}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("opaque_layers")
-    launch(
-        ["tests.support.opaque_layers_worker", folder, json.dumps(CASES)],
-        launcher="python",
-        module=True,
-        env={"DS_ACCELERATOR": "cuda"},
-    )
-    return torch.load(folder / "results.pt", weights_only=False)
+    return run("opaque_layers_worker", tmp_path_factory.mktemp("opaque_layers"), CASES, DS_ACCELERATOR="cuda")
 
 
-@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("alpha", EXACT)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_losses_gradients_and_scales_are_those_without_memplug_to_the_bit_under_every_schedule(
     program: str, alpha: str, results: dict[str, Any]
 ) -> None:
     plain, found = results[f"{program} none"], results[f"{program} {alpha}"]
-    assert found["losses"] == plain["losses"]
-    assert found["gradients"] == plain["gradients"]
+    assert_same(plain, found)
     assert all(map(torch.equal, found["scales"], plain["scales"]))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_access_of_a_unit_is_out_of_order(program: str, results: dict[str, Any]) -> None:
-    for alpha in ("none", *ALPHAS):
+    for alpha in ("none", *EXACT):
         assert results[f"{program} {alpha}"]["violations"] == 0, alpha
 
 
@@ -78,7 +57,7 @@ def test_a_wait_that_is_left_out_is_noticed(wait: str, results: dict[str, Any]) 
     assert results[wait]["violations"] > 0
 
 
-@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("alpha", EXACT)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_region_is_opaque_and_attention_runs_once_in_a_step(
     program: str, alpha: str, results: dict[str, Any]

@@ -4,20 +4,14 @@ runs again where the link carries what it saved.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.launching import launch
+from tests.support.with_and_without import ALPHAS, EXACT, assert_same, block, cases_of, run
 
 LAYERS, STEPS = 3, 20
-
-
-def block(alpha: float | str, **settings: Any) -> dict[str, Any]:
-    tokenwise = {"regions": ["layers.*"], "alpha": alpha, "min_offload_bytes": 256}
-    return {"enabled": True, "plan_dir": False, "arena": {"enabled": False}, "tokenwise": tokenwise, **settings}
 
 
 PROGRAMS: dict[str, dict[str, Any]] = {
@@ -26,32 +20,25 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "Mixed": {"layer": "Mixed", "steps": 6},
     "Whole": {"layer": "Whole", "steps": 6},
     "delayed": {"layer": "Parts", "recipe": "DelayedScaling", "micro_batches": 2, "steps": STEPS},
+    "twice": {"layer": "Twice", "recipe": "DelayedScaling", "micro_batches": 2, "steps": 6},
     "current": {"layer": "Parts", "recipe": "Float8CurrentScaling", "steps": 6},
     "around backward": {"layer": "Parts", "around_backward": "Float8CurrentScaling", "steps": 6},
 }
-ALPHAS = {"0": 0.0, "1": 1.0, "half": 0.5, "auto": "auto"}
-CASES = {
-    f"{program} {alpha}": {**case, "memplug": block(ALPHAS[alpha]) if alpha != "none" else None}
-    for program, case in PROGRAMS.items()
-    for alpha in ("none", *ALPHAS)
-} | {"refusals": block(0.0)}
+REGIONS = {"regions": ["layers.*"]}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("opaque_layers")
-    launch(["tests.support.opaque_layers_worker", folder, json.dumps(CASES)], launcher="python", module=True)
-    return torch.load(folder / "results.pt", weights_only=False)
+    cases = cases_of(PROGRAMS, ALPHAS, **REGIONS) | {"refusals": block(0.0, **REGIONS)}
+    return run("opaque_layers_worker", tmp_path_factory.mktemp("opaque_layers"), cases)
 
 
-@pytest.mark.parametrize("alpha", ["0", "1", "auto"])
+@pytest.mark.parametrize("alpha", EXACT)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_losses_and_gradients_are_those_without_memplug_to_the_bit(
     program: str, alpha: str, results: dict[str, Any]
 ) -> None:
-    plain, found = results[f"{program} none"], results[f"{program} {alpha}"]
-    assert found["losses"] == plain["losses"]
-    assert found["gradients"] == plain["gradients"]
+    assert_same(results[f"{program} none"], results[f"{program} {alpha}"])
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)

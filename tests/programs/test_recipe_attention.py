@@ -1,6 +1,6 @@
 """Both recipes with each attention, ranks that share sequences, 8 bits, and a Qwen3: trained as without memplug.
 
-Transformer Engine and flash-attn are their stand-ins (tests/support/stand_ins).
+Transformer Engine and flash-attn are their stand-ins (tests/support/stand_ins); on a GPU that has them, themselves.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import pytest
 import torch
 import yaml
 
+from tests.support.attention_kernels import DETERMINISTIC
 from tests.support.folders import ROOT
 from tests.support.forking import launch_forked
+from tests.support.launching import launch
 from tests.support.recipes import context
+from tests.support.simulated import cuda_is_simulated
 
 pytestmark = pytest.mark.distributed
 
@@ -55,9 +58,21 @@ def ds_config(bf16: bool = False, stage: int = 1) -> dict[str, Any]:
 
 
 def run(
-    folder: Path, recipe: str, model: str, *options: str, memplug: bool = False, processes: int = 1, **config: Any
+    folder: Path,
+    recipe: str,
+    model: str,
+    *options: str,
+    memplug: bool = False,
+    processes: int = 1,
+    installed: bool = False,
+    **config: Any,
 ) -> list[dict[str, Any]]:
-    """The lines of a run's log, a step each, and the report as the last one; `config` as for `ds_config`."""
+    """The lines of a run's log, a step each, and the report as the last one.
+
+    Args:
+        installed: on a GPU, by the packages that are installed.
+        config: as for `ds_config`.
+    """
     for name, shape in SHAPES.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(shape))
     (folder / "ds.json").write_text(json.dumps(ds_config(**config)))
@@ -73,8 +88,11 @@ def run(
         common += ["--memplug-config", folder / "ds.json", "--memplug" if memplug else "--no-memplug"]
         common += ["--micro-batch", 2, "--micro-batches", 2]
     script = ROOT / "examples" / recipe / "train.py"
-    words = ["tests.support.stand_in_recipe", script, *map(str, common), *options]
-    launch_forked(words, libraries=libraries, module=True, processes=processes)
+    words = [script, *map(str, common), *options]
+    if installed:
+        launch(words, processes=processes, env={**DETERMINISTIC, "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    else:
+        launch_forked(["tests.support.stand_in_recipe", *words], libraries=libraries, module=True, processes=processes)
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
@@ -107,9 +125,25 @@ LONG = list(CASES)[list(CASES).index("flash, context") :]
 )
 def test_a_run_has_the_losses_that_it_has_without_memplug_to_the_bit(case: str, tmp_path: Path) -> None:
     recipe, model, options, processes = CASES[case]
-    where = {"processes": processes, "bf16": "flash" in options}
-    *plain, without = run(tmp_path, recipe, model, *options, **where)
-    *ours, report = (line for line in run(tmp_path, recipe, model, *options, memplug=True, **where))
+    compare(tmp_path, recipe, model, *options, processes=processes, bf16="flash" in options)
+
+
+@pytest.mark.gpu
+@MEGATRON
+@pytest.mark.skipif(cuda_is_simulated(), reason="kernels of other packages are not simulated")
+@pytest.mark.parametrize("case", ["flash", *(f"Megatron-Core, {kind}" for kind in ("flash", "te", "fp8"))])
+def test_so_it_has_with_the_packages_themselves(case: str, tmp_path: Path) -> None:
+    for name in ("flash_attn", "transformer_engine"):
+        pytest.importorskip(name)
+    recipe, model, options, _ = CASES[case]
+    sixteen = ["--bf16"] if recipe == "megatron_llama2" and "--bf16" not in options else []
+    compare(tmp_path, recipe, model, *options, *sixteen, installed=True, bf16=True)
+
+
+def compare(folder: Path, recipe: str, model: str, *options: str, **where: Any) -> None:
+    """A run with memplug beside one without."""
+    *plain, without = run(folder, recipe, model, *options, **where)
+    *ours, report = run(folder, recipe, model, *options, memplug=True, **where)
     assert ours == plain and len(plain) == STEPS
     assert plain[-1]["loss"] < plain[0]["loss"]
     without, report = without["report"], report["report"]

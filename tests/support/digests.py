@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 
+import torch
 from torch import nn
 
 
 def digest(model: nn.Module) -> str:
     """Of all gradients."""
-    parts = [p.grad.contiguous().cpu().numpy().tobytes() for p in model.parameters() if p.grad is not None]
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    parts = [gradient.flatten().view(torch.uint8).cpu().numpy().tobytes() for gradient in found]
     return hashlib.sha256(b"".join(parts)).hexdigest()

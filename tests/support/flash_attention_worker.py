@@ -1,12 +1,13 @@
-"""Trains a tiny Llama of Hugging Face's with the stand-ins of flash-attn, with memplug and without, and writes what
-came of it to `FOLDER/results.pt`.
+"""Trains a tiny Llama of Hugging Face's with flash-attn, with memplug and without, and writes what came of it to
+`FOLDER/results.pt`.
 
-`python -m tests.support.flash_attention_worker FOLDER CASES`. `CASES`: a JSON object, name -> {"implementation": of
+`python -m tests.support.flash_attention_worker FOLDER CASES [--installed]`: by the stand-ins of flash-attn, or on a GPU
+by itself, in bfloat16. `CASES`: a JSON object, name -> {"implementation": of
 attention, "batch": "whole", "padded", "packed" (sequences in a row, which position_ids tell) or "lengths" (the same,
 and their starts besides, as a collator gives them), "memplug": a block, or null}.
 
-Of each case: {"losses", "gradients": digests of each step's, "functions": forwards of each Function in the last step,
-"report"}.
+Of each case: {"losses", "gradients": digests of each step's, "functions": forwards of each Function in the last step
+(of flash-attn itself, see tests/support/attention_kernels.py), "report"}.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ import torch
 import transformers
 
 import memplug
-from tests.support import stand_in
+from tests.support import attention_kernels, stand_in
 from tests.support.digests import digest
 
-stand_in.use()
-stand_in.let_transformers_use_flash_attention()
-
-from stand_in_kernels import calls  # noqa: E402
+if "--installed" in sys.argv:
+    calls = attention_kernels.Calls()
+    torch.set_default_device("cuda")
+    torch.set_default_dtype(torch.bfloat16)
+else:
+    stand_in.use()
+    stand_in.let_transformers_use_flash_attention()
+    from stand_in_kernels import calls
 
 LAYERS, TOKENS, WORDS, STEPS = 3, 24, 64, 14
 PACKED = [[10, 14], [5, 12, 7]]  # tokens of each sequence, by step in turn
@@ -69,7 +74,8 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "gradients": [], "report": None}
     with attached as session:
         for step in range(STEPS):
-            calls.clear()
+            if step == STEPS - 1:
+                calls.clear()
             torch.manual_seed(step)
             loss = model(**batch(case["batch"], step), use_cache=False).loss
             loss.backward()

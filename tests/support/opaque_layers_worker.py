@@ -1,15 +1,17 @@
 """Trains small models whose layers launch kernels of their own, with memplug and without, and writes what came of it to
 `FOLDER/results.pt`.
 
-`python -m tests.support.opaque_layers_worker FOLDER CASES`. `CASES`: a JSON object, name -> {"layer": a class of this
-module, "recipe": of FP8, or null, "around_backward": one that is on around backward alone, "steps", "micro_batches": of
-a step, the forwards of all of which run before the first backward, "memplug": a block, or null, "device": "cpu" by
-default, "schedules": of simulated CUDA, [policy, seed], one for each step in turn, "missing": a `Wait` of the executor
-that is left out}; beside them "refusals" -> a block.
+`python -m tests.support.opaque_layers_worker FOLDER CASES [--installed]`: by the stand-ins of Transformer Engine and
+flash-attn, or on a GPU by these packages themselves, in bfloat16. `CASES`: a JSON object, name -> {"layer": a class of
+this module, "recipe": of FP8, or null, "around_backward": one that is on around backward alone, "steps",
+"micro_batches": of a step, the forwards of all of which run before the first backward, "memplug": a block, or null,
+"device": "cpu" by default, "schedules": of simulated CUDA, [policy, seed], one for each step in turn, "missing": a
+`Wait` of the executor that is left out, "checkpoint": torch's around each layer}; beside them "refusals" -> a block.
 
 Of each case: {"losses": of each micro-batch, "gradients": digests of each step's, "scales": of FP8, in the end,
-"report", "functions": forwards of each Function in the last step, "flops": of its kernels, "violations": of simulated
-CUDA's order}; of "refusals", see `refusals`.
+"report", "functions": forwards of each Function in the last step (of the packages themselves, see
+tests/support/attention_kernels.py), "flops": of its kernels, "violations": of simulated CUDA's order}; of "refusals",
+see `refusals`.
 """
 
 from __future__ import annotations
@@ -25,20 +27,30 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memplug
 from memplug.device.device import CudaDevice, Wait
-from tests.support import stand_in
+from tests.support import attention_kernels, stand_in
 from tests.support.digests import digest
 
-stand_in.use()
+INSTALLED = "--installed" in sys.argv
+if not INSTALLED:
+    stand_in.use()
 
 import transformer_engine.pytorch as te  # noqa: E402
 from flash_attn import flash_attn_func  # noqa: E402
 from transformer_engine.common import recipe as recipes  # noqa: E402
-from transformer_engine.stand_in import calls  # noqa: E402
 
-WIDTH, HEADS, TOKENS, SEQUENCES, LAYERS = 32, 4, 12, 2, 3
+if INSTALLED:
+    # kernels of attention take no float32, and those of FP8 no fewer features
+    calls, WIDTH, TOKENS = attention_kernels.Calls(), 256, 64
+    torch.set_default_dtype(torch.bfloat16)
+else:
+    from transformer_engine.stand_in import calls
+
+    WIDTH, TOKENS = 32, 12
+HEADS, SEQUENCES, LAYERS = 4, 2, 3
 
 
 class Parts(nn.Module):
@@ -81,7 +93,7 @@ class FlashAttention(nn.Module):
     """flash-attn's function of [tokens, sequences, heads, size]; returns heads side by side."""
 
     def forward(self, *qkv: torch.Tensor) -> torch.Tensor:
-        out = flash_attn_func(*(x.transpose(0, 1) for x in qkv), causal=True)
+        out = flash_attn_func(*(x.transpose(0, 1) for x in qkv), causal=True, deterministic=True)
         return out.transpose(0, 1).flatten(-2)
 
 
@@ -104,6 +116,21 @@ class Mixed(Parts):
         self.projection = QuantizedLinear(WIDTH, WIDTH, bias=False)
 
 
+class TwiceLinear(te.Linear):
+    """Runs twice where it is called once."""
+
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return super().forward(super().forward(x, **options), **options)
+
+
+class Twice(Parts):
+    """One of its modules does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = TwiceLinear(WIDTH, WIDTH, bias=False)
+
+
 class Whole(nn.Module):
     """Transformer Engine's own layer."""
 
@@ -118,15 +145,16 @@ class Whole(nn.Module):
 class Model(nn.Module):
     """Layers in a row and a loss."""
 
-    def __init__(self, layer: type[nn.Module]) -> None:
+    def __init__(self, layer: type[nn.Module], recomputes: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList([layer() for _ in range(LAYERS)])
+        self.recomputes = recomputes
 
     def forward(self, x: torch.Tensor, first: bool | None) -> torch.Tensor:
         x = x * 1.0  # region inputs are not leaves
         for layer in self.layers:
-            x = layer(x, first)
-        return x.square().mean()
+            x = checkpoint(layer, x, first, use_reentrant=False) if self.recomputes else layer(x, first)
+        return x.float().square().mean()
 
 
 def scales(model: nn.Module) -> list[torch.Tensor]:
@@ -192,17 +220,18 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
 
 def _trained(case: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Model(globals()[case["layer"]])
+    model = Model(globals()[case["layer"]], case.get("checkpoint", False))
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     recipe, around = (getattr(recipes, case[key])() if case.get(key) else None for key in ("recipe", "around_backward"))
     block = case.get("memplug")
     attached = memplug.attach(model, block) if block is not None else contextlib.nullcontext()
     found: dict[str, Any] = {"losses": [], "gradients": []}
-    schedule = schedules(case)
+    schedule, steps = schedules(case), case.get("steps", 10)
     with attached as session:
-        for step in range(case.get("steps", 10)):
+        for step in range(steps):
             with schedule(step):
-                calls.clear()
+                if step == steps - 1:
+                    calls.clear()
                 torch.manual_seed(step)
                 found["losses"] += losses_of(model, case.get("micro_batches", 1), recipe, around)
                 found["gradients"].append(digest(model))

@@ -1,0 +1,118 @@
+"""Transformer Engine and flash-attn themselves under memplug, on a GPU: to the bit, and attention runs once in a step.
+
+Their stand-ins are held to the same by test_opaque_layers.py and test_flash_attention.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.attention_kernels import DETERMINISTIC, FORWARD
+from tests.support.simulated import cuda_is_simulated
+from tests.support.with_and_without import ALPHAS, EXACT, assert_same, cases_of, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda_is_simulated(), reason="kernels of other packages are not simulated"),
+    *(
+        pytest.mark.skipif(not importlib.util.find_spec(name), reason=f"{name} is not installed")
+        for name in ("transformer_engine", "flash_attn")
+    ),
+]
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "Parts": {"layer": "Parts"},
+    "Drops": {"layer": "Drops"},
+    "Flash": {"layer": "Flash"},
+    "Mixed": {"layer": "Mixed"},
+    "Whole": {"layer": "Whole"},
+    "delayed": {"layer": "Parts", "recipe": "DelayedScaling", "micro_batches": 2, "steps": 20},
+    "current": {"layer": "Parts", "recipe": "Float8CurrentScaling", "micro_batches": 2},
+    "blocks": {"layer": "Parts", "recipe": "Float8BlockScaling"},
+}
+BATCHES = ["whole", "padded", "packed", "lengths"]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Transformer Engine takes cuDNN's attention, or where that cannot be had, its own unfused one.
+
+    What it compiles runs as it is written in a region, and rounds more often: so it does without memplug too.
+    """
+    programs = {name: {"device": "cuda", **case} for name, case in PROGRAMS.items()}
+    cases = cases_of(programs, ALPHAS, **REGIONS) | {"checkpoint": {**programs["Parts"], "checkpoint": True}}
+    chosen = {**DETERMINISTIC, "NVTE_FLASH_ATTN": "0", "TORCH_COMPILE_DISABLE": "1"}
+    return run("opaque_layers_worker", tmp_path_factory.mktemp("own"), cases, "--installed", **chosen)
+
+
+@pytest.fixture(scope="module")
+def by_flash(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Transformer Engine takes flash-attn."""
+    programs = {name: {"device": "cuda", **PROGRAMS[name]} for name in RUNS["by_flash"]}
+    cases, chosen = cases_of(programs, ALPHAS, **REGIONS), {**DETERMINISTIC, "NVTE_FUSED_ATTN": "0"}
+    return run("opaque_layers_worker", tmp_path_factory.mktemp("by_flash"), cases, "--installed", **chosen)
+
+
+@pytest.fixture(scope="module")
+def llamas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Hugging Face's Llama takes flash-attn."""
+    programs = {kind: {"implementation": "flash_attention_2", "batch": kind} for kind in BATCHES}
+    cases = cases_of(programs, ALPHAS)
+    return run("flash_attention_worker", tmp_path_factory.mktemp("llamas"), cases, "--installed", **DETERMINISTIC)
+
+
+REGIONS = {"regions": ["layers.*"]}
+RUNS = {"own": list(PROGRAMS), "by_flash": ["Parts", "Drops", "delayed"], "llamas": BATCHES}
+EACH = [(run, program) for run, programs in RUNS.items() for program in programs]
+each = pytest.mark.parametrize(("run", "program"), EACH, ids=[f"{run} {program}" for run, program in EACH])
+Results = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest) -> Results:
+    return request.getfixturevalue
+
+
+@pytest.mark.parametrize("alpha", EXACT)
+@each
+def test_losses_and_gradients_are_those_without_memplug_to_the_bit(
+    run: str, program: str, alpha: str, results: Results
+) -> None:
+    assert_same(results(run)[f"{program} none"], results(run)[f"{program} {alpha}"])
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@each
+def test_attention_runs_once_in_a_step_and_no_region_is_opaque(
+    run: str, program: str, alpha: str, results: Results
+) -> None:
+    plain, found = results(run)[f"{program} none"], results(run)[f"{program} {alpha}"]
+    assert found["report"]["opaque_regions"] == 0
+    assert found["functions"][FORWARD] == plain["functions"][FORWARD] > 0
+
+
+def test_a_checkpoint_runs_it_twice(own: dict[str, Any]) -> None:
+    assert own["checkpoint"]["functions"][FORWARD] == 2 * own["Parts none"]["functions"][FORWARD]
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_scales_and_histories_are_those_without_memplug(program: str, alpha: str, own: dict[str, Any]) -> None:
+    plain, found = own[f"{program} none"]["scales"], own[f"{program} {alpha}"]["scales"]
+    assert len(found) == len(plain) and bool(plain) == (program == "delayed")
+    assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_losses_with_half_of_the_rows_differ_by_rounding_alone(program: str, own: dict[str, Any]) -> None:
+    assert own[f"{program} half"]["losses"] == pytest.approx(own[f"{program} none"]["losses"], rel=1e-2)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_units_saved_is_on_the_host_between_forward_and_backward(program: str, own: dict[str, Any]) -> None:
+    assert own[f"{program} 1"]["report"]["offloaded_bytes"] > 0
