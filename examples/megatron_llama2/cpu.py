@@ -55,6 +55,7 @@ def pretend() -> None:
         "current_device": lambda: CPU,
         "set_device": lambda device: None,
         "device_count": lambda: 1,
+        "is_available": lambda: False,  # which the count above would make true for those who ask the driver
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": torch.manual_seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
 from torch.nn import functional
 
 
@@ -48,6 +50,14 @@ def initialize(parallel: Parallel, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16 reads the name without defining it where Transformer Engine is absent
+
+
+def share_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's tokens of sequences that ranks share, [batch, tokens]; all of them where none is shared."""
+    # without a group, newer versions take all ranks
+    given = {"cp_group": parallel_state.get_context_parallel_group(), "is_hybrid_cp": False}
+    asked = inspect.signature(get_batch_on_this_cp_rank).parameters
+    return get_batch_on_this_cp_rank(batch, **{name: value for name, value in given.items() if name in asked})
 
 
 def transformer_config(

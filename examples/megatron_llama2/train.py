@@ -32,7 +32,6 @@ from data import Batches  # noqa: E402
 from layout import parse_args, read  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.utils import get_batch_on_this_cp_rank  # noqa: E402
 from report import model_flop_per_token, peak_flop_per_s, peak_memory_gib, render, write_log  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: E402
@@ -87,7 +86,7 @@ def forward_step(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> tup
     tokens = next(batches)
     positions = torch.arange(tokens.shape[1] - 1, device=tokens.device).expand(tokens.shape[0], -1)
     whole = {"tokens": tokens[:, :-1], "positions": positions, "labels": tokens[:, 1:]}
-    part = get_batch_on_this_cp_rank(whole)  # all of it unless ranks share sequences
+    part = megatron_model.share_of(whole)
     return chunk(part["tokens"], part["positions"], None, labels=part["labels"]), loss_of
 
 

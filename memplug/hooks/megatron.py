@@ -16,21 +16,21 @@ What a layer is made of decides what memplug can do with it:
 |---|---|---|
 | Megatron-Core's linear layers, SDPA or unfused attention | row by row | CPU |
 | SequentialMLP, all-gather and all-to-all dispatchers | row by row, in permuted order; collectives captured | CPU |
-| flash-attn 2, and 3 since November 2025, by their operators | attention whole, the rest row by row | stand-ins |
+| flash-attn 2 by its operators | attention whole, the rest row by row | H200 |
+| flash-attn 3 since November 2025, likewise | likewise | stand-ins |
 | grouped matmul (`torch._grouped_mm`) | row by row | CPU, outside of Megatron-Core |
-| modules of Transformer Engine, FP8 or not | tensor by tensor of what they saved (transformer_engine.py) | stand-ins |
+| modules of Transformer Engine, FP8 or not | tensor by tensor of what they saved (transformer_engine.py) | H200 |
 | fused kernels of other functions, GroupedMLP | likewise (memplug/tokenwise/regions/hidden.py) | stand-ins |
-| DeepEP and HybridEP (flex dispatcher) | what they exchanged is captured, never exchanged again | nothing yet |
+| DeepEP and HybridEP (flex dispatcher) | what they exchanged is captured, never exchanged again | stand-ins |
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from torch import nn
 
 from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
+from memplug.hooks import random_states
 from memplug.hooks.framework import Framework, Layers, Target, instances, outermost
 from memplug.hooks.patching import patch, unnoticed
 from memplug.hooks.regions import Prepare
@@ -137,7 +138,9 @@ class Megatron(Framework):
         _hook_memory_buffer(session)
         _hook_losses(session)
         _hook_gathering(session)
-        session.executor.hooks.surroundings.append(_random_states)
+        session.executor.hooks.surroundings.append(
+            lambda: random_states.kept(_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker())
+        )
 
 
 def check_chunks(chunks: Sequence[nn.Module]) -> None:
@@ -259,32 +262,6 @@ def _hook_gathering(session: Session) -> None:
     groups = _module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
     patch(groups, "start_param_sync", unnoticed, session, VERSIONS)
     patch(groups, "finish_param_sync", unnoticed, session, VERSIONS)
-
-
-def _random_states() -> Callable[[], Any]:
-    """The generator states that Megatron-Core keeps by name, as they are now; returns what brings them back for a
-    while.
-    """
-    tracker = _module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker()
-    states, name = tracker.get_states(), getattr(tracker, "_current_state_name", None)
-
-    @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        now, name_now = tracker.get_states(), getattr(tracker, "_current_state_name", None)
-        tracker.set_states(dict(states))
-        _set_name(tracker, name)
-        try:
-            yield
-        finally:
-            tracker.set_states(now)
-            _set_name(tracker, name_now)
-
-    return again
-
-
-def _set_name(tracker: Any, name: str | None) -> None:
-    if name is not None:
-        tracker._current_state_name = name
 
 
 def _module(name: str) -> Any:

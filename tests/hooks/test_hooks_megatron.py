@@ -14,6 +14,7 @@ from torch import nn
 import memplug
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
 from memplug.hooks import megatron as hooks
+from memplug.hooks import random_states
 from tests.support.blocks import assert_same, gradients, twin
 from tests.support.hosts import ds_config, make_engine, process_group
 
@@ -24,6 +25,12 @@ from megatron.core.transformer.moe import router
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 BLOCK = {"enabled": True, "tokenwise": {"alpha": 1.0, "min_offload_bytes": 1}, "arena": {"enabled": False}}
+if hasattr(router, "save_to_aux_losses_tracker"):
+    LOSSES = (router, "save_to_aux_losses_tracker")
+else:  # from 0.18 on
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+
+    LOSSES = (MoEMetricsTracker, "record")
 
 
 def config(**fields: Any) -> types.SimpleNamespace:
@@ -229,7 +236,7 @@ def test_detach_puts_everything_back():
         for module, name in [
             (schedules, "forward_step"),
             (schedules, "backward_step"),
-            (router, "save_to_aux_losses_tracker"),
+            LOSSES,
         ]
     }
     session = memplug.attach(Model(), BLOCK)
@@ -241,23 +248,45 @@ def test_detach_puts_everything_back():
 
 
 def test_an_auxiliary_loss_is_recorded_once():
-    recorded = []
+    recorded, (owner, name) = [], LOSSES
 
     class Routes(Decoder):
         def forward(self, hidden_states: torch.Tensor, **others: Any) -> Any:
-            router.save_to_aux_losses_tracker("loss", hidden_states.detach().mean(), 0, 2)
+            getattr(owner, name)(owner, hidden_states.detach().mean(), 0, 2)
             return super().forward(hidden_states, **others)
 
-    def save(name: str, loss: torch.Tensor, *others: Any) -> None:
-        recorded.append((name, torch.zeros(3).add_(loss)))  # makes memory in the first step alone, as Megatron-Core's
+    def save(_: Any, loss: torch.Tensor, *others: Any) -> None:
+        recorded.append(torch.zeros(3).add_(loss))  # makes memory in the first step alone, as Megatron-Core's
 
-    with mock.patch.object(router, "save_to_aux_losses_tracker", save):
+    with mock.patch.object(owner, name, save):
         model = Model(layer=Routes)
         with memplug.attach(model, {**BLOCK, "tokenwise": {"alpha": 0.0, "min_offload_bytes": 1}}) as session:
             for _ in range(2):
                 model(torch.randn(3, 2, 16)).backward()
                 session.step()
             assert len(recorded) == 4 and session.report()["recomputed_in_full"] == 0
+
+
+def test_states_that_are_generators_are_brought_back_too():
+    """As of `--te-rng-tracker`: `get_states` gives the generators themselves."""
+    generator = torch.Generator().manual_seed(1)
+
+    class Tracker:
+        states = {"model-parallel-rng": generator, "other": torch.zeros(1)}
+
+        def get_states(self) -> dict[str, Any]:
+            return dict(self.states)
+
+        def set_states(self, states: dict[str, Any]) -> None:
+            self.states = states
+
+    tracker = Tracker()
+    again, first = random_states.kept(tracker), torch.rand(3, generator=generator)
+    second = torch.rand(3, generator=torch.Generator().manual_seed(1).set_state(generator.get_state()))
+    with again():
+        assert torch.equal(torch.rand(3, generator=tracker.states["model-parallel-rng"]), first)
+    assert tracker.states["model-parallel-rng"] is generator
+    assert torch.equal(torch.rand(3, generator=generator), second)
 
 
 def test_the_random_states_of_a_forward_are_there_when_recomputed():

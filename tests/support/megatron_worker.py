@@ -79,11 +79,11 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 
 def _given(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A model's tokens, their positions and its labels: of each sequence, what this rank has of it."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
+    import model as recipe
 
     positions = torch.arange(tokens.shape[1] - 1)[None].expand(SEQUENCES, -1)
     given = {"tokens": tokens[:, :-1], "positions": positions, "labels": tokens[:, 1:]}
-    return tuple(get_batch_on_this_cp_rank(given).values())
+    return tuple(recipe.share_of(given).values())
 
 
 def _report(session: Any) -> dict[str, Any]:

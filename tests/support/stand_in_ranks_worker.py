@@ -151,7 +151,6 @@ def megatron_context() -> dict[str, float]:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     stand_in.let_megatron_split_sequences()
     shape, results = megatron_worker.SHAPE, []
@@ -169,7 +168,7 @@ def megatron_context() -> dict[str, float]:
             "position_ids": torch.arange(32).expand(2, -1),
         }
         places = torch.arange(32).expand(2, -1)
-        batch = get_batch_on_this_cp_rank({**batch, "places": places})
+        batch = recipe.share_of({**batch, "places": places})
         losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         losses.sum().backward()
         gradients = [parameter.grad for parameter in model.parameters()]

@@ -159,9 +159,12 @@ class GroupedLinear(TransformerEngineBaseModule):
         ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
     ) -> None:
         super().__init__()
         refuse(ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag, delay_wgrad_compute=delay_wgrad_compute)
+        refuse(single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias)  # newer ones'
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         self.apply_bias = bias and not return_bias
         self.take_tensor_parallel_group(tp_group, tp_size)
