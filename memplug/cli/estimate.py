@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memplug.cli import layouts
+from memplug.cli.estimated import facts_of, table_of, write
 from memplug.cli.output import collected_warnings, echo_warnings, print_table, progress, refusing
 
 if TYPE_CHECKING:
@@ -154,12 +155,12 @@ def estimate(
                 say("limits")
                 found_by = {name: options[name] for name in ("attention", "host_bytes") if name in options}
                 largest = _limits(workload, config, hardware, modes, **found_by)
-        facts = _facts(found, workload, largest, settings, gpus)
+        facts = facts_of(found, workload, largest, settings, gpus)
         if layout is not None:
             facts |= layouts.facts_of(found, workload, layout, micro_batches)
-        _write(found, workload, facts, html, chrome, as_json)
+        write(found, workload, facts, html, chrome, as_json)
     typer.echo(facts["title"])
-    print_table(*_table(facts))
+    print_table(*table_of(facts))
     for name, error in found.impossible.items():
         typer.echo(f"{name}: {error}", err=True)
     echo_warnings(list(dict.fromkeys(warnings)))
@@ -237,90 +238,3 @@ def _limits(
         }
         for mode in modes
     }
-
-
-def _facts(
-    found: "Estimate",
-    workload: "Workload",
-    largest: dict[str, dict[str, int]],
-    settings: dict[str, Any],
-    gpus: int | None,
-) -> dict[str, Any]:
-    """Plain values: seconds, bytes, and shares."""
-    names = ("step_s", "flops", "peak_allocated_bytes", "peak_reserved_bytes", "arena_reserved_bytes")
-    more = ("host_bytes", "to_host_bytes", "to_device_bytes", "bound", "fits", "bubble_s")
-    hardware = found.hardware
-    rank = f"one {hardware.name}"
-    if gpus is not None:
-        stage = (settings.get("zero_optimization") or {}).get("stage")
-        rank = f"one of {gpus} {hardware.name}, ZeRO {stage if isinstance(stage, int) else 0}"
-    return {
-        "title": f"Predicted for {rank}: {layouts.words_of(workload, optimizer=gpus is None)}",
-        "gpu": hardware.name,
-        "device_bytes": int(hardware.memory_bytes),
-        "modes": {
-            mode: {
-                **{name: getattr(each, name) for name in (*names, *more)},
-                "over_keep": found.over_keep(mode),
-                "model_flops_utilization": found.utilization(mode, hardware.peak_flops),
-                **largest.get(mode, {}),
-            }
-            for mode, each in found.items()
-        },
-        "impossible": {mode: {"least_gib": error.least_gib} for mode, error in found.impossible.items()},
-    }
-
-
-def _table(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    from memplug.show.words import duration, known, size
-
-    def share(value: float | None) -> str:
-        return known(value, lambda each: f"{100 * each:.1f} %")
-
-    rows = [
-        ("step", lambda each: duration(each["step_s"])),
-        ("over keep", lambda each: known(each["over_keep"], lambda ratio: f"{ratio:.3f}")),
-        ("model FLOP/s utilization", lambda each: share(each["model_flops_utilization"])),
-        ("peak allocated", lambda each: size(each["peak_allocated_bytes"])),
-        ("reserved by torch", lambda each: size(each["peak_reserved_bytes"])),
-        ("reserved with the arena", lambda each: known(each["arena_reserved_bytes"], size)),
-        ("host memory", lambda each: size(each["host_bytes"])),
-        ("to host, to device", lambda each: f"{size(each['to_host_bytes'])}, {size(each['to_device_bytes'])}"),
-        ("waits for", lambda each: each["bound"]),
-        (f"fits {size(facts['device_bytes'])}", lambda each: "yes" if each["fits"] else "no"),
-        ("longest sequence", lambda each: f"{each['longest_seq_len']:,}"),
-        ("largest micro-batch", lambda each: f"{each['largest_micro_batch']:,}"),
-    ]
-    modes = list(facts["modes"])
-    if facts.get("stages"):
-        rows.insert(1, ("of it the bubble", lambda each: duration(each["bubble_s"])))
-    if not all("longest_seq_len" in each for each in facts["modes"].values()):
-        rows = rows[:-2]
-    return ["", *modes], [[name, *(words(facts["modes"][mode]) for mode in modes)] for name, words in rows]
-
-
-def _write(
-    found: "Estimate",
-    workload: "Workload",
-    facts: dict[str, Any],
-    html: Path | None,
-    chrome: Path | None,
-    as_json: Path | None,
-) -> None:
-    """Raises MemplugError where plotly is missing, or a file cannot be written."""
-    import json
-
-    from memplug.errors import MemplugError
-    from memplug.show.gantt import gantt, write_chrome
-    from memplug.show.page import write_page
-
-    steps = {mode: (each.step_s, each.spans) for mode, each in found.items()}
-    try:
-        if html is not None and steps:
-            write_page(gantt(facts["title"], steps), html)
-        if chrome is not None:
-            write_chrome(steps, chrome)
-        if as_json is not None:
-            as_json.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise MemplugError(f"{error.filename}: {error.strerror}", "Name a file that can be written.") from None

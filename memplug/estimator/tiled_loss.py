@@ -22,7 +22,8 @@ def tile_loss(model: nn.Module, tiles: int) -> nn.Module:
 def _forward(model: nn.Module, tiles: int, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Shapes: [batch, tokens]; the mean cross entropy of the next tokens, where −100 counts for nothing."""
     hidden = model.model(input_ids=input_ids).last_hidden_state
-    hidden, labels = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    hidden, labels = hidden[:, :-1], labels[:, 1:]
+    hidden, labels = hidden.flatten(0, 1), labels.flatten()
     total = hidden.new_zeros((), dtype=torch.float32)
     for some, their_labels in zip(hidden.chunk(tiles), labels.chunk(tiles), strict=True):
         total = total + checkpoint(_sum, model.lm_head, some, their_labels, use_reentrant=False)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplug.estimator.tiled_loss import tile_loss
+from tests.support import recipes
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -34,3 +38,26 @@ def test_loss_and_gradients_are_those_of_all_tokens_at_once(family: str, tiles: 
     torch.testing.assert_close(parts, whole)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+class _Operators(TorchDispatchMode):
+    """Of forward and backward: each with the sizes of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((func, [tuple(one.shape) for one in args if isinstance(one, torch.Tensor)]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_it_runs_the_operators_that_the_recipe_runs() -> None:
+    ids, each = torch.randint(0, SIZES["vocab_size"], (2, 32)), []
+    for tile in (tile_loss, recipes.tiled_loss.tile_loss):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, use_cache=False))
+        with _Operators() as operators:
+            out = tile(model, 3)(input_ids=ids, labels=ids)
+            (out if isinstance(out, torch.Tensor) else out.loss).backward()
+        each.append(operators.seen)
+    assert each[0] == each[1]
