@@ -1,14 +1,18 @@
-"""FlexAttention inside of a region: a program that compiled it is told that it runs uncompiled there.
+"""FlexAttention that a program has compiled: a call of it inside of a region runs compiled, as a unit.
 
-Inside of a region compiled functions run as they are written, so that their operators are observed
-(memplug/native/as_written.h). FlexAttention written out has a score for each pair of tokens, which is what a caller
-compiles it for, and its tensors of a subclass make the region opaque.
+All other functions that are compiled inside of a region run as they are written, so that their operators are observed
+(memplug/native/as_written.h). FlexAttention written out has a score for each pair of tokens, which is what it is
+compiled for. So where `torch.compile(flex_attention)` is called there, with whatever backend, the compiler is called,
+and a call of each graph that it makes is a unit (memplug.tokenwise.regions.units): all tensors that it reads, those in
+the closures of masks and scores among them, are its arguments, and it runs again without asking the compiler.
 
 | patched | on | why |
 |---|---|---|
-| `flex_attention_hop` | `torch.nn.attention.flex_attention` | its first call inside of a region is told, once |
+| `_callback_from_stance` | `torch._dynamo.eval_frame` | asked by what a compiled function is compiled |
+| `setup_compilation_env` | `torch.nn.attention.flex_attention` | tells, once, of compiled ones that run as written |
 
-Where no caller has compiled it, torch itself warns.
+Left as they are written: a compiled function that calls FlexAttention among other things, and one with CUDA graphs,
+which overwrite what they returned. Where no caller has compiled it, torch itself warns.
 """
 
 from __future__ import annotations
@@ -16,41 +20,187 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from memplug.hooks.patching import patch
 from memplug.session import Session
+from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.regions.operators import Kind
+from memplug.tokenwise.regions.units import Unit
+from memplug.tokenwise.regions.watch import AddressMode
 
-VERSIONS = "torch 2.13 to 2.15"  # an older one may have another name for the frame: then nothing is told
+VERSIONS = "torch 2.13"  # in others names may differ: then calls run as they are written
 
-_MODULE = "torch.nn.attention.flex_attention"
+_MODULE, _COMPILER = "torch.nn.attention.flex_attention", "torch._dynamo.eval_frame"
+_NAMES = ("_callback_from_stance", "_create_wrapped_callback", "_stance", "DynamoStance", "innermost_backend")
 
 log = logging.getLogger("memplug")
+_unobserved: ContextVar[bool] = ContextVar("memplug: a compiled call is under way that a region does not observe")
 
 
 def hook(session: Session) -> None:
-    """Warn once where regions run FlexAttention that was compiled, until the session is detached."""
-    module = sys.modules.get(_MODULE)
-    if not hasattr(module, "flex_attention_hop"):
-        return  # the program has not imported it, or this torch has it elsewhere: there is only a warning to lose
-    held, told = weakref.ref(session.executor), False  # a session that is dropped without detaching is not kept
+    """Let compiled calls be units, and warn once where they cannot, until the session is detached."""
+    if session.executor.core is None or session.executor.device.torch_device.type not in ("cpu", "cuda"):
+        return
+    import torch._dynamo.eval_frame as compiler  # as the first forward of a region does
 
-    def operator(original: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal told
-        core = None if told or torch.compiler.is_dynamo_compiling() or (executor := held()) is None else executor.core
-        if core is not None and core.observes() and _is_compiled_by_a_caller(sys._getframe()):
-            told = True
+    if all(hasattr(compiler, name) for name in _NAMES):
+        patch(compiler, "_callback_from_stance", _Callbacks(compiler).choose, session, VERSIONS)
+    module = sys.modules.get(_MODULE)
+    if hasattr(module, "setup_compilation_env"):  # else there is only a warning to lose
+        patch(module, "setup_compilation_env", _Warning(session).environment, session, VERSIONS)
+
+
+class _Backend:
+    """Compiles as another backend does; each call of what it makes is a unit of the region that runs."""
+
+    def __init__(self, compile_graph: Callable[..., Any]):
+        self.compile_graph = compile_graph
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Backend) and bool(self.compile_graph == other.compile_graph)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, graph: Any, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        call = self.compile_graph(graph, inputs, **options)
+
+        def run(*args: Any) -> Any:
+            if not _unobserved.get(False):
+                return call(*args)
+            core().resume()
+            try:
+                executor = core().observing_executor()
+                if executor is None or not all(map(_is_plain, args)):  # in a recompute pass, or inside of another unit
+                    return call(*args)
+                unit = Unit(executor, "flex_attention", Kind.ATTENTION, puts_back=False)
+                return unit.run(call, args, {})
+            finally:
+                core().pause()
+
+        return run
+
+
+class _Callbacks:
+    """By what calls of FlexAttention are compiled, in place of what their program says.
+
+    Args:
+        compiler: torch._dynamo.eval_frame.
+    """
+
+    def __init__(self, compiler: Any):
+        self._compiler = compiler
+        self._own: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._everywhere: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def choose(self, original: Callable[[Any], Any], callback: Any) -> Any:
+        """Of a compiled function that is being called."""
+        before = core().stance_before()
+        if not callable(callback) or (before is None and callback not in self._everywhere):
+            return original(callback)
+        call = sys._getframe(2)  # behind the patch
+        if call.f_code.co_name != "compile_wrapper":  # it is another session's patch that asks
+            return original(callback)
+        found = call.f_locals
+        function, cleanups = found.get("fn"), found.get("cleanups")
+        if not _is_flex_attention(function) or not isinstance(cleanups, list):
+            return original(callback)
+        if before is None:
+            return original(self._own[callback])  # what a region has compiled already, such as one that runs plain now
+        if before != self._compiler.DynamoStance() or self._compiler._stance.stance != "force_eager":
+            return original(callback)  # the program wants it otherwise
+        own = self._own_of(callback, function)
+        if own is None:
+            return original(callback)
+        cleanups.append(_leave_region())  # they are called behind the call, whatever becomes of it
+        return own
+
+    def _own_of(self, callback: Any, function: Any) -> Any:
+        """Ours in its place; None: it stays."""
+        if callback not in self._own:
+            backend = self._compiler.innermost_backend(callback)
+            if _has_cuda_graphs(backend):
+                return None
+            if not _has_compiled(backend, function):
+                self._everywhere.add(callback)
+            self._own[callback] = self._compiler._create_wrapped_callback(_Backend(backend))
+        return self._own[callback]
+
+
+class _Warning:
+    """Of calls that run as they are written, and were compiled."""
+
+    def __init__(self, session: Session):
+        self._executor = weakref.ref(session.executor)  # a session that is dropped without detaching is not kept
+        self._told = False
+
+    def environment(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What FlexAttention as it is written enters."""
+        if not self._told and self._is_of_a_region() and _is_compiled_by_a_caller(sys._getframe()):
+            self._told = True
             log.warning(
-                "memplug: FlexAttention is not compiled inside of regions: it runs as it is written, with a score "
-                'for each pair of tokens. Let the model use another attention (attn_implementation="sdpa" or '
-                '"flash_attention_2"), or leave its layers out of "tokenwise.regions".'
+                "memplug: FlexAttention is not compiled inside of regions here: it runs as it is written, with a score "
+                "for each pair of tokens. Compile it by itself, `torch.compile(flex_attention)`, without CUDA graphs "
+                "and in torch 2.13, let the model use another attention, or leave its layers out of "
+                '"tokenwise.regions".'
             )
         return original(*args, **kwargs)
 
-    patch(module, "flex_attention_hop", operator, session, VERSIONS)
+    def _is_of_a_region(self) -> bool:
+        """Whether one is why nothing is compiled."""
+        executor = self._executor()
+        return executor is not None and executor.core.observes() and core().stance_before().stance == "default"
+
+
+def _leave_region() -> Callable[[], None]:
+    """Compiling and its checks are no part of a region, and meet the same state in all of its forwards; returns the way
+    back.
+    """
+    modes = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    for mode in reversed(modes):
+        if not isinstance(mode, AddressMode):  # the first forwards have it, later ones do not
+            _push_mode(mode)
+    core().pause()
+    token = _unobserved.set(True)
+
+    def back() -> None:
+        _unobserved.reset(token)
+        core().resume()
+        for _ in _get_current_function_mode_stack():
+            _pop_mode()
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+    return back
+
+
+def _is_plain(value: Any) -> bool:
+    """Not of a subclass, which no tape can name."""
+    return not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_flex_attention(function: Any) -> bool:
+    return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) == (_MODULE, "flex_attention")
+
+
+def _has_cuda_graphs(backend: Any) -> bool:
+    config = getattr(backend, "config", None)
+    inductor = sys.modules.get("torch._inductor.config")
+    by_default = inductor is not None and inductor.triton.cudagraphs
+    named = config.get("triton.cudagraphs", by_default) if isinstance(config, dict) else by_default
+    return bool(named) or getattr(backend, "compiler_name", "") == "cudagraphs"
+
+
+def _has_compiled(backend: Any, function: Any) -> bool:
+    """Whether the program's own calls have been compiled, outside of regions."""
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
+    return any(entry.backend == backend for entry in entries)
 
 
 def _is_compiled_by_a_caller(frame: FrameType | None) -> bool:
@@ -60,7 +210,7 @@ def _is_compiled_by_a_caller(frame: FrameType | None) -> bool:
         code = frame.f_code
         if is_inside:
             is_inside = not (code.co_name == "flex_attention" and frame.f_globals.get("__name__") == _MODULE)
-        elif code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+        elif code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == _COMPILER:
             return True
         frame = frame.f_back
     return False

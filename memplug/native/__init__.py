@@ -21,7 +21,7 @@ CORE = Extension(
         for names in (
             "ambient arguments as_written forward_module module running saved_type swap_module transfer_module",
             "captures decisions flow forward frame noting_units observer operators saving sequence storages tape",
-            "unfilled units",
+            "literals unfilled units",
             "followed_step leaving relief repeated_step returning short_step storage_swapper swap_list swap_step",
             "clock exchange host_rows operator_names replay rounding streams transfer",
             "arena arena_plan cpu_allocator requests serving",

@@ -1,7 +1,5 @@
 #include "as_written.h"
 
-#include <pybind11/pybind11.h>
-
 #include <mutex>
 
 namespace py = pybind11;
@@ -53,6 +51,10 @@ void AsWritten::leave() {
   if (interrupted) {
     PyErr_SetInterrupt(); // once more
   }
+}
+
+py::object AsWritten::before() {
+  return stance == nullptr ? py::object(py::none()) : py::object(stance->attr("prev"));
 }
 
 } // namespace memplug

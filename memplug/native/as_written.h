@@ -1,5 +1,8 @@
-// Nothing compiled runs inside of a region: compiled code has no operators to see.
+// Nothing compiled runs inside of a region, as compiled code has no operators to see, but for units
+// (memplug/hooks/flex_attention.py).
 #pragma once
+
+#include <pybind11/pybind11.h>
 
 namespace memplug {
 
@@ -20,6 +23,9 @@ class AsWritten {
   // Called with Python's lock. Throws what setting the stance raises.
   static void enter();
   static void leave();
+
+  // The stance before the first that lives; None: there is none. Called with Python's lock.
+  static pybind11::object before();
 };
 
 } // namespace memplug

@@ -262,11 +262,14 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
     }
   }
   saved_early_.clear();
+  if (op.has(LIFTS) && !failed && !results.empty()) {
+    lift(index, results.front().toTensor());
+  }
   const bool over = op.is_over(tape().records[index].arguments);
   if (over) {
     wait_for(results); // what the back end does then is no operator of the region
   }
-  if (!failed && (over || !op.has(EXCHANGE)) && listener_->wants(index, op)) {
+  if (!failed && (over || !op.has(EXCHANGE)) && listener_->wants(index, op) && !copies_blank(index)) {
     listener_->capture(index, op.has(EXCHANGE) ? exchanged_ : results);
   }
 }
@@ -334,6 +337,7 @@ void Forward::depart(size_t records) {
   noted_->records.assign(followed_->records.begin(), followed_->records.begin() + static_cast<int64_t>(records));
   noted_->saves.assign(followed_->saves.begin(), followed_->saves.begin() + static_cast<int64_t>(saved.size()));
   followed_.reset();
+  unlift(noted_->records);
 }
 
 std::shared_ptr<const Tape> Forward::close() {

@@ -21,8 +21,8 @@ struct Drawn {
   at::Tensor state;
 };
 
-// Memory that was there before the region: the first tensor of each that it met, and how often that had been written to
-// when the forward was over.
+// Memory that was there before the region, or that has Python's values (literals.cpp): the first tensor of each that it
+// met, and how often that had been written to when the forward was over.
 struct Given {
   at::Tensor tensor; // undefined: made by the region, or swapped
   uint32_t version = 0;
@@ -97,12 +97,16 @@ class Forward {
   bool hides(
       const Progress& since, const std::vector<at::Tensor>& given, const std::vector<at::Tensor>& returned) const;
 
-  // Of tensors that were given to what ran since so many operators had begun, one that has another version, and that no
-  // operator wrote to, was written to past torch's operators: no tape tells of that.
-  void check_writes(size_t begun, const std::vector<at::Tensor>& given, const std::vector<uint32_t>& versions);
+  // Of tensors that were given to what ran since so many operators had begun, one that has another version, or whose
+  // memory a unit returned, and that no operator wrote to, was written to past torch's operators: no tape tells of that.
+  void check_writes(
+      size_t begun,
+      const std::vector<at::Tensor>& given,
+      const std::vector<uint32_t>& versions,
+      const std::vector<at::Tensor>& returned = {});
 
   // Whether an operator since then talks to other ranks.
-  bool communicates(size_t begun) const;
+  bool communicates(size_t begun = 0) const;
 
   // All of a tensor's storage: itself, or else one row, in its dtype where that fits, so that a copy serves every view.
   static at::Tensor whole(const at::Tensor& tensor);
@@ -128,11 +132,21 @@ class Forward {
   // Decides how each saved tensor is had back, when it is closed. `direct`: from a whole copy where there is one.
   void sort(bool direct);
 
+  // What was held until now goes.
+  void let_go();
+
   // A recompute pass gives a saved tensor.
   void restore(size_t index, const at::Tensor& tensor);
 
   // Backward takes it. Throws where it was written to since.
   at::Tensor take(size_t index);
+
+  // What backward was given, for as long as it may ask for it again: a custom function may read `ctx.saved_tensors`
+  // several times, and none of them is a further read of what it was made from.
+  void hold(size_t index, const at::Tensor& tensor);
+
+  // That again; undefined where there is none. Throws where it was written to since.
+  at::Tensor held_again(size_t index) const;
 
   // Memory from outside, for a recompute pass. Throws where it is gone, or was written to since and does not change by
   // the region's own doing.
@@ -164,6 +178,7 @@ class Forward {
   struct Saved {
     Use use;
     at::Tensor held; // of a subclass, or where it is no tensor of the region's: itself
+    at::Tensor kept; // itself too, where the forward `holds`, and instead of a recompute pass where its frame keeps it
     c10::VariableVersion counter;
     uint32_t version = 0;
     int64_t largest_bytes = 0; // of the storages that were saved up to it, which backward still asks for then
@@ -172,14 +187,20 @@ class Forward {
     Way way = Way::HELD;
     at::Tensor restored; // by a recompute pass, until backward takes it
     uint32_t restored_version = 0;
+    at::Tensor taken; // by a backward that does not keep its graph, until its node is done
+    uint32_t taken_version = 0;
   };
   Storages storages;
+  bool holds = false; // what autograd saves
   std::vector<Saved> saved;
   std::vector<Given> given; // by storage
   std::vector<std::vector<Drawn>> drawn; // by operators that draw, in their order
 
   // Bytes of storages that backward asks for: of all, of those that are not captured, and of those that are and stay.
   int64_t saved_bytes = 0, pending_bytes = 0, kept_bytes = 0, largest_saved_bytes = 0;
+
+  // Memory that has Python's values (literals.cpp): given, although an operator asked for it.
+  bool is_literal(int32_t storage) const;
 
   bool is_captured(int32_t storage) const {
     return static_cast<size_t>(storage) < captured_.size() && captured_[storage].rows != NOT;
@@ -211,6 +232,19 @@ class Forward {
   void depart(size_t records);
   void count(int32_t storage);
 
+  // -- literals.cpp
+
+  // The operator that returned a storage, where none before `end` reads it; else null.
+  const Record* only_user(int32_t storage, size_t end) const;
+  // Whether it copies memory that no operator was seen to fill: what that becomes is not known yet.
+  bool copies_blank(size_t index) const;
+  // Those that made what `index` hands out; none where it has no values of Python's, or too many.
+  std::vector<size_t> makers_of_literal(int32_t storage, size_t index) const;
+  // An operator hands out what torch has made by itself.
+  void lift(size_t index, const at::Tensor& tensor);
+  // Of the records of another tape: what has become a literal there, and not here, is made by operators.
+  void unlift(std::vector<Record>& records) const;
+
   std::vector<std::shared_ptr<const Tape>> known_;
   Listener* listener_;
   std::shared_ptr<Ledger> ledger_;
@@ -231,6 +265,9 @@ class Forward {
   std::vector<int32_t> made_;
   std::vector<c10::IValue> exchanged_; // what the running exchange writes to
   std::vector<std::pair<int32_t, at::Tensor>> saved_early_; // of storages that the running operator has made
+  std::vector<int32_t> literals_; // storages
+  int64_t literal_bytes_ = 0; // of those
+  std::vector<int32_t> stale_; // what was captured of these may be what a kernel wrote over
   std::optional<size_t> unit_saves_; // how many tensors were saved when the unit began that runs
 };
 

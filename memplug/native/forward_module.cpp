@@ -209,10 +209,20 @@ void add_forwards(py::module_& module) {
   });
   module.def("hides", [](const Since& since, py::handle returned) {
     Forward& forward = Running::observed()->forward;
+    const auto tensors = tensors_in(returned);
     forward.check_writes(since.progress.begun, since.given, since.versions);
-    return forward.hides(since.progress, since.given, tensors_in(returned));
+    const bool hides = forward.hides(since.progress, since.given, tensors);
+    if (hides) { // its kernel may have written to what it gives back
+      forward.check_writes(since.progress.begun, since.given, since.versions, tensors);
+    }
+    return hides;
   });
+  module.def("is_undecided", [] { Running::observed()->region->is_undecided = true; });
   module.def("observes", [] { return Running::observed() != nullptr; });
+  module.def("observing_executor", [] {
+    const Running* const observed = Running::observed();
+    return observed != nullptr ? observed->executor() : py::object(py::none());
+  });
   module.def(
       "run_unit",
       [](py::object unit, const std::string& overload, const std::string& name, py::object state,
@@ -225,6 +235,7 @@ void add_forwards(py::module_& module) {
       .def(py::init<>())
       .def("__enter__", [](Stance&) { AsWritten::enter(); })
       .def("__exit__", [](Stance&, const py::args&) { AsWritten::leave(); });
+  module.def("stance_before", &AsWritten::before);
   module.attr("unpack") = unpack_hook();
   add_tape(module);
   add_flow(module);
@@ -296,6 +307,8 @@ void add_forwards(py::module_& module) {
       .def_readonly("given_bytes", &Running::given_bytes)
       .def_property_readonly("opaque", [](const Running& r) { return r.forward.opaque(); })
       .def_readonly("is_opaque", &Running::is_opaque)
+      .def_readonly("keeps", &Running::keeps)
+      .def_property_readonly("talks", [](const Running& r) { return r.forward.communicates(); })
       .def_readonly("offered", &Running::offered)
       .def_readonly("offered_bytes", &Running::offered_bytes)
       .def_readonly("spared", &Running::spared)

@@ -39,7 +39,7 @@ Held::Held(const at::Tensor& value, bool itself)
 
 void Held::before_write() {
   tensor = copy_of(tensor.detach());
-  version = tensor._version();
+  version = tensor.is_inference() ? 0 : tensor._version();
   written = true;
 }
 
@@ -56,7 +56,7 @@ const at::Tensor& Held::get() const {
 }
 
 at::Tensor Held::fresh() const {
-  return copy_of(get().detach());
+  return copy_of(get());
 }
 
 Frame::Frame(
@@ -128,6 +128,10 @@ void Frame::before_write(int32_t storage, const at::Tensor& tensor) {
 
 void Frame::close(bool direct) {
   is_opaque = region->opaque || forward.opaque() != 0;
+  keeps = is_opaque && forward.holds && forward.communicates();
+  if (!keeps) {
+    forward.let_go();
+  }
   forward.sort(direct);
   for (const Forward::Saved& saved : forward.saved) {
     if (saved.alive && saved.way == Forward::Way::VIEW) {
@@ -138,7 +142,7 @@ void Frame::close(bool direct) {
   }
   if (is_opaque) {
     for (const auto& [storage, input] : inputs) {
-      input->uses += recomputes ? 1 : 0;
+      input->uses += recomputes && !keeps ? 1 : 0;
     }
   } else {
     const auto asked = decide();
@@ -286,6 +290,9 @@ at::Tensor Frame::view(size_t index) {
 }
 
 void Frame::consume(const std::shared_ptr<Swapped>& part) {
+  if (part->resident && !part->slot && keeps_graph()) {
+    return; // it has to stay: a further backward may read more of the graph than this one
+  }
   if (--part->uses_left <= 0) {
     part->uses_left = part->uses;
     flow->transfer->drop(part);

@@ -124,7 +124,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // The captured results of an operator.
   Substitute substitute(size_t index);
 
-  // One read of a swapped tensor is done; after the last in this backward pass, its device memory goes.
+  // One read of a swapped tensor is done; after the last in this backward pass, its device memory goes, but for what a
+  // graph that is kept needs again, and has nowhere else.
   void consume(const std::shared_ptr<Swapped>& part);
 
   // Decides what a recompute pass does, with these captured, in program order, and launched; returns the operators whose
@@ -156,7 +157,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   Inputs inputs; // that are swapped
   std::vector<std::shared_ptr<Swapped>> swapped; // in the order of their copies out; inputs too
   std::vector<std::shared_ptr<Swapped>> todo; // of them, what is away and needed in backward, the soonest last
-  std::map<int32_t, std::shared_ptr<Held>> written; // inputs that the forward wrote to: the value before, by storage
+  // inputs and literals that the forward wrote to: the value before, by storage
+  std::map<int32_t, std::shared_ptr<Held>> written;
   std::set<int32_t> changing; // storages from outside whose contents a recompute pass need not find unchanged
   int64_t input_bytes = 0; // of inputs that have a copy, but for another region's
   int64_t offered = 0, offered_bytes = 0; // likewise, with those that the host had no room for
@@ -165,6 +167,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   bool recomputes = false; // some saved tensor has to be recomputed
   bool communicates = false; // the recompute pass launches collectives
   bool is_opaque = false;
+  // What autograd saved stays as it is: it is opaque and talks to other ranks, where a region may be none. To run all of it
+  // again would launch what they do not.
+  bool keeps = false;
   bool is_restored = false; // by a recompute pass
   std::set<size_t> spared; // collectives that no recompute pass launches again, and the waits for them
   // storages that such a collective filled, or a unit that communicates made, and a recompute pass has from their captures
@@ -174,6 +179,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   }
 
  protected:
+  std::vector<size_t> recomputed() const; // saved tensors that a recompute pass gives
+
   // An operator is about to write to memory that was there before the region, for the first time: a recompute pass must
   // find it as it is now, and leave no trace.
   virtual void before_foreign_write(int32_t storage, const at::Tensor& tensor) = 0;
@@ -195,7 +202,6 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::vector<size_t> decide();
   std::set<size_t> asked_of_ranks() const;
   void learn(const std::vector<size_t>& substituted);
-  std::vector<size_t> recomputed() const;
   std::vector<int32_t> storages_of(const std::vector<size_t>& indices) const; // of saved tensors
   std::vector<Captured> captured() const;
   std::vector<size_t> launches() const;

@@ -99,10 +99,16 @@ bool Forward::hides(
 }
 
 void Forward::check_writes(
-    size_t begun, const std::vector<at::Tensor>& given, const std::vector<uint32_t>& versions) {
+    size_t begun,
+    const std::vector<at::Tensor>& given,
+    const std::vector<uint32_t>& versions,
+    const std::vector<at::Tensor>& returned) {
   const auto& records = tape().records;
   for (size_t i = 0; i < given.size(); ++i) {
-    if (given[i].is_inference() || given[i]._version() == versions[i]) {
+    // a kernel that was given an address tells nobody that it writes there, but gives the memory back
+    const bool comes_back =
+        std::any_of(returned.begin(), returned.end(), [&](const auto& each) { return each.is_alias_of(given[i]); });
+    if (given[i].is_inference() || (given[i]._version() == versions[i] && !comes_back)) {
       continue;
     }
     const int32_t storage = storages.find(given[i]);
@@ -111,6 +117,9 @@ void Forward::check_writes(
         records.begin() + static_cast<int64_t>(begun_),
         [&](const Record& each) { return each.writes(storage); });
     opaque_ |= is_seen ? 0 : UNOBSERVED;
+    if (!is_seen && given[i]._version() == versions[i]) {
+      stale_.push_back(storage);
+    }
   }
 }
 
@@ -118,7 +127,7 @@ bool Forward::communicates(size_t begun) const {
   const auto& records = tape().records;
   return std::any_of(
       records.begin() + static_cast<int64_t>(begun), records.begin() + static_cast<int64_t>(begun_), [](const Record& each) {
-        return each.op->has(COMMUNICATES) || each.op->has(EXCHANGE);
+        return each.op->has(COMMUNICATES) || each.op->has(EXCHANGE) || each.op->has(COLLECTIVE) || each.op->has(SHARED);
       });
 }
 

@@ -73,7 +73,7 @@ std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits
       has(Key::AutocastCPU),
       has(Key::AutocastCUDA),
       has(Key::AutocastPrivateUse1),
-      handle->schema().is_mutable() || (traits & EXCHANGE) != 0,
+      (handle->schema().is_mutable() && name.name != "aten::detach_") || (traits & EXCHANGE) != 0,
       handle->schema().arguments().size(),
       handle->schema().returns().size(),
       std::max(position("dropout_p"), position("p_dropout")),

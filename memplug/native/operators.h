@@ -33,6 +33,7 @@ enum Trait : uint32_t {
   UNIT = 1 << 16, // a call that no operator shows, and what it made (unit.h)
   PART_OF_UNIT = 1 << 17,
   SHARED = 1 << 18, // of a unit that communicates: what is captured of it must be the same on all ranks
+  LIFTS = 1 << 19, // hands out a tensor that torch has made by itself, such as one of Python's values
 };
 
 struct Operator {
@@ -44,7 +45,7 @@ struct Operator {
   bool composite; // it calls other operators, and does nothing besides,
   bool kernel_on_cuda, kernel_on_other; // unless there is a kernel for the device, as CUDA's of a norm
   bool casts_on_cpu, casts_on_cuda, casts_on_other; // under autocast it casts its arguments first, and is called again
-  bool mutates;
+  bool mutates; // memory: `detach_` does not
   size_t argument_count, result_count; // by its schema
   int32_t dropout, async_op; // positions of the arguments `dropout_p` and `async_op`, or -1
   int32_t accumulate, scattered; // of a `PARTIAL` one's `accumulate`, and of the tensor with as many elements as it writes
@@ -72,7 +73,7 @@ struct Operator {
   // Whether it writes to an argument, by its position.
   bool writes_to(int32_t position) const {
     const auto* const alias = handle.schema().arguments()[position].alias_info();
-    return (alias != nullptr && alias->isWrite()) || (position == 0 && has(EXCHANGE) && !has(WRITES_NOTHING));
+    return (mutates && alias != nullptr && alias->isWrite()) || (position == 0 && has(EXCHANGE) && !has(WRITES_NOTHING));
   }
 
   // Whether this call is one under autocast.

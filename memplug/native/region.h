@@ -84,6 +84,11 @@ struct Region {
     return std::exchange(given_bytes, {});
   }
 
+  // Whether the next forward may be opaque on this rank alone, and talk to others.
+  bool may_stray() const {
+    return !talks || (*talks && (opaque || is_undecided || !repeats));
+  }
+
   explicit Region(std::string kind) : kind(std::move(kind)) {}
 
   std::string kind; // the name of its class
@@ -98,6 +103,8 @@ struct Region {
   bool opaque = false;
   bool shares = false; // it has units that communicate: whatever is to be captured of it is, on every rank
   bool seen = false; // it has run forward
+  std::optional<bool> talks; // to other ranks, as far as its forwards have shown; none before the first
+  bool is_undecided = false; // its last forward called a function of which nothing could be told (hidden.py)
   bool repeats = false; // its last forward was verified against a template
   bool communicates = false; // its recompute passes launch collectives, which all ranks must do alike
   int64_t forwards = 0; // since a step ended

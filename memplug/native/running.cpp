@@ -92,6 +92,8 @@ py::object Running::run(
         std::move(executor),
         std::move(region_object),
         std::move(times));
+    frame->forward.holds = region->may_stray() && !frame->executor_.attr("is_alone")().cast<bool>();
+    region->is_undecided = false;
     frame->ambient.emplace(flow->device);
     frame->surroundings = std::move(surroundings);
     frame->call = std::move(call);
@@ -167,11 +169,14 @@ void Running::over() {
   close(direct);
   flow->transfer->streams().spend_forward(static_cast<int64_t>(tape->records.size()));
   region->repeats = forward.followed() != nullptr;
+  if (!region->repeats || !region->talks) {
+    region->talks = region->talks.value_or(false) || forward.communicates();
+  }
   if (!is_opaque) {
     flow->keep(*region, tape);
     flow->strayed += tape->fingerprint() != region->planned_from ? 1 : 0;
   } else if (!(region->opaque && region->seen)) {
-    executor_.attr("note_opaque")(region_object_, forward.opaque());
+    executor_.attr("note_opaque")(region_object_, forward.opaque(), keeps);
   }
   region->seen = region->seen || !is_opaque || region->opaque; // else it may be none with its units, from now on
   ++region->forwards;
@@ -196,6 +201,12 @@ void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
   const Suspension own;
   if (executor_.attr("is_scratch")(wrapped(tensor)).cast<bool>()) {
     changing.insert(storage);
+    return;
+  }
+  if (forward.is_literal(storage)) { // nobody else finds it in a pass: that may write to a copy of what it was
+    const auto former = std::make_shared<Held>(tensor, false);
+    former->before_write();
+    written.emplace(storage, former);
     return;
   }
   for (const Item& item : items_) {
@@ -234,6 +245,11 @@ void Running::begin_backward() {
 
 void Running::restore() {
   flow->transfer->streams().spend_backward();
+  if (keeps && !flow->regathers) {
+    replay(std::nullopt);
+    is_restored = true;
+    return;
+  }
   if (!is_opaque && !is_timed && buffers.is_none() && !executor_.attr("stands_around").cast<bool>()) {
     try {
       forget();
@@ -256,6 +272,12 @@ void Running::explain() {
 }
 
 void Running::replay(const std::optional<py::function>& substitute) {
+  if (keeps) {
+    for (const size_t index : recomputed()) {
+      forward.restore(index, forward.saved[index].kept);
+    }
+    return;
+  }
   Pass pass = begin_pass();
   std::vector<at::Tensor> found;
   const auto captured = [&](size_t index) {

@@ -52,6 +52,11 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // The forward that this thread is told of, for its units; null: none, or what runs now is no part of it.
   static Running* observed();
 
+  // That runs it.
+  const pybind11::object& executor() const {
+    return executor_;
+  }
+
   // Runs a unit (unit.h) of the forward, and returns what it returns. `overload`: of its operators. The other arguments are
   // as in `UnitCall`.
   pybind11::object run_unit(

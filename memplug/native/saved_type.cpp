@@ -27,6 +27,8 @@ void destroy(PyObject* self) {
   auto* const saved = reinterpret_cast<SavedObject*>(self);
   saved->frame->forward.saved[saved->index].alive = false;
   saved->frame->forward.forget(saved->index);
+  saved->frame->forward.saved[saved->index].kept.reset();
+  saved->frame->forward.saved[saved->index].taken.reset();
   saved->frame.~shared_ptr();
   PyTypeObject* const type = Py_TYPE(self);
   type->tp_free(self);
@@ -97,21 +99,8 @@ PyObject* unpack(PyObject*, PyObject* object) {
       PyErr_SetString(PyExc_RuntimeError, kWritten);
       return nullptr;
     }
-    if (saved.way != Forward::Way::HELD) {
-      const Suspension own;
-      if (frame.is_timed) {
-        frame.begin_backward();
-      }
-      frame.flow->pump(frame, saved.largest_bytes);
-      if (saved.way == Forward::Way::VIEW) {
-        return THPVariable_Wrap(frame.view(self->index));
-      }
-      if (!saved.restored.defined()) {
-        frame.restore();
-      }
-      return THPVariable_Wrap(frame.forward.take(self->index));
-    }
-    if (saved.counter.enabled() && saved.counter.current_version() != saved.version) {
+    const bool is_itself = saved.way == Forward::Way::HELD || (saved.way == Forward::Way::RECOMPUTED && saved.kept.defined());
+    if (is_itself && saved.counter.enabled() && saved.counter.current_version() != saved.version) {
       PyErr_Format(
           PyExc_RuntimeError,
           "%s: it is at version %u; expected version %u",
@@ -119,6 +108,25 @@ PyObject* unpack(PyObject*, PyObject* object) {
           saved.counter.current_version(),
           saved.version);
       return nullptr;
+    }
+    if (saved.way != Forward::Way::HELD) {
+      const Suspension own;
+      if (const at::Tensor again = frame.forward.held_again(self->index); again.defined()) {
+        return THPVariable_Wrap(again);
+      }
+      if (frame.is_timed) {
+        frame.begin_backward();
+      }
+      frame.flow->pump(frame, saved.largest_bytes);
+      if (saved.way == Forward::Way::RECOMPUTED && !saved.restored.defined()) {
+        frame.restore();
+      }
+      const at::Tensor found =
+          saved.way == Forward::Way::VIEW ? frame.view(self->index) : frame.forward.take(self->index);
+      if (!keeps_graph()) {
+        frame.forward.hold(self->index, found);
+      }
+      return THPVariable_Wrap(found);
     }
     if (saved.held.defined()) {
       return THPVariable_Wrap(saved.held);

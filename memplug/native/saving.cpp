@@ -4,6 +4,29 @@
 #include "forward.h"
 
 namespace memplug {
+namespace {
+
+// The graph of what is saved may lead back to who saves it.
+at::Tensor without_graph(const at::Tensor& tensor) {
+  return tensor.is_leaf() ? tensor : tensor.detach();
+}
+
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : tensor._version();
+}
+
+void check_taken(const at::Tensor& tensor, uint32_t version) {
+  TORCH_CHECK(
+      tensor.is_inference() || tensor._version() == version,
+      "one of the variables needed for gradient computation has been modified by an inplace operation: a ",
+      tensor.sizes(),
+      " tensor is at version ",
+      tensor._version(),
+      "; expected version ",
+      version);
+}
+
+} // namespace
 
 Forward::~Forward() {
   for (size_t i = 0; i < saved.size(); ++i) {
@@ -15,7 +38,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
   Saved found;
   found.use = {{0}, -1, {}};
   if (held || !tensor.has_storage() || tensor.key_set().has(c10::DispatchKey::Python)) {
-    found.held = tensor.is_leaf() ? tensor : tensor.detach(); // its graph may lead back to who saves it
+    found.held = without_graph(tensor);
   } else {
     int32_t storage = storages.find(tensor);
     if (storage < 0) {
@@ -31,6 +54,9 @@ void Forward::save(const at::Tensor& tensor, bool held) {
       count(storage);
     }
     found.use = {{0}, storage, Geometry::of(tensor, storages.origins[storage])};
+    if (holds) {
+      found.kept = without_graph(tensor);
+    }
   }
   found.counter = tensor.unsafeGetTensorImpl()->version_counter();
   found.version = found.counter.enabled() ? found.counter.current_version() : 0;
@@ -65,7 +91,9 @@ void Forward::sort(bool direct) {
     const Geometry& geometry = each.use.geometry;
     const Captured& captured = captured_[storage];
     const Given& kept = given[storage];
-    if (captured.rows == WHOLE && direct && captured.dtype == geometry.dtype && !geometry.conj && !geometry.neg) {
+    const bool is_stale = std::find(stale_.begin(), stale_.end(), storage) != stale_.end();
+    const bool matches = captured.dtype == geometry.dtype && !geometry.conj && !geometry.neg;
+    if (captured.rows == WHOLE && direct && matches && !is_stale) {
       each.way = Way::VIEW;
     } else if (!kept.tensor.defined() || storages.regathered[storage]) {
       each.way = Way::RECOMPUTED;
@@ -73,11 +101,17 @@ void Forward::sort(bool direct) {
   }
 }
 
+void Forward::let_go() {
+  for (Saved& each : saved) {
+    each.kept.reset();
+  }
+}
+
 void Forward::restore(size_t index, const at::Tensor& tensor) {
   forget(index);
   Saved& each = saved[index];
   each.restored = tensor;
-  each.restored_version = tensor.is_inference() ? 0 : tensor._version();
+  each.restored_version = version_of(tensor);
   ledger_->recomputed_bytes += static_cast<int64_t>(tensor.nbytes());
 }
 
@@ -106,15 +140,21 @@ at::Tensor Forward::take(size_t index) {
   const uint32_t version = saved[index].restored_version;
   forget(index);
   ledger_->restored.add(tensor);
-  TORCH_CHECK(
-      tensor.is_inference() || tensor._version() == version,
-      "one of the variables needed for gradient computation has been modified by an inplace operation: a ",
-      tensor.sizes(),
-      " tensor is at version ",
-      tensor._version(),
-      "; expected version ",
-      version);
+  check_taken(tensor, version);
   return tensor;
+}
+
+void Forward::hold(size_t index, const at::Tensor& tensor) {
+  saved[index].taken = tensor;
+  saved[index].taken_version = version_of(tensor);
+}
+
+at::Tensor Forward::held_again(size_t index) const {
+  const Saved& each = saved[index];
+  if (each.taken.defined()) {
+    check_taken(each.taken, each.taken_version);
+  }
+  return each.taken;
 }
 
 void Forward::forget(size_t index) {

@@ -81,9 +81,9 @@ enum Opaque : uint32_t {
   RESHAPED = 1 << 4, // a tensor was given other memory, or another layout, in place
 };
 
-// Storages have running numbers. Those that no operator of the tape made (inputs, parameters, constants) are given. A
-// parameter that is gathered to other memory has a number of its own, whatever it shares its storage with, and
-// offsets in it count from its first element.
+// Storages have running numbers. Those that no operator of the tape made (inputs, parameters, constants) are given, and so
+// are those of Python's values (literals.cpp). A parameter that is gathered to other memory has a number of its own,
+// whatever it shares its storage with, and offsets in it count from its first element.
 struct Tape {
   std::vector<Record> records;
   std::vector<Save> saves;

@@ -10,11 +10,6 @@
 namespace memplug {
 namespace {
 
-// Whether the running backward is to leave its graph alive.
-bool keeps_graph() {
-  return torch::autograd::get_current_graph_task_keep_graph();
-}
-
 std::vector<int64_t> dense_strides(at::IntArrayRef size) {
   std::vector<int64_t> strides(size.size(), 1);
   for (size_t i = size.size() - 1; i-- > 0;) {
@@ -200,6 +195,11 @@ void Transfer::prefetch(Swapped& swapped) {
   if (closed) {
     throw Failure(Failure::DETACHED, swapped.geometry.size);
   }
+  TORCH_CHECK(
+      swapped.slot.has_value(),
+      "memplug: a ",
+      at::IntArrayRef(swapped.geometry.size),
+      " tensor that backward asks for is neither on the device nor on the host");
   drain();
   swapped.tensor = memory_for(swapped);
   swapped.tensor._set_conj(swapped.geometry.conj);
@@ -255,9 +255,7 @@ std::pair<at::Tensor, int64_t> Transfer::acquire(Swapped& swapped) {
 
 void Transfer::drop(const std::shared_ptr<Swapped>& swapped) {
   if (swapped->resident && !swapped->slot) {
-    if (!keeps_graph()) {
-      leave(*swapped);
-    }
+    leave(*swapped);
   } else if (swapped->resident) {
     release({swapped});
   } else if (swapped->tensor.defined()) {
@@ -305,6 +303,10 @@ void Transfer::check_version(const Swapped& swapped) {
   if (swapped.tensor.defined() && swapped.tensor._version() != swapped.version) {
     throw Failure(Failure::SWAPPED_WAS_WRITTEN, swapped.geometry.size);
   }
+}
+
+bool keeps_graph() {
+  return torch::autograd::get_current_graph_task_keep_graph();
 }
 
 bool is_dense(const at::Tensor& tensor) {

@@ -102,8 +102,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   // The device tensor, and how many of its first rows the tensor's stream may read from now on.
   std::pair<at::Tensor, int64_t> acquire(Swapped& swapped);
 
-  // The device memory has had its last use in this backward pass; its host rows stay for another, or where there are
-  // none, the memory itself.
+  // The device memory has had its last use in this backward pass; its host rows stay for another. Where there are none,
+  // the tensor is gone: no graph needs it any more.
   void drop(const std::shared_ptr<Swapped>& swapped);
 
   // Gives back what dead tensors held. Device memory is released once its stream has waited for the copy in that writes
@@ -161,6 +161,9 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   std::unique_ptr<RoundingBuffers> rounding_;
   std::deque<Dead> dead_;
 };
+
+// Whether the running backward is to leave its graph alive; true outside of one.
+bool keeps_graph();
 
 // Whether a tensor covers its storage densely, so that its rows can travel as they lie in memory.
 bool is_dense(const at::Tensor& tensor);

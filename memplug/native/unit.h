@@ -26,11 +26,13 @@ struct __attribute__((visibility("hidden"))) UnitCall {
   pybind11::object state; // what it needs to run again as it ran
   pybind11::object surroundings; // as a region's
   Ambient ambient;
-  Containers arguments, keywords;
-  std::vector<pybind11::object> values; // of those: null where it is a tensor of the tape
-  std::vector<bool> requires_grad; // of these tensors
-  std::vector<Source> parts;
-  size_t saved; // how many tensors it saved
+  Containers arguments = {}, keywords = {};
+  std::vector<pybind11::object> values = {}; // of those: null where it is a tensor of the tape
+  std::vector<bool> requires_grad = {}; // of these tensors
+  std::vector<at::Tensor> parameters = {}; // among the values
+  std::vector<uint32_t> versions = {}; // of these, behind the forward
+  std::vector<Source> parts = {};
+  size_t saved = 0; // how many tensors it saved
 };
 
 // The operator of a unit, and of its parts, by the overload that says of what kind it is.

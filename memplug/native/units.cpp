@@ -92,7 +92,7 @@ py::object Running::run_unit(
     const py::dict& keywords) {
   const Observer::Pause unseen;
   UnitCall made{
-      std::move(unit), call, std::move(state), std::move(its_surroundings), Ambient(flow->device), {}, {}, {}, {}, {}, 0};
+      std::move(unit), call, std::move(state), std::move(its_surroundings), Ambient(flow->device)};
   std::vector<at::Tensor> given;
   const auto note = [&](py::handle value) {
     const bool is_tensor = THPVariable_Check(value.ptr());
@@ -102,6 +102,9 @@ py::object Running::run_unit(
       made.values.emplace_back();
     } else {
       made.values.push_back(py::reinterpret_borrow<py::object>(value));
+      if (is_tensor && is_plain(tensor_of(value))) {
+        made.parameters.push_back(tensor_of(value));
+      }
     }
   };
   made.arguments = Containers::of(arguments, note);
@@ -115,15 +118,17 @@ py::object Running::run_unit(
     forward.fail_unit();
     throw error;
   }
-  forward.check_writes(index, given, versions);
+  const auto returned = tensors_in(out);
+  forward.check_writes(index, given, versions, returned);
   made.saved = forward.saved.size() - saved;
+  made.versions = versions_of(made.parameters);
   const Suspension own;
   if (!made.unit.attr("puts_back").cast<bool>()) {
     made.ambient.forget_undrawn();
   }
   const at::Tensor token = at::empty({0}, at::TensorOptions(at::kByte));
   const auto lasting = tensors_in(made.unit.attr("lasting")());
-  made.parts = forward.end_unit(part_operator(overload), token, tensors_in(out), lasting);
+  made.parts = forward.end_unit(part_operator(overload), token, returned, lasting);
   units_.emplace(index, std::move(made));
   return out;
 }
@@ -131,6 +136,17 @@ py::object Running::run_unit(
 std::vector<at::Tensor> Running::run_unit_again(
     size_t index, const std::vector<at::Tensor>& given, const std::vector<bool>& needed) {
   const UnitCall& unit = units_.at(index);
+  for (size_t i = 0; i < unit.parameters.size(); ++i) {
+    const at::Tensor& parameter = unit.parameters[i];
+    TORCH_CHECK(
+        parameter.is_inference() || parameter._version() == unit.versions[i],
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a ",
+        parameter.sizes(),
+        " parameter that a unit of its region reads is at version ",
+        parameter._version(),
+        "; expected version ",
+        unit.versions[i]);
+  }
   size_t value = 0, tensor = 0;
   const auto next = [&]() -> py::object {
     const py::object& kept = unit.values.at(value++);

@@ -1,21 +1,25 @@
-"""FlexAttention inside of regions: gradients hold, and a model that has compiled it is told that it is not there."""
+"""FlexAttention inside of regions: compiled calls run compiled, once a step, as units; gradients hold either way."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import lookup_backend
 from torch.nn.attention import flex_attention as flex
 
 import memplug
-from tests.support.blocks import LAYERS, assert_same, gradients, twin
+from memplug.errors import RecomputeError
+from memplug.plan.decisions import Setting
+from tests.support.blocks import LAYERS, assert_clean, assert_same, gradients, twin
 
-WIDTH, HEADS, TOKENS, STEPS = 32, 4, 128, 3
+WIDTH, HEADS, TOKENS, LAYER_COUNT = 32, 4, 128, 3
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +31,32 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+class Counted:
+    """A compiler that counts the graphs it is given, and the calls of what it made of them."""
+
+    def __init__(self, backend: str = "aot_eager"):
+        self.backend, self.graphs, self.calls = lookup_backend(backend), 0, 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        made = self.backend(graph, inputs)
+
+        def run(*args: Any) -> Any:
+            self.calls += 1
+            return made(*args)
+
+        return run
+
+
 def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
     """A mask."""
     return query >= key
+
+
+@functools.cache
+def mask_of(tokens: int, device: torch.device) -> flex.BlockMask:
+    """For sequences of that length."""
+    return flex.create_block_mask(causal, None, None, tokens, tokens, device=device)
 
 
 class Attends(nn.Module):
@@ -40,41 +67,105 @@ class Attends(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mask = flex.create_block_mask(causal, None, None, TOKENS, TOKENS, device="cpu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2).contiguous() for y in self.qkv(x).chunk(3, -1))
-        attended = self.attention(q, k, v, block_mask=self.mask)
-        return x + self.out(attended.transpose(1, 2).flatten(-2))
+        return x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Of heads."""
+        return self.attention(q, k, v, block_mask=mask_of(q.shape[-2], q.device))
+
+
+class Biased(Attends):
+    """Its scores depend on a parameter, and on what the region has computed before, by their closure alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(HEADS))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        slopes, norms = self.bias, k.square().mean(-1)
+
+        def score(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return score * norms[batch, head, key] + slopes[head]
+
+        return self.attention(q, k, v, score, mask_of(q.shape[-2], q.device))
+
+
+class Frozen(Attends):
+    """No gradient flows through its attention."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return super().attend(q.detach(), k.detach(), v.detach()) * v
+
+
+class Opaque(Attends):
+    """Something else of it is not to be seen."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        out.data_ptr()
+        return out.sigmoid()
 
 
 class Model(nn.Module):
     """Layers in a row and a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: type[nn.Module] = Attends) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Attends() for _ in range(3)])
+        self.layers = nn.ModuleList([layer() for _ in range(LAYER_COUNT)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask_of(x.shape[-2], x.device)  # made outside of the regions
         for layer in self.layers:
             x = layer(x)
         return x.square().mean()
 
 
-def trained(alpha: float) -> dict[str, Any]:
-    """The report of a training whose gradients are those without memplug."""
-    torch.manual_seed(0)
-    model = Model()
-    reference = twin(model)
+def block(alpha: float | str, **others: Any) -> dict[str, Any]:
+    """Of the configuration."""
     tokenwise = {"regions": LAYERS, "alpha": alpha, "min_offload_bytes": 256}
-    block = {"enabled": True, "plan_dir": False, "arena": {"enabled": False}, "tokenwise": tokenwise}
-    with memplug.attach(model, block) as session:
-        for x in torch.randn(STEPS, 2, TOKENS, WIDTH):
-            reference(x * 1.0).backward()
-            model(x * 1.0).backward()
+    return {"enabled": True, "plan_dir": False, "arena": {"enabled": False}, "tokenwise": tokenwise, **others}
+
+
+def compile_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the layers, of a model and of its reference, call one function that is compiled so."""
+    monkeypatch.setattr(Attends, "attention", staticmethod(torch.compile(flex.flex_attention, backend=backend)))
+
+
+def trained(
+    alpha: float | str,
+    layer: type[nn.Module] = Attends,
+    lengths: tuple[int, ...] = 4 * (TOKENS,),
+    counted: Counted | None = None,
+    around: Callable[[], Any] = contextlib.nullcontext,
+    **others: Any,
+) -> dict[str, Any]:
+    """The report of a training whose gradients are those without memplug; of each step, what was compiled for memplug's
+    model, and how often its attention ran.
+    """
+    torch.manual_seed(0)
+    model = Model(layer)
+    reference = twin(model)
+    compiled: list[tuple[int, int]] = []
+    with memplug.attach(model, block(alpha, **others)) as session:
+        for tokens in lengths:
+            x = torch.randn(2, tokens, WIDTH)
+            with around():
+                loss = reference(x * 1.0)
+            loss.backward()
+            before = (counted.graphs, counted.calls) if counted else (0, 0)
+            with around():
+                loss = model(x * 1.0)
+            loss.backward()
+            if counted:
+                compiled.append((counted.graphs - before[0], counted.calls - before[1]))
             assert_same(gradients(model), gradients(reference))
             session.step()
-        return session.report()
+        del loss
+        assert_clean(session.executor)
+        return {**session.report(), "compiled": compiled}
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> int:
@@ -82,14 +173,208 @@ def warnings(caplog: pytest.LogCaptureFixture) -> int:
     return sum("FlexAttention is not compiled" in record.message for record in caplog.records)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.parametrize("layer", [Attends, Biased])
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_a_model_that_has_compiled_it_is_told_once_and_gradients_hold(
+def test_a_compiled_call_is_a_unit_that_runs_once_a_step_and_is_compiled_once(
+    alpha: float,
+    layer: type[nn.Module],
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counted = Counted(backend)
+    compile_with(counted, monkeypatch)
+    report = trained(alpha, layer, counted=counted)
+    assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
+    assert report["compiled"] == [(1, LAYER_COUNT), *3 * [(0, LAYER_COUNT)]]
+    assert warnings(caplog) == 0
+
+
+@pytest.mark.parametrize("layer", [Attends, Biased])
+def test_a_plan_is_made_of_what_it_saved_and_nothing_is_compiled_again(
+    layer: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted()
+    compile_with(counted, monkeypatch)
+    report = trained("auto", layer, 16 * (TOKENS,), counted)
+    assert report["opaque_regions"] == 0 and report["programs"] >= 1
+    assert [graphs for graphs, _ in report["compiled"]] == [1, *15 * [0]]
+
+
+def test_where_regions_run_by_themselves_again_their_compiled_code_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted()
+    compile_with(counted, monkeypatch)
+    model = Model()
+    with memplug.attach(model, block("auto", device_budget_gib=1, profiler={"policy_steps": 1})) as session:
+        for x in torch.randn(20, 2, TOKENS, WIDTH):
+            model(x * 1.0).backward()
+            session.step()
+        assert session.report()["plain_regions"] == LAYER_COUNT
+    assert counted.graphs == 1 and counted.calls == 20 * LAYER_COUNT
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_other_lengths_are_compiled_once_and_gradients_hold(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted()
+    compile_with(counted, monkeypatch)
+    report = trained(alpha, Biased, (128, 256, 384, 128, 256, 384), counted)
+    assert report["opaque_regions"] == 0
+    assert [calls for _, calls in report["compiled"]] == 6 * [LAYER_COUNT]
+    assert not any(graphs for graphs, _ in report["compiled"][3:])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_under_autocast(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted()
+    compile_with(counted, monkeypatch)
+    report = trained(alpha, counted=counted, around=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert report["opaque_regions"] == 0
+    assert report["compiled"][1:] == 3 * [(0, LAYER_COUNT)]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_in_an_opaque_region_it_runs_again_with_the_module_and_compiled(
+    alpha: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted()
+    compile_with(counted, monkeypatch)
+    report = trained(alpha, Opaque, counted=counted)
+    assert report["opaque_regions"] == LAYER_COUNT
+    assert report["compiled"] == [(1, 2 * LAYER_COUNT), *3 * [(0, 2 * LAYER_COUNT)]]
+
+
+def test_kernels_that_no_operator_shows_are_a_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's; it has none for the backward on a CPU."""
+    counted = Counted("inductor")
+    compile_with(counted, monkeypatch)
+    report = trained(0.0, Frozen, counted=counted)
+    assert report["opaque_regions"] == 0
+    assert report["compiled"] == [(1, LAYER_COUNT), *3 * [(0, LAYER_COUNT)]]
+
+
+class SavesMore(Counted):
+    """In some calls another tensor is saved for backward, with the same result."""
+
+    def __init__(self, when: Callable[[int], bool]):
+        super().__init__()
+        self.when = when
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        made = super().__call__(graph, inputs)
+
+        def run(*args: Any) -> Any:
+            more = self.when(self.calls)
+            out, *others = made(*args)
+            return (out * torch.ones(()) if more else out, *others)
+
+        return run
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_where_it_saves_another_number_of_tensors_that_is_another_program(
+    alpha: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = SavesMore(lambda calls: calls // (2 * LAYER_COUNT) % 3 == 1)
+    compile_with(counted, monkeypatch)
+    report = trained(alpha, lengths=8 * (TOKENS,), counted=counted)
+    assert report["opaque_regions"] == 0
+    assert {calls for _, calls in report["compiled"]} == {LAYER_COUNT}
+
+
+def recomputed(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps, of which the second captures nothing, so that attention has to run again."""
+    compile_with(counted, monkeypatch)
+    torch.manual_seed(0)
+    model = Model(Biased)
+    reference = twin(model)
+    with memplug.attach(model, block(0.0)) as session:
+        for x in torch.randn(2, 2, TOKENS, WIDTH):
+            reference(x * 1.0).backward()
+            before = counted.calls
+            model(x * 1.0).backward()
+            assert_same(gradients(model), gradients(reference))
+            session.step()
+            for region in session.regions:
+                region.set(Setting(region.key, plan={}))
+        assert counted.calls - before == 2 * LAYER_COUNT
+        assert_clean(session.executor)
+
+
+def test_where_a_plan_recomputes_it_it_runs_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted()
+    recomputed(counted, monkeypatch)
+    assert counted.graphs == 2, "that of the reference, and that of the regions"
+
+
+def test_where_it_saves_another_number_of_tensors_when_it_runs_again_that_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = 4 * LAYER_COUNT  # two steps of both models
+    with pytest.raises(RecomputeError, match="flex_attention saved"):
+        recomputed(SavesMore(lambda calls: calls >= before), monkeypatch)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("is_first_inside", [True, False])
+def test_calls_outside_of_regions_are_as_without_memplug(
+    is_first_inside: bool, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted()
+    if is_compiled:
+        compile_with(counted, monkeypatch)
+
+    def step(network: Attends, x: torch.Tensor) -> torch.Tensor:
+        out = network(x)
+        out.sum().backward()
+        assert torch.equal(torch.no_grad()(network)(x), out)
+        return out
+
+    torch.manual_seed(0)
+    model, outside, x = Model(), Attends(), torch.randn(2, TOKENS, WIDTH)
+    if not is_first_inside:
+        step(outside, x)
+        gradients(outside)
+    before = counted.graphs
+    with memplug.attach(model, block(1.0)):
+        if is_first_inside:
+            model(x).backward()
+            before = counted.graphs
+        out = step(outside, x)
+        found = gradients(outside)
+        assert counted.graphs - before == (1 if is_compiled and is_first_inside else 0), "that without gradients"
+        if not is_first_inside:
+            model(x).backward()
+        before = counted.graphs
+        step(outside, x)
+        model(x).backward()
+        assert counted.graphs == before
+    gradients(outside)
+    assert torch.equal(out, step(outside, x))
+    assert_same(found, gradients(outside))
+
+
+def test_a_program_that_wants_nothing_compiled_has_it_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted = Counted()
+    compile_with(counted, monkeypatch)
+    with torch.compiler.set_stance("force_eager"):
+        assert trained(0.0)["opaque_regions"] == LAYER_COUNT
+    assert counted.graphs == 0 == warnings(caplog)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_a_compiled_function_that_calls_it_is_told_once_and_gradients_hold(
     alpha: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiled = torch.compile(flex.flex_attention, backend="aot_eager")
-    monkeypatch.setattr(Attends, "attention", staticmethod(compiled))
+    @torch.compile(backend="aot_eager")
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        return flex.flex_attention(*args, **kwargs) * 1.0
+
+    monkeypatch.setattr(Attends, "attention", staticmethod(attend))
     with caplog.at_level(logging.WARNING, "memplug"):
-        assert trained(alpha)["opaque_regions"] == 3
+        assert trained(alpha)["opaque_regions"] == LAYER_COUNT
     assert warnings(caplog) == 1
 
 
@@ -99,8 +384,44 @@ def test_of_a_call_that_is_not_compiled_torch_alone_tells(caplog: pytest.LogCapt
     assert warnings(caplog) == 0
 
 
-def test_the_operator_is_as_before_once_the_session_is_detached() -> None:
-    before = flex.flex_attention_hop
-    with memplug.attach(Model(), {"enabled": True, "plan_dir": False, "tokenwise": {"regions": LAYERS}}):
-        assert flex.flex_attention_hop is not before
-    assert flex.flex_attention_hop is before
+def test_torchs_functions_are_as_before_once_the_session_is_detached() -> None:
+    compiler = torch._dynamo.eval_frame
+    before = flex.setup_compilation_env, compiler._callback_from_stance
+    first, second = (memplug.attach(Model(), block(1.0)) for _ in range(2))
+    assert flex.setup_compilation_env is not before[0] and compiler._callback_from_stance is not before[1]
+    first.detach()
+    second.detach()
+    assert (flex.setup_compilation_env, compiler._callback_from_stance) == before
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_attention_that_transformers_has_compiled(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    wrapped = pytest.importorskip("transformers.integrations.flex_attention").WrappedFlexAttention
+    counted = Counted()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counted))
+    monkeypatch.setattr(wrapped, "_instance", None)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYER_COUNT, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False, attn_implementation="flex_attention",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    reference = twin(model)
+    settings = block(alpha)
+    settings["tokenwise"]["regions"] = "auto"
+    with memplug.attach(model, settings) as session:
+        for step in range(4):
+            tokens = torch.randint(64, (2, 128))
+            padding = torch.ones_like(tokens)
+            padding[0, :5] = 0
+            given = {"input_ids": tokens, "labels": tokens, "attention_mask": padding}
+            reference(**given).loss.backward()
+            before = counted.graphs, counted.calls
+            model(**given).loss.backward()
+            the_mask = 1  # is made by a compiled function too, outside of the regions
+            expected = 0 if step else 1, LAYER_COUNT + the_mask
+            assert (counted.graphs - before[0], counted.calls - before[1]) == expected
+            assert_same(gradients(model), gradients(reference))
+            session.step()
+        assert session.report()["opaque_regions"] == 0

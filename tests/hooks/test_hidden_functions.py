@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memplug
 from memplug.errors import ConflictError, InPlaceError
@@ -41,6 +46,14 @@ class Doubled(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         (squares,) = ctx.saved_tensors
         return gradient * squares
+
+
+class ReadsTwice(Doubled):
+    """Its backward asks for what it saved twice."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (ctx.saved_tensors[0] + ctx.saved_tensors[0]) / 2
 
 
 class Seen(torch.autograd.Function):
@@ -97,6 +110,17 @@ class Both(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(Doubled.apply(self.inner(x)) + Seen.apply(self.inner(x)))
+
+
+class Chosen(Layer):
+    """Some of the rows go through the one, the others through the other."""
+
+    first = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x).flatten(0, 1)
+        parts = Doubled.apply(y[: self.first]), Seen.apply(y[self.first :])
+        return x + self.out(torch.cat(parts).sigmoid()).view_as(x)
 
 
 class Nested(torch.autograd.Function):
@@ -171,6 +195,25 @@ def test_a_function_with_kernels_of_its_own_is_a_unit_and_the_region_is_not_opaq
     assert report["ran"] == {"Doubled": 3, "Seen": 3}, "with alpha 1 none of them runs again"
 
 
+@pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
+def test_a_call_without_elements_tells_nothing_of_a_function(
+    alpha: float | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an expert that gets no tokens at first."""
+    torch.manual_seed(0)
+    model = Stack(3, Chosen)
+    reference = twin(model)
+    with memplug.attach(model, {**BLOCK, "tokenwise": BLOCK["tokenwise"] | {"alpha": alpha}}) as session:
+        for first in (0, 0, 0, 5, 12, 0, 7, 7):
+            monkeypatch.setattr(Chosen, "first", first)
+            x = torch.randn(2, 6, 16)
+            model(x).backward()
+            reference(x).backward()
+            assert_same(gradients(model), gradients(reference))
+            session.step()
+        assert session.report()["opaque_regions"] == 0
+
+
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_what_a_function_draws_it_draws_again(alpha: float) -> None:
     report = train(DropsAndForks, alpha=alpha)
@@ -183,6 +226,16 @@ def test_an_operator_with_a_backward_of_its_own_is_an_operator(alpha: float | st
     report = train(WithOperator, alpha=alpha)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
     assert report["ran"]["operator"] == report["ran"]["Doubled"], "what it calls is no unit of the region"
+
+
+def test_what_a_backward_asks_for_twice_is_recomputed_once() -> None:
+    class Asks(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.out(ReadsTwice.apply(self.inner(x)).sigmoid())
+
+    report = train(Asks, alpha=0.0)
+    assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
+    assert report["ran"] == {"Doubled": 6}
 
 
 def test_with_alpha_0_a_plan_may_still_choose_and_gradients_hold() -> None:
@@ -299,9 +352,35 @@ class WritesBoth(Layer):
         return x + self.out(y.sigmoid() * z.tanh())
 
 
-@pytest.mark.parametrize(("layer", "alpha"), [(WritesInPlace, 0.0), (WritesBoth, 0.0), (WritesBoth, 1.0)])
+class WritesUnsaid(torch.autograd.Function):
+    """Has its kernel write to what it is given, by an address, and tells nobody, as Liger's rotary embedding does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()  # which it is
+        memory = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
+        numpy.ctypeslib.as_array(memory)[...] *= 2
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+class WritesByAddress(Layer):
+    """Uses it, and what it gives twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = WritesUnsaid.apply(self.inner(x))
+        return x + self.out(y * y.sigmoid())
+
+
+UNSAID = [(WritesByAddress, alpha) for alpha in (0.0, 1.0, "auto")]
+
+
+@pytest.mark.parametrize(("layer", "alpha"), [(WritesInPlace, 0.0), (WritesBoth, 0.0), (WritesBoth, 1.0), *UNSAID])
 def test_a_function_that_writes_to_its_argument_past_operators_makes_the_region_opaque(
-    layer: type[nn.Module], alpha: float
+    layer: type[nn.Module], alpha: float | str
 ) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] > 0
 
@@ -309,6 +388,86 @@ def test_a_function_that_writes_to_its_argument_past_operators_makes_the_region_
 def test_a_function_that_writes_past_operators_to_what_is_on_its_way_to_the_host_is_an_error() -> None:
     with pytest.raises(InPlaceError, match="before its copy to the host was done"):
         train(WritesInPlace, alpha=1.0)
+
+
+class Checkpointed(Layer):
+    """Its function runs in a checkpoint of its own, whose hooks take all that it saves."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(checkpoint(Doubled.apply, self.inner(x), use_reentrant=False).sigmoid())
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
+def test_a_function_in_a_checkpoint_of_the_models_own_runs_again(alpha: float | str) -> None:
+    assert train(Checkpointed, alpha=alpha)["opaque_regions"] == 0
+
+
+class Adds(torch.autograd.Function):
+    """Reads a parameter that it does not save."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        out.detach().numpy()[...] = x.detach().numpy() + bias.detach().numpy()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, gradient.sum((0, 1))
+
+
+class Added(Layer):
+    """Uses it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(Adds.apply(self.inner(x), self.inner.bias).sigmoid())
+
+
+def test_a_parameter_that_changes_between_forward_and_backward_is_an_error_as_it_is_for_operators() -> None:
+    train(Added, alpha=0.0)
+    model = Stack(2, Added)
+    with memplug.attach(model, {**BLOCK, "tokenwise": BLOCK["tokenwise"] | {"alpha": 0.0}}) as session:
+        for _ in range(2):
+            model(torch.randn(2, 6, 16)).backward()
+            session.step()
+        loss = model(torch.randn(2, 6, 16))
+        with torch.no_grad():
+            model.layers[0].inner.bias.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class Uncounted(Layer):
+    """Calls a unit without gradients first; takes an address, so that all of it runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.part(x)
+        y = self.inner(x)
+        y.data_ptr()
+        return x + self.out(self.part(y).sigmoid())
+
+
+def test_a_call_without_gradients_takes_no_state_of_another_where_a_region_runs_again() -> None:
+    model, states = Stack(1, Uncounted), []
+
+    @contextlib.contextmanager
+    def forward() -> Iterator[str]:
+        yield "state"
+
+    @contextlib.contextmanager
+    def again(state: str | None) -> Iterator[None]:
+        states.append(state)
+        yield
+
+    with memplug.attach(model, BLOCK) as session:
+        make_unit(model.layers[0].part, Unit(session.executor, "part", None, forward=forward, again=again), session)
+        model(torch.randn(2, 6, 16)).backward()
+        assert session.report()["opaque_regions"] > 0 and states == ["state"]
 
 
 class Passes(torch.autograd.Function):

@@ -34,8 +34,9 @@ def restored(
     attention: tuple[bool, ...],
     default_device: torch.device | None,
 ) -> Iterator[None]:
-    """The same state again, for a pass that runs the module. Nothing compiled runs inside: the forward ran functions
-    that the model compiles inside of a region as they are written, since compiled code has no operators to see.
+    """The same state again, for a pass that runs the module. Nothing compiled runs inside but units: the forward ran
+    functions that the model compiles inside of a region as they are written, since compiled code has no operators to
+    see.
 
     Args:
         surroundings: states of the host that random operators depend on, each as a function that gives a context

@@ -37,7 +37,7 @@ from memplug.tokenwise.regions.hidden import HiddenFunctions
 from memplug.tokenwise.regions.hooks import Hooks
 from memplug.tokenwise.regions.region import Region
 from memplug.tokenwise.regions.rerun import as_before, rerun
-from memplug.tokenwise.regions.tape import REASONS, Tape
+from memplug.tokenwise.regions.tape import Tape, named
 from memplug.tokenwise.regions.times import Times
 from memplug.tokenwise.regions.units import run_again
 from memplug.tokenwise.regions.watch import AddressMode
@@ -171,7 +171,7 @@ class Executor:
         a parameter or a mask is that was there before the region; from a copy, where all of its storage is captured; or
         from a recompute pass, which runs the operators of the tape that the saved tensors depend on, up to what is
         captured. An opaque forward's tape is not all that it did: its input is swapped, and its recompute pass runs
-        the module again.
+        the module again. But where it communicates, other ranks may not be opaque: what it saves stays as it is.
         """
         times = Times(self.device) if self.on_timed is not None else None
         surroundings = [take() for take in self.hooks.surroundings]
@@ -217,19 +217,22 @@ class Executor:
         """There is one rank."""
         return not (dist.is_initialized() and dist.get_world_size() > 1)
 
-    def note_opaque(self, region: Region, why: int | str) -> None:
-        """No tape tells what the region does: the reason, or bits of reasons."""
+    def note_opaque(self, region: Region, why: int | str, keeps: bool = False) -> None:
+        """No tape tells what the region does: the reason, or bits of reasons. `keeps`: see memplug/native/frame.h."""
         if not isinstance(why, str):
             if self.functions.found_some():
                 return  # they are units from the next forward on
-            why = ", ".join(text for bit, text in REASONS.items() if why & bit)
+            why = named(why)
         region.opaque = region.opaque or why
         self.opaque[region.opaque] += 1
         if self.opaque_regions == 1:
             log.warning(
-                "memplug: region %s is opaque (%s): its input is swapped, all else is recomputed by running its module",
+                "memplug: region %s is opaque (%s): %s",
                 region.name,
                 region.opaque,
+                "it communicates, so that all that it saves stays on the device"
+                if keeps
+                else "its input is swapped, all else is recomputed by running its module",
             )
 
     def note_timed(self, region: Region, frame: Any) -> None:
@@ -244,7 +247,7 @@ class Executor:
         with self.standing_around("recompute", region):
             frame.forget()
             begin = self.device.stamp() if tape is not None else None
-            if frame.is_opaque:
+            if frame.is_opaque and not frame.keeps:
                 rerun(self, frame, region)
             else:
                 self._replay(frame, region)

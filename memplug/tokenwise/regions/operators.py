@@ -82,6 +82,8 @@ _EMPTY = {
     *(f"aten::{name}" for name in ("new_empty", "new_empty_strided")),
 }
 _RESHAPES = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data", "aten::swap_"}
+_DETACH = "aten::detach_"  # in place, and takes a tensor out of the graph, which is all
+_LIFT = "aten::lift_fresh"  # ends torch.tensor([1, 2]) (memplug/native/literals.cpp)
 _WAIT = "_c10d_functional::wait_tensor"
 _WITHOUT_COMMUNICATION = {_WAIT, "_c10d_functional::_wrap_tensor_autograd"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
@@ -224,8 +226,10 @@ def leaves_memory_blank(func: Any) -> bool:
 
 @functools.cache
 def is_mutable(func: Any) -> bool:
-    """Whether the operator writes to one of its arguments."""
-    return isinstance(func, torch._ops.OpOverload) and (func._schema.is_mutable or is_exchange(func))
+    """Whether the operator writes to memory of one of its arguments."""
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.name == _DETACH:
+        return False
+    return func._schema.is_mutable or is_exchange(func)
 
 
 @functools.cache
@@ -263,6 +267,7 @@ def describe(name: str, overload: str) -> int:
         name == UNIT,
         name == PART_OF_UNIT,
         name == PART_OF_UNIT and overload.endswith("shared"),
+        name == _LIFT,
     )
     return sum(1 << bit for bit, holds in enumerate(traits) if holds)
 

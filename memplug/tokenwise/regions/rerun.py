@@ -9,6 +9,7 @@ import torch
 
 from memplug.errors import RecomputeError
 from memplug.tokenwise.regions.ambient import restored
+from memplug.tokenwise.regions.tape import named
 
 if TYPE_CHECKING:
     from memplug.tokenwise.regions.executor import Executor
@@ -16,14 +17,22 @@ if TYPE_CHECKING:
 
 
 def rerun(executor: Executor, frame: Any, region: Region) -> None:
-    """Run the region's module again, and store what it saves. All of it runs, whatever was captured.
+    """Run the region's module again, and store what it saves. All of it runs, whatever was captured: also its
+    collectives, so that one that has any is not run again where there are several ranks (memplug/native/frame.h).
 
     Args:
         frame: of the forward (memplug/native/running.h).
 
     Raises:
-        RecomputeError: it saves another number of tensors, or tensors of other sizes or dtypes.
+        RecomputeError: it saves another number of tensors, or tensors of other sizes or dtypes; or it communicates, and
+            nothing of it was kept, since it became opaque all of a sudden.
     """
+    if frame.talks and not executor.is_alone():
+        raise RecomputeError(
+            f"region {region.name} communicates, and a forward was opaque ({named(frame.opaque)}) where those before "
+            "it were alike and were not: run again on this rank alone, it would leave the others waiting",
+            'Leave the module out of "tokenwise.regions".',
+        )
     count = 0
 
     def pack(tensor: torch.Tensor) -> None:

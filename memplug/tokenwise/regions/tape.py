@@ -37,6 +37,11 @@ REASONS = {
 """Why a region is opaque, by the bits of `Opaque` in memplug/native/tape.h."""
 
 
+def named(reasons: int) -> str:
+    """Such bits in words."""
+    return ", ".join(text for bit, text in REASONS.items() if reasons & bit)
+
+
 class Record(NamedTuple):
     """One operator of a tape. Storages are numbers; `outputs` are those that it made, `results` those of all tensors
     that it returned. `rows` are those of the first of these; `dimensions` are those of the tensors among its arguments.

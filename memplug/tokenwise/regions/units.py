@@ -67,11 +67,13 @@ class Unit:
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, as a unit of the region whose forward is under way, if there is one."""
         executor = self.executor
+        if not torch.is_grad_enabled():  # nor had it a state in the forward
+            return call(*args, **kwargs)
         if executor.recomputing:
             state = executor.next_state(self)
             with executor.rerunning(), self.again(state):  # units inside of it are a part of it
                 return call(*args, **kwargs)
-        if not torch.is_grad_enabled() or executor.core is None or not executor.core.observes():
+        if executor.core is None or not executor.core.observes():
             return call(*args, **kwargs)
         surroundings = [take() for take in executor.hooks.surroundings]
         with self._forward() as state:
@@ -116,7 +118,7 @@ def run_again(
         unit.again(state),
     ):
         out = call(*args, **kwargs)
-    if len(saved) != count:
+    if wanted and len(saved) != count:  # hooks of the model's own, around the forward, may have taken all that it saved
         raise RecomputeError(
             f"region {region.name}: {unit.name} saved {count} tensors for backward, and {len(saved)} when run again"
         )

@@ -9,13 +9,31 @@ import torch
 from torch import nn
 
 from memplug.tokenwise.regions.executor import Executor
-from tests.support.blocks import Block, Stack, assert_clean, assert_same, gradients, tokenwise, twin
+from tests.support.blocks import Block, Layer, Stack, assert_clean, assert_same, gradients, tokenwise, twin
 from tests.support.forwards import WritesAfterUse, WritesInput, WritesOutput, WritesSlices
 from tests.support.simulated import Adversary, ScriptedDevice, adversarial_device
 
 pytestmark = pytest.mark.device
 
 IN_PLACE = [WritesOutput, WritesAfterUse, WritesSlices, WritesInput]
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(2 * x, x * x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0] + 0 * ctx.saved_tensors[1]
+
+
+class ReadsTwice(Layer):
+    """A custom function whose backward asks for all that it saved twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(Squares.apply(self.inner(self.norm(x))).sigmoid().square())
 
 
 def trained(device: Adversary, alpha: float, block: type[nn.Module] = Block, **settings: int):
@@ -66,6 +84,27 @@ def test_nothing_of_the_last_layer_is_copied_any_more(device, alpha):
 def test_a_second_backward_through_the_graph_finds_the_tensors(device, alpha):
     model, reference, executor = trained(device, alpha)
     step(model, reference, alpha, times=2, seed=1)
+    assert_clean(executor)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_a_backward_may_ask_for_a_saved_tensor_twice(device, alpha, times):
+    model, reference, executor = trained(device, alpha, ReadsTwice)
+    step(model, reference, alpha, times=times, seed=1)
+    assert_clean(executor)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_a_backward_through_a_part_of_a_graph_that_is_kept_leaves_it_whole(device, alpha):
+    model, reference, executor = trained(device, alpha)
+    x = torch.randn(2, 6, 16)
+    for network in (model, reference):
+        loss = network(x)
+        torch.autograd.grad(loss, network.layers[3].down.weight, retain_graph=True)
+        loss.backward()
+        del loss
+    assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
     assert_clean(executor)
 
 

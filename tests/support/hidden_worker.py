@@ -1,0 +1,144 @@
+"""Trains layers that exchange tokens with another rank around an expert whose kernels no operator shows, with memplug
+and without. The ranks are not alike: in the first steps one of them has no tokens at times.
+
+`-m tests.support.hidden_worker FOLDER CASES`, on two ranks. `CASES`: a JSON list of [layer, routing, alpha]. Writes to
+`FOLDER/RANK.json`, for each case, {"differ": steps whose gradients are not those without memplug, "exchanges": of each
+step, "opaque": regions}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import memplug
+from tests.support.blocks import LAYERS, Layer, Stack, gradients, twin
+
+TOKENS, STEPS = 12, 6
+ROUTINGS = {  # how many tokens of each rank the first one gets, by step
+    "all, then half": [TOKENS, 6, 6, 6, 6, 6],
+    "all for long": [TOKENS, TOKENS, TOKENS, TOKENS, 7, 5],
+    "in turn": [TOKENS, 0, TOKENS, 0, 5, 6],
+    "half": [6, 6, 6, 6, 6, 6],
+}
+exchanges, step, routing = [0], [0], [""]
+
+
+class Exchange(torch.autograd.Function):
+    """There, and its gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, given: list[int], sent: list[int]) -> torch.Tensor:
+        ctx.sizes = given, sent
+        return _exchanged(x, given, sent)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        given, sent = ctx.sizes
+        return _exchanged(gradient, sent, given), None, None
+
+
+def _exchanged(x: torch.Tensor, given: list[int], sent: list[int]) -> torch.Tensor:
+    exchanges[0] += 1
+    out = x.new_empty(sum(given), x.shape[1])
+    dist.all_to_all_single(out, x.contiguous(), given, sent)
+    return out
+
+
+class Squared(torch.autograd.Function):
+    """Memory from the allocator, filled past the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return _squared(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+def _squared(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    out.numpy()[...] = x.detach().numpy() ** 2
+    return out
+
+
+class Function(Layer):
+    """The expert is an autograd function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(self.norm(x)).flatten(0, 1)
+        kept = ROUTINGS[routing[0]][step[0]]
+        mine = [kept, len(y) - kept]
+        given = [mine[dist.get_rank()]] * 2
+        back = Exchange.apply(self.expert(Exchange.apply(y, given, mine)), mine, given)
+        return x + self.out(back.sigmoid()).view_as(x)
+
+    def expert(self, x: torch.Tensor) -> torch.Tensor:
+        """Of this rank."""
+        return Squared.apply(x.tanh()).sin()
+
+
+class NoFunction(Function):
+    """It is none: the region is opaque on a rank that has tokens."""
+
+    def expert(self, x: torch.Tensor) -> torch.Tensor:
+        """Of this rank."""
+        return (x.tanh() * _squared(x)).sin()
+
+
+class Late(NoFunction):
+    """It hides nothing at first."""
+
+    def expert(self, x: torch.Tensor) -> torch.Tensor:
+        """Of this rank."""
+        return super().expert(x) if step[0] > 3 else x.tanh().sin()
+
+
+def trained(layer: type[Layer], alpha: float | str) -> dict[str, Any]:
+    """One case."""
+    torch.manual_seed(0)
+    model = Stack(3, layer)
+    reference = twin(model)
+    block = {
+        "enabled": True,
+        "plan_dir": False,
+        "arena": {"enabled": False},
+        "tokenwise": {"regions": LAYERS, "alpha": alpha, "min_offload_bytes": 1},
+    }
+    differ, counted = [], []
+    with memplug.attach(model, block) as session:
+        for number in range(STEPS):
+            step[0], exchanges[0] = number, 0
+            torch.manual_seed(10 * number + dist.get_rank())
+            x = torch.randn(2, TOKENS // 2, 16)
+            model(x).backward()
+            counted.append(exchanges[0])
+            reference(x).backward()
+            ours, theirs = gradients(model), gradients(reference)
+            if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in ours):
+                differ.append(number)
+            session.step()
+        opaque = session.report()["opaque_regions"]
+    return {"differ": differ, "exchanges": counted, "opaque": opaque}
+
+
+def main() -> None:
+    """All cases on this rank."""
+    dist.init_process_group("gloo")
+    found = []
+    for layer, name, alpha in json.loads(sys.argv[2]):
+        routing[0] = name
+        found.append(trained(globals()[layer], alpha))
+    (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""Tensors of Python's values (`torch.tensor([1, 2])`) inside of a region: no operator fills them, they are kept as what
+the region was given, and its tape tells of all else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from memplug.tokenwise.regions import core as native
+from memplug.tokenwise.regions.tape import Form, records_of
+from tests.support.blocks import (
+    Layer,
+    Stack,
+    alphas,
+    assert_clean,
+    assert_same,
+    functional,
+    gradients,
+    tokenwise,
+    train_alike,
+    twin,
+)
+from tests.support.native_forward import Keeps, Run
+
+pytestmark = pytest.mark.device
+
+UNFILLED = "memory that no operator was seen to fill"
+ALIKE = [float(i) for i in range(32)]  # in every forward, for modules that run again
+
+
+def as_torch_asks_for_it(elements: int) -> torch.Tensor:
+    """Memory that nothing has filled, asked for as for `torch.tensor`."""
+    empty = torch.ops.aten.empty.memory_format
+    return empty([elements], dtype=torch.float32, layout=None, device="cpu", pin_memory=False)
+
+
+class Literals(Layer):
+    """What it makes of its activations and of Python's values, which are others in each forward."""
+
+    def __init__(self, make: Callable[[torch.Tensor, list[float]], torch.Tensor]) -> None:
+        super().__init__()
+        self.make = make
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        y = self.inner(self.norm(x))
+        made = self.make(y, [0.5 + self.forwards + i for i in range(32)])
+        return x + self.out(made.sigmoid() * y.tanh())
+
+
+def written_between(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    """Read, written to in place, and read again: two values of one memory."""
+    t = torch.tensor(values)
+    before = (t * 0.5).sin()
+    t.mul_(-0.25)
+    return y * before * t
+
+
+def written_in_part(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    t = torch.tensor([values, values])
+    before = t.cos()
+    t[1, 3:7].neg_()
+    return y * before[1] * t[1] + t[0]
+
+
+def written_twice(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    """By what depends on the activations."""
+    total = torch.tensor(values[0])
+    total += y.detach().sum()
+    first = y * total.cos()
+    total.mul_(2)
+    return first * total.cos()
+
+
+def with_gradients(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    """In place, they become part of the graph."""
+    t = torch.tensor(values)
+    t[:16] *= y[0, 0, 0].sigmoid()
+    first = y * t
+    total = torch.tensor(values[0])
+    total += first.mean()
+    return first * total.sin()
+
+
+def without_gradients(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    with torch.no_grad():
+        t = torch.tensor(values)
+        scale = y.sigmoid() * t
+    return y * scale * t
+
+
+def in_inference_mode(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    with torch.inference_mode():
+        t = torch.tensor(values)
+        before = t * 0.5
+        t += 1
+    return y * ((y.detach() * t).sin() + (y.detach() * before).cos())
+
+
+def indices(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    order = torch.tensor([(7 * i + int(values[0])) % 32 for i in range(32)])
+    return y[..., order] * y.index_select(-1, order.flip(0))
+
+
+def of_numbers(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    """Of Python's numbers that activations gave."""
+    return y * torch.tensor([y[0, 0, 0].item(), y[0, 1, 3].item()]).repeat(16)
+
+
+def of_tensors(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    return y * torch.tensor([y[0, 0, 0].detach(), y[0, 1, 3].detach()]).repeat(16)
+
+
+def numbers_on_the_host(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    """Operands that stay on the CPU."""
+    return (y * torch.tensor(values[0], device="cpu")).sin() * torch.tensor(3.0, device="cpu")
+
+
+def to_the_device(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    return y * torch.tensor(values, device="cpu", pin_memory=y.is_cuda).to(y.device, non_blocking=True).sin()
+
+
+def in_halves(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    return y * torch.tensor(values, dtype=torch.bfloat16).to(torch.float32).sin()
+
+
+def some_more(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    return sum(y * torch.tensor(values[i:] + values[:i]).sin() for i in range(4)) + torch.tensor([])[:0].sum()
+
+
+def kinds(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    lengths = torch.cat([torch.arange(1), torch.tensor((int(values[0]),)).cumsum(0)])
+    return y * torch.as_tensor(values) * y.new_tensor(values[1:] + values[:1]) * torch.asarray(values) * lengths.sum()
+
+
+def complex_values(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+    t = torch.tensor([complex(value, 1) for value in values])
+    return (y * t).real * t.imag * torch.view_as_real(t.conj() * y)[..., 0]
+
+
+MAKERS = [
+    lambda y, values: y * torch.tensor(values),
+    lambda y, values: (y * torch.tensor(values)).sin() + torch.tensor(values[0]).cos(),
+    written_between,
+    written_in_part,
+    written_twice,
+    with_gradients,
+    without_gradients,
+    in_inference_mode,
+    indices,
+    of_numbers,
+    of_tensors,
+    numbers_on_the_host,
+    to_the_device,
+    in_halves,
+    some_more,
+    kinds,
+    complex_values,
+]
+
+
+@alphas
+@pytest.mark.parametrize("least", [1, 1 << 20])
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__.strip("<>"))
+def test_a_region_that_makes_tensors_of_python_values_is_not_opaque(
+    make: Callable[..., torch.Tensor], least: int, alpha: float
+) -> None:
+    executor = train_alike(lambda: Literals(make), alpha, steps=4, exact=True, min_offload_bytes=least)
+    assert not executor.opaque
+
+
+EXCHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all-reduce": dist.all_reduce,
+    "all-reduce, waited for": lambda t: dist.all_reduce(t, async_op=True).wait(),
+    "broadcast": lambda t: dist.broadcast(t, 0),
+    "gathered rows": lambda t: dist.all_gather_into_tensor(t, torch.ones_like(t)),
+}
+
+
+@alphas
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_what_other_ranks_write_to_is_no_capture_of_what_torch_asked_for(name: str, alpha: float, group: Any) -> None:
+    def exchanged(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+        t = torch.tensor(values)
+        before = t.sin()
+        EXCHANGES[name](t)
+        return y * before * t * (t * 0.25).cos()
+
+    executor = train_alike(lambda: Literals(exchanged), alpha, steps=3, exact=True)
+    assert not executor.opaque
+
+
+@alphas
+def test_attention_of_such_a_region_runs_once(alpha: float) -> None:
+    calls = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return (x @ x.mT * torch.tensor([2.0] * 8)).sin()
+
+    region, executor = functional(call, alpha)
+    region(torch.randn(8, 8).requires_grad_() * 1).sum().backward()
+    assert len(calls) == 1 and not executor.opaque
+
+
+def test_a_tensor_of_python_values_gets_its_gradient() -> None:
+    made: list[torch.Tensor] = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        made.append(torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True))
+        with torch.no_grad():
+            made[-1].mul_(2)
+        return (x @ x.mT * made[-1]).exp()
+
+    region, executor = functional(call, 1.0)
+    for run in (call, region):
+        x = torch.randn(4, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(0)).requires_grad_()
+        run(x / 9).sum().backward()
+    assert torch.equal(made[0].grad, made[1].grad) and not executor.opaque
+
+
+@alphas
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+@pytest.mark.parametrize("make", MAKERS[:4], ids=["product", "sum", "written between", "written in part"])
+def test_graphs_in_flight_have_the_values_of_their_own_forwards(
+    make: Callable[..., torch.Tensor], order: tuple[int, ...], alpha: float
+) -> None:
+    torch.manual_seed(0)
+    model = Stack(2, lambda: Literals(make))
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    inputs = torch.randn(3, 2, 6, 16)
+    for network in (model, reference):
+        losses = [network(x) for x in inputs]
+        for index in order:
+            losses[index].backward(retain_graph=True)
+            losses[index].backward()
+        del losses
+    assert_same(gradients(model), gradients(reference))
+    assert not executor.opaque
+    assert_clean(executor)
+
+
+def test_values_that_take_much_memory_are_not_kept() -> None:
+    """They are made again with all else: a plan does not count them."""
+
+    def much(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+        return y * torch.tensor(ALIKE * (1 << 14))[:32]
+
+    executor = train_alike(lambda: Literals(much), 1.0)
+    assert dict(executor.opaque) == {UNFILLED: 3}
+
+
+def test_many_values_are_not_kept_either() -> None:
+    def many(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+        for _ in range(3):
+            y = y * torch.tensor(ALIKE * (1 << 12))[:32]
+        return y
+
+    executor = train_alike(lambda: Literals(many), 1.0)
+    assert dict(executor.opaque) == {UNFILLED: 3}
+
+
+@alphas
+def test_forwards_in_turn_make_values_or_fill_memory(alpha: float) -> None:
+    """Of the same shapes: a tape that is followed up to there is another's from then on."""
+
+    def in_turn(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+        kind = int(values[0]) % 3
+        if kind == 0:
+            t = torch.tensor(values)
+        elif kind == 1:
+            t = as_torch_asks_for_it(32).fill_(values[1]).to(y.device)
+        else:
+            t = torch.tensor([y[0, 0, 0].item()] * 32)
+        return y * t.sin() * t
+
+    executor = train_alike(lambda: Literals(in_turn), alpha, steps=9, exact=True)
+    assert not executor.opaque
+
+
+def test_an_address_that_is_taken_still_makes_a_region_opaque() -> None:
+    def taken(y: torch.Tensor, values: list[float]) -> torch.Tensor:
+        t = torch.tensor(ALIKE)
+        t.data_ptr()
+        return y * t
+
+    executor = train_alike(lambda: Literals(taken), 1.0)
+    assert dict(executor.opaque) == {"memory that is read or written past torch's operators": 3}
+
+
+def test_what_the_caller_writes_to_afterwards_is_an_error() -> None:
+    """As with any memory that a region was given and reads again."""
+
+    def call(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        t = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        return (x * (t * 2)).sin(), t
+
+    region, executor = functional(call, 1.0)
+    y, t = region(torch.randn(4, 4).requires_grad_() * 1)
+    t.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    del y
+    assert not executor.opaque
+
+
+def fills_by_itself() -> torch.Tensor:
+    t = as_torch_asks_for_it(2).fill_(3.0).to(torch.get_default_device())
+    return Keeps.apply(torch.ones(1, requires_grad=True), t)
+
+
+def has_values() -> torch.Tensor:
+    return Keeps.apply(torch.ones(1, requires_grad=True), torch.tensor([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("calls", [(fills_by_itself, has_values), (has_values, fills_by_itself)])
+def test_a_tape_that_is_left_between_the_memory_and_its_values_says_who_makes_it(
+    calls: tuple[Callable[[], Any], Callable[[], Any]],
+) -> None:
+    core = native.core()
+    first, second = calls
+    known, alone = Run(core, first).tape, Run(core, second).tape
+    run = Run(core, second, (known,))
+    assert not run.follows and records_of(run.tape) == records_of(alone)
+    assert run.tape.given == alone.given and not run.tape.opaque
+    assert Run(core, second, (alone,)).follows
+    made = {number for record in records_of(run.tape) for number in record.outputs if record.form is not Form.VIEW}
+    assert made.isdisjoint(number for number, given in enumerate(run.tape.given) if given)
+    assert all(torch.equal(ours, saved) for ours, saved in zip(restored(run), run.saved, strict=True))
+
+
+def restored(run: Run) -> list[torch.Tensor]:
+    """What was saved, by a recompute pass where it takes one."""
+    found = run.restored({}, pytest.fail)
+    return [found.get(index, saved) for index, saved in enumerate(run.saved)]
+
+
+def test_to_take_a_tensor_out_of_the_graph_in_place_writes_nothing() -> None:
+    weight = torch.ones(4, 4, requires_grad=True)
+
+    def call() -> torch.Tensor:
+        y = (weight * 2).exp()
+        y.detach_()
+        return weight * y
+
+    run = Run(native.core(), call)
+    assert not any(record.written for record in records_of(run.tape))
+    assert all(torch.equal(ours, saved) for ours, saved in zip(restored(run), run.saved, strict=True))
