@@ -20,7 +20,7 @@ def facts_of(
     """Plain values: seconds, bytes, and shares.
 
     Args:
-        largest: by mode, the longest sequence and the largest micro-batch that fit; empty where nobody asked for them.
+        largest: by mode, the longest sequence and the largest micro-batch that fit; empty: not asked for.
         settings: the DeepSpeed JSON.
         gpus: ranks of its engine; None: no engine.
     """

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplug
-from memplug.errors import ConflictError, InPlaceError
+from memplug.errors import ConflictError
 from memplug.hooks.units import make_unit
 from memplug.tokenwise.regions.units import Unit
-from tests.support.blocks import LAYERS, Layer, Stack, assert_same, gradients, twin
-
-BLOCK = {
-    "enabled": True,
-    "plan_dir": False,
-    "arena": {"enabled": False},
-    "tokenwise": {"regions": LAYERS, "alpha": 1.0, "min_offload_bytes": 1},
-}
-ran: list[str] = []
+from tests.support.blocks import Layer, Stack, assert_same, gradients, twin
+from tests.support.hidden_functions import BLOCK, ran, train
 
 
 class Doubled(torch.autograd.Function):
@@ -171,24 +162,6 @@ class Inside(Layer):
         return x + self.out(Doubled.apply(y))
 
 
-def train(layer: type[nn.Module], steps: int = 4, **tokenwise: Any) -> dict[str, Any]:
-    """The report of a training whose gradients are those without memplug, from the first step on."""
-    torch.manual_seed(0)
-    model = Stack(3, layer)
-    reference = twin(model)
-    with memplug.attach(model, {**BLOCK, "tokenwise": BLOCK["tokenwise"] | tokenwise}) as session:
-        for _ in range(steps):
-            x, seed = torch.randn(2, 6, 16), torch.get_rng_state()
-            ran.clear()
-            model(x).backward()
-            counted = list(ran)
-            torch.set_rng_state(seed)
-            reference(x).backward()
-            assert_same(gradients(model), gradients(reference))
-            session.step()
-        return {**session.report(), "ran": {name: counted.count(name) for name in set(counted)}}
-
-
 def test_a_function_with_kernels_of_its_own_is_a_unit_and_the_region_is_not_opaque() -> None:
     report = train(Both)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
@@ -305,89 +278,6 @@ def test_a_forward_that_was_replaced_on_the_instance_is_refused() -> None:
     part.forward = lambda x: x
     with memplug.attach(model, BLOCK) as session, pytest.raises(ConflictError, match="replaced"):
         make_unit(part, Unit(session.executor, "part", None), session)
-
-
-class InPlace(torch.autograd.Function):
-    """Writes to what it is given, past the dispatcher, and says so."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        x.detach().numpy()[...] *= 2
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return 2 * gradient
-
-
-class WritesInPlace(Layer):
-    """Its function does, to memory that an operator has made."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.out(InPlace.apply(self.inner(x)).sigmoid())
-
-
-class WritesInUnit(torch.autograd.Function):
-    """Both: memory of its own, and its argument."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.empty_like(x)
-        out.detach().numpy()[...] = 3 * x.detach().numpy()
-        x.detach().numpy()[...] *= 2
-        ctx.mark_dirty(x)
-        return x, out
-
-    @staticmethod
-    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        return 2 * first + 3 * second
-
-
-class WritesBoth(Layer):
-    """Uses it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y, z = WritesInUnit.apply(self.inner(x) * 1.0)
-        return x + self.out(y.sigmoid() * z.tanh())
-
-
-class WritesUnsaid(torch.autograd.Function):
-    """Has its kernel write to what it is given, by an address, and tells nobody, as Liger's rotary embedding does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()  # which it is
-        memory = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
-        numpy.ctypeslib.as_array(memory)[...] *= 2
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return 2 * gradient
-
-
-class WritesByAddress(Layer):
-    """Uses it, and what it gives twice."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = WritesUnsaid.apply(self.inner(x))
-        return x + self.out(y * y.sigmoid())
-
-
-UNSAID = [(WritesByAddress, alpha) for alpha in (0.0, 1.0, "auto")]
-
-
-@pytest.mark.parametrize(("layer", "alpha"), [(WritesInPlace, 0.0), (WritesBoth, 0.0), (WritesBoth, 1.0), *UNSAID])
-def test_a_function_that_writes_to_its_argument_past_operators_makes_the_region_opaque(
-    layer: type[nn.Module], alpha: float | str
-) -> None:
-    assert train(layer, alpha=alpha)["opaque_regions"] > 0
-
-
-def test_a_function_that_writes_past_operators_to_what_is_on_its_way_to_the_host_is_an_error() -> None:
-    with pytest.raises(InPlaceError, match="before its copy to the host was done"):
-        train(WritesInPlace, alpha=1.0)
 
 
 class Checkpointed(Layer):
