@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 
 import memplug
 from memplug.profile.trace import Event, Trace
@@ -46,8 +47,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 COLLECTIVES = """allreduce allreduce_coalesced allgather allgather_coalesced _allgather_base all_gather_single
 allgather_into_tensor_coalesced all_gather_single_coalesced reduce_scatter _reduce_scatter_base reduce_scatter_single
-reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced broadcast reduce send recv""".split()
-"""Methods of a process group, of which torch's versions have some."""
+reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced broadcast reduce""".split()
+"""Methods of a process group, of which torch's versions have some, beside `send` and `recv`."""
 Requests = list[tuple[str, int, str]]
 
 
@@ -200,19 +201,33 @@ def _outermost(trace: Trace, operator: int) -> str:
 
 @contextlib.contextmanager
 def _staging_elsewhere() -> Iterator[None]:
-    """Within, collectives run on a thread of their own: what gloo asks for in them is not the program's."""
+    """Within, collectives run on a thread of their own: what gloo asks for in them is not the program's.
+
+    They are done when they return, and on copies: threads of gloo's hold what they were given for a moment longer, and
+    autograd does not add in place to a gradient that somebody holds.
+    """
 
     def moved(collective: Any) -> Any:
-        def run(*args: Any) -> Any:
-            with torch.no_grad():
-                return collective(*args)
+        @torch.no_grad()
+        def run(group: Any, *args: Any) -> Any:
+            copies = pytree.tree_map_only(torch.Tensor, torch.clone, args)
+            work = collective(group, *copies)
+            work.wait()
+            for taken, copy in zip(pytree.tree_leaves(args), pytree.tree_leaves(copies), strict=True):
+                if isinstance(taken, torch.Tensor):
+                    taken.copy_(copy)
+            return work
 
         return lambda *args: thread.submit(run, *args).result()
 
+    def called(operation: Any) -> Any:
+        return lambda *args: thread.submit(operation, *args).result()
+
     with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as stack:
-        for name in (name for name in COLLECTIVES if hasattr(dist.ProcessGroup, name)):
-            collective = getattr(dist.ProcessGroup, name)
-            stack.enter_context(mock.patch.object(dist.ProcessGroup, name, moved(collective)))
+        for names, elsewhere in ((COLLECTIVES, moved), (("send", "recv"), called)):
+            for name in (name for name in names if hasattr(dist.ProcessGroup, name)):
+                operation = elsewhere(getattr(dist.ProcessGroup, name))
+                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, operation))
         yield
 
 
