@@ -168,6 +168,10 @@ def test_the_exit_status_tells_whether_a_symbol_is_gone(
     assert capsys.readouterr().out.splitlines() == ["pack: 1 of 1 there", "  there  pack:Engine  (memplug/a.py)"]
     assert main(["--source", str(below), "--stand-ins"]) == 1
     assert "1 of 2 there, 1 gone" in capsys.readouterr().out
+    moved = Package("pack", {"memplug/a.py": ("pack.engine:moved_here",)})
+    monkeypatch.setattr(check_symbols, "PACKAGES", {"pack": moved})
+    assert main(["pack", "--source", str(tmp_path)]) == 1, "memplug does not find it"
+    assert "0 of 1 there, 1 moved" in capsys.readouterr().out
 
 
 def test_sources_come_from_the_package_index_and_nothing_of_them_runs(tmp_path: Path) -> None:

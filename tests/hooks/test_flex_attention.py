@@ -5,21 +5,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo import lookup_backend
 from torch.nn.attention import flex_attention as flex
 
 import memplug
 from memplug.errors import RecomputeError
 from memplug.plan.decisions import Setting
-from tests.support.blocks import LAYERS, assert_clean, assert_same, gradients, twin
-
-WIDTH, HEADS, TOKENS, LAYER_COUNT = 32, 4, 128, 3
+from tests.support.blocks import assert_clean, assert_same, gradients, twin
+from tests.support.flex_layers import (
+    LAYER_COUNT,
+    TOKENS,
+    WIDTH,
+    Attends,
+    Biased,
+    Counted,
+    Frozen,
+    Model,
+    Opaque,
+    SavesMore,
+    block,
+    compile_with,
+    trained,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,143 +41,6 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(torch.compiler.reset)
         yield
-
-
-class Counted:
-    """A compiler that counts the graphs it is given, and the calls of what it made of them."""
-
-    def __init__(self, backend: str = "aot_eager"):
-        self.backend, self.graphs, self.calls = lookup_backend(backend), 0, 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        self.graphs += 1
-        made = self.backend(graph, inputs)
-
-        def run(*args: Any) -> Any:
-            self.calls += 1
-            return made(*args)
-
-        return run
-
-
-def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    """A mask."""
-    return query >= key
-
-
-@functools.cache
-def mask_of(tokens: int, device: torch.device) -> flex.BlockMask:
-    """For sequences of that length."""
-    return flex.create_block_mask(causal, None, None, tokens, tokens, device=device)
-
-
-class Attends(nn.Module):
-    """With a residual."""
-
-    attention = staticmethod(flex.flex_attention)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2).contiguous() for y in self.qkv(x).chunk(3, -1))
-        return x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Of heads."""
-        return self.attention(q, k, v, block_mask=mask_of(q.shape[-2], q.device))
-
-
-class Biased(Attends):
-    """Its scores depend on a parameter, and on what the region has computed before, by their closure alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(HEADS))
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        slopes, norms = self.bias, k.square().mean(-1)
-
-        def score(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
-            return score * norms[batch, head, key] + slopes[head]
-
-        return self.attention(q, k, v, score, mask_of(q.shape[-2], q.device))
-
-
-class Frozen(Attends):
-    """No gradient flows through its attention."""
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return super().attend(q.detach(), k.detach(), v.detach()) * v
-
-
-class Opaque(Attends):
-    """Something else of it is not to be seen."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        out.data_ptr()
-        return out.sigmoid()
-
-
-class Model(nn.Module):
-    """Layers in a row and a loss."""
-
-    def __init__(self, layer: type[nn.Module] = Attends) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([layer() for _ in range(LAYER_COUNT)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask_of(x.shape[-2], x.device)  # made outside of the regions
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def block(alpha: float | str, **others: Any) -> dict[str, Any]:
-    """Of the configuration."""
-    tokenwise = {"regions": LAYERS, "alpha": alpha, "min_offload_bytes": 256}
-    return {"enabled": True, "plan_dir": False, "arena": {"enabled": False}, "tokenwise": tokenwise, **others}
-
-
-def compile_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the layers, of a model and of its reference, call one function that is compiled so."""
-    monkeypatch.setattr(Attends, "attention", staticmethod(torch.compile(flex.flex_attention, backend=backend)))
-
-
-def trained(
-    alpha: float | str,
-    layer: type[nn.Module] = Attends,
-    lengths: tuple[int, ...] = 4 * (TOKENS,),
-    counted: Counted | None = None,
-    around: Callable[[], Any] = contextlib.nullcontext,
-    **others: Any,
-) -> dict[str, Any]:
-    """The report of a training whose gradients are those without memplug; of each step, what was compiled for memplug's
-    model, and how often its attention ran.
-    """
-    torch.manual_seed(0)
-    model = Model(layer)
-    reference = twin(model)
-    compiled: list[tuple[int, int]] = []
-    with memplug.attach(model, block(alpha, **others)) as session:
-        for tokens in lengths:
-            x = torch.randn(2, tokens, WIDTH)
-            with around():
-                loss = reference(x * 1.0)
-            loss.backward()
-            before = (counted.graphs, counted.calls) if counted else (0, 0)
-            with around():
-                loss = model(x * 1.0)
-            loss.backward()
-            if counted:
-                compiled.append((counted.graphs - before[0], counted.calls - before[1]))
-            assert_same(gradients(model), gradients(reference))
-            session.step()
-        del loss
-        assert_clean(session.executor)
-        return {**session.report(), "compiled": compiled}
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> int:
@@ -251,24 +126,6 @@ def test_kernels_that_no_operator_shows_are_a_units(monkeypatch: pytest.MonkeyPa
     report = trained(0.0, Frozen, counted=counted)
     assert report["opaque_regions"] == 0
     assert report["compiled"] == [(1, LAYER_COUNT), *3 * [(0, LAYER_COUNT)]]
-
-
-class SavesMore(Counted):
-    """In some calls another tensor is saved for backward, with the same result."""
-
-    def __init__(self, when: Callable[[int], bool]):
-        super().__init__()
-        self.when = when
-
-    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        made = super().__call__(graph, inputs)
-
-        def run(*args: Any) -> Any:
-            more = self.when(self.calls)
-            out, *others = made(*args)
-            return (out * torch.ones(()) if more else out, *others)
-
-        return run
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])

@@ -14,8 +14,8 @@ symbol:
 | moved | is elsewhere in the package: memplug does not find it |
 | gone | is nowhere in the package, or without a parameter that memplug passes |
 
-Keys of dictionaries, registered operators and decorators are looked for as text. Exit status 1: a symbol is gone. A
-package whose sources cannot be had is not checked, and its line says so.
+Keys of dictionaries, registered operators and decorators are looked for as text. Exit status 1: a symbol moved or is
+gone. A package whose sources cannot be had is not checked, and its line says so.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _all(source: Path | None) -> Iterator[str]:
 
 
 def _check_one(asked: str, folder: Path, is_fetched: bool, stand_ins: bool) -> int:
-    """Writes the lines of one package; returns how many of its symbols are gone."""
+    """Writes the lines of one package; returns how many of its symbols are not there."""
     name, _, version = asked.partition("==")
     package, title = PACKAGES[name], asked.replace("==", " ")
     try:
@@ -166,7 +166,7 @@ def _check_one(asked: str, folder: Path, is_fetched: bool, stand_ins: bool) -> i
     others = "".join(f", {counts[status]} {status}" for status in (MOVED, GONE) if counts[status])
     sys.stdout.write(f"{title}: {counts[THERE]} of {len(found)} there{others}\n")
     sys.stdout.writelines(f"  {each}  ({file})\n" for file, each in found)
-    return counts[GONE]
+    return counts[MOVED] + counts[GONE]
 
 
 if __name__ == "__main__":
