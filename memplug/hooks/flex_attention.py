@@ -101,8 +101,10 @@ class _Callbacks:
 
     def choose(self, original: Callable[[Any], Any], callback: Any) -> Any:
         """Of a compiled function that is being called."""
+        if not callable(callback):
+            return original(callback)
         before = core().stance_before()
-        if not callable(callback) or (before is None and callback not in self._everywhere):
+        if before is None and callback not in self._everywhere:
             return original(callback)
         call = sys._getframe(2)  # behind the patch
         if call.f_code.co_name != "compile_wrapper":  # it is another session's patch that asks

@@ -37,6 +37,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,7 @@ _KINDS = {
     "DotProductAttention": Kind.ATTENTION,
 }
 _QUEUE = "global_fp8_buffer_pos_fwd_recompute"
+_NOTHING = contextlib.nullcontext()
 
 
 def is_loaded() -> bool:
@@ -130,7 +132,7 @@ def _unit(executor: Executor, name: str, module: nn.Module, own: str, is_shared:
         executor,
         name,
         _KINDS.get(own),
-        is_row_wise=lambda: own in _ROW_WISE and not passes.is_quantized(),
+        is_row_wise=lambda state: own in _ROW_WISE and not state.is_quantized,
         is_shared=is_shared,
         puts_back=own in ("", "DotProductAttention"),  # whose dropout may have a generator's state of its own
         lasting=passes.kept_casts,
@@ -188,13 +190,20 @@ class _Passes:
         asked = (getattr(part, "will_execute_quantized", None) for part in self._modules)
         self._asked = [ask for ask in asked if ask is not None]
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[_State]:
+    def forward(self) -> AbstractContextManager[_State]:
         """Around a forward; the state is complete behind it."""
-        recompute, state = _distributed().activation_recompute_forward, _State(self.is_quantized(), _autocast()[0]())
-        if not state.is_quantized:
-            yield state
-            return
+        state = _State(self.is_quantized(), _autocast()[0]())
+        return self._noting(state) if state.is_quantized else contextlib.nullcontext(state)
+
+    def again(self, state: _State | None) -> AbstractContextManager[None]:
+        """Around a run with a forward's state."""
+        if state is None or not (state.is_quantized or _manager().is_fp8_enabled()):
+            return _NOTHING
+        return self._with(state)
+
+    @contextlib.contextmanager
+    def _noting(self, state: _State) -> Iterator[_State]:
+        recompute = _distributed().activation_recompute_forward
         lengths = {number: len(queue) for number, queue in self._queues()}
         firsts = len(recompute._is_first_fp8_module)
         with recompute(activation_recompute=True, recompute_phase=False):
@@ -208,11 +217,7 @@ class _Passes:
                     state.is_first.append(recompute._is_first_fp8_module.pop())
 
     @contextlib.contextmanager
-    def again(self, state: _State | None) -> Iterator[None]:
-        """Around a run with a forward's state."""
-        if state is None or not (state.is_quantized or _manager().is_fp8_enabled()):
-            yield
-            return
+    def _with(self, state: _State) -> Iterator[None]:
         recompute, (get, put) = _distributed().activation_recompute_forward, _autocast()
         queues, firsts = dict(self._queues()), recompute._is_first_fp8_module
         lengths = {number: len(queue) for number, queue in queues.items()}
@@ -241,7 +246,7 @@ class _Passes:
         manager = _manager()
         if not self._is_known or manager.is_fp8_enabled() or manager.is_fp8_calibration():
             return True
-        return any(ask(False) for ask in self._asked)
+        return bool(self._asked) and any(ask(False) for ask in self._asked)
 
     def kept_casts(self) -> list[torch.Tensor]:
         """Of weights, for all micro-batches of a step: plain tensors, and those that a quantized one is made of."""
@@ -272,6 +277,7 @@ def _inside_autocast() -> Iterator[None]:
         setattr(owner, name, getattr(owner, name) - 1)
 
 
+@functools.cache
 def _autocast() -> tuple[Any, Any]:
     """How to get the state of autocast, and to set it."""
     manager = _manager()

@@ -49,11 +49,11 @@ def _unit_class(original: type) -> type:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit = self.__dict__.get(UNIT)
-        call = functools.partial(original.forward, self)
-        return call(*args, **kwargs) if unit is None else unit.run(call, args, kwargs)
+        if unit is None or torch.compiler.is_dynamo_compiling():  # it is in no region, which goes around compiled code
+            return original.forward(self, *args, **kwargs)
+        return unit.run(functools.partial(original.forward, self), args, kwargs)
 
-    functools.update_wrapper(forward, original.forward)
-    return subclass(original, forward=torch.compiler.disable(forward))
+    return subclass(original, forward=functools.update_wrapper(forward, original.forward))
 
 
 def watch_functions(functions: HiddenFunctions, session: Session) -> None:

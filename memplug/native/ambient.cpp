@@ -1,5 +1,6 @@
 #include "ambient.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
@@ -30,10 +31,42 @@ py::object default_device() {
   return py::module_::import("memplug.tokenwise.regions.ambient").attr("default_device")();
 }
 
+std::array<bool, 4> attention_now() {
+  const at::Context& context = at::globalContext();
+  return {
+      context.userEnabledFlashSDP(),
+      context.userEnabledMemEfficientSDP(),
+      context.userEnabledMathSDP(),
+      context.userEnabledCuDNNSDP()};
+}
+
 } // namespace
 
+CpuRandom CpuRandom::now() {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  auto* const random = at::check_generator<at::CPUGeneratorImpl>(generator);
+  return {random->engine(), random->next_float_normal_sample(), random->next_double_normal_sample()};
+}
+
+bool CpuRandom::operator==(const CpuRandom& other) const {
+  const auto one = engine.data(), another = other.engine.data();
+  return one.left_ == another.left_ && one.next_ == another.next_ && one.state_ == another.state_ &&
+      one.seed_ == another.seed_ && one.seeded_ == another.seeded_ && next_float == other.next_float &&
+      next_double == other.next_double;
+}
+
+at::Tensor CpuRandom::state() const {
+  at::Generator generator = at::detail::createCPUGenerator();
+  auto* const random = at::check_generator<at::CPUGeneratorImpl>(generator);
+  random->set_engine(engine);
+  random->set_next_float_normal_sample(next_float);
+  random->set_next_double_normal_sample(next_double);
+  return generator.get_state();
+}
+
 Ambient::Ambient(c10::Device device)
-    : cpu_rng(state_of(c10::kCPU)), default_device(memplug::default_device()), device_(device) {
+    : cpu_rng(CpuRandom::now()), attention(attention_now()), default_device(memplug::default_device()), device_(device) {
   const auto note = [&](c10::DeviceType type) {
     autocast.push_back({type, at::autocast::is_autocast_enabled(type), at::autocast::get_autocast_dtype(type)});
   };
@@ -42,24 +75,19 @@ Ambient::Ambient(c10::Device device)
     device_rng = state_of(device);
     note(device.type());
   }
-  const at::Context& context = at::globalContext();
-  attention = {
-      context.userEnabledFlashSDP(),
-      context.userEnabledMemEfficientSDP(),
-      context.userEnabledMathSDP(),
-      context.userEnabledCuDNNSDP()};
 }
 
 void Ambient::forget_undrawn() {
-  const auto forget = [](std::optional<at::Tensor>& then, c10::Device device) {
-    const at::Tensor now = then ? state_of(device) : at::Tensor(); // a generator's state is bytes of the host
-    if (then && now.nbytes() == then->nbytes() &&
-        std::memcmp(now.const_data_ptr(), then->const_data_ptr(), now.nbytes()) == 0) {
-      then.reset();
+  if (cpu_rng && *cpu_rng == CpuRandom::now()) {
+    cpu_rng.reset();
+  }
+  if (device_rng) {
+    const at::Tensor now = state_of(device_); // bytes of the host
+    if (now.nbytes() == device_rng->nbytes() &&
+        std::memcmp(now.const_data_ptr(), device_rng->const_data_ptr(), now.nbytes()) == 0) {
+      device_rng.reset();
     }
-  };
-  forget(cpu_rng, c10::kCPU);
-  forget(device_rng, device_);
+  }
 }
 
 py::tuple Ambient::described() const {
@@ -69,13 +97,21 @@ py::tuple Ambient::described() const {
     casts.append(py::make_tuple(
         c10::DeviceTypeName(each.device, true), each.enabled, py::reinterpret_borrow<py::object>(dtype)));
   }
-  const auto state = [](const auto& rng) { return rng ? wrapped(*rng) : py::object(py::none()); };
   return py::make_tuple(
-      state(cpu_rng),
-      state(device_rng),
+      cpu_rng ? wrapped(cpu_rng->state()) : py::object(py::none()),
+      device_rng ? wrapped(*device_rng) : py::object(py::none()),
       casts,
       py::make_tuple(attention[0], attention[1], attention[2], attention[3]),
       default_device);
+}
+
+bool Ambient::holds() const {
+  return !cpu_rng && !device_rng && default_device.is_none() && memplug::default_device().is_none() &&
+      attention == attention_now() &&
+      std::all_of(autocast.begin(), autocast.end(), [](const Autocast& each) {
+           return !each.enabled && !at::autocast::is_autocast_enabled(each.device) &&
+               at::autocast::get_autocast_dtype(each.device) == each.dtype;
+         });
 }
 
 bool Ambient::casts() const {

@@ -1,60 +1,46 @@
 #include "as_written.h"
 
-#include <mutex>
+#include <utility>
 
 namespace py = pybind11;
 
 namespace memplug {
 namespace {
 
-std::mutex changing; // Python runs other threads while the stance is set
-int inside = 0;
-py::object* stance = nullptr; // that was set, and knows the one before
+// `torch.compiler.set_stance` makes a stance each time, which takes longer than many an operator; all it does with it is
+// to set a variable of the compiler's (torch 2.6 to 2.15).
+struct Compiler {
+  py::object module, eager;
+};
 
-// Of `changing`; the thread that has it may be waiting for Python's lock.
-std::unique_lock<std::mutex> lock() {
-  const py::gil_scoped_release unlocked;
-  return std::unique_lock<std::mutex>(changing);
-}
+Compiler* compiler = nullptr; // never destroyed
+int inside = 0;
+py::object* former = nullptr; // the stance that was replaced
 
 } // namespace
 
 void AsWritten::enter() {
-  const auto locked = lock();
-  if (inside == 0) {
-    py::object set = py::module_::import("torch").attr("compiler").attr("set_stance")("force_eager");
-    stance = new py::object(std::move(set));
+  if (compiler == nullptr) {
+    py::object module = py::module_::import("torch._dynamo.eval_frame");
+    py::object eager = module.attr("DynamoStance")("force_eager");
+    compiler = new Compiler{std::move(module), std::move(eager)};
+  }
+  if (inside == 0) { // from here on no other thread runs Python, and no handler of signals
+    former = new py::object(compiler->module.attr("_stance"));
+    compiler->module.attr("_stance") = compiler->eager;
   }
   ++inside;
 }
 
 void AsWritten::leave() {
-  const auto locked = lock();
-  if (--inside > 0) {
-    return;
-  }
-  bool interrupted = false;
-  for (bool done = false; !done;) {
-    try {
-      stance->attr("__exit__")(py::none(), py::none(), py::none());
-      done = true;
-    } catch (py::error_already_set& error) {
-      done = !error.matches(PyExc_KeyboardInterrupt);
-      interrupted = interrupted || !done;
-      if (done) {
-        error.discard_as_unraisable("memplug: the compiler's stance");
-      }
-    }
-  }
-  delete stance;
-  stance = nullptr;
-  if (interrupted) {
-    PyErr_SetInterrupt(); // once more
+  if (--inside == 0) {
+    compiler->module.attr("_stance") = *former;
+    delete std::exchange(former, nullptr);
   }
 }
 
 py::object AsWritten::before() {
-  return stance == nullptr ? py::object(py::none()) : py::object(stance->attr("prev"));
+  return former == nullptr ? py::object(py::none()) : *former;
 }
 
 } // namespace memplug

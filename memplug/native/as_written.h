@@ -7,8 +7,7 @@
 namespace memplug {
 
 // While one lives, functions that the model compiles run as they are written. The compiler's stance is the process's: of
-// threads that overlap, the first sets it and the last puts it back, whichever that is. An interrupt does not keep it from
-// being put back.
+// threads that overlap, the first sets it and the last puts it back, whichever that is. Guarded by Python's lock.
 class AsWritten {
  public:
   AsWritten() {
@@ -20,11 +19,11 @@ class AsWritten {
   AsWritten(const AsWritten&) = delete;
   AsWritten& operator=(const AsWritten&) = delete;
 
-  // Called with Python's lock. Throws what setting the stance raises.
+  // Throws what importing the compiler raises.
   static void enter();
   static void leave();
 
-  // The stance before the first that lives; None: there is none. Called with Python's lock.
+  // The stance before the first that lives; None: there is none.
   static pybind11::object before();
 };
 

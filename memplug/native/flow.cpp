@@ -31,6 +31,15 @@ std::shared_ptr<Swapped> Flow::swap_input(const at::Tensor& value, bool later) {
   return transfer->offload(value, value.size(0), later);
 }
 
+void Flow::before_write(const Frame& by, const at::Tensor& tensor) {
+  for (const auto& each : resident_) {
+    const auto frame = each.lock();
+    if (frame != nullptr && frame.get() != &by) {
+      frame->before_write_elsewhere(tensor);
+    }
+  }
+}
+
 void Flow::make_room() {
   while (resident_.size() >= buffers_) {
     release_oldest();

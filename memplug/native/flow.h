@@ -48,6 +48,10 @@ class Flow {
 
   // A frame's forward begins, and is over.
   void begin(const std::shared_ptr<Frame>& frame);
+
+  // A frame's forward is about to write to memory that was there before: others whose tensors are still on the device may
+  // need it as it is now.
+  void before_write(const Frame& by, const at::Tensor& tensor);
   void end(Frame& frame);
 
   // This thread's next forward follows none: a micro-batch begins.

@@ -8,6 +8,7 @@
 
 #include "exchange.h"
 #include "unfilled.h"
+#include "versions.h"
 
 namespace memplug {
 namespace {
@@ -277,7 +278,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
 void Forward::classify(Record& record) {
   const Operator& op = *record.op;
   record.form = record.made.empty() ? Form::VIEW : Form::PURE;
-  if (op.has(UNIT) || op.has(PART_OF_UNIT)) {
+  if (op.has(PART_OF_UNIT) || (op.has(UNIT) && record.written.empty())) {
     return; // it runs again where something of it has to be recomputed, and draws and communicates as it did then
   }
   if (op.has(EXCHANGE)) {
@@ -308,7 +309,7 @@ void Forward::looked_through(size_t before, bool mutates, c10::ArrayRef<c10::IVa
     return;
   }
   if (mutates) {
-    opaque_ |= UNOBSERVED;
+    blind(UNOBSERVED);
   }
   for (const c10::IValue& result : results) {
     each_tensor(result, [&](const at::Tensor& tensor) {
@@ -345,9 +346,7 @@ std::shared_ptr<const Tape> Forward::close() {
     depart(begun_);
   }
   for (Given& each : given) {
-    if (each.tensor.defined() && !each.tensor.is_inference()) {
-      each.version = each.tensor._version();
-    }
+    each.version = each.tensor.defined() ? version_of(each.tensor) : 0;
   }
   for (Saved& each : saved) {
     each.written = each.counter.enabled() && each.counter.current_version() != each.version;

@@ -84,32 +84,47 @@ class Forward {
   // It has raised.
   void fail_unit();
 
-  // A time: how many operators had begun then, how many tensors were saved, and what was known of it.
+  // A time: how many operators had begun then, how many tensors were saved, and how often something was done past operators.
   struct Progress {
-    size_t begun, saves;
-    uint32_t opaque;
+    size_t begun, saves, unobserved;
   };
   Progress progress() const {
-    return {begun_, saved.size(), opaque()};
+    return {begun_, saved.size(), unobserved_};
   }
 
   // Whether what ran since then, was given and returned these tensors, did something that no operator showed.
   bool hides(
       const Progress& since, const std::vector<at::Tensor>& given, const std::vector<at::Tensor>& returned) const;
 
-  // Of tensors that were given to what ran since so many operators had begun, one that has another version, or whose
-  // memory a unit returned, and that no operator wrote to, was written to past torch's operators: no tape tells of that.
-  void check_writes(
+  // Which of these tensors, given to what ran since so many operators had begun, no operator was seen to write to although
+  // they have another version or other values than `before`, copies of some, or a kernel that no operator shows gave their
+  // memory back in `returned`: it may have written there, which no version tells.
+  std::vector<size_t> written_unseen(
       size_t begun,
       const std::vector<at::Tensor>& given,
       const std::vector<uint32_t>& versions,
-      const std::vector<at::Tensor>& returned = {});
+      const std::vector<at::Tensor>& before,
+      const std::vector<at::Tensor>& returned) const;
+
+  // Whether an operator since then wrote to memory that was there before the region, and is that of none of these.
+  bool writes_elsewhere(size_t begun, const std::vector<at::Tensor>& given) const;
+
+  // What runs next may write to these past torch's operators: of memory that was there before, and of what is captured, the
+  // values of now are remembered.
+  void protect(const std::vector<at::Tensor>& given);
+
+  // These were written to so: no tape tells of that, and what was captured of them may be stale. Throws where it was there
+  // before, was not protected, and is not kept either.
+  void blind_to_writes(const std::vector<at::Tensor>& given, const std::vector<size_t>& written);
 
   // Whether an operator since then talks to other ranks.
   bool communicates(size_t begun = 0) const;
 
   // All of a tensor's storage: itself, or else one row, in its dtype where that fits, so that a copy serves every view.
   static at::Tensor whole(const at::Tensor& tensor);
+
+  // What a tensor's elements are made of, in their order: itself, or a copy.
+  static at::Tensor bytes_of(const at::Tensor& tensor);
 
   // An operator is called with a tensor of a subclass.
   void meet_subclass(const at::Tensor& tensor) {
@@ -157,6 +172,7 @@ class Forward {
 
   void blind(uint32_t reasons) {
     opaque_ |= reasons;
+    unobserved_ += (reasons & UNOBSERVED) != 0 ? 1 : 0;
   }
   size_t begun() const {
     return begun_;
@@ -183,6 +199,7 @@ class Forward {
     uint32_t version = 0;
     int64_t largest_bytes = 0; // of the storages that were saved up to it, which backward still asks for then
     bool alive = true; // backward may still ask for it
+    bool in_unit = false; // by a unit, whose backward may have kernels that write over it
     bool written = false;
     Way way = Way::HELD;
     at::Tensor restored; // by a recompute pass, until backward takes it
@@ -253,6 +270,7 @@ class Forward {
   size_t begun_ = 0;
   bool running_ = false; // the last operator has begun, and not ended
   uint32_t opaque_ = 0;
+  size_t unobserved_ = 0; // how often it became opaque as something was done past operators
 
   std::vector<bool> own_, counted_; // by storage
   struct Captured {

@@ -7,9 +7,10 @@
 #include <memory>
 #include <optional>
 
-#include "exchange.h"
 #include "arguments.h"
 #include "as_written.h"
+#include "clock.h"
+#include "exchange.h"
 #include "observer.h"
 #include "running.h"
 #include "saved_type.h"
@@ -198,24 +199,49 @@ void add_forwards(py::module_& module) {
     Forward::Progress progress;
     std::vector<at::Tensor> given;
     std::vector<uint32_t> versions;
+    std::vector<at::Tensor> before; // copies, as bytes; undefined of parameters
   };
   py::class_<Since>(module, "Since").def(py::init([](py::handle arguments) {
+    Forward& forward = Running::observed()->forward;
     auto given = tensors_in(arguments);
     auto versions = versions_of(given);
-    return Since{Running::observed()->forward.progress(), std::move(given), std::move(versions)};
+    const Observer::Pause unseen;
+    const Suspension own;
+    std::vector<at::Tensor> others, before(given.size());
+    for (size_t i = 0; i < given.size(); ++i) {
+      if (!is_parameter(given[i])) {
+        others.push_back(given[i]);
+        const bool has_values = !given[i].is_privateuseone() && !given[i].is_meta(); // the virtual device has none
+        const bool has_bytes = has_values && !given[i].is_conj() && !given[i].is_neg() && !given[i].is_inference();
+        before[i] = has_bytes ? Forward::bytes_of(given[i]).clone() : at::Tensor();
+      }
+    }
+    forward.protect(others);
+    return Since{forward.progress(), std::move(given), std::move(versions), std::move(before)};
   }));
   module.def("communicates", [](const Since& since) {
     return Running::observed()->forward.communicates(since.progress.begun);
   });
-  module.def("hides", [](const Since& since, py::handle returned) {
+  // which of the tensors that a function was given it may write to, where no operator of its own is seen; none where it
+  // hides no kernels
+  module.def("hidden_writes", [](const Since& since, py::handle returned) -> std::optional<std::vector<size_t>> {
     Forward& forward = Running::observed()->forward;
+    const Observer::Pause unseen;
+    const Suspension own;
     const auto tensors = tensors_in(returned);
-    forward.check_writes(since.progress.begun, since.given, since.versions);
-    const bool hides = forward.hides(since.progress, since.given, tensors);
-    if (hides) { // its kernel may have written to what it gives back
-      forward.check_writes(since.progress.begun, since.given, since.versions, tensors);
+    const auto written = [&](size_t begun, const std::vector<at::Tensor>& given_back) {
+      return forward.written_unseen(begun, since.given, since.versions, since.before, given_back);
+    };
+    const size_t begun = since.progress.begun;
+    if (written(begun, {}).empty() && !forward.hides(since.progress, since.given, tensors)) {
+      return std::nullopt;
     }
-    return hides;
+    forward.blind_to_writes(since.given, written(begun, tensors));
+    return written(forward.begun(), tensors);
+  });
+  // whether operators of it wrote to memory that was there before the region, and that it was not given
+  module.def("writes_elsewhere", [](const Since& since) {
+    return Running::observed()->forward.writes_elsewhere(since.progress.begun, since.given);
   });
   module.def("is_undecided", [] { Running::observed()->region->is_undecided = true; });
   module.def("observes", [] { return Running::observed() != nullptr; });

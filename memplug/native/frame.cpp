@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "clock.h"
+#include "versions.h"
 
 namespace memplug {
 
@@ -34,24 +35,17 @@ at::Tensor Kept::fresh() const {
 
 Held::Held(const at::Tensor& value, bool itself)
     : tensor(itself ? value : value.detach()),
-      version(value.is_inference() ? 0 : value._version()),
+      version(version_of(value)),
       requires_grad(value.requires_grad()) {}
 
 void Held::before_write() {
   tensor = copy_of(tensor.detach());
-  version = tensor.is_inference() ? 0 : tensor._version();
+  version = version_of(tensor);
   written = true;
 }
 
 const at::Tensor& Held::get() const {
-  TORCH_CHECK(
-      tensor.is_inference() || tensor._version() == version,
-      "one of the variables needed for gradient computation has been modified by an inplace operation: a ",
-      tensor.sizes(),
-      " input of a region is at version ",
-      tensor._version(),
-      "; expected version ",
-      version);
+  check_version(tensor, version, "input of a region");
   return tensor;
 }
 
@@ -110,12 +104,15 @@ std::shared_ptr<Swapped> Frame::input_of(int32_t storage) const {
 }
 
 void Frame::before_write(int32_t storage, const at::Tensor& tensor) {
+  const Suspension own;
+  if (forward.storages.given[storage]) {
+    flow->before_write(*this, tensor);
+  }
   const auto found = parts_.find(storage);
   if (found == parts_.end()) {
     before_foreign_write(storage, tensor);
     return;
   }
-  const Suspension own;
   const Part part = found->second;
   parts_.erase(found);
   if (part.kept != nullptr) {
@@ -276,17 +273,43 @@ void Frame::refill() {
 // -- backward ---------------------------------------------------------------------------------------------------------
 
 at::Tensor Frame::view(size_t index) {
-  const Use& use = forward.saved.at(index).use;
-  const Part& part = parts_.at(use.storage);
+  const Forward::Saved& saved = forward.saved.at(index);
+  const Part& part = parts_.at(saved.use.storage);
+  const auto made = [&](const at::Tensor& tensor, bool is_read_later) {
+    return tensor_at(saved.in_unit && is_read_later ? copy_of(tensor) : tensor, saved.use.geometry);
+  };
   if (part.kept != nullptr) {
-    return tensor_at(part.kept->get(), use.geometry);
+    return made(part.kept->get(), recomputes && !is_restored);
   }
-  const at::Tensor found = tensor_at(flow->transfer->acquire(*part.swapped).first, use.geometry);
+  const bool is_read_later = part.swapped->uses_left > 1;
+  const at::Tensor found = made(flow->transfer->acquire(*part.swapped).first, is_read_later);
   consume(part.swapped);
   if (!part.swapped->tensor.defined()) {
     flow->ledger->restored.add(found);
   }
   return found;
+}
+
+at::Tensor Frame::given(size_t index) const {
+  const Forward::Saved& saved = forward.saved.at(index);
+  const at::Tensor& tensor = forward.given[saved.use.storage].tensor;
+  const auto is_read_later = [&] {
+    const auto& reads = decisions->reads;
+    return std::find(reads.begin(), reads.end(), saved.use.storage) != reads.end();
+  };
+  const bool is_parameter = tensor.is_leaf() && tensor.requires_grad();
+  const bool copied = saved.in_unit && recomputes && !is_restored && decisions != nullptr && !is_parameter && is_read_later();
+  return tensor_at(copied ? copy_of(tensor) : tensor, saved.use.geometry);
+}
+
+void Frame::before_write_elsewhere(const at::Tensor& tensor) {
+  for (auto& [storage, part] : parts_) {
+    if (part.kept != nullptr && part.kept->tensor.is_alias_of(tensor)) {
+      part.kept->before_write();
+    } else if (part.swapped != nullptr && part.swapped->tensor.defined() && part.swapped->tensor.is_alias_of(tensor)) {
+      flow->transfer->before_write(*part.swapped);
+    }
+  }
 }
 
 void Frame::consume(const std::shared_ptr<Swapped>& part) {

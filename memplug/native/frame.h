@@ -105,8 +105,11 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // What backward asked for raised an error, Python's of now.
   virtual void explain() = 0;
 
-  // A saved tensor that is a view of a captured one.
+  // A saved tensor that is a view of a captured one; a copy, where a unit's backward gets it and others still read that one.
   at::Tensor view(size_t index);
+
+  // A saved tensor that was there before the region; likewise a copy, where the recompute pass is still to come.
+  at::Tensor given(size_t index) const;
 
   // A recompute pass: which saved tensors it restores, from what. Parts of the graph may go while it runs.
   struct Pass {
@@ -144,6 +147,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
 
   // What was restored and not taken goes.
   void forget();
+
+  // Another forward is about to write to memory of this tensor.
+  virtual void before_write_elsewhere(const at::Tensor& tensor);
 
   using Inputs = std::vector<std::pair<int32_t, std::shared_ptr<Swapped>>>; // by storage
 

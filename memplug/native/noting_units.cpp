@@ -1,11 +1,16 @@
 // How a forward notes its units (unit.h).
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/equal.h>
+
 #include <algorithm>
 #include <array>
 #include <utility>
 
 #include "forward.h"
 #include "replay.h"
+#include "transfer.h"
 #include "unfilled.h"
+#include "versions.h"
 
 namespace memplug {
 
@@ -73,9 +78,14 @@ std::vector<Source> Forward::end_unit(
   return parts;
 }
 
+at::Tensor Forward::bytes_of(const at::Tensor& tensor) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return tensor.contiguous().reshape({-1}).view(at::kByte);
+}
+
 bool Forward::hides(
     const Progress& since, const std::vector<at::Tensor>& given, const std::vector<at::Tensor>& returned) const {
-  const auto& [begun, saves, opaque] = since;
+  const auto& [begun, saves, unobserved] = since;
   Tape part;
   const auto& records = tape().records;
   part.records.assign(records.begin() + static_cast<int64_t>(begun), records.begin() + static_cast<int64_t>(begun_));
@@ -95,20 +105,23 @@ bool Forward::hides(
     }
   }
   part.nbytes = storages.nbytes;
-  return unknown || (opaque_ & ~opaque & UNOBSERVED) != 0 || has_unfilled(part);
+  return unknown || unobserved_ > unobserved || has_unfilled(part);
 }
 
-void Forward::check_writes(
+std::vector<size_t> Forward::written_unseen(
     size_t begun,
     const std::vector<at::Tensor>& given,
     const std::vector<uint32_t>& versions,
-    const std::vector<at::Tensor>& returned) {
+    const std::vector<at::Tensor>& before,
+    const std::vector<at::Tensor>& returned) const {
   const auto& records = tape().records;
+  std::vector<size_t> written;
   for (size_t i = 0; i < given.size(); ++i) {
-    // a kernel that was given an address tells nobody that it writes there, but gives the memory back
     const bool comes_back =
         std::any_of(returned.begin(), returned.end(), [&](const auto& each) { return each.is_alias_of(given[i]); });
-    if (given[i].is_inference() || (given[i]._version() == versions[i] && !comes_back)) {
+    const bool changed = version_of(given[i]) != versions[i] ||
+        (i < before.size() && before[i].defined() && !at::equal(before[i], bytes_of(given[i])));
+    if (given[i].is_inference() || !(changed || comes_back)) {
       continue;
     }
     const int32_t storage = storages.find(given[i]);
@@ -116,10 +129,46 @@ void Forward::check_writes(
         records.begin() + static_cast<int64_t>(begun),
         records.begin() + static_cast<int64_t>(begun_),
         [&](const Record& each) { return each.writes(storage); });
-    opaque_ |= is_seen ? 0 : UNOBSERVED;
-    if (!is_seen && given[i]._version() == versions[i]) {
-      stale_.push_back(storage);
+    if (!is_seen) {
+      written.push_back(i);
     }
+  }
+  return written;
+}
+
+bool Forward::writes_elsewhere(size_t begun, const std::vector<at::Tensor>& given) const {
+  const auto& records = tape().records;
+  for (size_t i = begun; i < begun_; ++i) {
+    for (const int32_t storage : records[i].written) {
+      const bool is_given = std::any_of(
+          given.begin(), given.end(), [&](const at::Tensor& each) { return storages.find(each) == storage; });
+      if (storages.given[storage] && !is_given) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+void Forward::protect(const std::vector<at::Tensor>& given) {
+  for (const at::Tensor& tensor : given) {
+    const int32_t storage = meet(tensor);
+    if ((storages.given[storage] && !own_[storage]) || is_captured(storage)) {
+      own_[storage] = true;
+      listener_->before_write(storage, tensor);
+      captured_[storage] = {};
+    }
+  }
+}
+
+void Forward::blind_to_writes(const std::vector<at::Tensor>& given, const std::vector<size_t>& written) {
+  for (const size_t i : written) {
+    const int32_t storage = storages.find(given[i]);
+    if (storage >= 0 && storages.given[storage] && !own_[storage] && !holds) {
+      throw Failure(Failure::GIVEN_WAS_WRITTEN, given[i].sizes());
+    }
+    blind(UNOBSERVED);
+    stale_.push_back(storage);
   }
 }
 

@@ -105,7 +105,7 @@ struct Region {
   bool seen = false; // it has run forward
   std::optional<bool> talks; // to other ranks, as far as its forwards have shown; none before the first
   bool is_undecided = false; // its last forward called a function of which nothing could be told (hidden.py)
-  bool repeats = false; // its last forward was verified against a template
+  bool repeats = false; // its last forward was verified against a template, and was not its first
   bool communicates = false; // its recompute passes launch collectives, which all ranks must do alike
   int64_t forwards = 0; // since a step ended
   // its backward ran before its tensors had to be released, so offloading waits until release

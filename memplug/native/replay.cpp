@@ -229,7 +229,7 @@ class RecomputePass {
     const int32_t token = record.made.front();
     const bool has_rows = !record.inputs.empty() && !record.inputs.front().geometry.size.empty();
     const int64_t rows = has_rows ? record.inputs.front().geometry.size.front() : 0;
-    int64_t begin = rows;
+    int64_t begin = record.written.empty() ? rows : 0;
     std::vector<bool> needed;
     for (size_t i = index + 1; i < tape_.records.size() && tape_.records[i].op->has(PART_OF_UNIT) &&
          tape_.records[i].reads(token);
@@ -252,11 +252,16 @@ class RecomputePass {
     first_part_ = index + 1;
     const auto [needed, rows, begin] = missing_of(index);
     const at::Tensor made = at::empty({0}, at::TensorOptions(at::kByte));
-    if (std::find(needed.begin(), needed.end(), true) == needed.end()) { // its captured rows have not left the device
+    const Record& record = tape_.records[index];
+    const bool is_needed = std::find(needed.begin(), needed.end(), true) != needed.end();
+    if (!is_needed && record.written.empty()) { // its captured rows have not left the device
       return made;
     }
     std::vector<at::Tensor> given;
-    for (const Use& use : tape_.records[index].inputs) {
+    for (const Use& use : record.inputs) {
+      if (use.path.position > 0) {
+        break; // named once more, as it writes to them
+      }
       const at::Tensor tensor = at(use);
       const bool by_rows = begin > 0 && tensor.dim() > 0 && tensor.size(0) == rows;
       given.push_back(by_rows ? tensor.slice(0, begin) : tensor);

@@ -144,7 +144,8 @@ Running::Item Running::item_of(py::handle object) {
     return {py::object(), std::move(swapped), nullptr};
   }
   const bool parameter = !THPVariable_CheckExact(object.ptr()) && is_parameter(value);
-  return {py::object(), nullptr, std::make_shared<Held>(value, parameter)};
+  const int32_t storage = value.has_storage() ? forward.storages.find(value) : -1;
+  return {py::object(), nullptr, std::make_shared<Held>(value, parameter), storage};
 }
 
 void Running::finish() {
@@ -168,7 +169,8 @@ void Running::over() {
       (region->seen || executor_.attr("is_alone")().cast<bool>());
   close(direct);
   flow->transfer->streams().spend_forward(static_cast<int64_t>(tape->records.size()));
-  region->repeats = forward.followed() != nullptr;
+  // its own forwards do: on a first one, others of its class may have had no tokens either
+  region->repeats = region->seen && forward.followed() != nullptr;
   if (!region->repeats || !region->talks) {
     region->talks = region->talks.value_or(false) || forward.communicates();
   }
@@ -197,8 +199,17 @@ void Running::before_write(int32_t storage, const at::Tensor& tensor) {
   Frame::before_write(storage, tensor);
 }
 
+void Running::before_write_elsewhere(const at::Tensor& tensor) {
+  Frame::before_write_elsewhere(tensor);
+  for (const Item& item : items_) {
+    if (holds(item, tensor)) {
+      item.held->before_write();
+      written.emplace(item.storage, item.held);
+    }
+  }
+}
+
 void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
-  const Suspension own;
   if (executor_.attr("is_scratch")(wrapped(tensor)).cast<bool>()) {
     changing.insert(storage);
     return;
@@ -210,9 +221,7 @@ void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
     return;
   }
   for (const Item& item : items_) {
-    const at::Tensor* const held = item.held != nullptr ? &item.held->tensor : nullptr;
-    if (held != nullptr && held->has_storage() && !held->key_set().has(c10::DispatchKey::Python) &&
-        held->is_alias_of(tensor)) {
+    if (holds(item, tensor)) {
       item.held->before_write();
       written.emplace(storage, item.held);
     }
@@ -225,6 +234,12 @@ void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
     buffers = executor_.attr("written_buffers")();
   }
   buffers.attr("note")(wrapped(tensor));
+}
+
+bool Running::holds(const Item& item, const at::Tensor& tensor) {
+  const at::Tensor* const held = item.held != nullptr ? &item.held->tensor : nullptr;
+  return held != nullptr && held->has_storage() && !held->key_set().has(c10::DispatchKey::Python) &&
+      held->is_alias_of(tensor);
 }
 
 void Running::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
@@ -256,8 +271,10 @@ void Running::restore() {
       replay(std::nullopt);
       is_restored = true;
       return;
-    } catch (const Diverged&) { // once more, where that is looked after
+    } catch (const Diverged&) { // told again where that is looked after
+      failed_ = std::current_exception();
     } catch (const GroupGone&) {
+      failed_ = std::current_exception();
     }
   }
   executor_.attr("restore")(std::static_pointer_cast<Running>(shared_from_this()), region_object_);
@@ -277,6 +294,9 @@ void Running::replay(const std::optional<py::function>& substitute) {
       forward.restore(index, forward.saved[index].kept);
     }
     return;
+  }
+  if (failed_ != nullptr) { // what that pass has read of captured tensors may be gone
+    std::rethrow_exception(std::exchange(failed_, nullptr));
   }
   Pass pass = begin_pass();
   std::vector<at::Tensor> found;

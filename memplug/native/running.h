@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <exception>
 #include <map>
 #include <memory>
 #include <optional>
@@ -75,6 +76,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   void before_write(int32_t storage, const at::Tensor& tensor) override;
   void capture(size_t index, c10::ArrayRef<c10::IValue> results) override;
   bool is_transparent(const at::Tensor& tensor) override;
+  void before_write_elsewhere(const at::Tensor& tensor) override;
 
   // -- its recompute pass
 
@@ -109,14 +111,18 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
     pybind11::object value;
     std::shared_ptr<Swapped> swapped;
     std::shared_ptr<Held> held;
+    int32_t storage = -1; // of what is held
   };
 
   void enter(const pybind11::tuple& arguments, const pybind11::dict& keywords);
   std::vector<at::Tensor> run_unit_again(
       size_t index, const std::vector<at::Tensor>& given, const std::vector<bool>& needed);
   Item item_of(pybind11::handle value);
+  // Whether it is a tensor of that memory, which is kept by reference.
+  static bool holds(const Item& item, const at::Tensor& tensor);
   void over();
 
+  std::exception_ptr failed_; // of a pass that was begun, until `replay` throws it
   pybind11::object executor_, region_object_;
   std::optional<Observer> observer_;
   Running* outer_ = nullptr; // that the thread was told of before

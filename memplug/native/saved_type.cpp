@@ -131,7 +131,8 @@ PyObject* unpack(PyObject*, PyObject* object) {
     if (saved.held.defined()) {
       return THPVariable_Wrap(saved.held);
     }
-    return THPVariable_Wrap(tensor_at(frame.forward.given[saved.use.storage].tensor, saved.use.geometry));
+    const Suspension own;
+    return THPVariable_Wrap(frame.given(self->index));
   });
   if (unpacked == nullptr) {
     frame.explain();
@@ -166,6 +167,9 @@ const at::Tensor& tensor_of(py::handle object) {
 }
 
 bool is_parameter(const at::Tensor& tensor) {
+  if (!tensor.is_leaf()) {
+    return false;
+  }
   const py::gil_scoped_acquire locked;
   const py::object object = wrapped(tensor);
   return PyObject_IsInstance(object.ptr(), ParameterClass) == 1;

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "forward.h"
+#include "versions.h"
 
 namespace memplug {
 namespace {
@@ -9,21 +10,6 @@ namespace {
 // The graph of what is saved may lead back to who saves it.
 at::Tensor without_graph(const at::Tensor& tensor) {
   return tensor.is_leaf() ? tensor : tensor.detach();
-}
-
-uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : tensor._version();
-}
-
-void check_taken(const at::Tensor& tensor, uint32_t version) {
-  TORCH_CHECK(
-      tensor.is_inference() || tensor._version() == version,
-      "one of the variables needed for gradient computation has been modified by an inplace operation: a ",
-      tensor.sizes(),
-      " tensor is at version ",
-      tensor._version(),
-      "; expected version ",
-      version);
 }
 
 } // namespace
@@ -68,6 +54,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
     noted_->saves.push_back(save);
   }
   found.largest_bytes = largest_saved_bytes;
+  found.in_unit = unit_saves_.has_value();
   saved.push_back(std::move(found));
 }
 
@@ -118,14 +105,9 @@ void Forward::restore(size_t index, const at::Tensor& tensor) {
 at::Tensor Forward::given_again(int32_t storage, bool regathered, bool changes) const {
   const Given& memory = given[storage];
   TORCH_CHECK(memory.tensor.defined(), "memplug: a region input is not there in the recompute pass");
-  TORCH_CHECK(
-      changes || memory.tensor.is_inference() || memory.tensor._version() == memory.version,
-      "one of the variables needed for gradient computation has been modified by an inplace operation: a ",
-      memory.tensor.sizes(),
-      " tensor that its region reads is at version ",
-      memory.tensor._version(),
-      "; expected version ",
-      memory.version);
+  if (!changes) {
+    check_version(memory.tensor, memory.version, "tensor that its region reads");
+  }
   const size_t nbytes = regathered ? memory.tensor.nbytes() : memory.tensor.storage().nbytes();
   TORCH_CHECK(
       static_cast<int64_t>(nbytes) >= storages.nbytes[storage],
@@ -140,7 +122,7 @@ at::Tensor Forward::take(size_t index) {
   const uint32_t version = saved[index].restored_version;
   forget(index);
   ledger_->restored.add(tensor);
-  check_taken(tensor, version);
+  check_version(tensor, version, "tensor");
   return tensor;
 }
 
@@ -152,7 +134,7 @@ void Forward::hold(size_t index, const at::Tensor& tensor) {
 at::Tensor Forward::held_again(size_t index) const {
   const Saved& each = saved[index];
   if (each.taken.defined()) {
-    check_taken(each.taken, each.taken_version);
+    check_version(each.taken, each.taken_version, "tensor");
   }
   return each.taken;
 }

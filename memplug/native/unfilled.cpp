@@ -217,7 +217,7 @@ bool scatters_to_all(const Record& record, const Use& written) {
 // What an operator does with the tensor that it writes to.
 Write write_of(const Record& record, const Use& written) {
   const Operator& op = *record.op;
-  if (op.has(FILLS) || receives(record)) {
+  if (op.has(FILLS) || op.has(UNIT) || receives(record)) { // a unit's kernels are taken to fill what they write to
     return Write::ALL;
   }
   if (!op.has(PARTIAL) || (op.accumulate >= 0 && record.arguments[op.accumulate].toBool())) {
@@ -254,6 +254,9 @@ bool has_unfilled(const Tape& tape) {
     }
     for (const bool writing : {false, true}) { // it reads before it writes
       for (const Use& use : record.inputs) {
+        if (op.has(UNIT) && !op.writes_to(use.path.position) && record.writes(use.storage)) {
+          continue; // named once more
+        }
         const Write write = op.writes_to(use.path.position) ? write_of(record, use) : Write::READS;
         if (write == (writing ? Write::ALL : Write::READS)) {
           add(use, writing);

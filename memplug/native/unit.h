@@ -4,6 +4,8 @@
 //
 //     memplug::unit(input, ...) -> token     memplug::of_unit(token, 0) -> saved     memplug::of_unit(token, 1) -> returned
 //
+// One that writes to what it is given, as kernels of a rotary embedding do, is memplug::unit_: an operator in place.
+//
 // So a plan keeps, swaps or recomputes each of them, and the unit runs again where one of them has to be recomputed.
 #pragma once
 
@@ -28,15 +30,15 @@ struct __attribute__((visibility("hidden"))) UnitCall {
   Ambient ambient;
   Containers arguments = {}, keywords = {};
   std::vector<pybind11::object> values = {}; // of those: null where it is a tensor of the tape
-  std::vector<bool> requires_grad = {}; // of these tensors
+  std::vector<bool> requires_grad = {}, written = {}; // of these tensors: `written` by the unit, as its operator says
   std::vector<at::Tensor> parameters = {}; // among the values
-  std::vector<uint32_t> versions = {}; // of these, behind the forward
+  std::vector<uint32_t> versions = {}; // of these
   std::vector<Source> parts = {};
   size_t saved = 0; // how many tensors it saved
 };
 
-// The operator of a unit, and of its parts, by the overload that says of what kind it is.
-const Operator& unit_operator(const std::string& overload);
+// The operator of a unit, and of its parts, by the overload that says of what kind it is. `writes`: to what it is given.
+const Operator& unit_operator(const std::string& overload, bool writes);
 const Operator& part_operator(const std::string& overload);
 
 // Of each, how often it was written to.

@@ -1,11 +1,15 @@
 // What a frame does with its units (unit.h).
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
+#include <set>
+
 #include "clock.h"
 #include "running.h"
 #include "saved_type.h"
+#include "versions.h"
 
 namespace py = pybind11;
 
@@ -14,8 +18,9 @@ TORCH_LIBRARY(memplug, library) {
   for (const char* const overload : {"", ".shared"}) {
     library.def((std::string("unit") + overload + "(Tensor[] given, str name) -> Tensor").c_str());
   }
+  library.def("unit_(Tensor[] given, str name, Tensor(a!)[] written) -> Tensor"); // of those given
   for (const char* const overload :
-       {"", ".rows", ".whole", ".attention", ".shared", ".whole_shared", ".attention_shared", ".exchange"}) {
+       {"", ".rows", ".whole", ".attention", ".choice", ".shared", ".whole_shared", ".attention_shared", ".exchange"}) {
     library.def((std::string("of_unit") + overload + "(Tensor unit, int ordinal) -> Tensor").c_str());
   }
 }
@@ -31,6 +36,14 @@ const Operator& named(const char* name, const std::string& overload) {
   return *op;
 }
 
+// The same memory in a graph that is never run: autograd forbids to write to leaves.
+at::Tensor no_leaf_at(const at::Tensor& memory) {
+  const at::AutoGradMode with_gradients(true);
+  at::Tensor tensor = at::empty({0}, memory.options()).set_requires_grad(true).clone();
+  tensor.set_data(memory);
+  return tensor;
+}
+
 // Memory that a tape can name.
 bool is_plain(const at::Tensor& tensor) {
   return tensor.has_storage() && !tensor.key_set().has(c10::DispatchKey::Python);
@@ -41,7 +54,7 @@ bool is_plain(const at::Tensor& tensor) {
 std::vector<uint32_t> versions_of(const std::vector<at::Tensor>& tensors) {
   std::vector<uint32_t> versions;
   for (const at::Tensor& tensor : tensors) {
-    versions.push_back(tensor.is_inference() ? 0 : tensor._version());
+    versions.push_back(version_of(tensor));
   }
   return versions;
 }
@@ -56,9 +69,10 @@ std::vector<at::Tensor> tensors_in(py::handle returned) {
   return tensors;
 }
 
-const Operator& unit_operator(const std::string& overload) {
+const Operator& unit_operator(const std::string& overload, bool writes) {
   const Operator& part = part_operator(overload);
-  return named("memplug::unit", part.has(SHARED) || part.has(COLLECTIVE) ? "shared" : "");
+  const bool shared = part.has(SHARED) || part.has(COLLECTIVE);
+  return named(writes ? "memplug::unit_" : "memplug::unit", shared && !writes ? "shared" : "");
 }
 
 const Operator& part_operator(const std::string& overload) {
@@ -93,25 +107,45 @@ py::object Running::run_unit(
   const Observer::Pause unseen;
   UnitCall made{
       std::move(unit), call, std::move(state), std::move(its_surroundings), Ambient(flow->device)};
-  std::vector<at::Tensor> given;
+  const auto writes = made.unit.attr("writes").cast<std::set<size_t>>();
+  const bool writes_unsaid = made.unit.attr("writes_unsaid").cast<bool>();
+  std::vector<at::Tensor> given, written;
+  std::vector<size_t> ordinals; // of what is given, among all tensors
+  size_t ordinal = 0;
   const auto note = [&](py::handle value) {
-    const bool is_tensor = THPVariable_Check(value.ptr());
-    if (is_tensor && is_plain(tensor_of(value)) && !is_parameter(tensor_of(value))) {
-      given.push_back(tensor_of(value));
-      made.requires_grad.push_back(tensor_of(value).requires_grad());
+    const bool is_tensor = THPVariable_Check(value.ptr()) && is_plain(tensor_of(value));
+    if (is_tensor && !is_parameter(tensor_of(value))) {
+      const at::Tensor& tensor = tensor_of(value);
+      given.push_back(tensor);
+      ordinals.push_back(ordinal);
+      made.requires_grad.push_back(tensor.requires_grad());
+      made.written.push_back(writes.count(ordinal) > 0);
+      if (made.written.back()) {
+        written.push_back(tensor);
+      }
       made.values.emplace_back();
     } else {
       made.values.push_back(py::reinterpret_borrow<py::object>(value));
-      if (is_tensor && is_plain(tensor_of(value))) {
+      if (is_tensor) {
         made.parameters.push_back(tensor_of(value));
+        made.versions.push_back(version_of(tensor_of(value)));
       }
     }
+    ordinal += is_tensor ? 1 : 0;
   };
   made.arguments = Containers::of(arguments, note);
   made.keywords = Containers::of(keywords, note);
   const size_t index = forward.begun(), saved = forward.saved.size();
   const auto versions = versions_of(given);
-  forward.begin_unit(unit_operator(overload), {{c10::List<at::Tensor>(given), name}});
+  if (writes_unsaid && forward.followed() == nullptr) { // it may write to more than it did yet
+    const Suspension own;
+    forward.protect(given);
+  }
+  std::vector<c10::IValue> described{c10::List<at::Tensor>(given), name};
+  if (!written.empty()) {
+    described.emplace_back(c10::List<at::Tensor>(written));
+  }
+  forward.begin_unit(unit_operator(overload, !written.empty()), described);
   py::object out = py::reinterpret_steal<py::object>(PyObject_Call(call.ptr(), arguments.ptr(), keywords.ptr()));
   if (!out) {
     py::error_already_set error;
@@ -119,9 +153,15 @@ py::object Running::run_unit(
     throw error;
   }
   const auto returned = tensors_in(out);
-  forward.check_writes(index, given, versions, returned);
+  auto unforeseen =
+      forward.written_unseen(index, given, versions, {}, writes_unsaid ? returned : std::vector<at::Tensor>());
   made.saved = forward.saved.size() - saved;
-  made.versions = versions_of(made.parameters);
+  for (size_t i = 0; i < made.parameters.size(); ++i) {
+    if (version_of(made.parameters[i]) != made.versions[i]) {
+      forward.fail_unit();
+      throw Failure(Failure::GIVEN_WAS_WRITTEN, made.parameters[i].sizes());
+    }
+  }
   const Suspension own;
   if (!made.unit.attr("puts_back").cast<bool>()) {
     made.ambient.forget_undrawn();
@@ -129,7 +169,16 @@ py::object Running::run_unit(
   const at::Tensor token = at::empty({0}, at::TensorOptions(at::kByte));
   const auto lasting = tensors_in(made.unit.attr("lasting")());
   made.parts = forward.end_unit(part_operator(overload), token, returned, lasting);
+  const py::object ran = made.unit;
   units_.emplace(index, std::move(made));
+  if (!unforeseen.empty()) {
+    std::vector<size_t> numbers;
+    for (const size_t each : unforeseen) {
+      numbers.push_back(ordinals[each]);
+    }
+    ran.attr("note_writes")(numbers);
+    forward.blind_to_writes(given, unforeseen);
+  }
   return out;
 }
 
@@ -137,15 +186,7 @@ std::vector<at::Tensor> Running::run_unit_again(
     size_t index, const std::vector<at::Tensor>& given, const std::vector<bool>& needed) {
   const UnitCall& unit = units_.at(index);
   for (size_t i = 0; i < unit.parameters.size(); ++i) {
-    const at::Tensor& parameter = unit.parameters[i];
-    TORCH_CHECK(
-        parameter.is_inference() || parameter._version() == unit.versions[i],
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a ",
-        parameter.sizes(),
-        " parameter that a unit of its region reads is at version ",
-        parameter._version(),
-        "; expected version ",
-        unit.versions[i]);
+    check_version(unit.parameters[i], unit.versions[i], "parameter that a unit of its region reads");
   }
   size_t value = 0, tensor = 0;
   const auto next = [&]() -> py::object {
@@ -153,15 +194,18 @@ std::vector<at::Tensor> Running::run_unit_again(
     if (kept) {
       return kept;
     }
-    const at::Tensor leaf = given.at(tensor).detach().set_requires_grad(unit.requires_grad.at(tensor));
+    const at::Tensor memory = given.at(tensor).detach();
+    const bool requires_grad = unit.requires_grad.at(tensor), written = unit.written.at(tensor);
     ++tensor;
-    return wrapped(leaf);
+    return wrapped(requires_grad && written ? no_leaf_at(memory) : memory.set_requires_grad(requires_grad));
   };
   py::object arguments = unit.arguments.around(next), keywords = unit.keywords.around(next);
   py::list sources;
   for (size_t i = 0; i < needed.size(); ++i) {
     sources.append(needed[i] ? py::object(py::make_tuple(unit.parts[i].saved, unit.parts[i].ordinal)) : py::none());
   }
+  const bool as_then = unit.ambient.holds() && py::len(unit.surroundings) == 0;
+  const at::AutoGradMode with_gradients(true);
   const py::list found = executor_.attr("run_unit_again")(
       unit.unit,
       region_object_,
@@ -170,7 +214,7 @@ std::vector<at::Tensor> Running::run_unit_again(
       keywords,
       unit.state,
       unit.surroundings,
-      unit.ambient.described(),
+      as_then ? py::object(py::none()) : py::object(unit.ambient.described()),
       sources,
       unit.saved);
   std::vector<at::Tensor> parts;

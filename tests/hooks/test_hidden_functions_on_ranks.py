@@ -12,38 +12,71 @@ from tests.support.forking import launch_forked
 
 pytestmark = pytest.mark.distributed
 
-EXCHANGES = 3 * 2 * 2  # of three layers: there and back, in forward and in backward
-ALPHAS = (0.0, 1.0, "auto")
+STEPS, ALPHAS = 6, (0.0, 1.0, "auto")
 
 
-def ranks(folder: Path, layer: str, *routings: str) -> list[dict[str, Any]]:
+def ranks(folder: Path, layer: str, *routings: str, layers: int = 3) -> list[dict[str, Any]]:
     """What all ranks found, of every case."""
-    cases = json.dumps([(layer, routing, alpha) for routing in routings for alpha in ALPHAS])
+    cases = json.dumps([(layer, layers, routing, alpha) for routing in routings for alpha in ALPHAS])
     launch_forked(["tests.support.hidden_worker", folder, cases], module=True, time_limit_s=120)
     found = [case for rank in (0, 1) for case in json.loads((folder / f"{rank}.json").read_text())]
     assert len(found) == 2 * len(routings) * len(ALPHAS)
     return found
 
 
-def assert_right(case: dict[str, Any]) -> None:
-    """Gradients are those without memplug, and no rank exchanges again by itself."""
+def assert_right(case: dict[str, Any], layers: int = 3, without: tuple[int, ...] = ()) -> None:
+    """Gradients are those without memplug, and no rank exchanges again by itself: each layer exchanges there and back,
+    in forward and in backward, but for some steps.
+    """
     assert case["differ"] == []
-    assert set(case["exchanges"]) == {EXCHANGES}
+    assert case["exchanges"] == [0 if step in without else layers * 2 * 2 for step in range(STEPS)]
 
 
 def test_a_function_is_a_unit_on_each_rank_from_its_first_tokens_on(tmp_path: Path) -> None:
     for case in ranks(tmp_path, "Function", "all, then half", "all for long", "in turn", "half"):
         assert_right(case)
-        assert case["opaque"] == 0
+        assert case["opaque"][-1] == 0
 
 
-def test_a_region_that_is_opaque_on_one_rank_keeps_what_it_saves(tmp_path: Path) -> None:
-    for case in ranks(tmp_path, "NoFunction", "half"):
+@pytest.mark.parametrize("layer", ["NoFunction", "ExchangeUnit"])
+def test_a_region_that_is_opaque_keeps_what_it_saves(layer: str, tmp_path: Path) -> None:
+    for case in ranks(tmp_path, layer, "half"):
         assert_right(case)
-        assert case["opaque"] == 3
+        assert case["opaque"][-1] == 3
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_region_that_is_opaque_on_one_rank_keeps_what_it_saves(layers: int, tmp_path: Path) -> None:
+    """Also one of a class of which a region before it, in the same step, was as it is."""
+    found = ranks(tmp_path, "NoFunction", "all, then half", layers=layers)
+    for case in found:
+        assert_right(case, layers=layers)
+        assert case["opaque"][-1] == layers
+    opaque = [case["opaque"][0] for case in found]
+    assert opaque == 3 * [layers] + 3 * [0], "the second rank has no tokens at first"
+
+
+def test_so_does_one_whose_exchange_is_a_unit_on_one_rank(tmp_path: Path) -> None:
+    for case in ranks(tmp_path, "ExchangeUnit", "all, then half", layers=1):
+        assert_right(case, layers=1)
+        assert case["opaque"][-1] == 1
+
+
+@pytest.mark.parametrize(("layer", "without"), [("Late", ()), ("LateAtTimes", (0, 3))])
+def test_so_does_one_that_becomes_opaque_behind_forwards_that_were_not_alike(
+    layer: str, without: tuple[int, ...], tmp_path: Path
+) -> None:
+    for case in ranks(tmp_path, layer, "ever others", layers=1):
+        assert_right(case, layers=1, without=without)
+        assert case["opaque"][-1] == 1
 
 
 def test_a_region_that_becomes_opaque_after_forwards_that_were_alike_is_an_error(tmp_path: Path) -> None:
     """And not a rank that waits for ever: nothing of that forward was kept."""
     with pytest.raises(RuntimeError, match="communicates, and a forward was opaque .* would leave the others waiting"):
         ranks(tmp_path, "Late", "half")
+
+
+def test_what_a_region_keeps_and_the_model_writes_to_before_backward_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: it is at version"):
+        ranks(tmp_path, "Sigmoid", "half")

@@ -1,26 +1,38 @@
-"""Custom autograd functions that write to what they are given, past operators: their regions are opaque."""
+"""Custom autograd functions that write to what they are given, past operators: from the second forward on they are
+units that work in place.
+"""
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
 
 from memplug.errors import InPlaceError
 from tests.support.blocks import Layer
-from tests.support.hidden_functions import train
+from tests.support.hidden import hidden
+from tests.support.hidden_functions import ran, train
+
+pytestmark = pytest.mark.device
+
+
+def written(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+    """A kernel that was given the tensor's address multiplied its memory, and no version tells of that."""
+    ran.append("written")
+    x.data_ptr()
+    with hidden():
+        x.data.mul_(factor)
+    return x
 
 
 class InPlace(torch.autograd.Function):
-    """Writes to what it is given, past the dispatcher, and says so."""
+    """Says that it does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        x.detach().numpy()[...] *= 2
+        written(x)
         ctx.mark_dirty(x)
         return x
 
@@ -41,9 +53,9 @@ class WritesInUnit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.empty_like(x)
-        out.detach().numpy()[...] = 3 * x.detach().numpy()
-        x.detach().numpy()[...] *= 2
+        with hidden():
+            out = 3 * x
+        written(x)
         ctx.mark_dirty(x)
         return x, out
 
@@ -60,39 +72,138 @@ class WritesBoth(Layer):
         return x + self.out(y.sigmoid() * z.tanh())
 
 
-class WritesUnsaid(torch.autograd.Function):
-    """Has its kernel write to what it is given, by an address, and tells nobody, as Liger's rotary embedding does."""
+class Unsaid(torch.autograd.Function):
+    """Tells nobody."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()  # which it is
-        memory = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
-        numpy.ctypeslib.as_array(memory)[...] *= 2
-        return x.view_as(x)
+        return written(x.contiguous()).view_as(x)  # contiguous it is
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return 2 * gradient
 
 
-class WritesByAddress(Layer):
+class WritesUnsaid(Layer):
     """Uses it, and what it gives twice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = WritesUnsaid.apply(self.inner(x))
+        y = Unsaid.apply(self.inner(x))
         return x + self.out(y * y.sigmoid())
 
 
-UNSAID = [(WritesByAddress, alpha) for alpha in (0.0, 1.0, "auto")]
+class WritesInput(Layer):
+    """The region's input is written to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = Unsaid.apply(x)
+        return x + self.out(self.inner(x).sigmoid())
 
 
-@pytest.mark.parametrize(("layer", "alpha"), [(WritesInPlace, 0.0), (WritesBoth, 0.0), (WritesBoth, 1.0), *UNSAID])
-def test_a_function_that_writes_to_its_argument_past_operators_makes_the_region_opaque(
-    layer: type[nn.Module], alpha: float | str
-) -> None:
-    assert train(layer, alpha=alpha)["opaque_regions"] > 0
+class WritesTwice(Layer):
+    """The same memory, with operators that read it before, between and behind."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        before = y * 3.0
+        y = Unsaid.apply(y)
+        between = y + before
+        return x + self.out(Unsaid.apply(y) * between.sigmoid())
 
 
-def test_a_function_that_writes_past_operators_to_what_is_on_its_way_to_the_host_is_an_error() -> None:
-    with pytest.raises(InPlaceError, match="before its copy to the host was done"):
-        train(WritesInPlace, alpha=1.0)
+class Rotary(torch.autograd.Function):
+    """Of queries and keys, like Liger's: they are rotated where projections put them, and seen by heads."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
+        for each in (q, k):
+            each.data_ptr()
+            with hidden():
+                each.data.mul_(cos)
+        ctx.save_for_backward(cos)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (cos,) = ctx.saved_tensors
+        return *((gradient.transpose(1, 2) * cos).transpose(1, 2) for gradient in (q, k)), None
+
+
+class Attends(Layer):
+    """Uses it, on memory of its own for queries and on a part of some for keys, which is copied."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cos = torch.linspace(0.5, 1.5, 4)
+        q = self.inner(x).view(*x.shape[:2], -1, 4).transpose(1, 2)
+        k, v = (each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in self.inner(x).chunk(2, -1))
+        q, k = Rotary.apply(q, k, cos)
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+        mixed = torch.softmax(q @ k.transpose(2, 3), -1) @ v
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+UNSAID = [WritesUnsaid, WritesInput, WritesTwice, Attends]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
+@pytest.mark.parametrize("layer", UNSAID)
+def test_a_function_that_writes_to_what_it_is_given_is_a_unit(layer: type[nn.Module], alpha: float | str) -> None:
+    assert train(layer, alpha=alpha)["opaque_regions"] == 0
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("layer", [WritesInPlace, WritesBoth])
+def test_so_is_one_that_says_that_it_does(layer: type[nn.Module], alpha: float) -> None:
+    assert train(layer, alpha=alpha)["opaque_regions"] == 0
+
+
+def test_a_product_that_a_unit_writes_to_is_swapped_as_it_was_before() -> None:
+    assert train(WritesUnsaid, alpha=1.0)["ran"] == {"written": 3 + 3}, "in forward, and on what was fetched"
+
+
+class AtTimes(torch.autograd.Function):
+    """Writes to what it is given, where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, writes: bool) -> torch.Tensor:
+        with hidden():
+            out = 3 * x
+        if writes:
+            torch.autograd.graph.increment_version(written(x))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return 3 * gradient, None
+
+
+class WritesAtTimes(Layer):
+    """From the second step on."""
+
+    takes_input = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        if self.takes_input:
+            return x + self.out(self.inner(AtTimes.apply(x, self.forwards > 2)).sigmoid())
+        return x + self.out(AtTimes.apply(self.inner(x), self.forwards > 2).sigmoid())
+
+
+class WritesInputAtTimes(WritesAtTimes):
+    """To the region's input."""
+
+    takes_input = True
+
+
+def test_a_forward_in_which_it_writes_for_the_first_time_is_opaque_and_those_after_are_not() -> None:
+    assert train(WritesAtTimes, alpha=0.0)["opaque_regions"] == 0
+
+
+def test_writing_to_a_regions_input_for_the_first_time_in_a_later_call_is_an_error() -> None:
+    with pytest.raises(InPlaceError, match="from outside of its region, which is not undone"):
+        train(WritesInputAtTimes, alpha=0.0)

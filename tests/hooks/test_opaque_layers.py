@@ -21,6 +21,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "Whole": {"layer": "Whole", "steps": 6},
     "delayed": {"layer": "Parts", "recipe": "DelayedScaling", "micro_batches": 2, "steps": STEPS},
     "twice": {"layer": "Twice", "recipe": "DelayedScaling", "micro_batches": 2, "steps": 6},
+    "dropped": {"layer": "Twice", "recipe": "DelayedScaling", "micro_batches": 2, "dropped": 1, "steps": 6},
     "current": {"layer": "Parts", "recipe": "Float8CurrentScaling", "steps": 6},
     "around backward": {"layer": "Parts", "around_backward": "Float8CurrentScaling", "steps": 6},
 }
@@ -29,7 +30,7 @@ REGIONS = {"regions": ["layers.*"]}
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cases = cases_of(PROGRAMS, ALPHAS, **REGIONS) | {"refusals": block(0.0, **REGIONS)}
+    cases = cases_of(PROGRAMS, ALPHAS, **REGIONS) | dict.fromkeys(("refusals", "errors"), block(0.0, **REGIONS))
     return run("opaque_layers_worker", tmp_path_factory.mktemp("opaque_layers"), cases)
 
 
@@ -47,6 +48,24 @@ def test_scales_and_histories_are_those_without_memplug(program: str, alpha: str
     plain, found = results[f"{program} none"]["scales"], results[f"{program} {alpha}"]["scales"]
     assert len(found) == len(plain)
     assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_scales_are_left_over(program: str, alpha: str, results: dict[str, Any]) -> None:
+    """As of units that never run again: another run would take them for its own."""
+    assert results[f"{program} {alpha}"]["queued"] == 0
+
+
+def test_nor_are_any_behind_an_error(results: dict[str, Any]) -> None:
+    assert results["errors"]["raised"] == ["", "it fails, again", "it fails, forward", ""]
+    assert results["errors"]["queued"] == 0
+
+
+def test_a_module_that_runs_twice_in_a_unit_has_the_histories_that_it_had(results: dict[str, Any]) -> None:
+    histories = results["twice 0"]["histories"]
+    assert len(histories["again"]) == 2 * LAYERS
+    assert sorted(histories["again"]) == sorted(histories["forward"])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -75,10 +94,10 @@ def test_attention_runs_once_in_a_step(program: str, alpha: str, results: dict[s
 def test_with_alpha_1_nothing_runs_again_and_with_0_every_product_does_that_backward_asks_for(
     program: str, results: dict[str, Any]
 ) -> None:
-    plain = results[f"{program} none"]["functions"]
+    plain, case = results[f"{program} none"]["functions"], PROGRAMS[program]
     assert results[f"{program} 1"]["functions"] == plain
-    again = results[f"{program} 0"]["functions"]
-    assert again["_LayerNormLinear"] == 2 * plain["_LayerNormLinear"]
+    again = results[f"{program} 0"]["functions"]["_LayerNormLinear"] - plain["_LayerNormLinear"]
+    assert again == LAYERS * (case.get("micro_batches", 1) - case.get("dropped", 0))
 
 
 def test_a_plan_moves_what_it_said(results: dict[str, Any]) -> None:

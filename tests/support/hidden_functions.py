@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import memplug
-from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
+from tests.support.blocks import LAYERS, Layer, Stack, assert_same, gradients, twin
 
 BLOCK = {
     "enabled": True,
@@ -20,10 +20,17 @@ ran: list[str] = []
 """Names of the functions that ran."""
 
 
-def train(layer: type[nn.Module], steps: int = 4, **tokenwise: Any) -> dict[str, Any]:
-    """The report of a training whose gradients are those without memplug, from the first step on."""
+def train(
+    layer: type[nn.Module] = Layer, steps: int = 4, network: type[nn.Module] | None = None, **tokenwise: Any
+) -> dict[str, Any]:
+    """The report of a training whose gradients and buffers are those without memplug, from the first step on.
+
+    Args:
+        layer: of which a `Stack` has three.
+        network: in place of that.
+    """
     torch.manual_seed(0)
-    model = Stack(3, layer)
+    model = Stack(3, layer) if network is None else network()
     reference = twin(model)
     with memplug.attach(model, {**BLOCK, "tokenwise": BLOCK["tokenwise"] | tokenwise}) as session:
         for _ in range(steps):
@@ -34,5 +41,6 @@ def train(layer: type[nn.Module], steps: int = 4, **tokenwise: Any) -> dict[str,
             torch.set_rng_state(seed)
             reference(x).backward()
             assert_same(gradients(model), gradients(reference))
+            assert_same(dict(model.named_buffers()), dict(reference.named_buffers()))
             session.step()
         return {**session.report(), "ran": {name: counted.count(name) for name in set(counted)}}

@@ -1,9 +1,9 @@
 """Trains layers that exchange tokens with another rank around an expert whose kernels no operator shows, with memplug
 and without. The ranks are not alike: in the first steps one of them has no tokens at times.
 
-`-m tests.support.hidden_worker FOLDER CASES`, on two ranks. `CASES`: a JSON list of [layer, routing, alpha]. Writes to
-`FOLDER/RANK.json`, for each case, {"differ": steps whose gradients are not those without memplug, "exchanges": of each
-step, "opaque": regions}.
+`-m tests.support.hidden_worker FOLDER CASES`, on two ranks. `CASES`: a JSON list of [layer, how many, routing, alpha].
+Writes to `FOLDER/RANK.json`, for each case, {"differ": steps whose gradients are not those without memplug,
+"exchanges": of each step, "opaque": regions, behind each step}.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ ROUTINGS = {  # how many tokens of each rank the first one gets, by step
     "all for long": [TOKENS, TOKENS, TOKENS, TOKENS, 7, 5],
     "in turn": [TOKENS, 0, TOKENS, 0, 5, 6],
     "half": [6, 6, 6, 6, 6, 6],
+    "ever others": [6, 5, 7, 4, 8, 3],
 }
 exchanges, step, routing = [0], [0], [""]
 
@@ -69,15 +70,28 @@ def _squared(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+class HidingExchange(Exchange):
+    """Its result is filled past the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, given: list[int], sent: list[int]) -> torch.Tensor:
+        out = Exchange.forward(ctx, x, given, sent)
+        hidden = torch.empty_like(out)
+        hidden.numpy()[...] = out.detach().numpy()
+        return hidden
+
+
 class Function(Layer):
     """The expert is an autograd function."""
+
+    exchange = Exchange
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(self.norm(x)).flatten(0, 1)
         kept = ROUTINGS[routing[0]][step[0]]
         mine = [kept, len(y) - kept]
         given = [mine[dist.get_rank()]] * 2
-        back = Exchange.apply(self.expert(Exchange.apply(y, given, mine)), mine, given)
+        back = self.exchange.apply(self.expert(self.exchange.apply(y, given, mine)), mine, given)
         return x + self.out(back.sigmoid()).view_as(x)
 
     def expert(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +104,7 @@ class NoFunction(Function):
 
     def expert(self, x: torch.Tensor) -> torch.Tensor:
         """Of this rank."""
-        return (x.tanh() * _squared(x)).sin()
+        return (x.tanh() * (_squared(x) if len(x) else x.square())).sin()
 
 
 class Late(NoFunction):
@@ -101,18 +115,42 @@ class Late(NoFunction):
         return super().expert(x) if step[0] > 3 else x.tanh().sin()
 
 
-def trained(layer: type[Layer], alpha: float | str) -> dict[str, Any]:
+class LateAtTimes(Late):
+    """In two of its first steps it does not exchange, and no two of its forwards are alike."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if step[0] in (0, 3):
+            return x + self.out((self.inner(self.norm(x)) * (1 + step[0])).sigmoid())
+        return super().forward(x)
+
+
+class ExchangeUnit(NoFunction):
+    """Nor is its exchange seen, which is a unit."""
+
+    exchange = HidingExchange
+
+
+class Sigmoid(NoFunction):
+    """Saves what it returns, which is written to before backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sigmoid()
+
+
+def trained(layer: type[Layer], layers: int, alpha: float | str) -> dict[str, Any]:
     """One case."""
     torch.manual_seed(0)
-    model = Stack(3, layer)
+    model = Stack(layers, layer)
     reference = twin(model)
+    if layer is Sigmoid:
+        model.layers[-1].register_forward_hook(lambda module, args, out: out.mul_(2))
     block = {
         "enabled": True,
         "plan_dir": False,
         "arena": {"enabled": False},
         "tokenwise": {"regions": LAYERS, "alpha": alpha, "min_offload_bytes": 1},
     }
-    differ, counted = [], []
+    differ, counted, opaque = [], [], []
     with memplug.attach(model, block) as session:
         for number in range(STEPS):
             step[0], exchanges[0] = number, 0
@@ -124,8 +162,8 @@ def trained(layer: type[Layer], alpha: float | str) -> dict[str, Any]:
             ours, theirs = gradients(model), gradients(reference)
             if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in ours):
                 differ.append(number)
+            opaque.append(session.report()["opaque_regions"])
             session.step()
-        opaque = session.report()["opaque_regions"]
     return {"differ": differ, "exchanges": counted, "opaque": opaque}
 
 
@@ -133,9 +171,9 @@ def main() -> None:
     """All cases on this rank."""
     dist.init_process_group("gloo")
     found = []
-    for layer, name, alpha in json.loads(sys.argv[2]):
+    for layer, layers, name, alpha in json.loads(sys.argv[2]):
         routing[0] = name
-        found.append(trained(globals()[layer], alpha))
+        found.append(trained(globals()[layer], layers, alpha))
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -4,14 +4,15 @@
 `python -m tests.support.opaque_layers_worker FOLDER CASES [--installed]`: by the stand-ins of Transformer Engine and
 flash-attn, or on a GPU by these packages themselves, in bfloat16. `CASES`: a JSON object, name -> {"layer": a class of
 this module, "recipe": of FP8, or null, "around_backward": one that is on around backward alone, "steps",
-"micro_batches": of a step, the forwards of all of which run before the first backward, "memplug": a block, or null,
-"device": "cpu" by default, "schedules": of simulated CUDA, [policy, seed], one for each step in turn, "missing": a
-`Wait` of the executor that is left out, "checkpoint": torch's around each layer}; beside them "refusals" -> a block.
+"micro_batches": of a step, the forwards of all of which run before the first backward, "dropped": how many of these
+have no backward, "memplug": a block, or null, "device": "cpu" by default, "schedules": of simulated CUDA, [policy,
+seed], one for each step in turn, "missing": a `Wait` of the executor that is left out, "checkpoint": torch's around
+each layer}; beside them "refusals" and "errors" -> a block.
 
 Of each case: {"losses": of each micro-batch, "gradients": digests of each step's, "scales": of FP8, in the end,
 "report", "functions": forwards of each Function in the last step (of the packages themselves, see
-tests/support/attention_kernels.py), "flops": of its kernels, "violations": of simulated CUDA's order}; of "refusals",
-see `refusals`.
+tests/support/attention_kernels.py), "flops": of its kernels, "violations": of simulated CUDA's order, "queued": scales
+that are left over in the end, "histories": see `TwiceLinear`, of the last step}; of "refusals" and "errors", see there.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -117,10 +118,28 @@ class Mixed(Parts):
 
 
 class TwiceLinear(te.Linear):
-    """Runs twice where it is called once."""
+    """Runs twice where it is called once, and tells with what histories of amaxes; fails in between where that is asked
+    for, in a forward or where it runs again.
+    """
+
+    histories: ClassVar[dict[str, list[list[float]]]] = {"forward": [], "again": []}
+    fails = ""
 
     def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        return super().forward(super().forward(x, **options), **options)
+        phase = "again" if te.distributed.in_fp8_activation_recompute_phase() else "forward"
+        self.histories[phase].append([])
+        y = super().forward(x, **options)
+        if self.fails == phase:
+            raise RuntimeError(f"it fails, {phase}")
+        return super().forward(y, **options)
+
+    @contextlib.contextmanager
+    def prepare_forward(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
+        """As of 2.10."""
+        with super().prepare_forward(*args, **kwargs) as x:
+            phase = "again" if te.distributed.in_fp8_activation_recompute_phase() else "forward"
+            self.histories[phase][-1] += self.fp8_meta["scaling_fwd"].amax_history[0].tolist()
+            yield x
 
 
 class Twice(Parts):
@@ -165,14 +184,22 @@ def scales(model: nn.Module) -> list[torch.Tensor]:
     return [field.clone().cpu() for field in fields if field is not None]
 
 
-def losses_of(model: Model, micro_batches: int, recipe: Any, around: Any) -> list[float]:
-    """Of one step's forwards and backwards, with a recipe each."""
+def queued() -> int:
+    """What waits for a module of Transformer Engine to run again, of all modules that there have been."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
+
+    queues = getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer
+    return sum(map(len, queues)) + len(te.distributed.activation_recompute_forward._is_first_fp8_module)
+
+
+def losses_of(model: Model, micro_batches: int, recipe: Any, around: Any, dropped: int = 0) -> list[float]:
+    """Of one step's forwards and backwards, with a recipe each; the first ones have no backward."""
     losses = []
     for number, x in enumerate(torch.randn(micro_batches, TOKENS, SEQUENCES, WIDTH)):
         with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
             losses.append(model(x, number == 0 if micro_batches > 1 else None))
     with te.fp8_autocast(enabled=around is not None, fp8_recipe=around):
-        for loss in losses:
+        for loss in losses[dropped:]:
             loss.backward()
     return [loss.item() for loss in losses]
 
@@ -226,14 +253,17 @@ def _trained(case: dict[str, Any]) -> dict[str, Any]:
     block = case.get("memplug")
     attached = memplug.attach(model, block) if block is not None else contextlib.nullcontext()
     found: dict[str, Any] = {"losses": [], "gradients": []}
-    schedule, steps = schedules(case), case.get("steps", 10)
+    schedule, steps, before = schedules(case), case.get("steps", 10), queued()
     with attached as session:
         for step in range(steps):
             with schedule(step):
                 if step == steps - 1:
                     calls.clear()
+                    TwiceLinear.histories = {"forward": [], "again": []}
                 torch.manual_seed(step)
-                found["losses"] += losses_of(model, case.get("micro_batches", 1), recipe, around)
+                found["losses"] += losses_of(
+                    model, case.get("micro_batches", 1), recipe, around, case.get("dropped", 0)
+                )
                 found["gradients"].append(digest(model))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -241,8 +271,25 @@ def _trained(case: dict[str, Any]) -> dict[str, Any]:
                     session.step()
         found["functions"], found["flops"] = dict(calls.functions), dict(calls.flops)
         found["report"] = session.report() if session is not None else None
-    found["scales"] = scales(model)
+    found["scales"], found["queued"] = scales(model), queued() - before
+    found["histories"], TwiceLinear.histories = TwiceLinear.histories, {"forward": [], "again": []}
     return found
+
+
+def errors(block: dict[str, Any]) -> dict[str, Any]:
+    """Of a module that runs twice and fails at times, in between: {"raised": in each step, "queued": behind them}."""
+    model, raised, before = Model(Twice), [], queued()
+    with memplug.attach(model, block) as session:
+        for fails in ("", "again", "forward", ""):
+            TwiceLinear.fails = fails
+            try:
+                losses_of(model, 1, recipes.DelayedScaling(), None)
+                raised.append("")
+            except RuntimeError as error:
+                raised.append(str(error))
+            model.zero_grad()
+            session.step()
+    return {"raised": raised, "queued": queued() - before}
 
 
 def refusals(block: dict[str, Any]) -> dict[str, dict[str, str]]:
@@ -276,8 +323,9 @@ def refusals(block: dict[str, Any]) -> dict[str, dict[str, str]]:
     return {"during": during, "behind": raised()}
 
 
+OTHERS = {"refusals": refusals, "errors": errors}
+
 if __name__ == "__main__":
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
-    refused = cases.pop("refusals", None)
-    found = {name: trained(case) for name, case in cases.items()}
-    torch.save({**found, "refusals": refusals(refused) if refused else None}, folder / "results.pt")
+    others = {name: function(cases.pop(name)) for name, function in OTHERS.items() if name in cases}
+    torch.save({**others, **{name: trained(case) for name, case in cases.items()}}, folder / "results.pt")

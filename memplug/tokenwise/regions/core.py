@@ -55,6 +55,11 @@ def fail(kind: int, size: str) -> NoReturn:
         raise InPlaceError(
             f"a {size} tensor was modified in place after its region had ended and before its copy to the host was done"
         )
+    if kind == 2:
+        raise InPlaceError(
+            f"a function with kernels of its own wrote to a {size} tensor from outside of its region, which is not "
+            "undone"
+        )
     raise ConflictError(
         "backward ran through a graph after its memplug session was detached, and its rows are gone",
         "Run backward on the graphs in flight first, then detach.",

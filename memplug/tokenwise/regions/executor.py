@@ -22,6 +22,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,6 +49,23 @@ log = logging.getLogger("memplug")
 class _OfThread(threading.local):
     recomputing = 0
     unit_states: Mapping[Any, collections.deque[Any]] = {}
+
+
+class _Rerunning:
+    """Entered for every unit that runs again: a generator's would take five times as long."""
+
+    def __init__(self, threads: _OfThread, unit_states: Mapping[Any, collections.deque[Any]]):
+        self._threads, self._unit_states = threads, unit_states
+
+    def __enter__(self) -> None:
+        threads = self._threads
+        threads.unit_states, self._unit_states = self._unit_states, threads.unit_states
+        threads.recomputing += 1
+
+    def __exit__(self, *error: object) -> None:
+        threads = self._threads
+        threads.recomputing -= 1
+        threads.unit_states = self._unit_states
 
 
 class Executor:
@@ -113,19 +131,12 @@ class Executor:
         """Recompute passes under way on this thread that run the module again."""
         return self._threads.recomputing
 
-    @contextlib.contextmanager
-    def rerunning(self, unit_states: Iterable[tuple[Any, Any]] = ()) -> Iterator[None]:
+    def rerunning(self, unit_states: Iterable[tuple[Any, Any]] = ()) -> AbstractContextManager[None]:
         """Such a pass is under way; `unit_states`: of the units that it is going to run, in order, by their unit."""
         by_unit: dict[Any, collections.deque[Any]] = {}
         for unit, state in unit_states:
             by_unit.setdefault(unit, collections.deque()).append(state)
-        before, self._threads.unit_states = self._threads.unit_states, by_unit
-        self._threads.recomputing += 1
-        try:
-            yield
-        finally:
-            self._threads.recomputing -= 1
-            self._threads.unit_states = before
+        return _Rerunning(self._threads, by_unit)
 
     def next_state(self, unit: Any) -> Any:
         """Such a pass runs a unit: what that needs to run as it ran; None where it is none of the forward's own."""
@@ -195,6 +206,7 @@ class Executor:
     # -- what the native core calls: memplug/native/running.h ----------------------------------------------------------
 
     written_buffers = Buffers
+    run_unit_again = run_again
 
     @property
     def stands_around(self) -> bool:
@@ -204,10 +216,6 @@ class Executor:
     def is_scratch(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in a scratch buffer owned by the framework."""
         return any(holds(tensor) for holds in self.hooks.scratch)
-
-    def run_unit_again(self, *call: Any) -> list[torch.Tensor | None]:
-        """See `memplug.tokenwise.regions.units.run_again`."""
-        return run_again(self, *call)
 
     def explain(self, phase: str, region: Region, error: BaseException) -> None:
         """An error of the device's memory passes."""
@@ -277,7 +285,7 @@ class Executor:
                 raise RecomputeError(f"region {region.name}: {divergence}") from None
             self.divergences += 1
             if self.divergences == 1:
-                log.warning("memplug: region %s is recomputed in full: %s", region.name, divergence)
+                log.warning("memplug: region %s is recomputed in full: %s", region.name, str(divergence))
             replay()
 
     def close(self) -> None:

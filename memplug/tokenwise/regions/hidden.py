@@ -1,7 +1,14 @@
 """Custom autograd functions that launch kernels past torch's dispatcher: Triton's, those of extensions, of anyone.
 
-The first call that returns anything tells: where memory that it returned or saved was filled by no operator, it is
-a unit from the next forward on. A call without elements, as of an expert that gets no tokens, tells nothing.
+The first call that returns anything tells, once and for all of a class: where memory that it returned or saved was
+filled by no operator, where it took a tensor's address, or where it changed what it was given and no operator did, it
+is a unit from the next call on. A call without elements, as of an expert that gets no tokens, tells nothing.
+
+What such a unit changed in that call, and what it gives back of the memory that it was given, it is taken to write to:
+kernels of rotary embeddings do, which no version tells. Not known is what a later call changes besides, without a new
+version, and does not give back. A function that returns integers or truth values and was given none has chosen by
+values, as a router's kernel does: what it made is captured like that of operators that choose
+(memplug.tokenwise.regions.operators).
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ EXCHANGES = {
 
 
 _ATTENTION = re.compile("attn|attention", re.IGNORECASE)
+_CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # not of a byte: what is quantized may be
 
 
 class HiddenFunctions:
@@ -49,33 +57,52 @@ class HiddenFunctions:
         if not self._is_on or executor.core is None:
             return call(*args, **kwargs)
         unit = self._units.get(function)
-        if unit is None and _name(function) in EXCHANGES:
-            unit = self._units[function] = self._unit(function, communicates=True)
         if unit is not None:
             return unit.run(call, args, kwargs)
         if function in self._visible or not executor.core.observes() or not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        if _name(function) in EXCHANGES:
+            unit = self._units[function] = self._unit(function, communicates=True)
+            return unit.run(call, args, kwargs)
         since = executor.core.Since(args)
         out = call(*args, **kwargs)
         returned = executor.core.tensors_in(out)
         if returned and not any(tensor.nbytes for tensor in returned):
             executor.core.is_undecided()
-        elif executor.core.hides(since, out):
-            self._found += 1
-            self._units[function] = self._unit(function, executor.core.communicates(since))
-        else:
+            return out
+        written = executor.core.hidden_writes(since, out)
+        if written is None:
             self._visible.add(function)
+            return out
+        communicates, chooses = executor.core.communicates(since), _chooses(executor.core.tensors_in(args), returned)
+        if executor.core.writes_elsewhere(since) or (chooses and written and not communicates):
+            self._visible.add(function)  # it could not be run again alone: its regions stay opaque
+            return out
+        unit = self._units[function] = self._unit(function, communicates, chooses)
+        self.note_found()
+        unit.note_writes(written)
         return out
+
+    def note_found(self) -> None:
+        """What made a region opaque until now is known from its next forward on."""
+        self._found += 1
 
     def stop(self) -> None:
         """No call is looked at any more."""
         self._is_on = False
 
-    def _unit(self, function: type, communicates: bool) -> Unit:
+    def _unit(self, function: type, communicates: bool, chooses: bool = False) -> Unit:
         if communicates:
-            return Unit(self._executor, function.__name__, Kind.COLLECTIVE, is_shared=True)
-        kind = Kind.ATTENTION if _ATTENTION.search(_name(function)) else Kind.ROWS  # a product, for all that is known
-        return Unit(self._executor, function.__name__, kind)
+            kind = Kind.COLLECTIVE
+        elif chooses:
+            kind = Kind.CHOICE
+        else:
+            kind = Kind.ATTENTION if _ATTENTION.search(_name(function)) else Kind.ROWS  # a product, for all one knows
+        return Unit(self._executor, function.__name__, kind, is_shared=communicates, writes_unsaid=True)
+
+
+def _chooses(given: list[torch.Tensor], returned: list[torch.Tensor]) -> bool:
+    return any(each.dtype in _CHOICES for each in returned) and not any(each.dtype in _CHOICES for each in given)
 
 
 def _name(function: type) -> str:

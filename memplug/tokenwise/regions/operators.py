@@ -90,11 +90,13 @@ _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd
 _FLASH_ATTENTION = (
     "flash_attn"  # in the namespace: flash_attn, flash_attn_3, and _flash_attn2_588b404 of Hugging Face's hub
 )
-UNIT, PART_OF_UNIT = "memplug::unit", "memplug::of_unit"
+PART_OF_UNIT = "memplug::of_unit"
+_UNITS = {"memplug::unit", "memplug::unit_"}  # the latter writes to what it is given
 _KINDS = {
     **dict.fromkeys(("rows", "whole", "whole_shared"), Kind.ROWS),
     **dict.fromkeys(("attention", "attention_shared"), Kind.ATTENTION),
     "exchange": Kind.COLLECTIVE,
+    "choice": Kind.CHOICE,
 }
 """By the overloads of memplug/native/units.cpp."""
 
@@ -131,14 +133,14 @@ def is_communication(func: Any) -> bool:
     """Whether other ranks take part: such an operator runs on every rank or on none."""
     if not isinstance(func, torch._ops.OpOverload) or func._schema.name in _WITHOUT_COMMUNICATION:
         return False
-    if func._schema.name == UNIT:
+    if func._schema.name in _UNITS:
         return func._overloadname == "shared"
     return func.namespace in _COLLECTIVE_NAMESPACES
 
 
 def is_unit(func: Any) -> bool:
     """Whether the operator stands for a unit (memplug/native/unit.h)."""
-    return isinstance(func, torch._ops.OpOverload) and func._schema.name == UNIT
+    return isinstance(func, torch._ops.OpOverload) and func._schema.name in _UNITS
 
 
 def is_part_of_unit(func: Any) -> bool:
@@ -264,7 +266,7 @@ def describe(name: str, overload: str) -> int:
         name == _WAIT,
         *(kind_of(func) is kind for kind in Kind),
         fills_in_part(func),
-        name == UNIT,
+        name in _UNITS,
         name == PART_OF_UNIT,
         name == PART_OF_UNIT and overload.endswith("shared"),
         name == _LIFT,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from memplug.tokenwise.regions.executor import Executor
     from memplug.tokenwise.regions.region import Region
 
+_NOTHING = contextlib.nullcontext()
+
 
 class Unit:
     """One module, or function, that runs as a unit.
@@ -28,14 +30,19 @@ class Unit:
     Args:
         name: within its region.
         kind: what it is made of; a collective is never run again; None: cheap, and captured only where a plan says so.
-        is_row_wise: asked for each call: each row of what it makes comes from one row of its first argument.
+        is_row_wise: asked for each call, with what `forward` gave: each row of what it makes comes from one row of its
+            first argument.
         is_shared: other ranks take part: it runs again on all of them or on none.
         puts_back: it may draw from a generator and then put back the state that this had, as `torch.random.fork_rng`
             does.
+        writes_unsaid: its kernels may write to what it is given and gives back, which no version tells.
         lasting: tensors that outlive the unit, such as a weight's cast that its module keeps: what it saves of these is
             held. Asked behind each call.
         forward: entered around a forward; gives what it takes to run again as it ran, complete once it is over.
         again: entered around such a run, with that.
+
+    Attributes:
+        writes: which of the tensors that it is given it writes to, by their number, as far as its calls have shown.
     """
 
     def __init__(
@@ -43,26 +50,25 @@ class Unit:
         executor: Executor,
         name: str,
         kind: Kind | None,
-        is_row_wise: Callable[[], bool] = lambda: False,
+        is_row_wise: Callable[[Any], bool] = lambda state: False,
         is_shared: bool = False,
         puts_back: bool = True,
+        writes_unsaid: bool = False,
         lasting: Callable[[], list[torch.Tensor]] = list,
         forward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         again: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self.executor, self.name, self.is_shared, self.puts_back = executor, name, is_shared, puts_back
-        self._kind, self._is_row_wise, self.lasting = kind, is_row_wise, lasting
+        self._is_row_wise, self.lasting, self.writes_unsaid = is_row_wise, lasting, writes_unsaid
         self._forward, self.again = forward, again
+        self._overload = _overload(kind, is_shared)
+        self.writes: set[int] = set()
 
-    @property
-    def overload(self) -> str:
-        """Of its operators on the tape (memplug/native/units.cpp)."""
-        if self._kind is None:
-            return "shared" if self.is_shared else ""
-        if self._kind is Kind.COLLECTIVE:
-            return "exchange"
-        name = "attention" if self._kind is Kind.ATTENTION else "whole"
-        return f"{name}_shared" if self.is_shared else "rows" if name == "whole" and self._is_row_wise() else name
+    def note_writes(self, written: Sequence[int]) -> None:
+        """It wrote to more of what it was given than `writes` says: it will, from now on."""
+        if not self.is_shared:  # else its region stays opaque
+            self.writes.update(written)
+            self.executor.functions.note_found()
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, as a unit of the region whose forward is under way, if there is one."""
@@ -77,7 +83,18 @@ class Unit:
             return call(*args, **kwargs)
         surroundings = [take() for take in executor.hooks.surroundings]
         with self._forward() as state:
-            return executor.core.run_unit(self, self.overload, self.name, state, surroundings, call, args, kwargs)
+            overload = "rows" if self._overload == "whole" and self._is_row_wise(state) else self._overload
+            return executor.core.run_unit(self, overload, self.name, state, surroundings, call, args, kwargs)
+
+
+def _overload(kind: Kind | None, is_shared: bool) -> str:
+    """Of its operators on the tape (memplug/native/units.cpp), where it is not by rows."""
+    if kind is None:
+        return "shared" if is_shared else ""
+    if kind in (Kind.COLLECTIVE, Kind.CHOICE):
+        return "exchange" if kind is Kind.COLLECTIVE else "choice"
+    name = "attention" if kind is Kind.ATTENTION else "whole"
+    return f"{name}_shared" if is_shared else name
 
 
 def run_again(
@@ -89,15 +106,16 @@ def run_again(
     kwargs: dict[str, Any],
     state: Any,
     surroundings: Sequence[Callable[[], Any]],
-    ambient: Sequence[Any],
+    ambient: Sequence[Any] | None,
     sources: Sequence[tuple[bool, int] | None],
     count: int,
 ) -> list[torch.Tensor | None]:
-    """Run a unit once more, with the tensors that its forward was given, and return what its parts made.
+    """Run a unit once more, with gradients and the tensors that its forward was given, and return what its parts made.
 
     Args:
-        sources: of each part, whether it was saved for backward, else returned, and as the how-manieth; None: it is not
-            needed.
+        ambient: see `restored`; None: the state is the forward's.
+        sources: of each part, whether it was saved for backward, else returned, and its index among those; None: it is
+            not needed.
         count: how many tensors the forward saved.
 
     Raises:
@@ -110,13 +128,8 @@ def run_again(
         saved.append(tensor.detach() if len(saved) in wanted else None)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
-    with (
-        executor.rerunning(),
-        restored(executor.device, surroundings, *ambient),
-        torch.enable_grad(),
-        hooks,
-        unit.again(state),
-    ):
+    around = _NOTHING if ambient is None else restored(executor.device, surroundings, *ambient)
+    with executor.rerunning(), around, hooks, unit.again(state):
         out = call(*args, **kwargs)
     if wanted and len(saved) != count:  # hooks of the model's own, around the forward, may have taken all that it saved
         raise RecomputeError(

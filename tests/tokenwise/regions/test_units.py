@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memplug.plan.decisions import Decision, Setting
 from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.regions.operators import Kind
+from memplug.tokenwise.regions.units import Unit
 from tests.support.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, twin
-from tests.support.hidden import HiddenBlock, make_units, runs
+from tests.support.hidden import HiddenBlock, Part, hidden, make_units, run_as_unit, runs
 
 pytestmark = pytest.mark.device
 
@@ -119,3 +127,94 @@ def test_units_outside_of_a_region_and_without_gradients_run_as_they_are() -> No
     assert torch.equal(model.layers[0].up(x), reference.layers[0].up(x))
     step(model, reference)
     assert_clean(executor)
+
+
+def surroundings(kind: str) -> tuple[Any, ...]:
+    """Of autocast on a kind of device, gradients, attention and factories."""
+    attention = torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    casts = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return *casts, torch.is_grad_enabled(), attention, torch.get_default_device()
+
+
+class Looks(torch.autograd.Function):
+    """Doubles, saves its result, and notes what it runs in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with hidden():
+            out = x * 2.0
+            ctx.save_for_backward(out)
+            return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+class LooksPart(Part):
+    """Notes it for each of its runs."""
+
+    def __init__(self) -> None:
+        super().__init__(Looks)
+        self.seen: list[tuple[Any, ...]] = []
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        self.seen.append(surroundings(tensors[0].device.type))
+        return super().forward(*tensors)
+
+
+class LooksBlock(nn.Module):
+    """Has such a part, which draws nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.scale = LooksPart(), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x * self.scale) * self.scale
+
+
+@contextlib.contextmanager
+def another_dtype() -> Iterator[None]:
+    kind = torch.get_default_device().type
+    before = torch.get_autocast_dtype(kind)
+    torch.set_autocast_dtype(kind, torch.float16 if before is torch.bfloat16 else torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype(kind, before)
+
+
+STATES = {
+    "as it is": contextlib.nullcontext,
+    "autocast": lambda: torch.autocast(torch.get_default_device().type, torch.bfloat16),
+    "another dtype": another_dtype,
+    "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "device": lambda: torch.device("meta"),  # of what is made without saying where
+}
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        *((name, "as it is") for name in STATES),
+        *(("as it is", name) for name in [*STATES][1:]),
+        ("autocast", "autocast"),
+    ],
+)
+def test_a_unit_that_drew_nothing_runs_again_in_the_state_of_its_forward(forward: str, backward: str) -> None:
+    model = Stack(2, LooksBlock)
+    reference = twin(model)
+    executor = tokenwise(model, 0.0)
+    for layer in model.layers:
+        run_as_unit(layer.part, Unit(executor, "part", Kind.ROWS, puts_back=False))
+    for x in torch.randn(3, 2, 6, 16):
+        with STATES[forward]():
+            losses = [network(x) for network in (model, reference)]
+        with STATES[backward]():
+            for loss in losses:
+                loss.backward()
+    assert_same(gradients(model), gradients(reference))
+    for layer in model.layers:
+        assert len(layer.part.seen) == 6, "in every forward, and once more in every backward"
+        assert len(set(layer.part.seen)) == 1

@@ -6,6 +6,7 @@ Names, places and timing are the real one's.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -76,6 +77,7 @@ _OF_AUTOCAST = (
     "is_first_fp8_module",
     "fp8_graph_capturing",
 )
+_autocast_of = operator.attrgetter(*_OF_AUTOCAST)
 
 
 class FP8GlobalStateManager(metaclass=Holder):
@@ -142,7 +144,7 @@ class FP8GlobalStateManager(metaclass=Holder):
     @classmethod
     def get_autocast_state(cls) -> tuple:
         """To be put back at an autocast's end."""
-        return tuple(getattr(qstate(), name) for name in _OF_AUTOCAST)
+        return _autocast_of(qstate())
 
     @classmethod
     def set_autocast_state(cls, fp8_state: tuple) -> None:

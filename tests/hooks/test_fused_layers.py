@@ -1,0 +1,142 @@
+"""Layers of fused kernels like Liger's, which Hugging Face's models have with `use_liger_kernel`: none is an operator,
+the rotary embedding writes to what it is given, and backward writes gradients over what was saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from tests.support.blocks import Stack, assert_same, gradients, twin
+from tests.support.hidden import hidden
+from tests.support.hidden_functions import BLOCK, train
+
+pytestmark = pytest.mark.device
+
+
+def launch(*tensors: torch.Tensor) -> None:
+    """A kernel is given the addresses of tensors, as Triton's are."""
+    for tensor in tensors:
+        tensor.data_ptr()
+
+
+def over(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A kernel that was given the tensor's address wrote values there."""
+    launch(tensor)
+    with hidden():
+        tensor.data.copy_(values)
+    return tensor
+
+
+class Norm(torch.autograd.Function):
+    """RMS norm. Its gradient lies where that of its output did."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with hidden():
+            reciprocal = x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+            out = x * reciprocal * weight
+        launch(x, weight, reciprocal, out)
+        ctx.save_for_backward(x, weight, reciprocal)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, reciprocal = ctx.saved_tensors
+        with hidden():
+            normalized, of_normalized = x * reciprocal, gradient * weight
+            of_weight = (gradient * normalized).flatten(0, -2).sum(0)
+            of_input = reciprocal * (of_normalized - normalized * (of_normalized * normalized).mean(-1, keepdim=True))
+        return over(gradient, of_input), of_weight
+
+
+class Rotary(torch.autograd.Function):
+    """Of queries and keys, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        ctx.save_for_backward(cos, sin)
+        return tuple(Rotary.rotated(each, cos, sin) for each in (q, k))
+
+    @staticmethod
+    def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x.transpose(1, 2).contiguous()  # as projections made it: no copy
+        with hidden():
+            first, second = x.chunk(2, -1)
+            values = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        return over(x, values).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, q: torch.Tensor, k: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return *(Rotary.rotated(each, cos, -sin) for each in (q, k)), None, None
+
+
+class Gated(torch.autograd.Function):
+    """SiLU of one times the other. Their gradients lie where they were saved."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        with hidden():
+            out = torch.nn.functional.silu(gate) * up
+        launch(gate, up, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        with hidden():
+            chance = gate.sigmoid()
+            of_up = gradient * gate * chance
+            of_gate = gradient * up * chance * (1 + gate * (1 - chance))
+        return over(gate, of_gate), over(up, of_up)
+
+
+class Decoder(nn.Module):
+    """Attention and a gated MLP."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.behind = nn.Parameter(torch.randn(width)), nn.Parameter(torch.randn(width))
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(width, 32), nn.Linear(width, 32), nn.Linear(32, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(x.shape[1])[:, None, None] * torch.linspace(0.5, 2.0, 4)
+        y = Norm.apply(x, self.before)
+        q, k, v = (part(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k = Rotary.apply(q, k, angles.cos(), angles.sin())
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        y = Norm.apply(x, self.behind)
+        return x + self.down(Gated.apply(self.gate(y), self.up(y)))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, "auto", "memo"])
+def test_no_region_is_opaque_and_gradients_are_those_without(alpha: float | str) -> None:
+    report = train(Decoder, alpha=alpha)
+    assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
+    assert report["offloaded_bytes"] > 0
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_several_micro_batches_are_in_flight(alpha: float) -> None:
+    torch.manual_seed(0)
+    model = Stack(3, Decoder)
+    reference = twin(model)
+    with memplug.attach(model, {**BLOCK, "tokenwise": BLOCK["tokenwise"] | {"alpha": alpha}}) as session:
+        for _ in range(3):
+            batches = [torch.randn(2, 6, 16) for _ in range(3)]
+            for network in (model, reference):
+                losses = [network(x) for x in batches]
+                for loss in (losses[1], losses[2], losses[0]):
+                    loss.backward()
+            assert_same(gradients(model), gradients(reference))
+            session.step()
+        assert session.report()["opaque_regions"] == 0

@@ -1,0 +1,74 @@
+"""Custom autograd functions whose kernels choose by values, as a fused router does: with rounding, they could choose
+differently.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.blocks import Layer
+from tests.support.hidden import hidden
+from tests.support.hidden_functions import ran, train
+
+pytestmark = pytest.mark.device
+
+
+class Router(torch.autograd.Function):
+    """The larger half of each row: its values, and where they are."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ran.append("Router")
+        with hidden():
+            chosen = torch.zeros_like(logits, dtype=torch.bool)
+            chosen.scatter_(-1, logits.topk(logits.shape[-1] // 2).indices, True)
+            values = logits.sigmoid() * chosen
+        ctx.save_for_backward(values)
+        ctx.mark_non_differentiable(chosen)
+        return values, chosen
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> torch.Tensor:
+        (values,) = ctx.saved_tensors
+        return gradient * values * (1 - values)
+
+
+class Sorted(torch.autograd.Function):
+    """Rows in an order that it is given, and the order back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ran.append("Sorted")
+        with hidden():
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order))
+            out = x[order]
+        ctx.save_for_backward(back)
+        ctx.mark_non_differentiable(back)
+        return out, back
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, None]:
+        (back,) = ctx.saved_tensors
+        return gradient[back], None
+
+
+class Routed(Layer):
+    """Rows that its router chose are kept, in an order of theirs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, chosen = Router.apply(self.inner(x).flatten(0, 1))
+        order = chosen.sum(-1).argsort(stable=True)
+        rows, back = Sorted.apply(values * 2.0, order)
+        return x + self.out((rows * chosen.sigmoid())[back].sin()).view_as(x)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
+def test_a_function_that_chooses_never_runs_again_and_one_that_is_told_may(alpha: float | str) -> None:
+    report = train(Routed, alpha=alpha)
+    assert report["opaque_regions"] == 0
+    assert report["ran"]["Router"] == 3, "one for each layer"
+    assert report["ran"]["Sorted"] == (6 if alpha == 0.0 else 3) or alpha == "auto"

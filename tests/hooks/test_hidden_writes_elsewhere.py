@@ -1,0 +1,329 @@
+"""Custom autograd functions whose kernels write to memory that others need: buffers, what another region made or holds,
+and what was saved for backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memplug.errors import InPlaceError
+from memplug.tokenwise.regions.units import Unit
+from tests.hooks.test_fused_layers import Gated, over
+from tests.hooks.test_hidden_writes import Unsaid
+from tests.support.blocks import Layer, Stack, assert_same, gradients, tokenwise, twin
+from tests.support.hidden import hidden, run_as_unit
+from tests.support.hidden_functions import train
+
+pytestmark = pytest.mark.device
+
+ALPHAS = [0.0, 1.0, "auto"]
+
+
+class Statistic(torch.autograd.Function):
+    """Scales by a running mean, which it updates: by an operator in place, or by a kernel that gives it back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, running: torch.Tensor, holder: Any, by_kernel: bool) -> Any:
+        running = running if holder is None else holder.running
+        with hidden():
+            before = running.clone()
+            out, updated = x * before, before * 0.5 + x.abs().mean()
+        ctx.save_for_backward(before)
+        if by_kernel:
+            over(running, updated)
+        else:
+            running.mul_(0.5).add_(x.abs().mean())
+        given = running.detach()
+        ctx.mark_non_differentiable(given)
+        return out, given
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None]:
+        (before,) = ctx.saved_tensors
+        return gradient * before, None, None, None
+
+
+class Updates(Layer):
+    """A buffer of its own, that the function is given."""
+
+    by_kernel, is_given, is_parameter = False, True, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        if self.is_parameter:
+            self.running = nn.Parameter(torch.ones(1), requires_grad=False)
+        else:
+            self.register_buffer("running", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = (self.running, None) if self.is_given else (None, self)
+        y, _ = Statistic.apply(self.inner(x), *given, self.by_kernel)
+        return x + self.out(y.sigmoid())
+
+
+class KernelUpdates(Updates):
+    """By the kernel."""
+
+    by_kernel = True
+
+
+class FindsBuffer(Updates):
+    """The function has it from elsewhere."""
+
+    is_given = False
+
+
+class UpdatesParameter(Updates):
+    """A parameter."""
+
+    is_parameter = True
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("layer", [Updates, KernelUpdates, FindsBuffer])
+def test_a_buffer_is_written_to_once_a_step(layer: type[nn.Module], alpha: float | str) -> None:
+    train(layer, alpha=alpha)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_a_parameter_that_a_function_writes_to_is_an_error(alpha: float | str) -> None:
+    with pytest.raises(InPlaceError, match="from outside of its region, which is not undone"):
+        train(UpdatesParameter, alpha=alpha)
+
+
+class Makes(Layer):
+    """Gives what it has computed twice, with something of which backward needs it as it was."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.out(self.inner(x).sigmoid())
+        return x + (y * 2.0).sigmoid(), y
+
+
+class Writes(Layer):
+    """To what another region made."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + self.out(self.inner(Unsaid.apply(y)).sigmoid())
+
+
+class Pairs(nn.Module):
+    """A region that makes, one that writes to that, and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.layers = nn.ModuleList([Makes(), Writes(), Makes(), Writes()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for made, written in ((0, 1), (2, 3)):
+            x = self.layers[written](*self.layers[made](x))
+        return x.square().mean()
+
+
+class Squashes(nn.Module):
+    """Its backward needs its input, which it does not save."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2.0).sigmoid()
+
+
+class SharedInput(nn.Module):
+    """Two regions are given the same, and the second writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.layers = nn.ModuleList([Squashes(), Writes(), Squashes(), Writes()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for squashed, written in ((0, 1), (2, 3)):
+            y = self.layers[squashed](x)
+            x = self.layers[written](y, x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("network", [Pairs, SharedInput])
+def test_what_another_region_still_needs_is_as_it_was(
+    network: type[nn.Module], alpha: float | str, min_offload_bytes: int
+) -> None:
+    train(network=network, alpha=alpha, min_offload_bytes=min_offload_bytes)
+
+
+class GatedBeside(nn.Module):
+    """What a unit's backward writes over was made by products of which others need the values too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate(x), self.up(x)
+        return x + (gate * 2.0).sigmoid() * (up - 1.0).exp() + Gated.apply(gate, up)
+
+
+@pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("alpha", [*ALPHAS, "memo"])
+def test_a_backward_that_writes_over_what_was_saved_leaves_it_to_others(
+    alpha: float | str, min_offload_bytes: int
+) -> None:
+    train(GatedBeside, alpha=alpha, min_offload_bytes=min_offload_bytes)
+
+
+class Same(torch.autograd.Function):
+    """A kernel that scales, and gives back what it was given where there is nothing to do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        if factor == 1:
+            return x.view_as(x)
+        with hidden():
+            return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+class TwoCalls(Layer):
+    """The second gives the region's input back."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Same.apply(self.inner(x), 0.5)
+        return Same.apply(x, 1.0) + self.out(y.sigmoid())
+
+
+class Fill(torch.autograd.Function):
+    """A kernel fills memory that an operator left blank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        with hidden():
+            values = x.sin()
+        ctx.save_for_backward(x)
+        ctx.mark_dirty(over(out, values))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.saved_tensors[0].cos(), None
+
+
+class Fills(Layer):
+    """Uses it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return x + self.out(Fill.apply(y, torch.empty_like(y)).sigmoid())
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("layer", [TwoCalls, Fills])
+def test_what_a_function_gives_back_or_fills_is_no_reason_to_run_the_module_again(
+    layer: type[nn.Module], alpha: float | str
+) -> None:
+    assert train(layer, alpha=alpha)["opaque_regions"] == 0
+
+
+class Keeps(torch.autograd.Function):
+    """Writes to both that it is given, of which it gives one back or none. Nothing shows its kernels: as those of an
+    extension, which takes addresses in C++.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, gives: bool) -> torch.Tensor:
+        with hidden():
+            x.data.mul_(2.0)
+            y.data.copy_(x.data.sin())
+            out = x.view_as(x) if gives else x * 1.0
+        ctx.save_for_backward(y)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return 2 * gradient * ctx.saved_tensors[0].cos(), None, None
+
+
+class KeepsOne(Layer):
+    """Uses it, on what operators have made."""
+
+    gives = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        scratch = (y * 0.5).detach()
+        y = Keeps.apply(y, scratch, self.gives)
+        return x + self.out(y.sigmoid() * scratch)
+
+
+class KeepsBoth(KeepsOne):
+    """None comes back."""
+
+    gives = False
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("layer", [KeepsOne, KeepsBoth])
+def test_what_a_first_call_has_changed_is_known_without_its_being_told(
+    layer: type[nn.Module], alpha: float | str
+) -> None:
+    train(layer, alpha=alpha)
+
+
+class Residual(nn.Module):
+    """Norm and, as Transformer Engine's fused operations give it, the input itself."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return Normalized.apply(x)
+
+
+class Normalized(torch.autograd.Function):
+    """Of the last dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with hidden():
+            reciprocal = x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+            out = x * reciprocal
+        ctx.save_for_backward(out, reciprocal)
+        return out, x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        out, reciprocal = ctx.saved_tensors
+        return residual + reciprocal * (gradient - out * (gradient * out).mean(-1, keepdim=True))
+
+
+class WithResidual(Layer):
+    """Uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.residual = Residual()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, x = self.residual(x)
+        return x + self.out(self.inner(y).sigmoid())
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_a_module_that_is_a_unit_and_gives_its_input_back_has_not_written_to_it(alpha: float) -> None:
+    torch.manual_seed(0)
+    model = Stack(3, WithResidual)
+    reference, executor = twin(model), tokenwise(model, alpha)
+    for layer in model.layers:
+        run_as_unit(layer.residual, Unit(executor, "residual", None, is_row_wise=lambda state: True))
+    for _ in range(3):
+        x = torch.randn(2, 6, 16)
+        for network in (model, reference):
+            network(x).backward()
+        assert_same(gradients(model), gradients(reference))
+    assert not executor.opaque
