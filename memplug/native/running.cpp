@@ -214,7 +214,7 @@ void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
     changing.insert(storage);
     return;
   }
-  if (forward.is_literal(storage)) { // nobody else finds it in a pass: that may write to a copy of what it was
+  if (forward.is_literal(storage)) { // the forward alone has it: a pass may write to a copy of what it was
     const auto former = std::make_shared<Held>(tensor, false);
     former->before_write();
     written.emplace(storage, former);

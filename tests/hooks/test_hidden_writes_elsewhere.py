@@ -110,13 +110,22 @@ class Writes(Layer):
         return x + self.out(self.inner(Unsaid.apply(y)).sigmoid())
 
 
+class Squashes(nn.Module):
+    """Its backward needs its input, which it does not save. Gives the input too."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x * 2.0).sigmoid(), x
+
+
 class Pairs(nn.Module):
     """A region that makes, one that writes to that, and again."""
+
+    first: type[nn.Module] = Makes
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(16))
-        self.layers = nn.ModuleList([Makes(), Writes(), Makes(), Writes()])
+        self.layers = nn.ModuleList([self.first(), Writes(), self.first(), Writes()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.scale
@@ -125,27 +134,10 @@ class Pairs(nn.Module):
         return x.square().mean()
 
 
-class Squashes(nn.Module):
-    """Its backward needs its input, which it does not save."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * 2.0).sigmoid()
-
-
-class SharedInput(nn.Module):
+class SharedInput(Pairs):
     """Two regions are given the same, and the second writes to it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(16))
-        self.layers = nn.ModuleList([Squashes(), Writes(), Squashes(), Writes()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale
-        for squashed, written in ((0, 1), (2, 3)):
-            y = self.layers[squashed](x)
-            x = self.layers[written](y, x)
-        return x.square().mean()
+    first = Squashes
 
 
 @pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
