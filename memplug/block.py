@@ -74,9 +74,10 @@ class TokenwiseConfig(Section):
     compute rates and the budgets, or "memo": the largest one fraction whose copies fit into each region's forward and
     into host memory (MEMO, section 4.1)."""
     regions: Patterns = "auto"
-    """What is recomputed as one unit. A non-empty list of glob patterns over names of modules, in which * stays within
-    one part of a name and prefixes of wrappers may be left out, for example ["model.layers.*.self_attn",
-    "model.layers.*.mlp"], or "auto": every decoder layer of a Hugging Face or Megatron-Core model."""
+    """The modules that run as regions. A non-empty list of glob patterns over whole names of modules, in which *, ? and
+    [0-3] stay within one part of a name, and parts that wrappers put in may be left out, for example
+    ["model.layers.*.self_attn", "model.layers.*.mlp"], or "auto": every decoder layer of a Hugging Face or
+    Megatron-Core model."""
     min_offload_bytes: Bytes = 1 << 20
     """Tensors below this many bytes are never swapped. A whole number, 0 or more, in bytes."""
     buffers: Buffers = 2

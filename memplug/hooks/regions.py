@@ -7,8 +7,10 @@ plain modules, `isinstance` holds, and putting the class back undoes it.
 from __future__ import annotations
 
 import copyreg
+import difflib
 import fnmatch
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -87,10 +89,12 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
     modules = {name: named[name] for name in wrapped.values() if written[name]}
     for pattern in patterns:
         if not any(_matches(pattern, name, written[name]) for name in modules):
-            near = [name for name in modules if name.count(".") == pattern.count(".")] or list(modules)
             raise RegionError(
                 f'the pattern "{pattern}" in "tokenwise.regions" matches no module of {type(model).__name__}; '
-                f"it has for example {near[:3]}"
+                f"patterns that match some, the nearest first: {_nearest(pattern, modules, written)}",
+                "Patterns are globs, no regular expressions, over whole names as `model.named_modules()` has them; "
+                '`*`, `?` and `[0-3]` stay within one part, between dots: "model.layers.*" is every layer, '
+                '"model.layers.*.mlp" the MLP of each.',
             )
     found = [
         (name, module) for name, module in modules.items() if any(_matches(p, name, written[name]) for p in patterns)
@@ -219,6 +223,13 @@ def _matches(pattern: str, *names: str) -> bool:
     patterns = pattern.split(".")
     split = [name.split(".") for name in names]
     return any(len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns)) for parts in split)
+
+
+def _nearest(pattern: str, modules: Mapping[str, nn.Module], written: Mapping[str, str]) -> str:
+    """A few patterns that match modules which are called: those that look most like one that matches none."""
+    called = [name for name, module in modules.items() if type(module).forward is not nn.Module.forward]
+    patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", written[name]) for name in called)
+    return ", ".join(f'"{each}"' for each in difflib.get_close_matches(pattern, patterns, cutoff=0)) or "none"
 
 
 def as_written(name: str, named: Mapping[str, nn.Module]) -> str:

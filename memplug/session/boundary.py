@@ -40,7 +40,7 @@ from memplug.device.device import Device
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program
 from memplug.profile.trace import Trace
-from memplug.session.claim import Claim
+from memplug.session.claim import NOT_ASKED_FOR, Claim
 from memplug.session.kept_plans import KeptPlans
 from memplug.session.recording import Recording, unused
 from memplug.session.techniques import FOLLOWING
@@ -75,6 +75,7 @@ class Boundary:
         adjuster: moves along the stages.
         claim: on the recorder, and on what needs it; None until `watch`.
         kept: plans of earlier runs, and of this one; None until `resume`.
+        watches: operators of steps are compared, if the recorder can be had.
         steps: that ended.
         planned_steps: of these, those that ran by decisions from their beginning.
     """
@@ -95,7 +96,8 @@ class Boundary:
             *(self._step_peak, self._trace),
         )
         plans = self.tokenwise.plans
-        self.watches = plans and config.profiler.enabled
+        self._unwatched_because = _why_unwatched(config)
+        self.watches = not self._unwatched_because
         begin = Stage.WARM_UP if plans else Stage.STABLE
         self.adjuster = Adjuster(config.profiler, self.tokenwise, begin, self._ranks)
         if device.memory is not None:
@@ -125,7 +127,7 @@ class Boundary:
                 self.tokenwise.layer_bytes,
                 tensors,
             ),
-            watches=self.watches,
+            unwatched_because=self._unwatched_because,
             # they plan for a program under its decisions, which come after steps enough
             warmup_steps=0 if self.tokenwise.plans else config.profiler.warmup_steps,
         )
@@ -315,3 +317,14 @@ class Boundary:
         if self._last_step is not None:
             self._step_seconds.append(now - self._last_step)
         self._last_step = now
+
+
+def _why_unwatched(config: MemplugConfig) -> str:
+    """Operators are compared for token-wise plans alone; "": they are."""
+    if not config.profiler.enabled:
+        return NOT_ASKED_FOR
+    if not config.tokenwise.enabled:
+        return "the block switches token-wise plans off, and they alone need operators to be compared"
+    if not isinstance(config.tokenwise.alpha, str):
+        return "with a number for alpha there is no plan that operators would have to be compared for"
+    return ""

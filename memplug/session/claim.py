@@ -30,7 +30,7 @@ class Claim:
         make_recording: gives the session's recording, and with it the recorder.
         techniques: that the block asks for.
         given: what they are made with.
-        watches: whether operators are to be compared.
+        unwatched_because: why operators are not to be compared; "": they are.
         warmup_steps: of a program, before a technique proposes.
 
     Attributes:
@@ -45,16 +45,16 @@ class Claim:
         techniques: Sequence[type[Technique[Any]]],
         given: Given,
         *,
-        watches: bool,
+        unwatched_because: str,
         warmup_steps: int,
     ):
         self.recording: Recording | None = None
         self.followers = Followers()
         self.off_because = ""
         self._make_recording, self._techniques, self._given = make_recording, techniques, given
-        self._watches, self._warmup_steps = watches, warmup_steps
+        self._unwatched_because, self._warmup_steps = unwatched_because, warmup_steps
         self._failed: dict[str, str] = {}
-        self._pending = watches or bool(given.config.report.timeline) or bool(techniques)
+        self._pending = not unwatched_because or bool(given.config.report.timeline) or bool(techniques)
         self._told = False
         if self._pending:
             self._build()
@@ -62,7 +62,7 @@ class Claim:
     @property
     def profiler_off_because(self) -> str:
         """Why operators are not compared; "" while they are, or before anything was claimed."""
-        return self.off_because if self._watches else NOT_ASKED_FOR
+        return self._unwatched_because or self.off_because
 
     def why_off(self, name: str) -> str:
         """Why training goes on without a technique; "" while it may have a part in force."""

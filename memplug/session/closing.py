@@ -50,7 +50,7 @@ def _why_unplanned(session: Session, report: dict[str, Any]) -> str:
     if not report["forwards"]:
         return "no region ran forward with gradients"
     if not report["steps"]:
-        return "`session.step()` was never called"
+        return "no step ended" if session.steps_are_marked else "no step ended (`session.step()` marks its end)"
     if session.history:
         return session.history[-1][-1]
     earliest = session.config.profiler.warmup_steps + 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,7 +15,14 @@ SNAPSHOT_FOLDER = "memplug_snapshots"
 BEGINS = "memplug: out of memory"
 
 
-def note(phase: str, region: str | None, report: dict[str, Any], peak_bytes: int | None) -> str:
+def note(
+    phase: str,
+    region: str | None,
+    report: dict[str, Any],
+    peak_bytes: int | None,
+    asked_gib: float | Literal["auto"] = "auto",
+    is_bound: bool = False,
+) -> str:
     """What memplug knew when the device ran out of memory, and three things to change.
 
     Args:
@@ -23,6 +30,8 @@ def note(phase: str, region: str | None, report: dict[str, Any], peak_bytes: int
         region: qualified name of the module, None outside regions.
         report: of the session.
         peak_bytes: largest allocation total of the device so far, None where the device does not count.
+        asked_gib: `device_budget_gib`.
+        is_bound: the device has no more than that: the CPU, which stands in for one.
     """
     lines = [
         f"memplug: out of memory in {phase}" + (f" of region {region}" if region else ""),
@@ -34,7 +43,7 @@ def note(phase: str, region: str | None, report: dict[str, Any], peak_bytes: int
         f"for requests that failed ({_gib(report['swap_passive_bytes'])})",
         f"  stage {report['stage']}, alpha {report['alpha']}, {report['forwards_in_flight']} region forwards in flight",
         "  Three things to change, the cheapest first:",
-        '    1. set "device_budget_gib" below what the device has, so that the plan keeps less there',
+        f"    1. {_of_budget(asked_gib, is_bound)}",
         '    2. add host memory ("host_budget_gib"), or set "tokenwise": {"alpha": 0}: recomputation needs the least',
         "    3. halve the micro-batch or the sequence; raise gradient accumulation or the ZeRO stage instead",
     ]
@@ -75,6 +84,14 @@ def save_snapshot(asked: bool | str, device: Device, step: int) -> str:
     except (OSError, RuntimeError) as error:
         return f"\n  no snapshot: {error}"
     return f"\n  a snapshot of the allocator is in {file}: drop it on https://pytorch.org/memory_viz"
+
+
+def _of_budget(asked_gib: float | Literal["auto"], is_bound: bool) -> str:
+    if asked_gib == "auto":
+        return 'set "device_budget_gib" below what the device has, so that the plan keeps less there'
+    if is_bound:
+        return f'raise "device_budget_gib", which is {asked_gib:g}: the CPU has no more than that for a step'
+    return f'lower "device_budget_gib", which is {asked_gib:g}, so that the plan keeps less on the device'
 
 
 def _gib(nbytes: int | float | None) -> str:

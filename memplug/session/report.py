@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 
 def counters(executor: Executor) -> dict[str, Any]:
-    """What the executor did so far and holds now; bytes, counts, and why regions are opaque.
+    """What the executor did so far and holds now; bytes, counts, why regions are opaque, and which functions are units.
 
+    `unit_functions` are the qualified names of the custom autograd functions whose kernels no operator shows, and which
+    a plan can decide on all the same.
     `transfer_allocations` counts how often a copy in got new device memory, `buffer_misses` how often it did although
     rounding buffers were reserved, which take `buffer_bytes` of the device.
     """
@@ -44,6 +46,7 @@ def counters(executor: Executor) -> dict[str, Any]:
         "recomputed_in_full": executor.divergences,
         "opaque_regions": executor.opaque_regions,
         "opaque_because": sorted(executor.opaque),
+        "unit_functions": executor.functions.units,
     }
 
 

@@ -282,7 +282,9 @@ class Session:
 
     def _out_of_memory(self, phase: str, region: str | None) -> str:
         snapshot = out_of_memory.save_snapshot(self.config.report.snapshot_on_oom, self.device, self.steps + 1)
-        return out_of_memory.note(phase, region, self.report(), budgets.peak_bytes(self.device)) + snapshot
+        asked_gib, is_bound = self.config.device_budget_gib, self.device.memory is None
+        peak_bytes = budgets.peak_bytes(self.device)
+        return out_of_memory.note(phase, region, self.report(), peak_bytes, asked_gib, is_bound) + snapshot
 
     def tell(self, text: str) -> None:
         """One line, on rank 0."""

@@ -192,10 +192,14 @@ def test_sources_come_from_the_package_index_and_nothing_of_them_runs(tmp_path: 
         return done.returncode, done.stdout.splitlines()
 
     status, lines = run("flash-attn")
-    assert (status, lines[0], len(lines)) == (1, "flash-attn 2.0: 1 of 4 there, 3 gone", 5)
+    assert (status, lines[0], len(lines)) == (1, "flash-attn 2.0: 1 of 4 there, 3 gone", 6)
+    unchecked = [f"{name} (not given)" for name in PACKAGES if name != "flash-attn"]
+    assert lines[-1] == f"not checked: {', '.join(unchecked)}"
     assert run("flash-attn==1.0")[1][0].startswith("flash-attn 1.0: 1 of 4 there")
     missing = "could not get the sources: the package index has no flash-attn 3.0, or cannot be reached"
-    assert run("flash-attn==3.0") == (0, [f"flash-attn 3.0: {missing}"])
+    status, lines = run("flash-attn==3.0")
+    assert (status, lines[:-1]) == (0, [f"flash-attn 3.0: {missing}"])
+    assert lines[-1].startswith("not checked: ") and "flash-attn (no sources)" in lines[-1]
     assert not ran.exists()
 
 

@@ -4,6 +4,7 @@ the rotary embedding writes to what it is given, and backward writes gradients o
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -123,6 +124,15 @@ def test_no_region_is_opaque_and_gradients_are_those_without(alpha: float | str)
     report = train(Decoder, alpha=alpha)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
     assert report["offloaded_bytes"] > 0
+
+
+def test_the_functions_are_told_once_each_and_named_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "memplug"):
+        report = train(Decoder)
+    names = [f"{__name__}.{each.__qualname__}" for each in (Gated, Norm, Rotary)]
+    assert report["unit_functions"] == names and report["opaque_because"] == []
+    told = [line for line in caplog.messages if line.endswith("it is a unit")]
+    assert sorted(line.split()[1] for line in told) == names
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])

@@ -24,6 +24,28 @@ def test_a_pattern_that_names_a_list_of_modules_says_what_to_name_instead() -> N
     assert "layers.*" in error.value.advice
 
 
+@pytest.mark.parametrize(
+    ("pattern", "nearest"),
+    [
+        ("layer.*", '"layers.*"'),
+        ("layers.7", '"layers.*"'),
+        (r"layers\.\d+\.upp", '"layers.*.up"'),
+        ("*.up", '"layers.*.up"'),
+        ("model.layers.*", '"layers.*"'),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_told_the_syntax_and_the_nearest_that_match(
+    pattern: str, nearest: str
+) -> None:
+    with pytest.raises(RegionError) as error:
+        memplug.attach(Stack(), regions(pattern))
+    suggested = error.value.problem.partition("the nearest first: ")[2].split(", ")
+    assert f'"{pattern}"' in error.value.problem and nearest in suggested
+    assert "glob" in error.value.advice and "Name the regions yourself" not in error.value.advice
+    for each in suggested:
+        memplug.attach(Stack(), regions(each.strip('"'))).detach()
+
+
 def test_a_compiled_region_is_refused_with_advice() -> None:
     model = Stack()
     model.layers[0].compile(backend="eager")

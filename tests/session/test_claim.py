@@ -12,7 +12,7 @@ import torch
 
 import memplug
 from memplug.errors import RecorderError
-from memplug.session.claim import TAKEN
+from memplug.session.claim import NOT_ASKED_FOR, TAKEN
 from memplug.stages.table import Stage
 from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 from tests.support.hosts import block, ds_config, make_engine, tiny_llama, tokens, train_engine
@@ -105,6 +105,20 @@ def test_what_the_block_switches_off_is_named_as_the_reason(section: str) -> Non
     with memplug.attach(model, {**BLOCK, section: {"enabled": False}}) as session:
         train(model, session, 3)
         assert "block" in session.report()[f"{section}_off_because"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tokenwise": {"regions": LAYERS, "alpha": 0.5}}, "number for alpha"),
+        ({"tokenwise": {"enabled": False}}, "token-wise plans off"),
+        ({"tokenwise": {"regions": LAYERS, "alpha": 0.5}, "profiler": {"enabled": False}}, NOT_ASKED_FOR),
+    ],
+)
+def test_why_operators_are_not_compared_is_what_the_block_says(fields: dict[str, Any], reason: str) -> None:
+    with memplug.attach(Stack(2), {**BLOCK, **fields}) as session:
+        report = session.report()
+    assert report["profiler"] == "sizes" and reason in report["profiler_off_because"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -48,7 +48,7 @@ def test_a_planned_run_says_what_was_planned_swapped_served_and_saved(caplog: py
 @pytest.mark.parametrize(
     ("steps", "forwards", "fields", "reason"),
     [
-        (0, 1, {}, "nothing was planned: `session.step()` was never called"),
+        (0, 1, {}, "nothing was planned: no step ended (`session.step()` marks its end)"),
         (5, 0, {}, "nothing was planned: no region ran forward with gradients"),
         (3, 1, {"profiler": {"warmup_steps": 9}}, "nothing was planned: that takes 11 steps of one program at least"),
     ],
@@ -58,6 +58,19 @@ def test_a_run_without_a_plan_says_why(
 ) -> None:
     line = last_line(caplog, steps, forwards, **fields)
     assert reason in line and "saves" not in line
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_crash_within_the_first_step_is_not_said_to_be_a_forgotten_call(is_marked: bool) -> None:
+    """Where a hook marks the end of steps, the user has no call to make."""
+    model = Stack(2)
+    with pytest.raises(ZeroDivisionError), memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
+        session.steps_are_marked = is_marked
+        model(torch.randn(2, 6, 16)).backward()
+        said = closing.line(session)
+        raise ZeroDivisionError
+    assert "nothing was planned: no step ended" in said
+    assert ("session.step()" in said) is not is_marked
 
 
 def test_a_number_for_alpha_is_no_missing_plan_and_an_arena_that_is_off_has_its_reason(

@@ -220,6 +220,24 @@ def test_the_note_holds_predicted_and_measured_bytes() -> None:
     assert "13 region forwards" in note
 
 
+@pytest.mark.parametrize(
+    ("asked_gib", "is_bound", "advice"),
+    [
+        ("auto", False, 'set "device_budget_gib" below what the device has'),
+        ("auto", True, 'set "device_budget_gib" below what the device has'),
+        (2.5, False, 'lower "device_budget_gib", which is 2.5'),
+        (2.5, True, 'raise "device_budget_gib", which is 2.5'),
+    ],
+)
+def test_the_note_tells_a_budget_that_is_too_small_from_one_that_is_too_large_or_none(
+    asked_gib: Any, is_bound: bool, advice: str
+) -> None:
+    with memplug.attach(tiny_llama(), block()) as session:
+        report = session.report()
+    note = out_of_memory.note("forward", None, report, None, asked_gib, is_bound)
+    assert f"    1. {advice}" in note and note.count("device_budget_gib") == 1
+
+
 def test_other_errors_get_no_note() -> None:
     model = Stack()
     with memplug.attach(model, block(regions=LAYERS)), pytest.raises(RuntimeError) as error:

@@ -15,7 +15,8 @@ symbol:
 | gone | is nowhere in the package, or without a parameter that memplug passes |
 
 Keys of dictionaries, registered operators and decorators are looked for as text. Exit status 1: a symbol moved or is
-gone. A package whose sources cannot be had is not checked, and its line says so.
+gone. A package whose sources cannot be had is not checked, and its line says so; the last line names all that were not,
+these and those that were not given.
 """
 
 from __future__ import annotations
@@ -132,11 +133,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked_for = given.packages or list(_all(given.source))
     if not asked_for:
         parser.error(f"none of {', '.join(PACKAGES)} is in {given.source}")
-    lost = 0
+    lost: dict[str, int | None] = {}
     for asked in asked_for:
         with tempfile.TemporaryDirectory() as folder:
-            lost += _check_one(asked, given.source or Path(folder), given.source is None, given.stand_ins)
-    return 1 if lost else 0
+            found = _check_one(asked, given.source or Path(folder), given.source is None, given.stand_ins)
+            lost[asked.partition("==")[0]] = found
+    unchecked = [name for name in PACKAGES if lost.get(name) is None]
+    if unchecked:
+        whys = {name: "no sources" if name in lost else "not given" for name in unchecked}
+        sys.stdout.write(f"not checked: {', '.join(f'{name} ({why})' for name, why in whys.items())}\n")
+    return 1 if any(lost.values()) else 0
 
 
 def _all(source: Path | None) -> Iterator[str]:
@@ -145,8 +151,8 @@ def _all(source: Path | None) -> Iterator[str]:
             yield name
 
 
-def _check_one(asked: str, folder: Path, is_fetched: bool, stand_ins: bool) -> int:
-    """Writes the lines of one package; returns how many of its symbols are not there."""
+def _check_one(asked: str, folder: Path, is_fetched: bool, stand_ins: bool) -> int | None:
+    """Writes the lines of one package; returns how many of its symbols are not there, None without sources."""
     name, _, version = asked.partition("==")
     package, title = PACKAGES[name], asked.replace("==", " ")
     try:
@@ -160,7 +166,7 @@ def _check_one(asked: str, folder: Path, is_fetched: bool, stand_ins: bool) -> i
             raise NoSources(f"there is no folder {package.folder} in {folder}")
     except NoSources as error:
         sys.stdout.write(f"{title}: could not get the sources: {error}\n")
-        return 0
+        return None
     found = check(root, package, stand_ins=stand_ins)
     counts = {status: sum(each.status == status for _, each in found) for status in (THERE, MOVED, GONE)}
     others = "".join(f", {counts[status]} {status}" for status in (MOVED, GONE) if counts[status])

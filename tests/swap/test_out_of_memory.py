@@ -188,6 +188,8 @@ def test_a_request_that_nothing_helps_says_what_memplug_knows() -> None:
         assert "memplug: out of memory in" in text and "have left for requests that failed" in text
         assert text.count("memplug: out of memory") == 1
         assert all(f"    {number}. " in text for number in (1, 2, 3))
+        change = "raise" if torch.get_default_device().type == "cpu" else "lower"  # the CPU has no more than its budget
+        assert f'    1. {change} "device_budget_gib"' in text
         del raised
         model.zero_grad()
         session.step()

@@ -13,17 +13,21 @@ values, as a router's kernel does: what it made is captured like that of operato
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from memplug.tokenwise.regions.operators import Kind
 from memplug.tokenwise.regions.units import Unit
 
 if TYPE_CHECKING:
     from memplug.tokenwise.regions.executor import Executor
+
+log = logging.getLogger("memplug")
 
 EXCHANGES = {
     f"megatron.core.transformer.moe.fused_a2a.{name}"
@@ -46,6 +50,11 @@ class HiddenFunctions:
         self._found = self._told = 0
         self._is_on = True
 
+    @property
+    def units(self) -> list[str]:
+        """Qualified names of those that are units, sorted."""
+        return sorted(set(map(_name, self._units)))
+
     def found_some(self) -> bool:
         """Whether there are more of them than when it was asked last."""
         before, self._told = self._told, self._found
@@ -62,7 +71,7 @@ class HiddenFunctions:
         if function in self._visible or not executor.core.observes() or not torch.is_grad_enabled():
             return call(*args, **kwargs)
         if _name(function) in EXCHANGES:
-            unit = self._units[function] = self._unit(function, communicates=True)
+            unit = self._add(function, communicates=True)
             return unit.run(call, args, kwargs)
         since = executor.core.Since(args)
         out = call(*args, **kwargs)
@@ -78,7 +87,7 @@ class HiddenFunctions:
         if executor.core.writes_elsewhere(since) or (chooses and written and not communicates):
             self._visible.add(function)  # it could not be run again alone: its regions stay opaque
             return out
-        unit = self._units[function] = self._unit(function, communicates, chooses)
+        unit = self._add(function, communicates, chooses)
         self.note_found()
         unit.note_writes(written)
         return out
@@ -91,7 +100,14 @@ class HiddenFunctions:
         """No call is looked at any more."""
         self._is_on = False
 
-    def _unit(self, function: type, communicates: bool, chooses: bool = False) -> Unit:
+    def _add(self, function: type, communicates: bool, chooses: bool = False) -> Unit:
+        is_new = _name(function) not in self.units  # else its class is made anew for each call
+        unit = self._units[function] = self._unit(function, communicates, chooses)
+        if is_new and not (dist.is_initialized() and dist.get_rank()):
+            log.info("memplug: %s launches kernels that no operator shows: from now on it is a unit", _name(function))
+        return unit
+
+    def _unit(self, function: type, communicates: bool, chooses: bool) -> Unit:
         if communicates:
             kind = Kind.COLLECTIVE
         elif chooses:

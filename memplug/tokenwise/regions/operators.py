@@ -1,6 +1,6 @@
 """Which operators are worth capturing, and what the native tape has to know about each.
 
-Expensive operators come in four kinds (DESIGN: "Row-cached recompute"):
+Expensive operators come in four kinds (memplug/README.md, "Swapping and recomputing"):
 
 | kind | operators | a fraction of rows? | recomputed? |
 |---|---|---|---|
