@@ -32,9 +32,8 @@ std::shared_ptr<Swapped> Flow::swap_input(const at::Tensor& value, bool later) {
 }
 
 void Flow::before_write(const Frame& by, const at::Tensor& tensor) {
-  for (const auto& each : resident_) {
-    const auto frame = each.lock();
-    if (frame != nullptr && frame.get() != &by) {
+  for (Frame* const frame : live) {
+    if (frame != &by) {
       frame->before_write_elsewhere(tensor);
     }
   }

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "ledger.h"
@@ -49,8 +50,7 @@ class Flow {
   // A frame's forward begins, and is over.
   void begin(const std::shared_ptr<Frame>& frame);
 
-  // A frame's forward is about to write to memory that was there before: others whose tensors are still on the device may
-  // need it as it is now.
+  // A frame's forward is about to write to memory that was there before: others in flight may need it as it is now.
   void before_write(const Frame& by, const at::Tensor& tensor);
   void end(Frame& frame);
 
@@ -113,7 +113,8 @@ class Flow {
   int64_t peak_held_bytes = 0; // of saved tensors on the device, with what the frame at hand was still to recompute
   std::optional<int64_t> most_held_bytes; // of these, that a plan was promised not to exceed
   int64_t largest_frame_bytes = 0; // of tensors that a forward swapped and its backward needs, with their rounding
-  int64_t forwards = 0, live = 0; // that there have been, and that are in flight
+  int64_t forwards = 0; // that there have been
+  std::unordered_set<Frame*> live; // in flight
   int64_t input_bytes = 0, peak_input_bytes = 0; // of swapped inputs of the forwards in flight: now, and the most
   int64_t expected_bytes = 0; // that forwards so far were to send to the host, by their plans
   int64_t unplanned = 0; // forwards that no plan says so of

@@ -85,6 +85,7 @@ int32_t Forward::enter(const at::Tensor& tensor, bool captured) {
   int32_t storage = storages.find(tensor);
   if (storage < 0) {
     storage = number(tensor, true);
+    entered_ = storage + 1;
     if (!captured) {
       give(storage, tensor);
     }

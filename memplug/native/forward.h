@@ -64,6 +64,11 @@ class Forward {
   // A region input, before the first operator; its number. One that is captured is not kept.
   int32_t enter(const at::Tensor& tensor, bool captured);
 
+  // Whether it is a storage of a region input.
+  bool is_input(int32_t storage) const {
+    return storage < entered_;
+  }
+
   // An operator is about to run; nothing else begins before it ends.
   void begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
 
@@ -267,6 +272,7 @@ class Forward {
   std::shared_ptr<Ledger> ledger_;
   std::shared_ptr<const Tape> followed_;
   std::shared_ptr<Tape> noted_;
+  int32_t entered_ = 0; // storages of region inputs, which have the first numbers
   size_t begun_ = 0;
   bool running_ = false; // the last operator has begun, and not ended
   uint32_t opaque_ = 0;

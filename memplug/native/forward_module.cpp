@@ -144,7 +144,7 @@ void add_flow(py::module_& module) {
       .def("begin_micro_batch", [](Flow&) { Flow::begin_micro_batch(); })
       .def_readwrite("share", &Flow::share)
       .def_readonly("forwards", &Flow::forwards)
-      .def_readonly("live", &Flow::live)
+      .def_property_readonly("live", [](const Flow& flow) { return flow.live.size(); })
       .def_readonly("input_bytes", &Flow::input_bytes)
       .def_readonly("expected_bytes", &Flow::expected_bytes)
       .def_readonly("unplanned", &Flow::unplanned)

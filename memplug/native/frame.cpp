@@ -64,12 +64,12 @@ Frame::Frame(
       forward(std::move(known), this, regathered, flow->ledger),
       sent_before_bytes(flow->transfer->offloaded_total_bytes) {
   ++flow->forwards;
-  ++flow->live;
+  flow->live.insert(this);
   region->peak = std::max(region->peak, ++region->live);
 }
 
 Frame::~Frame() {
-  --flow->live;
+  flow->live.erase(this);
   --region->live;
   flow->ledger->waiting -= static_cast<int64_t>(todo.size());
   flow->input_bytes -= is_over_ ? input_bytes : 0;
@@ -276,12 +276,14 @@ at::Tensor Frame::view(size_t index) {
   const Forward::Saved& saved = forward.saved.at(index);
   const Part& part = parts_.at(saved.use.storage);
   const auto made = [&](const at::Tensor& tensor, bool is_read_later) {
-    return tensor_at(saved.in_unit && is_read_later ? copy_of(tensor) : tensor, saved.use.geometry);
+    return tensor_at(may_be_written(saved) && is_read_later ? copy_of(tensor) : tensor, saved.use.geometry);
   };
   if (part.kept != nullptr) {
     return made(part.kept->get(), recomputes && !is_restored);
   }
-  const bool is_read_later = part.swapped->uses_left > 1;
+  // an input that has not left lies where other regions may have it from
+  const bool is_read_later =
+      part.swapped->uses_left > 1 || (part.swapped->resident && input_of(saved.use.storage) != nullptr);
   const at::Tensor found = made(flow->transfer->acquire(*part.swapped).first, is_read_later);
   consume(part.swapped);
   if (!part.swapped->tensor.defined()) {
@@ -294,12 +296,23 @@ at::Tensor Frame::given(size_t index) const {
   const Forward::Saved& saved = forward.saved.at(index);
   const at::Tensor& tensor = forward.given[saved.use.storage].tensor;
   const auto is_read_later = [&] {
+    if (forward.is_input(saved.use.storage)) { // other regions may have it too
+      return true;
+    }
+    if (!recomputes || is_restored || decisions == nullptr) {
+      return false;
+    }
     const auto& reads = decisions->reads;
     return std::find(reads.begin(), reads.end(), saved.use.storage) != reads.end();
   };
   const bool is_parameter = tensor.is_leaf() && tensor.requires_grad();
-  const bool copied = saved.in_unit && recomputes && !is_restored && decisions != nullptr && !is_parameter && is_read_later();
+  const bool copied = may_be_written(saved) && !is_parameter && is_read_later();
   return tensor_at(copied ? copy_of(tensor) : tensor, saved.use.geometry);
+}
+
+// By backward's kernels, where a gradient may lie where it was saved.
+bool Frame::may_be_written(const Forward::Saved& saved) const {
+  return (saved.in_unit || is_opaque) && c10::isFloatingType(saved.use.geometry.dtype);
 }
 
 void Frame::before_write_elsewhere(const at::Tensor& tensor) {

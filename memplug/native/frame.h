@@ -108,7 +108,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // A saved tensor that is a view of a captured one; a copy, where a unit's backward gets it and others still read that one.
   at::Tensor view(size_t index);
 
-  // A saved tensor that was there before the region; likewise a copy, where the recompute pass is still to come.
+  // A saved tensor that was there before the region; likewise a copy of an input, and where the recompute pass is still to
+  // come.
   at::Tensor given(size_t index) const;
 
   // A recompute pass: which saved tensors it restores, from what. Parts of the graph may go while it runs.
@@ -198,6 +199,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
     bool whole;
   };
 
+  bool may_be_written(const Forward::Saved& saved) const;
   std::shared_ptr<Swapped> input_of(int32_t storage) const; // null: it is none that was swapped
   void capture_outputs(size_t index, const Record& record, c10::ArrayRef<c10::IValue> results, Decision decision);
   void capture_exchange(size_t index, const Record& record, c10::ArrayRef<c10::IValue> written);

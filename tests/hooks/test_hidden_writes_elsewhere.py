@@ -1,6 +1,4 @@
-"""Custom autograd functions whose kernels write to memory that others need: buffers, what another region made or holds,
-and what was saved for backward.
-"""
+"""Custom autograd functions whose kernels write to memory that others need: buffers, what another region made or holds."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from torch import nn
 
 from memplug.errors import InPlaceError
 from memplug.tokenwise.regions.units import Unit
-from tests.hooks.test_fused_layers import Gated, over
+from tests.hooks.test_fused_layers import over
 from tests.hooks.test_hidden_writes import Unsaid
 from tests.support.blocks import Layer, Stack, assert_same, gradients, tokenwise, twin
 from tests.support.hidden import hidden, run_as_unit
@@ -140,33 +138,27 @@ class SharedInput(Pairs):
     first = Squashes
 
 
+class SharedByMany(nn.Module):
+    """Several regions are given the same, and the last writes to it, when the first have been released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.layers = nn.ModuleList([*(Squashes() for _ in range(5)), Writes()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        made = [layer(x)[0] for layer in self.layers[:-1]]
+        return self.layers[-1](sum(made), x).square().mean()
+
+
 @pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("alpha", ALPHAS)
-@pytest.mark.parametrize("network", [Pairs, SharedInput])
+@pytest.mark.parametrize("network", [Pairs, SharedInput, SharedByMany])
 def test_what_another_region_still_needs_is_as_it_was(
     network: type[nn.Module], alpha: float | str, min_offload_bytes: int
 ) -> None:
     train(network=network, alpha=alpha, min_offload_bytes=min_offload_bytes)
-
-
-class GatedBeside(nn.Module):
-    """What a unit's backward writes over was made by products of which others need the values too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate(x), self.up(x)
-        return x + (gate * 2.0).sigmoid() * (up - 1.0).exp() + Gated.apply(gate, up)
-
-
-@pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
-@pytest.mark.parametrize("alpha", [*ALPHAS, "memo"])
-def test_a_backward_that_writes_over_what_was_saved_leaves_it_to_others(
-    alpha: float | str, min_offload_bytes: int
-) -> None:
-    train(GatedBeside, alpha=alpha, min_offload_bytes=min_offload_bytes)
 
 
 class Same(torch.autograd.Function):

@@ -1,0 +1,150 @@
+"""Custom autograd functions whose backward kernels write over what was saved, as those of fused gated MLPs do: what others
+still need of that is as it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.hooks.test_fused_layers import Gated, launch, over
+from tests.support.hidden import hidden
+from tests.support.hidden_functions import train
+
+pytestmark = pytest.mark.device
+
+ALPHAS = [0.0, 1.0, "auto"]
+
+
+class GatedBeside(nn.Module):
+    """What a unit's backward writes over was made by products of which others need the values too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate(x), self.up(x)
+        return x + (gate * 2.0).sigmoid() * (up - 1.0).tanh() + Gated.apply(gate, up)
+
+
+class Sine(torch.autograd.Function):
+    """Its gradient lies where its argument was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        with hidden():
+            out = x.sin()
+        launch(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        with hidden():
+            of_x = gradient * x.cos()
+        return over(x, of_x)
+
+
+class SineOfInput(nn.Module):
+    """Of the region's input, of which others save nothing but what they have made of it. Its backward comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = Sine.apply(x)
+        return self.inner((x * 2.0).sigmoid() * (x - 1.0).tanh()) + out
+
+
+class SineOfInputFirst(SineOfInput):
+    """Its backward comes first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner((x * 2.0).sigmoid() * (x - 1.0).tanh())
+        return out + Sine.apply(x)
+
+
+class Beside(nn.Module):
+    """Its backward needs its input, which it does not save."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2.0).sigmoid() * (x - 1.0).tanh()
+
+
+class Shares(nn.Module):
+    """Regions with one input, before and behind the one whose function writes over it in backward."""
+
+    layer: type[nn.Module] = SineOfInput
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.layers = nn.ModuleList([Beside(), self.layer(), Beside(), Beside(), self.layer(), Beside()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for i in range(0, len(self.layers), 3):
+            x = sum(layer(x) for layer in self.layers[i : i + 3])
+        return x.square().mean()
+
+
+class SharesFirst(Shares):
+    """The same."""
+
+    layer = SineOfInputFirst
+
+
+class Makes(nn.Module):
+    """Gives a product, and what it makes of that: backward needs the product for what it has not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.inner(x)
+        return self.out((y * 2.0).sigmoid()), y
+
+
+class SineOfSecond(nn.Module):
+    """Of what the region before made."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + Sine.apply(y)
+
+
+class Pairs(nn.Module):
+    """One region's output is another's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Makes(), SineOfSecond(), Makes(), SineOfSecond()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for made, written in ((0, 1), (2, 3)):
+            x = self.layers[written](*self.layers[made](x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("alpha", [*ALPHAS, "memo"])
+@pytest.mark.parametrize("layer", [GatedBeside, SineOfInput, SineOfInputFirst])
+def test_a_backward_that_writes_over_what_was_saved_leaves_it_to_others(
+    layer: type[nn.Module], alpha: float | str, min_offload_bytes: int
+) -> None:
+    train(layer, alpha=alpha, min_offload_bytes=min_offload_bytes)
+
+
+@pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("alpha", [*ALPHAS, "memo"])
+@pytest.mark.parametrize("network", [Shares, SharesFirst, Pairs])
+def test_a_backward_that_writes_over_its_input_leaves_it_to_other_regions(
+    network: type[nn.Module], alpha: float | str, min_offload_bytes: int
+) -> None:
+    train(network=network, alpha=alpha, min_offload_bytes=min_offload_bytes)
