@@ -296,8 +296,8 @@ at::Tensor Frame::given(size_t index) const {
   const Forward::Saved& saved = forward.saved.at(index);
   const at::Tensor& tensor = forward.given[saved.use.storage].tensor;
   const auto is_read_later = [&] {
-    if (forward.is_input(saved.use.storage)) { // other regions may have it too
-      return true;
+    if (forward.is_input(saved.use.storage) && !c10::isIntegralType(saved.use.geometry.dtype, true)) {
+      return true; // other regions may have it too
     }
     if (!recomputes || is_restored || decisions == nullptr) {
       return false;
@@ -312,7 +312,7 @@ at::Tensor Frame::given(size_t index) const {
 
 // By backward's kernels, where a gradient may lie where it was saved.
 bool Frame::may_be_written(const Forward::Saved& saved) const {
-  return (saved.in_unit || is_opaque) && c10::isFloatingType(saved.use.geometry.dtype);
+  return saved.in_unit || is_opaque;
 }
 
 void Frame::before_write_elsewhere(const at::Tensor& tensor) {

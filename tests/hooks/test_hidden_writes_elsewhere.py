@@ -1,4 +1,4 @@
-"""Custom autograd functions whose kernels write to memory that others need: buffers, what another region made or holds."""
+"""Custom autograd functions whose kernels write to what others need: buffers, what another region made or holds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Custom autograd functions whose backward kernels write over what was saved, as those of fused gated MLPs do: what others
-still need of that is as it was.
+"""Custom autograd functions whose backward kernels write over what was saved, as those of fused gated MLPs do, where
+others still need it as it was.
 """
 
 from __future__ import annotations
