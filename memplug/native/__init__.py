@@ -20,8 +20,8 @@ CORE = Extension(
         tuple(names.split())
         for names in (
             "ambient arguments as_written forward_module module running saved_type swap_module transfer_module",
-            "captures decisions flow forward frame noting_units observer operators saving sequence storages tape",
-            "literals unfilled units",
+            "captures decisions flow forward frame giving_back noting_units observer operators saving sequence",
+            "literals storages tape unfilled units",
             "followed_step leaving relief repeated_step returning short_step storage_swapper swap_list swap_step",
             "clock exchange host_rows operator_names replay rounding streams transfer",
             "arena arena_plan cpu_allocator requests serving",

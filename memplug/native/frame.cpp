@@ -123,6 +123,16 @@ void Frame::before_write(int32_t storage, const at::Tensor& tensor) {
   writes_input = writes_input || input_of(storage) != nullptr;
 }
 
+void Frame::before_write_elsewhere(const at::Tensor& tensor) {
+  for (auto& [storage, part] : parts_) {
+    if (part.kept != nullptr && part.kept->tensor.is_alias_of(tensor)) {
+      part.kept->before_write();
+    } else if (part.swapped != nullptr && part.swapped->tensor.defined() && part.swapped->tensor.is_alias_of(tensor)) {
+      flow->transfer->before_write(*part.swapped);
+    }
+  }
+}
+
 void Frame::close(bool direct) {
   is_opaque = region->opaque || forward.opaque() != 0;
   keeps = is_opaque && forward.holds && forward.communicates();
@@ -161,6 +171,24 @@ void Frame::close(bool direct) {
   is_over_ = true;
   flow->end(*this);
   flow->trim(*this);
+}
+
+std::vector<size_t> Frame::recomputed() const {
+  std::vector<size_t> found;
+  for (size_t i = 0; i < forward.saved.size(); ++i) {
+    if (forward.saved[i].alive && forward.saved[i].way == Forward::Way::RECOMPUTED) {
+      found.push_back(i);
+    }
+  }
+  return found;
+}
+
+std::vector<int32_t> Frame::storages_of(const std::vector<size_t>& indices) const {
+  std::vector<int32_t> storages;
+  for (const size_t index : indices) {
+    storages.push_back(forward.saved[index].use.storage);
+  }
+  return storages;
 }
 
 const std::vector<size_t>& Frame::decide(const std::vector<Captured>& captured, const std::vector<size_t>& launches) {
@@ -267,146 +295,6 @@ void Frame::refill() {
   flow->ledger->waiting += static_cast<int64_t>(todo.size());
   if (recomputes) {
     std::reverse(todo.begin(), todo.end());
-  }
-}
-
-// -- backward ---------------------------------------------------------------------------------------------------------
-
-at::Tensor Frame::view(size_t index) {
-  const Forward::Saved& saved = forward.saved.at(index);
-  const Part& part = parts_.at(saved.use.storage);
-  const auto made = [&](const at::Tensor& tensor, bool is_read_later) {
-    return tensor_at(may_be_written(saved) && is_read_later ? copy_of(tensor) : tensor, saved.use.geometry);
-  };
-  if (part.kept != nullptr) {
-    return made(part.kept->get(), recomputes && !is_restored);
-  }
-  // an input that has not left lies where other regions may have it from
-  const bool is_read_later =
-      part.swapped->uses_left > 1 || (part.swapped->resident && input_of(saved.use.storage) != nullptr);
-  const at::Tensor found = made(flow->transfer->acquire(*part.swapped).first, is_read_later);
-  consume(part.swapped);
-  if (!part.swapped->tensor.defined()) {
-    flow->ledger->restored.add(found);
-  }
-  return found;
-}
-
-at::Tensor Frame::given(size_t index) const {
-  const Forward::Saved& saved = forward.saved.at(index);
-  const at::Tensor& tensor = forward.given[saved.use.storage].tensor;
-  const auto is_read_later = [&] {
-    if (forward.is_input(saved.use.storage) && !c10::isIntegralType(saved.use.geometry.dtype, true)) {
-      return true; // other regions may have it too
-    }
-    if (!recomputes || is_restored || decisions == nullptr) {
-      return false;
-    }
-    const auto& reads = decisions->reads;
-    return std::find(reads.begin(), reads.end(), saved.use.storage) != reads.end();
-  };
-  const bool is_parameter = tensor.is_leaf() && tensor.requires_grad();
-  const bool copied = may_be_written(saved) && !is_parameter && is_read_later();
-  return tensor_at(copied ? copy_of(tensor) : tensor, saved.use.geometry);
-}
-
-// By backward's kernels, where a gradient may lie where it was saved.
-bool Frame::may_be_written(const Forward::Saved& saved) const {
-  return saved.in_unit || is_opaque;
-}
-
-void Frame::before_write_elsewhere(const at::Tensor& tensor) {
-  for (auto& [storage, part] : parts_) {
-    if (part.kept != nullptr && part.kept->tensor.is_alias_of(tensor)) {
-      part.kept->before_write();
-    } else if (part.swapped != nullptr && part.swapped->tensor.defined() && part.swapped->tensor.is_alias_of(tensor)) {
-      flow->transfer->before_write(*part.swapped);
-    }
-  }
-}
-
-void Frame::consume(const std::shared_ptr<Swapped>& part) {
-  if (part->resident && !part->slot && keeps_graph()) {
-    return; // it has to stay: a further backward may read more of the graph than this one
-  }
-  if (--part->uses_left <= 0) {
-    part->uses_left = part->uses;
-    flow->transfer->drop(part);
-  }
-}
-
-Substitute Frame::substitute(size_t index) {
-  Substitute found;
-  for (const Part& part : captures_.at(index).parts) {
-    if (part.kept != nullptr) {
-      found.tensors.push_back(part.kept->fresh());
-      continue;
-    }
-    auto [tensor, rows] = flow->transfer->acquire(*part.swapped);
-    if (rows < tensor.size(0)) {
-      found.rows = rows;
-    }
-    consume(part.swapped);
-    // what stays for another backward is not for the pass to write to, as the forward did
-    const bool stays = part.swapped->mutated && part.swapped->tensor.defined();
-    found.tensors.push_back(stays ? copy_of(tensor) : alias_of(tensor));
-  }
-  return found;
-}
-
-void Frame::forget() {
-  for (size_t i = 0; i < forward.saved.size(); ++i) {
-    forward.forget(i);
-  }
-}
-
-std::vector<size_t> Frame::recomputed() const {
-  std::vector<size_t> found;
-  for (size_t i = 0; i < forward.saved.size(); ++i) {
-    if (forward.saved[i].alive && forward.saved[i].way == Forward::Way::RECOMPUTED) {
-      found.push_back(i);
-    }
-  }
-  return found;
-}
-
-std::vector<int32_t> Frame::storages_of(const std::vector<size_t>& indices) const {
-  std::vector<int32_t> storages;
-  for (const size_t index : indices) {
-    storages.push_back(forward.saved[index].use.storage);
-  }
-  return storages;
-}
-
-Frame::Pass Frame::begin_pass() {
-  Pass pass{recomputed(), {}, {}, Bases(tape->nbytes.size())};
-  for (const size_t index : pass.indices) {
-    pass.wanted.push_back(&forward.saved[index].use);
-  }
-  const auto wanted = storages_of(pass.indices); // less than when it was decided, where parts of the graph are gone
-  const auto reads = wanted == decisions->wanted ? decisions->reads : read_by(*tape, decisions->actions, wanted);
-  for (const int32_t storage : reads) {
-    if (const auto found = written.find(storage); found != written.end()) {
-      pass.bases[storage] = found->second->fresh();
-    } else if (const auto input = input_of(storage)) {
-      const at::Tensor tensor = flow->transfer->acquire(*input).first;
-      pass.bases[storage] = input->mutated ? copy_of(tensor) : tensor;
-      pass.inputs.push_back(input);
-    } else {
-      pass.bases[storage] = forward.given_again(storage, tape->regathered[storage], changing.count(storage) > 0);
-    }
-  }
-  return pass;
-}
-
-void Frame::end_pass(const Pass& pass, const std::vector<at::Tensor>& found) {
-  for (size_t i = 0; i < found.size(); ++i) {
-    if (forward.saved[pass.indices[i]].alive) {
-      forward.restore(pass.indices[i], found[i]);
-    }
-  }
-  for (const auto& input : pass.inputs) {
-    consume(input);
   }
 }
 

@@ -119,11 +119,12 @@ class Pairs(nn.Module):
     """A region that makes, one that writes to that, and again."""
 
     first: type[nn.Module] = Makes
+    second: type[nn.Module] = Writes
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(16))
-        self.layers = nn.ModuleList([self.first(), Writes(), self.first(), Writes()])
+        self.layers = nn.ModuleList([self.first(), self.second(), self.first(), self.second()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.scale

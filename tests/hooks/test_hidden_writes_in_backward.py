@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.hooks.test_fused_layers import Gated, launch, over
+from tests.hooks.test_hidden_writes_elsewhere import Pairs
 from tests.support.hidden import hidden
 from tests.support.hidden_functions import train
 
@@ -119,17 +120,10 @@ class SineOfSecond(nn.Module):
         return x + Sine.apply(y)
 
 
-class Pairs(nn.Module):
+class MadeAndWritten(Pairs):
     """One region's output is another's input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Makes(), SineOfSecond(), Makes(), SineOfSecond()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for made, written in ((0, 1), (2, 3)):
-            x = self.layers[written](*self.layers[made](x))
-        return x.square().mean()
+    first, second = Makes, SineOfSecond
 
 
 @pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
@@ -143,7 +137,7 @@ def test_a_backward_that_writes_over_what_was_saved_leaves_it_to_others(
 
 @pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("alpha", [*ALPHAS, "memo"])
-@pytest.mark.parametrize("network", [Shares, SharesFirst, Pairs])
+@pytest.mark.parametrize("network", [Shares, SharesFirst, MadeAndWritten])
 def test_a_backward_that_writes_over_its_input_leaves_it_to_other_regions(
     network: type[nn.Module], alpha: float | str, min_offload_bytes: int
 ) -> None:
