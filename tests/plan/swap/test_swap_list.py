@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from memplug.plan.swap import policy
 from memplug.plan.swap.policy import (
     NEGLIGIBLE_S,
     algorithm_2,
@@ -117,6 +118,14 @@ def test_the_redundant_are_left_out_the_largest_first():
     assert without_redundant(problem, dict.fromkeys(range(3), NOT_FORCED)) == {2: NOT_FORCED}
     problem = step(((30, 0, 10), (20, 4, 9)), budget_bytes=40, rate=100.0)
     assert without_redundant(problem, {0: (1, 10), 1: NOT_FORCED}) == {0: (1, 10)}
+
+
+def test_a_choice_of_fewer_bytes_is_without_what_is_redundant(monkeypatch):
+    """The solver stops within a share of the fewest bytes, and small tensors are less than that."""
+    problem = step(((50, 0, 10), (20, 1, 9), (1, 1, 10)), other_bytes=[0] * 5 + [9] + [0] * 6, budget_bytes=72)
+    assert [swap.candidate for swap in swap_list(problem).swaps] == [1]
+    monkeypatch.setattr(policy, "cover", lambda *_, **__: iter([(1, 2)]))
+    assert [swap.candidate for swap in swap_list(problem).swaps] == [1]
 
 
 def test_what_fits_swaps_nothing():
