@@ -1,8 +1,12 @@
 // Which thread trains, which pass of which layer it is in, and how far the program has come.
 #pragma once
 
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
 #include <atomic>
 #include <cstdint>
+#include <optional>
 
 namespace memplug {
 
@@ -55,10 +59,17 @@ void resume();
 struct Suspension {
   Suspension() {
     suspend();
+    if (c10::InferenceMode::is_enabled()) { // of the program; what memplug makes has a version
+      normal_.emplace(false);
+      c10::GradMode::set_enabled(false); // as it was
+    }
   }
   ~Suspension() {
     resume();
   }
+
+ private:
+  std::optional<c10::InferenceMode> normal_;
 };
 
 // Autograd nodes that the program has made on the calling thread, ever: a summary of a step's forwards that costs

@@ -1,6 +1,7 @@
 #include "flow.h"
 
 #include "frame.h"
+#include "versions.h"
 
 namespace memplug {
 namespace {
@@ -22,7 +23,7 @@ std::shared_ptr<Swapped> Flow::swap_input(const at::Tensor& value, bool later) {
       continue;
     }
     for (const auto& [storage, input] : frame->inputs) {
-      if (input->tensor.defined() && input->resident && input->version == value._version() &&
+      if (input->tensor.defined() && input->resident && input->version == version_of(value) &&
           input->geometry.is_of(value) && input->tensor.is_alias_of(value)) {
         return input;
       }

@@ -6,7 +6,6 @@
 #include <iterator>
 
 #include "clock.h"
-#include "versions.h"
 
 namespace memplug {
 
@@ -18,12 +17,12 @@ at::Tensor copy_of(const at::Tensor& tensor) {
 
 void Kept::before_write() {
   tensor = copy_of(tensor);
-  version = tensor._version();
+  version = version_of(tensor);
   written = true;
 }
 
 const at::Tensor& Kept::get() const {
-  if (tensor._version() != version) {
+  if (version_of(tensor) != version) {
     throw Failure(Failure::KEPT_WAS_WRITTEN, tensor.sizes());
   }
   return tensor;

@@ -11,12 +11,13 @@
 #include "flow.h"
 #include "forward.h"
 #include "replay.h"
+#include "versions.h"
 
 namespace memplug {
 
 // A captured tensor that stays on the device: small, or kept by plan.
 struct Kept {
-  explicit Kept(const at::Tensor& tensor) : tensor(alias_of(tensor)), version(tensor._version()) {}
+  explicit Kept(const at::Tensor& tensor) : tensor(alias_of(tensor)), version(version_of(tensor)) {}
 
   void before_write(); // an operator of the forward is about to write in place: remember the value of now
   const at::Tensor& get() const; // as it was captured; throws `KEPT_WAS_WRITTEN`
@@ -187,6 +188,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
 
  protected:
   std::vector<size_t> recomputed() const; // saved tensors that a recompute pass gives
+  std::shared_ptr<Swapped> input_of(int32_t storage) const; // null: it is none that was swapped
 
   // An operator is about to write to memory that was there before the region, for the first time: a recompute pass must
   // find it as it is now, and leave no trace.
@@ -200,7 +202,6 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   };
 
   bool may_be_written(const Forward::Saved& saved) const;
-  std::shared_ptr<Swapped> input_of(int32_t storage) const; // null: it is none that was swapped
   void capture_outputs(size_t index, const Record& record, c10::ArrayRef<c10::IValue> results, Decision decision);
   void capture_exchange(size_t index, const Record& record, c10::ArrayRef<c10::IValue> written);
   void leave_out(size_t index);

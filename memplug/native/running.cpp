@@ -1,6 +1,5 @@
 #include "running.h"
 
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string_view>
@@ -39,17 +38,6 @@ class Hooks {
 bool is_transparent_type(const char* name) {
   const std::string_view type = name;
   return type == "AsyncCollectiveTensor" || type == "DTensor";
-}
-
-// A tensor for a recompute pass that runs the module: a leaf of its graph, or a copy where the pass writes to it, which
-// autograd forbids for leaves.
-py::object leaf_of(const at::Tensor& tensor, bool requires_grad, bool written) {
-  const at::Tensor leaf = tensor.detach().set_requires_grad(requires_grad);
-  if (!written) {
-    return wrapped(leaf);
-  }
-  const at::AutoGradMode with_gradients(true);
-  return wrapped(leaf.clone());
 }
 
 } // namespace
@@ -140,11 +128,12 @@ Running::Item Running::item_of(py::handle object) {
   const at::Tensor& value = tensor_of(object);
   given_bytes += static_cast<int64_t>(value.nbytes());
   const bool swaps = region->swaps_input && value.requires_grad() && !value.is_leaf();
-  if (auto swapped = Frame::enter(value, swaps)) {
-    return {py::object(), std::move(swapped), nullptr};
+  auto swapped = Frame::enter(value, swaps);
+  const int32_t storage = value.has_storage() ? forward.storages.find(value) : -1;
+  if (swapped != nullptr) {
+    return {py::object(), std::move(swapped), nullptr, storage};
   }
   const bool parameter = !THPVariable_CheckExact(object.ptr()) && is_parameter(value);
-  const int32_t storage = value.has_storage() ? forward.storages.find(value) : -1;
   return {py::object(), nullptr, std::make_shared<Held>(value, parameter), storage};
 }
 
@@ -196,17 +185,13 @@ void Running::time(size_t index, bool over) {
 
 void Running::before_write(int32_t storage, const at::Tensor& tensor) {
   const py::gil_scoped_acquire locked;
+  remember(tensor);
   Frame::before_write(storage, tensor);
 }
 
 void Running::before_write_elsewhere(const at::Tensor& tensor) {
   Frame::before_write_elsewhere(tensor);
-  for (const Item& item : items_) {
-    if (holds(item, tensor)) {
-      item.held->before_write();
-      written.emplace(item.storage, item.held);
-    }
-  }
+  remember(tensor);
 }
 
 void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
@@ -220,13 +205,7 @@ void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
     written.emplace(storage, former);
     return;
   }
-  for (const Item& item : items_) {
-    if (holds(item, tensor)) {
-      item.held->before_write();
-      written.emplace(storage, item.held);
-    }
-  }
-  if (written.count(storage) > 0) {
+  if (written.count(storage) > 0) { // an argument
     return;
   }
   changing.insert(storage);
@@ -236,10 +215,18 @@ void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
   buffers.attr("note")(wrapped(tensor));
 }
 
-bool Running::holds(const Item& item, const at::Tensor& tensor) {
-  const at::Tensor* const held = item.held != nullptr ? &item.held->tensor : nullptr;
-  return held != nullptr && held->has_storage() && !held->key_set().has(c10::DispatchKey::Python) &&
-      held->is_alias_of(tensor);
+// Arguments of that memory, which is about to change, stay as they are.
+void Running::remember(const at::Tensor& tensor) {
+  for (const Item& item : items_) {
+    const at::Tensor* const held = item.held != nullptr ? &item.held->tensor : nullptr;
+    if (held != nullptr && held->has_storage() && !held->key_set().has(c10::DispatchKey::Python) &&
+        held->is_alias_of(tensor)) {
+      item.held->before_write();
+      if (input_of(item.storage) == nullptr) { // else another argument is that memory, swapped
+        written.emplace(item.storage, item.held);
+      }
+    }
+  }
 }
 
 void Running::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
@@ -330,13 +317,25 @@ void Running::replay(const std::optional<py::function>& substitute) {
 }
 
 py::tuple Running::arguments() {
+  std::map<int32_t, at::Tensor> copies; // by storage: a pass writes to it as the forward did, by whichever argument
+  const auto tensor = [&](const at::Tensor& former, bool requires_grad, bool written, int32_t storage) {
+    if (!written) {
+      return wrapped(former.detach().set_requires_grad(requires_grad));
+    }
+    const auto copy = copies.try_emplace(storage).first;
+    if (!copy->second.defined()) {
+      copy->second = copy_of(former);
+    }
+    const at::Tensor memory = alias_at(copy->second, Geometry::of(former));
+    return wrapped(requires_grad ? no_leaf_at(memory) : memory);
+  };
   auto item = items_.begin();
   const auto next = [&] {
-    const Item& each = *item++;
-    if (each.swapped != nullptr) {
-      return leaf_of(flow->transfer->acquire(*each.swapped).first, true, writes_input);
+    const auto& [value, swapped, held, storage] = *item++;
+    if (swapped != nullptr) {
+      return tensor(flow->transfer->acquire(*swapped).first, true, writes_input, storage);
     }
-    return each.held != nullptr ? leaf_of(each.held->get(), each.held->requires_grad, each.held->written) : each.value;
+    return held != nullptr ? tensor(held->get(), held->requires_grad, held->written, storage) : value;
   };
   py::object arguments = arguments_.around(next);
   return py::make_tuple(std::move(arguments), keywords_.around(next));

@@ -111,15 +111,14 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
     pybind11::object value;
     std::shared_ptr<Swapped> swapped;
     std::shared_ptr<Held> held;
-    int32_t storage = -1; // of what is held
+    int32_t storage = -1; // of either
   };
 
   void enter(const pybind11::tuple& arguments, const pybind11::dict& keywords);
   std::vector<at::Tensor> run_unit_again(
       size_t index, const std::vector<at::Tensor>& given, const std::vector<bool>& needed);
   Item item_of(pybind11::handle value);
-  // Whether it is a tensor of that memory, which is kept by reference.
-  static bool holds(const Item& item, const at::Tensor& tensor);
+  void remember(const at::Tensor& tensor);
   void over();
 
   std::exception_ptr failed_; // of a pass that was begun, until `replay` throws it

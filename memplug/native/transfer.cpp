@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "replay.h"
+#include "versions.h"
 
 namespace memplug {
 namespace {
@@ -34,7 +35,7 @@ Swapped::Swapped(std::shared_ptr<Transfer> own, const at::Tensor& original, int6
       geometry(Geometry::of(original)),
       nbytes(static_cast<int64_t>(original.storage().nbytes())),
       rows(rows),
-      version(tensor._version()),
+      version(version_of(tensor)),
       stream(transfer->streams_->current()) {}
 
 Swapped::~Swapped() {
@@ -182,7 +183,7 @@ void Transfer::copy_on_device(Swapped& swapped) {
   ++allocations;
   swapped.tensor = tensor_at(streams_->empty(swapped.stream, geometry.size, geometry.stride, geometry.dtype), geometry);
   streams_->copy(swapped.stream, swapped.tensor, original);
-  swapped.version = swapped.tensor._version();
+  swapped.version = version_of(swapped.tensor);
   if (const StreamRef current = streams_->current(); !streams_->same(current, swapped.stream)) {
     streams_->wait(current, streams_->record(swapped.stream), Wait::MUTATE_FOR_OFFLOAD);
   }
@@ -300,7 +301,7 @@ void Transfer::leave(Swapped& swapped) {
 }
 
 void Transfer::check_version(const Swapped& swapped) {
-  if (swapped.tensor.defined() && swapped.tensor._version() != swapped.version) {
+  if (swapped.tensor.defined() && version_of(swapped.tensor) != swapped.version) {
     throw Failure(Failure::SWAPPED_WAS_WRITTEN, swapped.geometry.size);
   }
 }

@@ -28,6 +28,7 @@ struct __attribute__((visibility("hidden"))) UnitCall {
   pybind11::object state; // what it needs to run again as it ran
   pybind11::object surroundings; // as a region's
   Ambient ambient;
+  bool with_gradients; // were enabled
   Containers arguments = {}, keywords = {};
   std::vector<pybind11::object> values = {}; // of those: null where it is a tensor of the tape
   std::vector<bool> requires_grad = {}, written = {}; // of these tensors: `written` by the unit, as its operator says
@@ -40,6 +41,9 @@ struct __attribute__((visibility("hidden"))) UnitCall {
 // The operator of a unit, and of its parts, by the overload that says of what kind it is. `writes`: to what it is given.
 const Operator& unit_operator(const std::string& overload, bool writes);
 const Operator& part_operator(const std::string& overload);
+
+// The same memory in a graph that is never run: autograd forbids to write to leaves.
+at::Tensor no_leaf_at(const at::Tensor& memory);
 
 // Of each, how often it was written to.
 std::vector<uint32_t> versions_of(const std::vector<at::Tensor>& tensors);

@@ -36,20 +36,19 @@ const Operator& named(const char* name, const std::string& overload) {
   return *op;
 }
 
-// The same memory in a graph that is never run: autograd forbids to write to leaves.
-at::Tensor no_leaf_at(const at::Tensor& memory) {
-  const at::AutoGradMode with_gradients(true);
-  at::Tensor tensor = at::empty({0}, memory.options()).set_requires_grad(true).clone();
-  tensor.set_data(memory);
-  return tensor;
-}
-
 // Memory that a tape can name.
 bool is_plain(const at::Tensor& tensor) {
   return tensor.has_storage() && !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
 } // namespace
+
+at::Tensor no_leaf_at(const at::Tensor& memory) {
+  const at::AutoGradMode with_gradients(true);
+  at::Tensor tensor = at::empty({0}, memory.options()).set_requires_grad(true).clone();
+  tensor.set_data(memory);
+  return tensor;
+}
 
 std::vector<uint32_t> versions_of(const std::vector<at::Tensor>& tensors) {
   std::vector<uint32_t> versions;
@@ -106,7 +105,12 @@ py::object Running::run_unit(
     const py::dict& keywords) {
   const Observer::Pause unseen;
   UnitCall made{
-      std::move(unit), call, std::move(state), std::move(its_surroundings), Ambient(flow->device)};
+      std::move(unit),
+      call,
+      std::move(state),
+      std::move(its_surroundings),
+      Ambient(flow->device),
+      at::GradMode::is_enabled()};
   const auto writes = made.unit.attr("writes").cast<std::set<size_t>>();
   const bool writes_unsaid = made.unit.attr("writes_unsaid").cast<bool>();
   std::vector<at::Tensor> given, written;
@@ -205,7 +209,7 @@ std::vector<at::Tensor> Running::run_unit_again(
     sources.append(needed[i] ? py::object(py::make_tuple(unit.parts[i].saved, unit.parts[i].ordinal)) : py::none());
   }
   const bool as_then = unit.ambient.holds() && py::len(unit.surroundings) == 0;
-  const at::AutoGradMode with_gradients(true);
+  const at::AutoGradMode with_gradients(unit.with_gradients);
   const py::list found = executor_.attr("run_unit_again")(
       unit.unit,
       region_object_,

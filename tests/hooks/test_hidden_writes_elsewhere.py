@@ -162,6 +162,70 @@ def test_what_another_region_still_needs_is_as_it_was(
     train(network=network, alpha=alpha, min_offload_bytes=min_offload_bytes)
 
 
+class WritesSecond(Layer):
+    """By a kernel, to the last of its arguments; what it reads of that memory is the first."""
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        Unsaid.apply(others[-1])
+        return x + self.out(self.inner(x).sigmoid())
+
+
+class Twice(nn.Module):
+    """Regions that are given their input twice."""
+
+    scales = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.layers = nn.ModuleList(WritesSecond() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale if self.scales else x.clone()
+        for layer in self.layers:
+            x = layer(*self.given(x))
+        return x.square().mean()
+
+    def given(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x, x.detach()
+
+
+class TwiceItself(Twice):
+    """The same tensor."""
+
+    def given(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x, x
+
+
+class TwiceWithoutGradients(Twice):
+    """The first region's has none."""
+
+    scales = False
+
+
+class TwiceInParts(Twice):
+    """Two views, the second of which overlaps the first."""
+
+    def given(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x, x.view(-1, 16)[:3]
+
+
+class Thrice(Twice):
+    """The last is contiguous, and not of the tensor's shape."""
+
+    def given(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x, x.transpose(0, 1), x.detach().flatten()[8:40]
+
+
+@pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("network", [Twice, TwiceItself, TwiceWithoutGradients, TwiceInParts, Thrice])
+def test_what_is_given_twice_is_one_memory_when_the_module_runs_again(
+    network: type[nn.Module], alpha: float | str, min_offload_bytes: int
+) -> None:
+    train(network=network, alpha=alpha, min_offload_bytes=min_offload_bytes)
+
+
 class Same(torch.autograd.Function):
     """A kernel that scales, and gives back what it was given where there is nothing to do."""
 

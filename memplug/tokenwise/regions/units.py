@@ -73,8 +73,6 @@ class Unit:
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, as a unit of the region whose forward is under way, if there is one."""
         executor = self.executor
-        if not torch.is_grad_enabled():  # nor had it a state in the forward
-            return call(*args, **kwargs)
         if executor.recomputing:
             state = executor.next_state(self)
             with executor.rerunning(), self.again(state):  # units inside of it are a part of it
@@ -110,7 +108,7 @@ def run_again(
     sources: Sequence[tuple[bool, int] | None],
     count: int,
 ) -> list[torch.Tensor | None]:
-    """Run a unit once more, with gradients and the tensors that its forward was given, and return what its parts made.
+    """Run a unit once more, with the tensors that its forward was given, and return what its parts made.
 
     Args:
         ambient: see `restored`; None: the state is the forward's.

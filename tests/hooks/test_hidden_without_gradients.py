@@ -1,0 +1,156 @@
+"""Custom autograd functions with kernels of their own, called where no gradients are wanted inside of a region."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.hooks.test_hidden_writes import Unsaid
+from tests.support.blocks import Layer
+from tests.support.hidden import Product, hidden
+from tests.support.hidden_functions import train
+
+pytestmark = pytest.mark.device
+
+ALPHAS = [0.0, 1.0, "auto"]
+
+
+class Scales(Layer):
+    """What an operator has made is written to, and read again for backward."""
+
+    mode = torch.no_grad
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with self.mode():
+            Unsaid.apply(y)
+        return x + self.out(y * y.sigmoid())
+
+
+class ScalesInInference(Scales):
+    """No version tells of anything."""
+
+    mode = torch.inference_mode
+
+
+class OperatorScales(Layer):
+    """The same by an operator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with torch.inference_mode():
+            y.mul_(2.0)
+        return x + self.out(y * y.sigmoid())
+
+
+class ScalesInput(Layer):
+    """The region's input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            Unsaid.apply(x)
+        return x + self.out(self.inner(x).sigmoid())
+
+
+class Factor(Layer):
+    """Computed without gradients, by a product that saves what it is given where it has any."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with torch.no_grad():
+            factor = Product.apply(y, self.out.weight)
+        return x + self.out(y.sigmoid()) * factor
+
+
+class WithAndWithout(Layer):
+    """The same function both ways."""
+
+    first: bool = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with torch.set_grad_enabled(self.first):
+            one = Product.apply(y, self.out.weight)
+        with torch.set_grad_enabled(not self.first):
+            other = Product.apply(y.sigmoid(), self.out.weight)
+        return x + one * other.sin()
+
+
+class WithThenWithout(WithAndWithout):
+    """In the other order."""
+
+    first = True
+
+
+class Around(torch.autograd.Function):
+    """Shows its operators, but for those of another function that it calls."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return Unsaid.apply(x * 1.0).tanh()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * gradient * (1 - (2 * x).tanh().square())
+
+
+class CallsAround(Layer):
+    """Uses it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(Around.apply(self.inner(x)))
+
+
+class CheckpointsAround(Layer):
+    """Inside of torch's own checkpoint, whose forward is without gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(checkpoint(Around.apply, self.inner(x), use_reentrant=True))
+
+
+class Inner(torch.autograd.Function):
+    """Hidden, and saves what it has made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with hidden():
+            out = x.exp()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+class CheckpointsHidden(Layer):
+    """The same, of a function of no unit but this."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(checkpoint(Inner.apply, self.inner(x), use_reentrant=True).sigmoid())
+
+
+LAYERS = [
+    Scales,
+    ScalesInInference,
+    OperatorScales,
+    ScalesInput,
+    Factor,
+    WithAndWithout,
+    WithThenWithout,
+    CallsAround,
+    CheckpointsAround,
+    CheckpointsHidden,
+]
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gradients_are_the_same(layer: type[nn.Module], alpha: float | str) -> None:
+    assert train(layer, alpha=alpha)["opaque_regions"] == 0
