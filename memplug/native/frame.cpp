@@ -77,6 +77,9 @@ Frame::~Frame() {
 // -- forward ----------------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
+  if (auto part = input_of(forward.storages.find(value))) { // whatever its shape: what is swapped covers its memory
+    return part;
+  }
   std::shared_ptr<Swapped> part;
   if (swaps && flow->is_worth_swapping(value)) {
     part = flow->swap_input(value, region->offloads_late);

@@ -131,7 +131,7 @@ Running::Item Running::item_of(py::handle object) {
   auto swapped = Frame::enter(value, swaps);
   const int32_t storage = value.has_storage() ? forward.storages.find(value) : -1;
   if (swapped != nullptr) {
-    return {py::object(), std::move(swapped), nullptr, storage};
+    return {py::object(), std::move(swapped), nullptr, storage, Geometry::of(value), value.requires_grad()};
   }
   const bool parameter = !THPVariable_CheckExact(object.ptr()) && is_parameter(value);
   return {py::object(), nullptr, std::make_shared<Held>(value, parameter), storage};
@@ -318,34 +318,37 @@ void Running::replay(const std::optional<py::function>& substitute) {
 
 py::tuple Running::arguments() {
   std::map<int32_t, at::Tensor> copies; // by storage: a pass writes to it as the forward did, by whichever argument
-  const auto tensor = [&](const at::Tensor& former, bool requires_grad, bool written, int32_t storage) {
-    if (!written) {
-      return wrapped(former.detach().set_requires_grad(requires_grad));
-    }
+  const auto written = [&](int32_t storage, const at::Tensor& former, const Geometry& geometry, bool requires_grad) {
     const auto copy = copies.try_emplace(storage).first;
     if (!copy->second.defined()) {
       copy->second = copy_of(former);
     }
-    const at::Tensor memory = alias_at(copy->second, Geometry::of(former));
+    const at::Tensor memory = alias_at(copy->second, geometry);
     return wrapped(requires_grad ? no_leaf_at(memory) : memory);
   };
   auto item = items_.begin();
   const auto next = [&] {
-    const auto& [value, swapped, held, storage] = *item++;
-    if (swapped != nullptr) {
-      return tensor(flow->transfer->acquire(*swapped).first, true, writes_input, storage);
+    const Item& each = *item++;
+    if (each.swapped != nullptr) {
+      const at::Tensor former = flow->transfer->acquire(*each.swapped).first;
+      return writes_input
+          ? written(each.storage, former, *each.geometry, each.requires_grad)
+          : wrapped(tensor_at(former, *each.geometry).detach().set_requires_grad(each.requires_grad));
     }
-    return held != nullptr ? tensor(held->get(), held->requires_grad, held->written, storage) : value;
+    if (each.held == nullptr) {
+      return each.value;
+    }
+    const at::Tensor& former = each.held->get();
+    return each.held->written ? written(each.storage, former, Geometry::of(former), each.held->requires_grad)
+                              : wrapped(former.detach().set_requires_grad(each.held->requires_grad));
   };
   py::object arguments = arguments_.around(next);
   return py::make_tuple(std::move(arguments), keywords_.around(next));
 }
 
 void Running::consume_inputs() {
-  for (const Item& item : items_) {
-    if (item.swapped != nullptr) {
-      consume(item.swapped);
-    }
+  for (const auto& [storage, input] : inputs) {
+    consume(input);
   }
 }
 

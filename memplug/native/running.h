@@ -112,6 +112,8 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
     std::shared_ptr<Swapped> swapped;
     std::shared_ptr<Held> held;
     int32_t storage = -1; // of either
+    std::optional<Geometry> geometry = {}; // of one that was swapped
+    bool requires_grad = false; // likewise
   };
 
   void enter(const pybind11::tuple& arguments, const pybind11::dict& keywords);

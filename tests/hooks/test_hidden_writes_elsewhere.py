@@ -170,15 +170,25 @@ class WritesSecond(Layer):
         return x + self.out(self.inner(x).sigmoid())
 
 
+class OperatorWritesSecond(Layer):
+    """By an operator, and a kernel may read what it likes: the layer is opaque in every step."""
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        others[-1].mul_(2.0)
+        x.data_ptr()
+        return x + self.out(self.inner(x).sigmoid())
+
+
 class Twice(nn.Module):
     """Regions that are given their input twice."""
 
+    layer: type[nn.Module] = WritesSecond
     scales = True
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(16))
-        self.layers = nn.ModuleList(WritesSecond() for _ in range(3))
+        self.layers = nn.ModuleList(self.layer() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.scale if self.scales else x.clone()
@@ -219,11 +229,15 @@ class Thrice(Twice):
 
 @pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("writes", [WritesSecond, OperatorWritesSecond])
 @pytest.mark.parametrize("network", [Twice, TwiceItself, TwiceWithoutGradients, TwiceInParts, Thrice])
 def test_what_is_given_twice_is_one_memory_when_the_module_runs_again(
-    network: type[nn.Module], alpha: float | str, min_offload_bytes: int
+    network: type[nn.Module], writes: type[nn.Module], alpha: float | str, min_offload_bytes: int
 ) -> None:
-    train(network=network, alpha=alpha, min_offload_bytes=min_offload_bytes)
+    report = train(
+        network=type(network.__name__, (network,), {"layer": writes}), alpha=alpha, min_offload_bytes=min_offload_bytes
+    )
+    assert report["opaque_regions"] == (0 if writes is WritesSecond else 3)
 
 
 class Same(torch.autograd.Function):
