@@ -6,6 +6,7 @@ with computation (memplug/native/transfer.h).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -108,7 +109,12 @@ class Checkpointed:
         self._inputs = {i: tensor for i, tensor in tensors.items() if not (tensor.is_leaf and tensor.requires_grad)}
         self._values = [None if i in self._inputs else value for i, value in enumerate(self._values)]
         self._held: list[tuple[torch.Tensor, int]] = []  # inputs that stay, and their versions after the forward
-        self._swapped = {storage_of(tensor) for tensor in self._inputs.values() if self._swaps(tensor)}
+        given = collections.Counter(map(storage_of, self._inputs.values()))  # twice: copies would be two memories
+        self._swapped = {
+            storage
+            for tensor in self._inputs.values()
+            if given[storage := storage_of(tensor)] == 1 and self._swaps(tensor)
+        }
         self._copies.forwards += 1
         self._copies.live += 1
 

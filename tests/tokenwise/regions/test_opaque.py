@@ -56,6 +56,38 @@ def test_without_the_native_core_gradients_hold_under_autocast(monkeypatch: pyte
     assert_same(gradients(model), gradients(reference))
 
 
+class WritesSecond(Layer):
+    """To the second of two arguments, which are one memory."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y.mul_(0.5)
+        return self.out(self.inner(x).sigmoid()) + x.sin()
+
+
+@alphas
+@pytest.mark.parametrize("second", [lambda x: x, torch.Tensor.detach, lambda x: x.view(-1)[3:40]])
+@pytest.mark.parametrize("how", ["by torch's checkpoint", "opaque", "by its tape"])
+def test_two_arguments_that_are_one_memory_are_one_in_a_recompute_pass(
+    alpha: float, second: Callable[[torch.Tensor], torch.Tensor], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "by torch's checkpoint":
+        monkeypatch.setattr(executing, "core", lambda: None)
+    torch.manual_seed(0)
+    model = Stack(2, WritesSecond)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    for region in model.regions if how == "opaque" else ():
+        region.opaque = "told"
+    x = torch.randn(2, 6, 16)
+    for network in (model, reference):
+        y = x * torch.nn.functional.normalize(network.layers[0].inner.bias[:16], dim=0)
+        for layer in network.layers:
+            y = layer(y, second(y))
+        y.square().mean().backward()
+    assert_same(gradients(model), gradients(reference))
+    assert executor.opaque_regions == (0 if how == "by its tape" else 2)
+
+
 @pytest.mark.parametrize("change", [lambda y: y[:, :1], lambda y: y.double()])
 def test_a_recompute_pass_that_saves_other_sizes_or_dtypes_than_the_forward_is_an_error(
     change: Callable[[torch.Tensor], torch.Tensor],
