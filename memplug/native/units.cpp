@@ -41,6 +41,43 @@ bool is_plain(const at::Tensor& tensor) {
   return tensor.has_storage() && !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
+// What a unit is given that a tape can name: its tensors, but for parameters.
+struct UnitInputs {
+  std::vector<at::Tensor> tensors, written; // of these, that its operator says it writes to
+  std::vector<size_t> ordinals; // of each, among parameters too
+};
+
+// The call keeps all else.
+UnitInputs inputs_of(UnitCall& made, const py::tuple& arguments, const py::dict& keywords) {
+  UnitInputs given;
+  const auto writes = made.unit.attr("writes").cast<std::set<size_t>>();
+  size_t ordinal = 0;
+  const auto note = [&](py::handle value) {
+    const bool is_tensor = THPVariable_Check(value.ptr()) && is_plain(tensor_of(value));
+    if (is_tensor && !is_parameter(tensor_of(value))) {
+      const at::Tensor& tensor = tensor_of(value);
+      given.tensors.push_back(tensor);
+      given.ordinals.push_back(ordinal);
+      made.requires_grad.push_back(tensor.requires_grad());
+      made.written.push_back(writes.count(ordinal) > 0);
+      if (made.written.back()) {
+        given.written.push_back(tensor);
+      }
+      made.values.emplace_back();
+    } else {
+      made.values.push_back(py::reinterpret_borrow<py::object>(value));
+      if (is_tensor) {
+        made.parameters.push_back(tensor_of(value));
+        made.versions.push_back(version_of(tensor_of(value)));
+      }
+    }
+    ordinal += is_tensor ? 1 : 0;
+  };
+  made.arguments = Containers::of(arguments, note);
+  made.keywords = Containers::of(keywords, note);
+  return given;
+}
+
 } // namespace
 
 at::Tensor no_leaf_at(const at::Tensor& memory) {
@@ -111,45 +148,19 @@ py::object Running::run_unit(
       std::move(its_surroundings),
       Ambient(flow->device),
       at::GradMode::is_enabled()};
-  const auto writes = made.unit.attr("writes").cast<std::set<size_t>>();
   const bool writes_unsaid = made.unit.attr("writes_unsaid").cast<bool>();
-  std::vector<at::Tensor> given, written;
-  std::vector<size_t> ordinals; // of what is given, among all tensors
-  size_t ordinal = 0;
-  const auto note = [&](py::handle value) {
-    const bool is_tensor = THPVariable_Check(value.ptr()) && is_plain(tensor_of(value));
-    if (is_tensor && !is_parameter(tensor_of(value))) {
-      const at::Tensor& tensor = tensor_of(value);
-      given.push_back(tensor);
-      ordinals.push_back(ordinal);
-      made.requires_grad.push_back(tensor.requires_grad());
-      made.written.push_back(writes.count(ordinal) > 0);
-      if (made.written.back()) {
-        written.push_back(tensor);
-      }
-      made.values.emplace_back();
-    } else {
-      made.values.push_back(py::reinterpret_borrow<py::object>(value));
-      if (is_tensor) {
-        made.parameters.push_back(tensor_of(value));
-        made.versions.push_back(version_of(tensor_of(value)));
-      }
-    }
-    ordinal += is_tensor ? 1 : 0;
-  };
-  made.arguments = Containers::of(arguments, note);
-  made.keywords = Containers::of(keywords, note);
+  const UnitInputs given = inputs_of(made, arguments, keywords);
   const size_t index = forward.begun(), saved = forward.saved.size();
-  const auto versions = versions_of(given);
+  const auto versions = versions_of(given.tensors);
   if (writes_unsaid && forward.followed() == nullptr) { // it may write to more than it did yet
     const Suspension own;
-    forward.protect(given);
+    forward.protect(given.tensors);
   }
-  std::vector<c10::IValue> described{c10::List<at::Tensor>(given), name};
-  if (!written.empty()) {
-    described.emplace_back(c10::List<at::Tensor>(written));
+  std::vector<c10::IValue> described{c10::List<at::Tensor>(given.tensors), name};
+  if (!given.written.empty()) {
+    described.emplace_back(c10::List<at::Tensor>(given.written));
   }
-  forward.begin_unit(unit_operator(overload, !written.empty()), described);
+  forward.begin_unit(unit_operator(overload, !given.written.empty()), described);
   py::object out = py::reinterpret_steal<py::object>(PyObject_Call(call.ptr(), arguments.ptr(), keywords.ptr()));
   if (!out) {
     py::error_already_set error;
@@ -157,8 +168,8 @@ py::object Running::run_unit(
     throw error;
   }
   const auto returned = tensors_in(out);
-  auto unforeseen =
-      forward.written_unseen(index, given, versions, {}, writes_unsaid ? returned : std::vector<at::Tensor>());
+  const auto unforeseen =
+      forward.written_unseen(index, given.tensors, versions, {}, writes_unsaid ? returned : std::vector<at::Tensor>());
   made.saved = forward.saved.size() - saved;
   for (size_t i = 0; i < made.parameters.size(); ++i) {
     if (version_of(made.parameters[i]) != made.versions[i]) {
@@ -178,10 +189,10 @@ py::object Running::run_unit(
   if (!unforeseen.empty()) {
     std::vector<size_t> numbers;
     for (const size_t each : unforeseen) {
-      numbers.push_back(ordinals[each]);
+      numbers.push_back(given.ordinals[each]);
     }
     ran.attr("note_writes")(numbers);
-    forward.blind_to_writes(given, unforeseen);
+    forward.blind_to_writes(given.tensors, unforeseen);
   }
   return out;
 }
