@@ -337,7 +337,9 @@ at::Tensor alias_at(const at::Tensor& base, const Geometry& geometry) {
       c10::scalarTypeToTypeMeta(geometry.dtype));
   auto* const implementation = tensor.unsafeGetTensorImpl();
   implementation->set_sizes_and_strides(geometry.size, geometry.stride, geometry.offset);
-  implementation->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
+  if (!tensor.is_inference() && !base.is_inference()) { // else one of them has no versions
+    implementation->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
+  }
   tensor._set_conj(geometry.conj);
   tensor._set_neg(geometry.neg);
   return tensor;
