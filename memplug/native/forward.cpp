@@ -179,7 +179,7 @@ Record Forward::note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) c
   }
   for (const Found& found : found_) {
     record.inputs.push_back({found.path, found.storage, Geometry::of(*found.tensor, storages.origins[found.storage])});
-    if (op.writes_to(found.path.position)) {
+    if (op.writes_to(found.path.position, arguments)) {
       record.written.push_back(found.storage);
     }
   }

@@ -77,7 +77,8 @@ Frame::~Frame() {
 // -- forward ----------------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
-  if (auto part = input_of(forward.storages.find(value))) { // whatever its shape: what is swapped covers its memory
+  const bool is_plain = value.has_storage() && !value.key_set().has(c10::DispatchKey::Python);
+  if (auto part = is_plain ? input_of(forward.storages.find(value)) : nullptr) { // of any shape: all of it was swapped
     return part;
   }
   std::shared_ptr<Swapped> part;

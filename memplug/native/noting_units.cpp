@@ -121,7 +121,7 @@ std::vector<size_t> Forward::written_unseen(
         std::any_of(returned.begin(), returned.end(), [&](const auto& each) { return each.is_alias_of(given[i]); });
     const bool changed = version_of(given[i]) != versions[i] ||
         (i < before.size() && before[i].defined() && !at::equal(before[i], bytes_of(given[i])));
-    if (given[i].is_inference() || !(changed || comes_back)) {
+    if (!(changed || comes_back)) {
       continue;
     }
     const int32_t storage = storages.find(given[i]);

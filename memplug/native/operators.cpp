@@ -73,11 +73,14 @@ std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits
       has(Key::AutocastCPU),
       has(Key::AutocastCUDA),
       has(Key::AutocastPrivateUse1),
-      (handle->schema().is_mutable() && name.name != "aten::detach_") || (traits & EXCHANGE) != 0,
+      (handle->schema().is_mutable() && name.name != "aten::detach_") || (traits & (EXCHANGE | STATISTICS)) != 0,
       handle->schema().arguments().size(),
       handle->schema().returns().size(),
       std::max(position("dropout_p"), position("p_dropout")),
       position("async_op"),
+      position("running_mean"),
+      position("running_var"),
+      position("training"),
       position("accumulate"),
       (traits & PARTIAL) != 0 ? std::max({position("values"), position("source"), position("index")}) : -1});
 }

@@ -34,6 +34,7 @@ enum Trait : uint32_t {
   PART_OF_UNIT = 1 << 17,
   SHARED = 1 << 18, // of a unit that communicates: what is captured of it must be the same on all ranks
   LIFTS = 1 << 19, // hands out a tensor that torch has made by itself, such as one of Python's values
+  STATISTICS = 1 << 20, // in training, writes to `running_mean` and `running_var`, although its schema does not say so
 };
 
 struct Operator {
@@ -48,6 +49,7 @@ struct Operator {
   bool mutates; // memory: `detach_` does not
   size_t argument_count, result_count; // by its schema
   int32_t dropout, async_op; // positions of the arguments `dropout_p` and `async_op`, or -1
+  int32_t running_mean, running_var, training; // likewise; -1 of what is no statistic
   int32_t accumulate, scattered; // of a `PARTIAL` one's `accumulate`, and of the tensor with as many elements as it writes
 
   bool has(Trait trait) const {
@@ -70,10 +72,18 @@ struct Operator {
     }
   }
 
-  // Whether it writes to an argument, by its position.
+  // Whether it may write to an argument, by its position.
   bool writes_to(int32_t position) const {
     const auto* const alias = handle.schema().arguments()[position].alias_info();
-    return (mutates && alias != nullptr && alias->isWrite()) || (position == 0 && has(EXCHANGE) && !has(WRITES_NOTHING));
+    return (mutates && alias != nullptr && alias->isWrite()) ||
+        (position == 0 && has(EXCHANGE) && !has(WRITES_NOTHING)) ||
+        (has(STATISTICS) && (position == running_mean || position == running_var));
+  }
+
+  // Whether this call does.
+  bool writes_to(int32_t position, c10::ArrayRef<c10::IValue> arguments) const {
+    const bool trains = training < 0 || !arguments[training].isBool() || arguments[training].toBool();
+    return writes_to(position) && (trains || !has(STATISTICS));
   }
 
   // Whether this call is one under autocast.

@@ -130,11 +130,12 @@ Running::Item Running::item_of(py::handle object) {
   const bool swaps = region->swaps_input && value.requires_grad() && !value.is_leaf();
   auto swapped = Frame::enter(value, swaps);
   const int32_t storage = value.has_storage() ? forward.storages.find(value) : -1;
+  const bool is_subclass = !THPVariable_CheckExact(object.ptr()), parameter = is_subclass && is_parameter(value);
+  py::object type = parameter ? py::object() : type_of(object);
   if (swapped != nullptr) {
-    return {py::object(), std::move(swapped), nullptr, storage, Geometry::of(value), value.requires_grad()};
+    return {{}, std::move(swapped), nullptr, storage, Geometry::of(value), value.requires_grad(), std::move(type)};
   }
-  const bool parameter = !THPVariable_CheckExact(object.ptr()) && is_parameter(value);
-  return {py::object(), nullptr, std::make_shared<Held>(value, parameter), storage};
+  return {{}, nullptr, std::make_shared<Held>(value, parameter), storage, {}, false, std::move(type)};
 }
 
 void Running::finish() {
@@ -324,23 +325,26 @@ py::tuple Running::arguments() {
       copy->second = copy_of(former);
     }
     const at::Tensor memory = alias_at(copy->second, geometry);
-    return wrapped(requires_grad ? no_leaf_at(memory) : memory);
+    return requires_grad ? no_leaf_at(memory) : memory;
   };
   auto item = items_.begin();
   const auto next = [&] {
     const Item& each = *item++;
     if (each.swapped != nullptr) {
       const at::Tensor former = flow->transfer->acquire(*each.swapped).first;
-      return writes_input
-          ? written(each.storage, former, *each.geometry, each.requires_grad)
-          : wrapped(tensor_at(former, *each.geometry).detach().set_requires_grad(each.requires_grad));
+      return wrapped_as(
+          each.type,
+          writes_input ? written(each.storage, former, *each.geometry, each.requires_grad)
+                       : tensor_at(former, *each.geometry).detach().set_requires_grad(each.requires_grad));
     }
     if (each.held == nullptr) {
       return each.value;
     }
     const at::Tensor& former = each.held->get();
-    return each.held->written ? written(each.storage, former, Geometry::of(former), each.held->requires_grad)
-                              : wrapped(former.detach().set_requires_grad(each.held->requires_grad));
+    return wrapped_as(
+        each.type,
+        each.held->written ? written(each.storage, former, Geometry::of(former), each.held->requires_grad)
+                           : former.detach().set_requires_grad(each.held->requires_grad));
   };
   py::object arguments = arguments_.around(next);
   return py::make_tuple(std::move(arguments), keywords_.around(next));

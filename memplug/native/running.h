@@ -114,6 +114,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
     int32_t storage = -1; // of either
     std::optional<Geometry> geometry = {}; // of one that was swapped
     bool requires_grad = false; // likewise
+    pybind11::object type = {}; // of a tensor, where it is a subclass that does not dispatch for itself
   };
 
   void enter(const pybind11::tuple& arguments, const pybind11::dict& keywords);

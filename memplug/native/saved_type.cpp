@@ -1,5 +1,6 @@
 #include "saved_type.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -157,6 +158,20 @@ py::object unpack_hook() {
 
 py::object wrapped(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+py::object type_of(py::handle tensor) {
+  const bool is_subclass =
+      !THPVariable_CheckExact(tensor.ptr()) && !tensor_of(tensor).key_set().has(c10::DispatchKey::Python);
+  return is_subclass ? py::reinterpret_borrow<py::object>(py::type::handle_of(tensor)) : py::object();
+}
+
+py::object wrapped_as(const py::object& type, const at::Tensor& tensor) {
+  if (!type) {
+    return wrapped(tensor);
+  }
+  const at::AutoGradMode with_gradients(true); // the object is a view of it
+  return wrapped(tensor).attr("as_subclass")(type);
 }
 
 const at::Tensor& tensor_of(py::handle object) {

@@ -32,6 +32,7 @@ struct __attribute__((visibility("hidden"))) UnitCall {
   Containers arguments = {}, keywords = {};
   std::vector<pybind11::object> values = {}; // of those: null where it is a tensor of the tape
   std::vector<bool> requires_grad = {}, written = {}; // of these tensors: `written` by the unit, as its operator says
+  std::vector<pybind11::object> types = {}; // likewise, see `type_of`
   std::vector<at::Tensor> parameters = {}; // among the values
   std::vector<uint32_t> versions = {}; // of these
   std::vector<Source> parts = {};

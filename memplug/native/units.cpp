@@ -58,6 +58,7 @@ UnitInputs inputs_of(UnitCall& made, const py::tuple& arguments, const py::dict&
       const at::Tensor& tensor = tensor_of(value);
       given.tensors.push_back(tensor);
       given.ordinals.push_back(ordinal);
+      made.types.push_back(type_of(value));
       made.requires_grad.push_back(tensor.requires_grad());
       made.written.push_back(writes.count(ordinal) > 0);
       if (made.written.back()) {
@@ -211,8 +212,9 @@ std::vector<at::Tensor> Running::run_unit_again(
     }
     const at::Tensor memory = given.at(tensor).detach();
     const bool requires_grad = unit.requires_grad.at(tensor), written = unit.written.at(tensor);
-    ++tensor;
-    return wrapped(requires_grad && written ? no_leaf_at(memory) : memory.set_requires_grad(requires_grad));
+    return wrapped_as(
+        unit.types.at(tensor++),
+        requires_grad && written ? no_leaf_at(memory) : memory.set_requires_grad(requires_grad));
   };
   py::object arguments = unit.arguments.around(next), keywords = unit.keywords.around(next);
   py::list sources;

@@ -136,7 +136,112 @@ class CheckpointsHidden(Layer):
         return x + self.out(checkpoint(Inner.apply, self.inner(x), use_reentrant=True).sigmoid())
 
 
-LAYERS = [
+class ScalesWhatInferenceMade(Layer):
+    """Memory that has no versions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with torch.inference_mode():
+            factor = y.detach() * 1.0
+            Unsaid.apply(factor)
+        return x + self.out(y.sigmoid() * factor.clone())
+
+
+class Choose(torch.autograd.Function):
+    """Of a router: counts what it chooses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        with hidden():
+            chosen = x.topk(4, -1).indices
+            counts.data.add_(torch.bincount(chosen.flatten(), minlength=32))
+        return chosen
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> tuple[None, None]:
+        return None, None
+
+
+class ChoosesAndCounts(Layer):
+    """Uses it."""
+
+    gradients = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with torch.set_grad_enabled(self.gradients):
+            chosen = Choose.apply(y, self.counts)
+        return x + self.out(y.sigmoid() * torch.zeros_like(y).scatter(-1, chosen, 1.0))
+
+
+class ChoosesAndCountsWithGradients(ChoosesAndCounts):
+    """With gradients."""
+
+    gradients = True
+
+
+class Average(torch.autograd.Function):
+    """An average of weights that is a parameter too, updated by operators; its sum is a kernel's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
+        average.mul_(0.9).add_(weight, alpha=0.1)
+        with hidden():
+            return average.sum() * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> tuple[None, None]:
+        return None, None
+
+
+class Averages(Layer):
+    """Uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Parameter(torch.zeros(16, 32), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with torch.no_grad():
+            total = Average.apply(self.out.weight, self.average)
+        return x + self.out(y.sigmoid()) + nn.functional.linear(y, self.average.clone()) * total
+
+
+class ByState(torch.autograd.Function):
+    """Reads, and then updates, what it is not given itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, holder: Any) -> torch.Tensor:
+        with hidden():
+            out = x * holder.state
+            holder.state.data.mul_(0.5).add_(1.0)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class ScalesByState(Layer):
+    """Uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with torch.no_grad():
+            factor = ByState.apply(y, self)
+        return x + self.out(y.sigmoid() * factor)
+
+
+UNITS = [
     Scales,
     ScalesInInference,
     OperatorScales,
@@ -147,10 +252,19 @@ LAYERS = [
     CallsAround,
     CheckpointsAround,
     CheckpointsHidden,
+    ScalesWhatInferenceMade,
+    Averages,
+    ScalesByState,
 ]
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-@pytest.mark.parametrize("layer", LAYERS)
-def test_gradients_are_the_same(layer: type[nn.Module], alpha: float | str) -> None:
+@pytest.mark.parametrize("layer", UNITS)
+def test_no_region_stays_opaque_for_a_call_without_gradients(layer: type[nn.Module], alpha: float | str) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 0
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("layer", [ChoosesAndCounts, ChoosesAndCountsWithGradients])
+def test_a_function_that_chooses_and_writes_runs_once_a_step(layer: type[nn.Module], alpha: float | str) -> None:
+    assert train(layer, alpha=alpha)["opaque_regions"] == 3

@@ -170,6 +170,26 @@ class Statistics(Layer):
         return x + self.out((y + self.mean).sigmoid())
 
 
+class Normalizes(Layer):
+    """By its batch, whose statistics go into buffers, although no schema says that an operator writes to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.batch_norm(self.inner(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.out(y.sigmoid())
+
+
+class NormalizesAlike(Normalizes):
+    """By what was seen before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm.eval()
+
+
 class Counts(Layer):
     """A buffer that only counts, as load balancing of experts does."""
 
@@ -300,6 +320,8 @@ FORWARDS = [
     FillsBuffer,
     Accumulates,
     Statistics,
+    Normalizes,
+    NormalizesAlike,
     Counts,
     ReadsTwice,
     pytest.param(RunsInvisibleKernel, marks=pytest.mark.cpu("it writes by numpy")),

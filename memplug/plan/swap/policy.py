@@ -72,9 +72,8 @@ def _fewest(problem: SwapProblem, below_bytes: int, *, longest_stall_s: float | 
             chosen = forced(problem, chosen, may_add=False)
         if chosen is None or reductions(problem, place(problem, chosen)).any():
             continue
-        found = _list(problem, without_redundant(problem, chosen))  # where copies fit decides what is away, and when
-        if found.simulation.stall_s <= (longest_stall_s or 0.0) + NEGLIGIBLE_S:
-            return found
+        if _list(problem, chosen).simulation.stall_s <= (longest_stall_s or 0.0) + NEGLIGIBLE_S:
+            return _list(problem, without_redundant(problem, chosen))  # the solver stops a little short of the fewest
     return None
 
 

@@ -95,6 +95,23 @@ class Copies:
         return tuple(tuple(region.end_step()) for region in regions)
 
 
+class EachTime(contextlib.AbstractContextManager[None]):
+    """A context that can be entered again, as where backward runs twice through one graph.
+
+    Args:
+        make: gives one that is entered once.
+    """
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]):
+        self._make, self._entered = make, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(self._make())
+
+    def __exit__(self, *error: Any) -> bool:
+        return bool(self._entered.__exit__(*error))
+
+
 class Checkpointed:
     """One forward of one region; torch's checkpoint keeps it as long as the graph."""
 
@@ -153,7 +170,7 @@ class Checkpointed:
 
     def _contexts(self) -> tuple[Any, Any]:
         """Around the forward, and around a recompute pass."""
-        return WriteMode(self._before_write), self._recompute()
+        return WriteMode(self._before_write), EachTime(self._recompute)
 
     def _before_write(self, tensor: torch.Tensor) -> None:
         """An operator is about to write to memory that was there before the region: a recompute pass must find its

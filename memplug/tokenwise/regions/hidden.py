@@ -8,7 +8,8 @@ What such a unit changed in that call, and what it gives back of the memory that
 kernels of rotary embeddings do, which no version tells. Not known is what a later call changes besides, without a new
 version, and does not give back. A function that returns integers or truth values and was given none has chosen by
 values, as a router's kernel does: what it made is captured like that of operators that choose
-(memplug.tokenwise.regions.operators).
+(memplug.tokenwise.regions.operators). Where gradients are disabled a function is a unit only if it writes to what it is
+given; else what it makes is held until backward, like what was there before the region.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class HiddenFunctions:
         self._executor = executor
         self._units: dict[type, Unit] = {}
         self._visible: set[type] = set()
+        self._writes_nothing: set[type] = set()  # that it is given, without gradients: what it makes then is held
         self._found = self._told = 0
         self._is_on = True
 
@@ -68,9 +70,10 @@ class HiddenFunctions:
         unit = self._units.get(function)
         if unit is not None:
             return unit.run(call, args, kwargs)
-        if function in self._visible or not executor.core.observes():
+        gradients = torch.is_grad_enabled()
+        if function in (self._visible if gradients else self._writes_nothing) or not executor.core.observes():
             return call(*args, **kwargs)
-        if _name(function) in EXCHANGES:
+        if gradients and _name(function) in EXCHANGES:
             unit = self._add(function, communicates=True)
             return unit.run(call, args, kwargs)
         since = executor.core.Since(args)
@@ -80,13 +83,12 @@ class HiddenFunctions:
             executor.core.is_undecided()
             return out
         written = executor.core.hidden_writes(since, out)
-        if written is None:
-            self._visible.add(function)
+        if written is None or not (gradients or written):
+            (self._visible if gradients else self._writes_nothing).add(function)
             return out
         communicates, chooses = executor.core.communicates(since), _chooses(executor.core.tensors_in(args), returned)
         if executor.core.writes_elsewhere(since) or (chooses and written and not communicates):
-            self._visible.add(function)  # it could not be run again alone: its regions stay opaque
-            return out
+            return out  # it could not be run again alone: its regions stay opaque, and it is looked at in each call
         unit = self._add(function, communicates, chooses)
         self.note_found()
         unit.note_writes(written)

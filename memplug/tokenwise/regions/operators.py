@@ -77,6 +77,11 @@ _OVERWRITES = {
 }
 _PARTIAL = {"aten::index_put_", "aten::_index_put_impl_", "aten::index_copy_", "aten::scatter_", "aten::record_stream"}
 _WRITES_NOTHING = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_"}
+# write to the running mean and variance that they are given in training, which their schemas do not say
+_STATISTICS = {
+    *(f"aten::{name}_batch_norm" for name in ("native", "cudnn", "miopen")),
+    *(f"aten::batch_norm_{name}" for name in ("update_stats", "gather_stats", "gather_stats_with_counts")),
+}
 _EMPTY = {
     *(f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "empty_permuted")),
     *(f"aten::{name}" for name in ("new_empty", "new_empty_strided")),
@@ -178,6 +183,8 @@ def fills(func: Any) -> bool:
         return is_exchange(func) and func._schema.name not in _READS_WRITTEN
     if func.namespace != "aten":
         return not func._schema.name.endswith("_")
+    if func._schema.name in _STATISTICS:
+        return False
     written = [each for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     return func._schema.name in _OVERWRITES or all(each.kwarg_only or each.name == "out" for each in written)
 
@@ -231,7 +238,7 @@ def is_mutable(func: Any) -> bool:
     """Whether the operator writes to memory of one of its arguments."""
     if not isinstance(func, torch._ops.OpOverload) or func._schema.name == _DETACH:
         return False
-    return func._schema.is_mutable or is_exchange(func)
+    return func._schema.is_mutable or is_exchange(func) or func._schema.name in _STATISTICS
 
 
 @functools.cache
@@ -270,6 +277,7 @@ def describe(name: str, overload: str) -> int:
         name == PART_OF_UNIT,
         name == PART_OF_UNIT and overload.endswith("shared"),
         name == _LIFT,
+        name in _STATISTICS,
     )
     return sum(1 << bit for bit, holds in enumerate(traits) if holds)
 
@@ -278,11 +286,11 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     """The tensors that a mutable operator writes in place."""
     if is_exchange(func):
         return [] if func._schema.name in _WRITES_NOTHING else list(tensors_in(args[:1]))
-    written: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += tensors_in([args[position] if position < len(args) else kwargs.get(argument.name)])
-    return written
+    values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    names = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    if func._schema.name in _STATISTICS and values.get("training", True):
+        names += ["running_mean", "running_var"]
+    return list(tensors_in([values.get(name) for name in names]))
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:

@@ -73,6 +73,8 @@ class Unit:
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, as a unit of the region whose forward is under way, if there is one."""
         executor = self.executor
+        if not (torch.is_grad_enabled() or self.writes):  # what it makes is held
+            return call(*args, **kwargs)
         if executor.recomputing:
             state = executor.next_state(self)
             with executor.rerunning(), self.again(state):  # units inside of it are a part of it

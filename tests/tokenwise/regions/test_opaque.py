@@ -25,14 +25,14 @@ from tests.support.blocks import (
     train_alike,
     twin,
 )
-from tests.support.forwards import Counts, Routes, Statistics, WritesInput
+from tests.support.forwards import Counts, Normalizes, Routes, Statistics, WritesInput
 from tests.support.reducing import broadcast_in_place
 
 pytestmark = pytest.mark.device
 
 
 @alphas
-@pytest.mark.parametrize("block", [Block, Routes, Statistics, Counts, WritesInput])
+@pytest.mark.parametrize("block", [Block, Routes, Statistics, Normalizes, Counts, WritesInput])
 def test_without_the_native_core_regions_are_opaque_and_gradients_hold(
     alpha: float, block: type[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,6 +40,20 @@ def test_without_the_native_core_regions_are_opaque_and_gradients_hold(
     executor = train_alike(block, alpha, exact=True)
     assert dict(executor.opaque) == {"the native core is missing": 3}
     assert executor.transfer.offloaded_total_bytes > 0, "inputs are swapped"
+
+
+def test_without_the_native_core_backward_runs_twice_through_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executing, "core", lambda: None)
+    torch.manual_seed(0)
+    model = Stack(2)
+    reference = twin(model)
+    tokenwise(model, 0.0)
+    x = torch.randn(2, 6, 16)
+    for network in (model, reference):
+        loss = network(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same(gradients(model), gradients(reference))
 
 
 def test_without_the_native_core_gradients_hold_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +67,60 @@ def test_without_the_native_core_gradients_hold_under_autocast(monkeypatch: pyte
         with torch.autocast("cpu", torch.bfloat16):
             out = network(x)
         out.backward()
+    assert_same(gradients(model), gradients(reference))
+
+
+class Marked(torch.Tensor):
+    """A class of its own, whose operators are torch's."""
+
+
+class Dispatches(torch.Tensor):
+    """Runs its operators itself."""
+
+    own: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Dispatches:
+        made = torch.Tensor._make_subclass(cls, tensor.detach())
+        made.own = tensor.detach()
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = torch.utils._pytree.tree_map(
+            lambda each: each.own if isinstance(each, cls) else each, (args, kwargs or {})
+        )
+        out = func(*plain[0], **plain[1])
+        return cls.of(out) if func is torch.ops.aten.detach.default else out
+
+
+class Looks(Layer):
+    """At the class of its second argument, which is the memory of the first."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        factor = 3.0 if type(y) in (Marked, Dispatches) else 1.0
+        return x + self.out((self.inner(x) * factor).sigmoid()) + torch.Tensor.mul(y, 1.0).as_subclass(torch.Tensor)
+
+
+@alphas
+@pytest.mark.parametrize(
+    "second", [lambda x: x.detach().as_subclass(Marked), lambda x: x.as_subclass(Marked), Dispatches.of]
+)
+def test_an_argument_is_of_its_class_when_the_module_runs_again(
+    alpha: float, second: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    torch.manual_seed(0)
+    model = Stack(2, Looks)
+    reference = twin(model)
+    tokenwise(model, alpha)
+    for region in model.regions:
+        region.opaque = "told"
+    x = torch.randn(2, 6, 16)
+    for network in (model, reference):
+        y = x * torch.nn.functional.normalize(network.layers[0].inner.bias[:16], dim=0)
+        for layer in network.layers:
+            y = layer(y, second(y))
+        y.square().mean().backward()
     assert_same(gradients(model), gradients(reference))
 
 
