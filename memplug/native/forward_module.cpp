@@ -4,6 +4,8 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <optional>
 
@@ -222,9 +224,10 @@ void add_forwards(py::module_& module) {
   module.def("communicates", [](const Since& since) {
     return Running::observed()->forward.communicates(since.progress.begun);
   });
-  // which of the tensors that a function was given it may write to, where no operator of its own is seen; none where it
-  // hides no kernels
-  module.def("hidden_writes", [](const Since& since, py::handle returned) -> std::optional<std::vector<size_t>> {
+  using Written = std::vector<size_t>; // of the tensors that a function was given
+  // which of them it has written to with no operator seen, and which it may write to where none of its own is seen; none
+  // where it hides no kernels
+  module.def("hidden_writes", [](const Since& since, py::handle returned) -> std::optional<std::pair<Written, Written>> {
     Forward& forward = Running::observed()->forward;
     const Observer::Pause unseen;
     const Suspension own;
@@ -236,12 +239,17 @@ void add_forwards(py::module_& module) {
     if (written(begun, {}).empty() && !forward.hides(since.progress, since.given, tensors)) {
       return std::nullopt;
     }
-    forward.blind_to_writes(since.given, written(begun, tensors));
-    return written(forward.begun(), tensors);
+    const Written hidden = written(begun, tensors);
+    forward.blind_to_writes(since.given, hidden);
+    return std::pair(hidden, written(forward.begun(), tensors));
   });
-  // whether operators of it wrote to memory that was there before the region, and that it was not given
+  // whether operators of it wrote to parameters, or to memory that was there before the region and that it was not given
   module.def("writes_elsewhere", [](const Since& since) {
-    return Running::observed()->forward.writes_elsewhere(since.progress.begun, since.given);
+    std::vector<at::Tensor> others;
+    std::copy_if(since.given.begin(), since.given.end(), std::back_inserter(others), [](const at::Tensor& each) {
+      return !is_parameter(each);
+    });
+    return Running::observed()->forward.writes_elsewhere(since.progress.begun, others);
   });
   module.def("is_undecided", [] { Running::observed()->region->is_undecided = true; });
   module.def("observes", [] { return Running::observed() != nullptr; });

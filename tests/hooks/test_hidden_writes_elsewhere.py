@@ -81,6 +81,12 @@ class UpdatesParameter(Updates):
     is_parameter = True
 
 
+class KernelUpdatesParameter(UpdatesParameter):
+    """By the kernel."""
+
+    by_kernel = True
+
+
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", [Updates, KernelUpdates, FindsBuffer])
 def test_a_buffer_is_written_to_once_a_step(layer: type[nn.Module], alpha: float | str) -> None:
@@ -88,9 +94,14 @@ def test_a_buffer_is_written_to_once_a_step(layer: type[nn.Module], alpha: float
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_a_parameter_that_a_function_writes_to_is_an_error(alpha: float | str) -> None:
+def test_a_parameter_that_a_kernel_writes_to_is_an_error(alpha: float | str) -> None:
     with pytest.raises(InPlaceError, match="from outside of its region, which is not undone"):
-        train(UpdatesParameter, alpha=alpha)
+        train(KernelUpdatesParameter, alpha=alpha)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_one_that_a_functions_operators_write_to_is_written_to_once_a_step(alpha: float | str) -> None:
+    train(UpdatesParameter, alpha=alpha)
 
 
 class Makes(Layer):

@@ -110,7 +110,7 @@ class Tape:
             return Form.FIXED, True
         if operators.gives_python_value(func):
             return Form.VALUE, False
-        if operators.is_mutable(func):
+        if operators.is_mutable(func) and (written or form is not Form.PURE):
             return Form.WRITE, not self.given.isdisjoint(written)
         return form, False
 

@@ -82,13 +82,14 @@ class HiddenFunctions:
         if returned and not any(tensor.nbytes for tensor in returned):
             executor.core.is_undecided()
             return out
-        written = executor.core.hidden_writes(since, out)
-        if written is None or not (gradients or written):
+        found = executor.core.hidden_writes(since, out)
+        if found is None or not (gradients or found[0]):
             (self._visible if gradients else self._writes_nothing).add(function)
             return out
+        written = found[1]
         communicates, chooses = executor.core.communicates(since), _chooses(executor.core.tensors_in(args), returned)
         if executor.core.writes_elsewhere(since) or (chooses and written and not communicates):
-            return out  # it could not be run again alone: its regions stay opaque, and it is looked at in each call
+            return out  # it could not be run again alone: it is no unit, and is looked at in each call
         unit = self._add(function, communicates, chooses)
         self.note_found()
         unit.note_writes(written)
