@@ -55,9 +55,12 @@ Info describe(const c10::FunctionSchema& schema) {
   info.name = schema.name().substr(6); // without aten::
   const auto& arguments = schema.arguments();
   bool in_place = !schema.returns().empty() || schema.is_mutable();
+  const bool is_batch_norm = // in training it writes to its statistics, which its schema does not say
+      info.name.find("batch_norm") != std::string::npos && info.name.find("backward") == std::string::npos;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
-    info.written.push_back(alias != nullptr && alias->isWrite());
+    const bool is_statistic = is_batch_norm && arguments[i].name().rfind("running_", 0) == 0;
+    info.written.push_back((alias != nullptr && alias->isWrite()) || is_statistic);
     info.out.push_back(info.written.back() && arguments[i].is_out());
     in_place = in_place && !info.out.back();
     if (arguments[i].type()->str().find("Generator") != std::string::npos) {
