@@ -6,10 +6,10 @@ is a unit from the next call on. A call without elements, as of an expert that g
 
 What such a unit changed in that call, and what it gives back of the memory that it was given, it is taken to write to:
 kernels of rotary embeddings do, which no version tells. Not known is what a later call changes besides, without a new
-version, and does not give back. A function that returns integers or truth values and was given none has chosen by
-values, as a router's kernel does: what it made is captured like that of operators that choose
-(memplug.tokenwise.regions.operators). Where gradients are disabled a function is a unit only if it writes to what it is
-given; else what it makes is held until backward, like what was there before the region.
+version, and does not give back; nor a parameter that is changed so. A function that returns integers or truth values
+and was given none has chosen by values, as a router's kernel does: what it made is captured like that of operators that
+choose (memplug.tokenwise.regions.operators). Where gradients are disabled a function is a unit only if it writes to
+what it is given; else what it makes is held until backward, like what was there before the region.
 """
 
 from __future__ import annotations
