@@ -103,6 +103,7 @@ def test_a_rank_of_deepspeed_trains_a_qwen3_with_its_loss_in_tiles(tmp_path: Pat
     assert facts["qwen3"]["flops"] - facts["tiny"]["flops"] == pytest.approx(wider + attention, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_rank_of_megatron_is_estimated_and_told_with_its_layout(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     model = ROOT / "configs" / "models" / "mixtral_tiny.yaml"

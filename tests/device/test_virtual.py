@@ -53,7 +53,10 @@ if child:
 """
 
 
-CASES = "time_and_memory operator memplug h200 ranks framework estimator values megatron qwen3".split()
+CASES = [
+    *"time_and_memory operator memplug h200 ranks framework values megatron qwen3".split(),
+    pytest.param("estimator", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("cases", CASES)

@@ -140,6 +140,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.long
 def test_parameters_of_a_rank_are_those_that_megatron_builds() -> None:
     pytest.importorskip("megatron.core")
     script = COUNT.format(cases=LAYOUTS, folder=str(ROOT / "examples/megatron_llama2"))

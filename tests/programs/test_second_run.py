@@ -367,7 +367,9 @@ def test_where_one_rank_has_no_plan_all_begin_as_a_first_run(tmp_path: Path) -> 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", [{"tensor": 2}, {"expert": 2, "experts": 8, "same": True}])
+@pytest.mark.parametrize(
+    "layout", [{"tensor": 2}, pytest.param({"expert": 2, "experts": 8, "same": True}, marks=pytest.mark.long)]
+)
 def test_ranks_of_a_megatron_model_go_on_together(layout: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
     steps = 14

@@ -110,6 +110,7 @@ def trained(folder: Path, runs: int, least: int = 1) -> tuple[list[dict[str, Any
     return [json.loads(line) for line in done.stdout.splitlines()[-runs:]], done.stderr
 
 
+@pytest.mark.long
 def test_a_technique_is_one_file_and_one_entry(folder: Path) -> None:
     (first, second), _ = trained(folder, runs=2)
     calls = [tuple(call) for call in first["calls"][: first["attached"]]]
