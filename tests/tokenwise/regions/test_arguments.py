@@ -1,0 +1,102 @@
+"""What a recompute pass that runs the module again is given: classes of arguments, and arguments that are one memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from memplug.tokenwise.regions import executor as executing
+from tests.support.blocks import Layer, Stack, alphas, assert_same, gradients, tokenwise, twin
+
+pytestmark = pytest.mark.device
+
+
+class Marked(torch.Tensor):
+    """A class of its own, whose operators are torch's."""
+
+
+class Dispatches(torch.Tensor):
+    """Runs its operators itself."""
+
+    own: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Dispatches:
+        made = torch.Tensor._make_subclass(cls, tensor.detach())
+        made.own = tensor.detach()
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = torch.utils._pytree.tree_map(
+            lambda each: each.own if isinstance(each, cls) else each, (args, kwargs or {})
+        )
+        out = func(*plain[0], **plain[1])
+        return cls.of(out) if func is torch.ops.aten.detach.default else out
+
+
+class Looks(Layer):
+    """At the class of its second argument, which is the memory of the first."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        factor = 3.0 if type(y) in (Marked, Dispatches) else 1.0
+        return x + self.out((self.inner(x) * factor).sigmoid()) + torch.Tensor.mul(y, 1.0).as_subclass(torch.Tensor)
+
+
+@alphas
+@pytest.mark.parametrize(
+    "second", [lambda x: x.detach().as_subclass(Marked), lambda x: x.as_subclass(Marked), Dispatches.of]
+)
+def test_an_argument_is_of_its_class_when_the_module_runs_again(
+    alpha: float, second: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    torch.manual_seed(0)
+    model = Stack(2, Looks)
+    reference = twin(model)
+    tokenwise(model, alpha)
+    for region in model.regions:
+        region.opaque = "told"
+    x = torch.randn(2, 6, 16)
+    for network in (model, reference):
+        y = x * torch.nn.functional.normalize(network.layers[0].inner.bias[:16], dim=0)
+        for layer in network.layers:
+            y = layer(y, second(y))
+        y.square().mean().backward()
+    assert_same(gradients(model), gradients(reference))
+
+
+class WritesSecond(Layer):
+    """To the second of two arguments, which are one memory."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y.mul_(0.5)
+        return self.out(self.inner(x).sigmoid()) + x.sin()
+
+
+@alphas
+@pytest.mark.parametrize("second", [lambda x: x, torch.Tensor.detach, lambda x: x.view(-1)[3:40]])
+@pytest.mark.parametrize("how", ["by torch's checkpoint", "opaque", "by its tape"])
+def test_two_arguments_that_are_one_memory_are_one_in_a_recompute_pass(
+    alpha: float, second: Callable[[torch.Tensor], torch.Tensor], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "by torch's checkpoint":
+        monkeypatch.setattr(executing, "core", lambda: None)
+    torch.manual_seed(0)
+    model = Stack(2, WritesSecond)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    for region in model.regions if how == "opaque" else ():
+        region.opaque = "told"
+    x = torch.randn(2, 6, 16)
+    for network in (model, reference):
+        y = x * torch.nn.functional.normalize(network.layers[0].inner.bias[:16], dim=0)
+        for layer in network.layers:
+            y = layer(y, second(y))
+        y.square().mean().backward()
+    assert_same(gradients(model), gradients(reference))
+    assert executor.opaque_regions == (0 if how == "by its tape" else 2)
+    if how == "opaque":
+        assert executor.transfer.offloads == 2, "each input once"
