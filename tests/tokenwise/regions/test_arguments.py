@@ -1,4 +1,4 @@
-"""What a recompute pass that runs the module again is given: classes of arguments, and arguments that are one memory."""
+"""What a module that runs again is given: arguments of their classes, and one memory where they are one memory."""
 
 from __future__ import annotations
 
