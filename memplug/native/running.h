@@ -93,6 +93,9 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // For such a pass: what each unit needs to run again as it ran, in order.
   pybind11::list unit_states() const; // (unit, what it needs to run again), in order
 
+  // For such a pass: leaves of autograd's graph that the forward met, and whether each had a gradient then.
+  pybind11::list leaves() const;
+
   // Such a pass has read them.
   void consume_inputs();
 
@@ -104,6 +107,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
 
  protected:
   void before_foreign_write(int32_t storage, const at::Tensor& tensor) override;
+  void before_accumulating(const at::Tensor& gradient) override;
 
  private:
   // Of the arguments: a tensor that was swapped or is held, or another value.
@@ -122,6 +126,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       size_t index, const std::vector<at::Tensor>& given, const std::vector<bool>& needed);
   Item item_of(pybind11::handle value);
   void remember(const at::Tensor& tensor);
+  void note(const at::Tensor& tensor);
   void over();
 
   std::exception_ptr failed_; // of a pass that was begun, until `replay` throws it
