@@ -350,6 +350,7 @@ void add_forwards(py::module_& module) {
       .def_readonly("call", &Running::call)
       .def_readonly("surroundings", &Running::surroundings)
       .def_readonly("times", &Running::times)
+      .def_readonly("state", &Running::state)
       .def_readonly("buffers", &Running::buffers);
 }
 

@@ -138,7 +138,7 @@ void Frame::before_write_elsewhere(const at::Tensor& tensor) {
 
 void Frame::close(bool direct) {
   is_opaque = region->opaque || forward.opaque() != 0;
-  keeps = is_opaque && forward.holds && forward.communicates();
+  keeps = is_opaque && forward.holds && (is_unrepeatable || forward.communicates());
   if (!keeps) {
     forward.let_go();
   }

@@ -66,6 +66,7 @@ py::object Running::run(
     py::object region_object,
     py::object times,
     py::object surroundings,
+    py::object state,
     py::object call,
     const py::tuple& arguments,
     const py::dict& keywords) {
@@ -80,10 +81,13 @@ py::object Running::run(
         std::move(executor),
         std::move(region_object),
         std::move(times));
-    frame->forward.holds = region->may_stray() && !frame->executor_.attr("is_alone")().cast<bool>();
+    frame->is_unrepeatable = !state.is_none() && py::bool_(state.attr("unknown"));
+    frame->forward.holds =
+        frame->is_unrepeatable || (region->may_stray() && !frame->executor_.attr("is_alone")().cast<bool>());
     region->is_undecided = false;
     frame->ambient.emplace(flow->device);
     frame->surroundings = std::move(surroundings);
+    frame->state = std::move(state);
     frame->call = std::move(call);
     frame->enter(arguments, keywords);
     flow->begin(frame);
@@ -168,7 +172,10 @@ void Running::over() {
     flow->keep(*region, tape);
     flow->strayed += tape->fingerprint() != region->planned_from ? 1 : 0;
   } else if (!(region->opaque && region->seen)) {
-    executor_.attr("note_opaque")(region_object_, forward.opaque(), keeps);
+    executor_.attr("note_opaque")(region_object_, forward.opaque(), why_it_keeps());
+  }
+  if (!is_opaque || keeps) {
+    state = py::none();
   }
   region->seen = region->seen || !is_opaque || region->opaque; // else it may be none with its units, from now on
   ++region->forwards;
@@ -177,6 +184,13 @@ void Running::over() {
   if (is_timed) {
     executor_.attr("note_timed")(region_object_, std::static_pointer_cast<Running>(shared_from_this()));
   }
+}
+
+std::string Running::why_it_keeps() const {
+  if (!keeps) {
+    return "";
+  }
+  return is_unrepeatable ? state.attr("unknown").cast<std::string>() : "it communicates";
 }
 
 void Running::time(size_t index, bool over) {

@@ -33,6 +33,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       pybind11::object times);
 
   // Runs the region's own forward and returns what it returns. `surroundings`: of the framework, for Python's `Ambient`.
+  // `state`: a memplug.tokenwise.regions.state.State, or None: taken where the forward may be opaque.
   static pybind11::object run(
       const std::shared_ptr<Flow>& flow,
       const std::shared_ptr<Region>& region,
@@ -40,6 +41,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       pybind11::object region_object,
       pybind11::object times,
       pybind11::object surroundings,
+      pybind11::object state,
       pybind11::object call,
       const pybind11::tuple& arguments,
       const pybind11::dict& keywords);
@@ -100,6 +102,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   pybind11::object call, surroundings;
   pybind11::object times; // or None
   int64_t given_bytes = 0; // of all tensors among the arguments
+  pybind11::object state = pybind11::none(); // see `run`; None of a forward that is not opaque
   pybind11::object buffers; // a memplug.tokenwise.regions.buffers.Buffers, or None: what the forward wrote to in place
 
  protected:
@@ -123,6 +126,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   Item item_of(pybind11::handle value);
   void remember(const at::Tensor& tensor);
   void over();
+  std::string why_it_keeps() const; // empty: it does not
 
   std::exception_ptr failed_; // of a pass that was begun, until `replay` throws it
   pybind11::object executor_, region_object_;

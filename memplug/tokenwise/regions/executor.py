@@ -186,9 +186,10 @@ class Executor:
         """
         times = Times(self.device) if self.on_timed is not None else None
         surroundings = [take() for take in self.hooks.surroundings]
+        state = region.state_before(call, args, kwargs)
         watched = contextlib.nullcontext() if region.native.repeats else AddressMode(self.core)
         with watched:
-            return self.flow.run(region.native, self, region, times, surroundings, call, args, kwargs)
+            return self.flow.run(region.native, self, region, times, surroundings, state, call, args, kwargs)
 
     def _run_unobserved(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not region.opaque:
@@ -225,8 +226,8 @@ class Executor:
         """There is one rank."""
         return not (dist.is_initialized() and dist.get_world_size() > 1)
 
-    def note_opaque(self, region: Region, why: int | str, keeps: bool = False) -> None:
-        """No tape tells what the region does: the reason, or bits of reasons. `keeps`: see memplug/native/frame.h."""
+    def note_opaque(self, region: Region, why: int | str, why_it_keeps: str = "") -> None:
+        """No tape tells what the region does: the reason, or bits of reasons. `why_it_keeps`: see memplug/native/frame.h."""
         if not isinstance(why, str):
             if self.functions.found_some():
                 return  # they are units from the next forward on
@@ -238,8 +239,8 @@ class Executor:
                 "memplug: region %s is opaque (%s): %s",
                 region.name,
                 region.opaque,
-                "it communicates, so that all that it saves stays on the device"
-                if keeps
+                f"{why_it_keeps}, so that all that it saves stays on the device"
+                if why_it_keeps
                 else "its input is swapped, all else is recomputed by running its module",
             )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from memplug.plan.decisions import Setting
 from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.regions.state import State
 
 
 class Region:
@@ -28,6 +30,7 @@ class Region:
         self.native: Any = known.Region(kind) if known is not None else _Alone()
         self.name, self.kind = name, kind
         self._opaque = ""
+        self._unknown_state: State | None = None
         self.partners: frozenset[int] | None = frozenset()
         self.set(Setting(kind, rows, is_agreed=is_agreed))
 
@@ -44,6 +47,17 @@ class Region:
             native.offloads_late = setting.learnt.offloads_late
             for index, name in setting.learnt.unneeded.items():
                 native.leave_out(index, name)
+
+    def state_before(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> State | None:
+        """Returns the Python state that a forward which may be opaque is about to find; None: it repeats a template."""
+        if self.native.repeats:
+            return None
+        if self._unknown_state is not None:
+            return self._unknown_state
+        state = State.of(call, args, kwargs)
+        if state.unknown:
+            self._unknown_state = state
+        return state
 
     @property
     def is_plain(self) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memplug.errors import RecomputeError
 from memplug.tokenwise.regions.ambient import restored
+from memplug.tokenwise.regions.state import State
 from memplug.tokenwise.regions.tape import named
 
 if TYPE_CHECKING:
@@ -51,12 +53,36 @@ def rerun(executor: Executor, frame: Any, region: Region) -> None:
     ambient = restored(executor.device, frame.surroundings, *frame.ambient)
     with executor.rerunning(frame.unit_states), as_before(frame.buffers), ambient, torch.enable_grad(), hooks:
         args, kwargs = frame.arguments()
-        frame.call(*args, **kwargs)
+        with _names_as_before(frame, region, args, kwargs):
+            frame.call(*args, **kwargs)
     if count != frame.saved:
         raise RecomputeError(
             f"region {region.name}: forward saved {frame.saved} tensors for backward, the recompute pass {count}"
         )
     frame.consume_inputs()
+
+
+@contextlib.contextmanager
+def _names_as_before(frame: Any, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Every name is what the forward found. Of a forward that became opaque all of a sudden, it is not known: the module may
+    change none, then.
+    """
+    if frame.state is not None:
+        with frame.state.as_before():
+            yield
+        return
+    now = State.of(frame.call, args, kwargs, for_backward=False)
+    changed = bool(now.unknown)
+    try:
+        yield
+    finally:
+        changed |= now.put_back()
+    if changed:
+        raise RecomputeError(
+            f"region {region.name} changes attributes in its forward, and a forward was opaque ({named(frame.opaque)}) "
+            "where those before it were alike and were not: it cannot be run again as it ran",
+            'Leave the module out of "tokenwise.regions".',
+        )
 
 
 def as_before(buffers: Any) -> Any:
