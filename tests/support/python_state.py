@@ -35,6 +35,10 @@ def described(value: Any) -> Any:
         return value.get_state().tolist()
     if isinstance(value, random.Random):
         return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, Slotted):
+        return value.scale, getattr(value, "last", None)
     if isinstance(value, types.FunctionType):
         return [described(cell.cell_contents) for cell in value.__closure__ or ()]
     if hasattr(value, "__dict__") and not isinstance(value, type):
@@ -119,7 +123,7 @@ class ThenInPlace(Buffer):
 class Data(Buffer):
     def moves(self, y: torch.Tensor) -> Any:
         self.mean.data = 0.5 * self.mean + y.mean((0, 1))
-        return self.mean
+        return self.mean.clone()  # what autograd saved would be the next forward's
 
 
 class Number(Stateful):

@@ -58,11 +58,11 @@ class State:
         return state
 
     def _follow(self, todo: list[Any]) -> None:
-        seen: set[tuple[type, int]] = set()
+        seen: dict[tuple[type, int], Any] = {}  # alive, so that no other object gets the number
         while todo:
             live = todo.pop()
             kind = kind_of(type(live))
-            if kind is None:
+            if kind is None or (isinstance(live, torch.Tensor) and (live.grad_fn is not None or not is_plain(live))):
                 continue
             if isinstance(kind, Unknown):
                 self.unknown = f"it holds a {kind.name}, whose state cannot be put back"
@@ -70,20 +70,21 @@ class State:
             key = type(live), id(live.owner if isinstance(live, Part) else live)
             if key in seen:
                 continue
-            seen.add(key)
+            seen[key] = live
             todo.extend(self._add(live, kind))
             if isinstance(live, nn.Module):
                 for each in type(live).__mro__:
                     if (type, id(each)) not in seen and is_own(each):
-                        seen.add((type, id(each)))
+                        seen[type, id(each)] = each
                         todo.extend(self._add(each, CLASS))
-            if len(self._found) > MOST_OBJECTS:
+            if len(seen) > MOST_OBJECTS:
                 self.unknown = f"it holds more than {MOST_OBJECTS} objects, too many to put back"
                 return
 
     def _add(self, live: Any, kind: Kind) -> Iterable[Any]:
         state = kind.read(live)
-        self._found.append((live, kind, state))
+        if kind.write is not None:
+            self._found.append((live, kind, state))
         return kind.inside(state)
 
     def put_back(self) -> bool:
@@ -93,6 +94,7 @@ class State:
             for live, kind, state in self._found:
                 if not kind.is_same(kind.read(live), state):
                     changed = True
+                    assert kind.write is not None, "only such are found"
                     kind.write(live, state)
         return changed
 

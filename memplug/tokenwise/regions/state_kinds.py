@@ -51,13 +51,13 @@ class Kind(NamedTuple):
 
     Attributes:
         read: gives its state, a shallow copy.
-        write: puts such a state back.
+        write: puts such a state back; None: it never changes itself.
         inside: what of a state to follow.
         is_same: whether two of its states are the same.
     """
 
     read: Callable[[Any], Any]
-    write: Callable[[Any, Any], None]
+    write: Callable[[Any, Any], None] | None
     inside: Callable[[Any], Iterable[Any]] = lambda state: ()
     is_same: Callable[[Any, Any], bool] = is_same
 
@@ -237,19 +237,12 @@ def _write_cell(cell: types.CellType, state: list[Any]) -> None:
         del cell.cell_contents
 
 
-def _read_tensor(live: torch.Tensor) -> torch.Tensor | None:
-    return alias_of(live) if live.grad_fn is None and is_plain(live) else None
-
-
 def _write_tensor(live: torch.Tensor, state: torch.Tensor) -> None:
     """Put the memory back that a tensor had before `tensor.data` was set."""
-    if state is not None:
-        live.data = state
+    live.data = state
 
 
-def _is_same_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return True
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
@@ -258,14 +251,17 @@ def _write_array(live: Any, state: Any) -> None:
         live[...] = state
 
 
-def _write_nothing(live: Any, state: Any) -> None:
-    """It never changes itself."""
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return all(_is_equal(value, other[name]) for name, value in one.items())
+    return np.array_equal(one, other)
 
 
 def _both(one: Kind, other: Kind) -> Kind:
     def write(live: Any, state: tuple[Any, Any]) -> None:
-        one.write(live, state[0])
-        other.write(live, state[1])
+        for kind, part in zip((one, other), state, strict=True):
+            assert kind.write is not None, "containers and objects change"
+            kind.write(live, part)
 
     return Kind(
         lambda live: (one.read(live), other.read(live)),
@@ -276,7 +272,7 @@ def _both(one: Kind, other: Kind) -> Kind:
 
 
 CLASS = Kind(_read_class, _write_class, _inside_class)
-_TENSOR = Kind(_read_tensor, _write_tensor, is_same=_is_same_memory)
+_TENSOR = Kind(alias_of, _write_tensor, is_same=_is_same_memory)
 _OBJECT = Kind(_read_object, _write_object, dict.values)
 _CONTAINERS: dict[type, Kind] = {
     dict: Kind(_items, _write_dict, dict.values),
@@ -286,19 +282,19 @@ _CONTAINERS: dict[type, Kind] = {
 }
 _FUNCTION = Kind(
     lambda live: (live, live.__closure__ or (), live.__defaults__, live.__kwdefaults__, live.__dict__),
-    _write_nothing,
+    None,
     _inside_function,
 )
 _KINDS: dict[type, Kind] = {
     nn.Module: Kind(lambda live: dict(vars(live)), lambda live, state: _write_dict(vars(live), state), _inside_module),
     Parameters: Kind(_read_parameters, _write_parameters),
     Globals: Kind(_read_globals, _write_globals, dict.values),
-    tuple: Kind(lambda live: live, _write_nothing, tuple.__iter__),
+    tuple: Kind(lambda live: live, None, tuple.__iter__),
     **_CONTAINERS,
     types.FunctionType: _FUNCTION,
     types.CellType: Kind(_read_cell, _write_cell, iter),
-    types.MethodType: Kind(lambda live: (live.__self__, live.__func__), _write_nothing, iter),
-    functools.partial: Kind(lambda live: (live.func, live.args, live.keywords), _write_nothing, iter),
+    types.MethodType: Kind(lambda live: (live.__self__, live.__func__), None, iter),
+    functools.partial: Kind(lambda live: (live.func, live.args, live.keywords), None, iter),
     torch.Generator: Kind(
         lambda live: live.get_state(), lambda live, state: live.set_state(state), is_same=torch.equal
     ),
@@ -308,10 +304,10 @@ _KINDS: dict[type, Kind] = {
     np.random.Generator: Kind(
         lambda live: live.bit_generator.state,
         lambda live, state: setattr(live.bit_generator, "state", state),
-        is_same=lambda a, b: False,
+        is_same=_is_equal,
     ),
     np.random.RandomState: Kind(
-        lambda live: live.get_state(), lambda live, state: live.set_state(state), is_same=lambda a, b: False
+        lambda live: live.get_state(legacy=False), lambda live, state: live.set_state(state), is_same=_is_equal
     ),
     np.ndarray: Kind(lambda live: live.copy(), _write_array, is_same=lambda a, b: a.tobytes() == b.tobytes()),
 }
