@@ -45,8 +45,10 @@ class State:
     def of(
         cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], for_backward: bool = True
     ) -> State:
-        """Returns the state that `call(*args, **kwargs)` is about to find; `for_backward`: without the graphs of tensors,
-        since forwards that no backward follows would make a chain of them.
+        """Returns the state that `call(*args, **kwargs)` is about to find.
+
+        Args:
+            for_backward: without the graphs of tensors: forwards that no backward follows would make a chain of them.
         """
         state = cls()
         with paused():
@@ -54,7 +56,9 @@ class State:
         if state.unknown:
             state._found = []
         elif for_backward:
-            state._found = [(live, kind, _without_graphs(found)) for live, kind, found in state._found]
+            state._found = [
+                (live, kind, _without_graphs(found) if kind.inside else found) for live, kind, found in state._found
+            ]
         return state
 
     def _follow(self, todo: list[Any]) -> None:
@@ -85,7 +89,7 @@ class State:
         state = kind.read(live)
         if kind.write is not None:
             self._found.append((live, kind, state))
-        return kind.inside(state)
+        return kind.inside(state) if kind.inside is not None else ()
 
     def put_back(self) -> bool:
         """Put everything back as it was found; returns whether anything was another object by now."""
@@ -134,7 +138,7 @@ def _without_graphs(state: Any) -> Any:
 
 def _without_graph(value: Any) -> Any:
     if type(value) is tuple:
-        return tuple(map(_without_graph, value)) if any(map(torch.is_tensor, value)) else value
+        return tuple(map(_without_graph, value)) if any(isinstance(each, torch.Tensor) for each in value) else value
     if type(value) is not torch.Tensor or not is_plain(value) or value.grad_fn is None:
         return value
     return alias_of(value).requires_grad_()

@@ -38,9 +38,7 @@ _PLUMBING = set(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_m
 def is_same(one: Any, other: Any) -> bool:
     """Returns whether two states are made of the same objects in the same order."""
     if isinstance(one, dict):
-        return len(one) == len(other) and all(
-            a is b and one[a] is other[b] for a, b in zip(one, other, strict=True)
-        )
+        return len(one) == len(other) and all(a is b and one[a] is other[b] for a, b in zip(one, other, strict=True))
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
     return one is other
@@ -52,13 +50,13 @@ class Kind(NamedTuple):
     Attributes:
         read: gives its state, a shallow copy.
         write: puts such a state back; None: it never changes itself.
-        inside: what of a state to follow.
+        inside: what of a state to follow; None: it has no objects.
         is_same: whether two of its states are the same.
     """
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], None] | None
-    inside: Callable[[Any], Iterable[Any]] = lambda state: ()
+    inside: Callable[[Any], Iterable[Any]] | None = None
     is_same: Callable[[Any, Any], bool] = is_same
 
 
@@ -69,7 +67,7 @@ class Unknown(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of an object's state with a kind of its own: a module's parameters, or the globals that a function names."""
+    """A part of an object with a kind of its own: a module's parameters, or the globals that a function names."""
 
     owner: Any
     live: dict[str, Any]
@@ -258,17 +256,20 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _both(one: Kind, other: Kind) -> Kind:
+    kinds = one, other
+
     def write(live: Any, state: tuple[Any, Any]) -> None:
-        for kind, part in zip((one, other), state, strict=True):
+        for kind, part in zip(kinds, state, strict=True):
             assert kind.write is not None, "containers and objects change"
             kind.write(live, part)
 
-    return Kind(
-        lambda live: (one.read(live), other.read(live)),
-        write,
-        lambda state: (*one.inside(state[0]), *other.inside(state[1])),
-        lambda a, b: one.is_same(a[0], b[0]) and other.is_same(a[1], b[1]),
-    )
+    def inside(state: tuple[Any, Any]) -> Iterable[Any]:
+        return [each for kind, part in zip(kinds, state, strict=True) if kind.inside for each in kind.inside(part)]
+
+    def is_same_pair(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+        return one.is_same(a[0], b[0]) and other.is_same(a[1], b[1])
+
+    return Kind(lambda live: (one.read(live), other.read(live)), write, inside, is_same_pair)
 
 
 CLASS = Kind(_read_class, _write_class, _inside_class)

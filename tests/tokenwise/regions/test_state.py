@@ -83,7 +83,9 @@ def test_gradients_and_state_are_those_without_memplug(
     monkeypatch.setattr(Stateful, "opaque", opaque)
     plain_steps, *_ = trained(make, step, None)
     found, model, executor = trained(make, step, alpha)
-    for (gradient, state, of_class), (right, right_state, right_of_class) in zip(found[:-1], plain_steps[:-1], strict=True):
+    for (gradient, state, of_class), (right, right_state, right_of_class) in zip(
+        found[:-1], plain_steps[:-1], strict=True
+    ):
         assert_same(gradient, right)
         assert state == right_state
         assert of_class == right_of_class
@@ -191,7 +193,9 @@ def test_a_forward_that_is_opaque_all_of_a_sudden_runs_again_where_it_changes_no
     loss = model(x)
     state = [described(layer) for layer in model.layers]
     if moves_names:
-        with pytest.raises(RecomputeError, match="changes attributes in its forward, and a forward was opaque") as error:
+        with pytest.raises(
+            RecomputeError, match="changes attributes in its forward, and a forward was opaque"
+        ) as error:
             loss.backward()
         assert "tokenwise.regions" in error.value.advice
     else:
