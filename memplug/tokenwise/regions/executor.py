@@ -227,7 +227,7 @@ class Executor:
         return not (dist.is_initialized() and dist.get_world_size() > 1)
 
     def note_opaque(self, region: Region, why: int | str, why_it_keeps: str = "") -> None:
-        """No tape tells what the region does: the reason, or bits of them. `why_it_keeps`: see memplug/native/frame.h."""
+        """No tape tells what the region does: the reason, or bits of it. `why_it_keeps`: "" where it runs again."""
         if not isinstance(why, str):
             if self.functions.found_some():
                 return  # they are units from the next forward on

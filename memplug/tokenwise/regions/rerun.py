@@ -64,7 +64,7 @@ def rerun(executor: Executor, frame: Any, region: Region) -> None:
 
 @contextlib.contextmanager
 def _names_as_before(frame: Any, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Every name is what the forward found, meanwhile. Of a forward that became opaque all of a sudden this is not known:
+    """Every name is what the forward found, meanwhile. Where a forward became opaque all of a sudden this is not known:
     the module may change none, then.
     """
     if frame.state is not None:
