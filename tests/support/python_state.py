@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import random
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,8 @@ def described(value: Any) -> Any:
         return [described(each) for each in value]
     if isinstance(value, np.ndarray):
         return value.tolist()
+    if isinstance(value, weakref.ref):
+        return described(value())
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
     if isinstance(value, random.Random):
