@@ -111,6 +111,7 @@ void add_flow(py::module_& module) {
           [](Region& region, bool agreed) { region.change([&](Setting& changed) { changed.is_agreed = agreed; }); })
       .def_readwrite("seen", &Region::seen)
       .def_readwrite("repeats", &Region::repeats)
+      .def_property_readonly("asks", [](const Region& region) { return region.asks.value_or(false); })
       .def_readwrite("communicates", &Region::communicates)
       .def_readwrite("offloads_late", &Region::offloads_late)
       .def("note_given", [](Region& region, int64_t bytes) { region.given_bytes.push_back(bytes); })

@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "clock.h"
+#include "layouts.h"
 
 namespace memplug {
 
@@ -77,8 +78,7 @@ Frame::~Frame() {
 // -- forward ----------------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
-  const bool is_plain = value.has_storage() && !value.key_set().has(c10::DispatchKey::Python);
-  if (auto part = is_plain ? input_of(forward.storages.find(value)) : nullptr) { // of any shape: all of it was swapped
+  if (auto part = is_plain(value) ? input_of(forward.storages.find(value)) : nullptr) { // of any shape: all of it was swapped
     return part;
   }
   std::shared_ptr<Swapped> part;
@@ -124,6 +124,22 @@ void Frame::before_write(int32_t storage, const at::Tensor& tensor) {
   }
   flow->transfer->before_write(*part.swapped);
   writes_input = writes_input || input_of(storage) != nullptr;
+}
+
+at::Tensor Frame::early(size_t index) {
+  const Forward::Saved& saved = forward.saved.at(index);
+  region->asks = true;
+  if (std::this_thread::get_id() != thread_) {
+    forward.blind(ASKED);
+  }
+  if (saved.held.defined() || saved.kept.defined()) {
+    return saved.held.defined() ? saved.held : saved.kept;
+  }
+  const at::Tensor& memory = forward.given.at(saved.use.storage).tensor;
+  if (!memory.defined()) {
+    throw Failure(Failure::ASKED_EARLY, saved.use.geometry.size);
+  }
+  return tensor_at(memory, saved.use.geometry);
 }
 
 void Frame::before_write_elsewhere(const at::Tensor& tensor) {

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -105,6 +106,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
 
   // What backward asked for raised an error, Python's of now.
   virtual void explain() = 0;
+
+  // A saved tensor that the forward itself asks for, as it wants a gradient. Throws `ASKED_EARLY` where it is not there.
+  at::Tensor early(size_t index);
 
   // A saved tensor that is a view of a captured one; a copy, where a unit's backward gets it and others still read that one.
   at::Tensor view(size_t index);
@@ -220,6 +224,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::map<size_t, size_t> launches_; // where a collective is launched -> where its result is there, captured
   std::map<int32_t, Part> parts_; // captured tensors by storage
   bool is_over_ = false;
+  const std::thread::id thread_ = std::this_thread::get_id(); // that runs the forward
 };
 
 } // namespace memplug

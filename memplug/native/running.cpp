@@ -6,6 +6,7 @@
 
 #include "as_written.h"
 #include "clock.h"
+#include "layouts.h"
 #include "saved_type.h"
 
 namespace py = pybind11;
@@ -84,6 +85,7 @@ py::object Running::run(
     frame->is_unrepeatable = !state.is_none() && py::bool_(state.attr("unknown"));
     frame->forward.holds =
         frame->is_unrepeatable || (region->may_stray() && !frame->executor_.attr("is_alone")().cast<bool>());
+    frame->forward.lends = region->asks.value_or(true);
     region->is_undecided = false;
     frame->ambient.emplace(flow->device);
     frame->surroundings = std::move(surroundings);
@@ -130,10 +132,10 @@ Running::Item Running::item_of(py::handle object) {
     return {py::reinterpret_borrow<py::object>(object), nullptr, nullptr};
   }
   const at::Tensor& value = tensor_of(object);
-  given_bytes += static_cast<int64_t>(value.nbytes());
+  given_bytes += memory_bytes(value);
   const bool swaps = region->swaps_input && value.requires_grad() && !value.is_leaf();
   auto swapped = Frame::enter(value, swaps);
-  const int32_t storage = value.has_storage() ? forward.storages.find(value) : -1;
+  const int32_t storage = is_wrapped(value) ? -1 : forward.storages.find(value);
   const bool is_subclass = !THPVariable_CheckExact(object.ptr()), parameter = is_subclass && is_parameter(value);
   py::object type = parameter ? py::object() : type_of(object);
   if (swapped != nullptr) {
@@ -178,6 +180,7 @@ void Running::over() {
     state = py::none();
   }
   region->seen = region->seen || !is_opaque || region->opaque; // else it may be none with its units, from now on
+  region->asks = region->asks.value_or(false);
   ++region->forwards;
   region->communicates = region->communicates || communicates;
   region->given_bytes.push_back(given_bytes);
@@ -234,8 +237,7 @@ void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
 void Running::remember(const at::Tensor& tensor) {
   for (const Item& item : items_) {
     const at::Tensor* const held = item.held != nullptr ? &item.held->tensor : nullptr;
-    if (held != nullptr && held->has_storage() && !held->key_set().has(c10::DispatchKey::Python) &&
-        held->is_alias_of(tensor)) {
+    if (held != nullptr && is_plain(*held) && held->is_alias_of(tensor)) {
       item.held->before_write();
       if (input_of(item.storage) == nullptr) { // else another argument is that memory, swapped
         written.emplace(item.storage, item.held);

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "forward.h"
+#include "layouts.h"
 #include "versions.h"
 
 namespace memplug {
@@ -23,7 +24,7 @@ Forward::~Forward() {
 void Forward::save(const at::Tensor& tensor, bool held) {
   Saved found;
   found.use = {{0}, -1, {}};
-  if (held || !tensor.has_storage() || tensor.key_set().has(c10::DispatchKey::Python)) {
+  if (held || !is_plain(tensor)) {
     found.held = without_graph(tensor);
   } else {
     int32_t storage = storages.find(tensor);
@@ -40,7 +41,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
       count(storage);
     }
     found.use = {{0}, storage, Geometry::of(tensor, storages.origins[storage])};
-    if (holds) {
+    if (holds || lends) {
       found.kept = without_graph(tensor);
     }
   }
@@ -107,6 +108,9 @@ at::Tensor Forward::given_again(int32_t storage, bool regathered, bool changes) 
   TORCH_CHECK(memory.tensor.defined(), "memplug: a region input is not there in the recompute pass");
   if (!changes) {
     check_version(memory.tensor, memory.version, "tensor that its region reads");
+  }
+  if (is_irregular(memory.tensor)) {
+    return memory.tensor;
   }
   const size_t nbytes = regathered ? memory.tensor.nbytes() : memory.tensor.storage().nbytes();
   TORCH_CHECK(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from memplug import native
-from memplug.errors import ConflictError, InPlaceError, NativeError
+from memplug.errors import ConflictError, InPlaceError, NativeError, RecomputeError
 from memplug.tokenwise.regions import operators
 
 log = logging.getLogger("memplug")
@@ -59,6 +59,18 @@ def fail(kind: int, size: str) -> NoReturn:
         raise InPlaceError(
             f"a function with kernels of its own wrote to a {size} tensor from outside of its region, which is not "
             "undone"
+        )
+    if kind == 4:
+        raise InPlaceError(
+            "a sparse, nested or quantized tensor from outside of a region was modified in place inside of it, which is "
+            "not undone",
+            "Modify a clone of it, or leave the module out of \"tokenwise.regions\".",
+        )
+    if kind == 5:
+        raise RecomputeError(
+            f"a region asks for a gradient in its own forward, which its forwards before did not, and the {size} tensor "
+            "that this needs is gone",
+            "Run the step again: from now on the region keeps what it needs until its forward is over.",
         )
     raise ConflictError(
         "backward ran through a graph after its memplug session was detached, and its rows are gone",

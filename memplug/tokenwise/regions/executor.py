@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from memplug.device.device import Device
 from memplug.device.host_pool import HostPool
@@ -118,7 +119,7 @@ class Executor:
         self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
         self.on_timed: Callable[[Region, Any, Tape], None] | None = None
         self._warned = False
-        self._told_of_capture = False
+        self._told_of_capture = self._told_of_transform = False
 
     def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
         """Take device times around every operator of a region, from the next forward on, each of which the listener is
@@ -145,7 +146,7 @@ class Executor:
 
     def run(self, region: Region, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
-        if not torch.is_grad_enabled() or self._is_captured():
+        if not torch.is_grad_enabled() or self._is_captured() or self._is_transformed():
             return call(*args, **kwargs)
         if region.is_plain and self._runs_plain(region, args, kwargs):
             return call(*args, **kwargs)
@@ -287,7 +288,13 @@ class Executor:
             self.divergences += 1
             if self.divergences == 1:
                 log.warning("memplug: region %s is recomputed in full: %s", region.name, str(divergence))
+            self._replay_in_full(region, replay)
+
+    def _replay_in_full(self, region: Region, replay: Callable[[], None]) -> None:
+        try:
             replay()
+        except self.core.Diverged as divergence:
+            raise RecomputeError(f"region {region.name}: {divergence}") from None
 
     def close(self) -> None:
         """Wait for all copies and give back the host memory. Graphs still in flight can no longer run backward."""
@@ -304,6 +311,20 @@ class Executor:
             self._told_of_capture = True
             log.warning(
                 "memplug: regions inside of a CUDA graph run as they are: nothing of them is swapped or recomputed"
+            )
+        return True
+
+    def _is_transformed(self) -> bool:
+        """Whether a transform of torch.func, or forward-mode differentiation, is under way: its tensors have no memory
+        of their own to swap.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
+            return False
+        if not self._told_of_transform:
+            self._told_of_transform = True
+            log.warning(
+                "memplug: regions inside of a function transform or of forward-mode differentiation run as they are: "
+                "nothing of them is swapped or recomputed"
             )
         return True
 

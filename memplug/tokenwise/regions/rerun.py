@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from memplug.errors import RecomputeError
 from memplug.tokenwise.regions.ambient import restored
@@ -35,9 +37,9 @@ def rerun(executor: Executor, frame: Any, region: Region) -> None:
             "it were alike and were not: run again on this rank alone, it would leave the others waiting",
             'Leave the module out of "tokenwise.regions".',
         )
-    count = 0
+    count, asks = 0, region.native.asks
 
-    def pack(tensor: torch.Tensor) -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor | None:
         nonlocal count
         if count < frame.saved and frame.has_to_restore(count):
             size, dtype = frame.saved_as(count)
@@ -48,10 +50,12 @@ def rerun(executor: Executor, frame: Any, region: Region) -> None:
                 )
             frame.restore(count, tensor.detach())
         count += 1
+        return tensor.detach() if asks else None
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lent)
     ambient = restored(executor.device, frame.surroundings, *frame.ambient)
-    with executor.rerunning(frame.unit_states), as_before(frame.buffers), ambient, torch.enable_grad(), hooks:
+    states = executor.rerunning(frame.unit_states)
+    with no_transforms(), states, as_before(frame.buffers), ambient, torch.enable_grad(), hooks:
         args, kwargs = frame.arguments()
         with _names_as_before(frame, region, args, kwargs):
             frame.call(*args, **kwargs)
@@ -90,5 +94,14 @@ def as_before(buffers: Any) -> Any:
     return contextlib.nullcontext() if buffers is None else buffers.as_before()
 
 
-def _never(packed: Any) -> torch.Tensor:
-    raise AssertionError("the recompute pass's own graph is never run")
+def lent(packed: torch.Tensor | None) -> torch.Tensor:
+    """Returns a saved tensor of a pass whose module asks for a gradient itself; nothing else runs the pass's graph."""
+    assert packed is not None, "a region that never asked for a gradient does so when it runs again"
+    return packed
+
+
+def no_transforms() -> AbstractContextManager[None]:
+    """Returns a context without the function transforms that backward runs in, such as that of batched gradients."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    return temporarily_clear_interpreter_stack()
