@@ -21,32 +21,35 @@ MEMPLUG = {"forward", "_memplug_region"}
 
 def described(value: Any) -> Any:
     """Returns a value as something that `==` compares to the bit, attributes and containers included."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.requires_grad, value.tolist()
-    if isinstance(value, nn.Module):
-        own = {name: each for name, each in vars(value).items() if name not in MEMPLUG and "hooks" not in name}
-        return type(value).__name__, [(name, described(each)) for name, each in own.items()]
-    if isinstance(value, dict):
-        return [(key, described(each)) for key, each in value.items()]
-    if isinstance(value, (list, tuple, collections.deque)):
-        return [described(each) for each in value]
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, weakref.ref):
-        return described(value())
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, Slotted):
-        return value.scale, getattr(value, "last", None)
-    if isinstance(value, types.FunctionType):
-        return [described(cell.cell_contents) for cell in value.__closure__ or ()]
+    for cls, describe in _DESCRIBED.items():
+        if isinstance(value, cls):
+            return describe(value)
     if hasattr(value, "__dict__") and not isinstance(value, type):
-        return [(name, described(each)) for name, each in vars(value).items()]
+        return described(vars(value))
     return value
+
+
+def _module(value: nn.Module) -> Any:
+    own = {name: each for name, each in vars(value).items() if name not in MEMPLUG and "hooks" not in name}
+    return type(value).__name__, described(own)
+
+
+def _each(values: Any) -> list[Any]:
+    return [described(value) for value in values]
+
+
+_DESCRIBED: dict[Any, Callable[[Any], Any]] = {
+    torch.Tensor: lambda value: (value.dtype, value.requires_grad, value.tolist()),
+    nn.Module: _module,
+    dict: lambda value: [(key, described(each)) for key, each in value.items()],
+    (list, tuple, collections.deque): _each,
+    weakref.ref: lambda value: described(value()),
+    np.ndarray: lambda value: value.tolist(),
+    torch.Generator: lambda value: value.get_state().tolist(),
+    random.Random: lambda value: value.getstate(),
+    np.random.Generator: lambda value: value.bit_generator.state,
+    types.FunctionType: lambda value: _each(cell.cell_contents for cell in value.__closure__ or ()),
+}
 
 
 @dataclasses.dataclass
@@ -64,6 +67,9 @@ class Slotted:
 
     def __init__(self) -> None:
         self.scale = 1.0
+
+
+_DESCRIBED[Slotted] = lambda value: (value.scale, getattr(value, "last", None))
 
 
 def counter() -> Callable[[], int]:

@@ -9,6 +9,8 @@ from memplug.errors import MemplugError
 from tests.support.random_programs import Program, programs
 
 EXAMPLES, LONG_EXAMPLES = 150, 3_000
+UNDER_HOOKS = "don't yet support saved tensor hooks"
+"""Of torch, for a transform inside of a region: memplug sees what autograd saves by such hooks."""
 
 
 def check(program: Program, alpha: float | str) -> None:
@@ -19,6 +21,9 @@ def check(program: Program, alpha: float | str) -> None:
         event(f"refused: {type(other).__name__}")
         assert other.advice
         assert found == right[: len(found)]
+        return
+    if error is None and UNDER_HOOKS in str(other):
+        event("a transform inside")
         return
     if (type(other), str(other)) != (type(error), str(error)):
         raise AssertionError(f"without memplug: {error!r}; with it: {other!r}") from other

@@ -64,7 +64,7 @@ def fail(kind: int, size: str) -> NoReturn:
         raise InPlaceError(
             "a sparse, nested or quantized tensor from outside of a region was modified in place inside of it, which is "
             "not undone",
-            "Modify a clone of it, or leave the module out of \"tokenwise.regions\".",
+            'Modify a clone of it, or leave the module out of "tokenwise.regions".',
         )
     if kind == 5:
         raise RecomputeError(
