@@ -39,6 +39,7 @@ from memplug.tokenwise.regions.hidden import HiddenFunctions
 from memplug.tokenwise.regions.hooks import Hooks
 from memplug.tokenwise.regions.region import Region
 from memplug.tokenwise.regions.rerun import as_before, rerun
+from memplug.tokenwise.regions.state import State
 from memplug.tokenwise.regions.tape import Tape, named
 from memplug.tokenwise.regions.times import Times
 from memplug.tokenwise.regions.units import run_again
@@ -187,7 +188,7 @@ class Executor:
         """
         times = Times(self.device) if self.on_timed is not None else None
         surroundings = [take() for take in self.hooks.surroundings]
-        state = region.state_before(call, args, kwargs)
+        state = _state_before(region, call, args, kwargs)
         watched = contextlib.nullcontext() if region.native.repeats else AddressMode(self.core)
         with watched:
             return self.flow.run(region.native, self, region, times, surroundings, state, call, args, kwargs)
@@ -340,3 +341,13 @@ class Executor:
                 "memplug: the host budget of %.2f GiB is used up: later regions swap fewer rows and recompute more",
                 self.pool.budget_bytes / 2**30,
             )
+
+
+def _state_before(region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> State | None:
+    """Returns the Python state that a forward which may be opaque is about to find; None: it repeats a template."""
+    if region.native.repeats or region.unknown_state is not None:
+        return None if region.native.repeats else region.unknown_state
+    state = State.of(call, args, kwargs)
+    if state.unknown:
+        region.unknown_state = state
+    return state

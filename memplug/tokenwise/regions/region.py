@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from memplug.plan.decisions import Setting
 from memplug.tokenwise.regions.core import core
-from memplug.tokenwise.regions.state import State
 
 
 class Region:
@@ -22,6 +20,7 @@ class Region:
         key: of what it ran last, see `Setting`.
         setting: what it runs by, from the next forward on.
         partners: ranks that its units talk to past torch's operators; None: not known.
+        unknown_state: of `memplug.tokenwise.regions.state`, where it depends on state that cannot be put back.
         native: the same for the native core, and what that found out (memplug/native/region.h).
     """
 
@@ -30,7 +29,7 @@ class Region:
         self.native: Any = known.Region(kind) if known is not None else _Alone()
         self.name, self.kind = name, kind
         self._opaque = ""
-        self._unknown_state: State | None = None
+        self.unknown_state: Any = None
         self.partners: frozenset[int] | None = frozenset()
         self.set(Setting(kind, rows, is_agreed=is_agreed))
 
@@ -47,17 +46,6 @@ class Region:
             native.offloads_late = setting.learnt.offloads_late
             for index, name in setting.learnt.unneeded.items():
                 native.leave_out(index, name)
-
-    def state_before(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> State | None:
-        """Returns the Python state that a forward which may be opaque is about to find; None: it repeats a template."""
-        if self.native.repeats:
-            return None
-        if self._unknown_state is not None:
-            return self._unknown_state
-        state = State.of(call, args, kwargs)
-        if state.unknown:
-            self._unknown_state = state
-        return state
 
     @property
     def is_plain(self) -> bool:
