@@ -39,7 +39,8 @@ def _each(values: Any) -> list[Any]:
 
 
 _DESCRIBED: dict[Any, Callable[[Any], Any]] = {
-    torch.Tensor: lambda value: (value.dtype, value.requires_grad, value.tolist()),
+    float: repr,  # as which even no numbers are equal
+    torch.Tensor: lambda value: (value.dtype, value.requires_grad, repr(value.tolist())),
     nn.Module: _module,
     dict: lambda value: [(key, described(each)) for key, each in value.items()],
     (list, tuple, collections.deque): _each,

@@ -210,8 +210,8 @@ class Program:
                 except Exception as raised:
                     error = raised
                     break
-                grads = [(n, p.grad.tolist()) for n, p in model.named_parameters() if p.grad is not None]
-                found.append((name, [loss.tolist() for loss in losses], grads, described(model)))
+                grads = [(n, described(p.grad)) for n, p in model.named_parameters()]
+                found.append((name, described(losses), grads, described(model)))
                 optimizer.step()
                 optimizer.zero_grad()
                 if alpha is not None:
