@@ -8,7 +8,7 @@ from hypothesis import event, given, settings
 from memplug.errors import MemplugError
 from tests.support.random_programs import Program, programs
 
-EXAMPLES, LONG_EXAMPLES = 150, 3_000
+EXAMPLES, LONG_EXAMPLES = 200, 3_000
 UNDER_HOOKS = "don't yet support saved tensor hooks"
 """Of torch, for a transform inside of a region: memplug sees what autograd saves by such hooks."""
 
@@ -22,7 +22,7 @@ def check(program: Program, alpha: float | str) -> None:
         assert other.advice
         assert found == right[: len(found)]
         return
-    if error is None and UNDER_HOOKS in str(other):
+    if UNDER_HOOKS in str(other):
         event("a transform inside")
         return
     if (type(other), str(other)) != (type(error), str(error)):
