@@ -8,7 +8,7 @@ from hypothesis import event, given, settings
 from memplug.errors import MemplugError
 from tests.support.random_programs import Program, programs
 
-EXAMPLES, LONG_EXAMPLES = 200, 3_000
+EXAMPLES, PLANNED_EXAMPLES, LONG_EXAMPLES = 300, 60, 3_000
 UNDER_HOOKS = "don't yet support saved tensor hooks"
 """Of torch, for a transform inside of a region: memplug sees what autograd saves by such hooks."""
 
@@ -39,7 +39,7 @@ def test_a_layer_trains_as_without_memplug_or_an_error_has_advice(alpha: float, 
 
 
 @given(program=programs(most_steps=8))
-@settings(max_examples=5, derandomize=True, database=None)
+@settings(max_examples=PLANNED_EXAMPLES, derandomize=True, database=None)
 def test_a_layer_trains_as_without_memplug_with_a_plan(program: Program) -> None:
     check(program, "auto")
 
