@@ -228,7 +228,14 @@ def counts(layer: Layer, y: torch.Tensor) -> torch.Tensor:
 
 def rebinds(layer: Layer, y: torch.Tensor) -> torch.Tensor:
     layer.mean = 0.5 * layer.mean + y.detach().mean((0, 1))
-    return y * layer.mean
+    return y * layer.mean.clone()
+
+
+def saves_what_moves(layer: Layer, y: torch.Tensor) -> torch.Tensor:
+    y = y * layer.mean
+    with torch.no_grad():
+        layer.mean.mul_(0.5)
+    return y
 
 
 def moves_in_place(layer: Layer, y: torch.Tensor) -> torch.Tensor:
@@ -307,7 +314,17 @@ STEPS: dict[str, Step] = {
         for step in (
             *(attention, in_place, routed, masked, expanded, strided, complex_numbers, lazy, sparse, quantized, float8),
             *(meta, subclass, wrapped, recurrent, jagged, nested, without_gradients, inference, inference_saved),
-            *(autocast, checkpointed, vmapped, gradient_inside, functional_gradient, counts, rebinds, moves_in_place),
+            *(
+                autocast,
+                checkpointed,
+                vmapped,
+                gradient_inside,
+                functional_gradient,
+                counts,
+                rebinds,
+                moves_in_place,
+                saves_what_moves,
+            ),
             *(appends, tracks, closes_over, keeps_graph, draws, drops, skips, address, raises, reshapes, fails),
         )
     },
