@@ -34,10 +34,12 @@ class Counters:
         dynamic_missed: or its group's reusable space had no room,
         without_gradients: or it is a validation's, and no reusable space was large enough.
         native_bytes: of those four.
+        lasting, lasting_bytes: left to the native allocator: what such a request gets outlives its step.
         elsewhere: likewise, of threads that do not train, and of passes that were withheld.
         written_freed: blocks that were written to after they had been given back, in the mode that checks,
         written_beyond: or beyond their end.
         reserved_bytes: now, with what is still in use of earlier plans.
+        leftover_bytes: now, held by blocks of earlier steps in the part that is used again and again, and in the annex.
         live_bytes, peak_bytes: in use now, and the most since the last plan.
         live_size, peak_size: likewise, rounded up to what they occupy.
     """
@@ -53,10 +55,13 @@ class Counters:
     dynamic_missed: int = 0
     without_gradients: int = 0
     native_bytes: int = 0
+    lasting: int = 0
+    lasting_bytes: int = 0
     elsewhere: int = 0
     written_freed: int = 0
     written_beyond: int = 0
     reserved_bytes: int = 0
+    leftover_bytes: int = 0
     live_bytes: int = 0
     live_size: int = 0
     peak_bytes: int = 0
@@ -159,6 +164,24 @@ class Arena:
         """Serves nothing until the next step begins: what is asked for between two steps is no part of the program."""
         if self.serving:
             self._native.end_arena_step()
+
+    def leftovers(self) -> list[tuple[int, int]]:
+        """Returns the bytes [begin, end) of the part that is used again and again that blocks of earlier steps hold."""
+        return self._native.arena_leftovers() if self.serving else []
+
+    def extend(self, nbytes: int) -> bool:
+        """Reserve an annex of so many bytes in place of the former one, for requests whose bytes leftovers hold; 0: none.
+
+        Called between two steps.
+
+        Returns:
+            False: there is not as much memory, and no annex now.
+        """
+        try:
+            self._native.extend_arena(nbytes)
+        except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is one
+            return False
+        return True
 
     def late(self) -> list[tuple[int, int]]:
         """Requests of the plan, by their index, whose blocks were still in use when the plan had their bytes for

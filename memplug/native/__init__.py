@@ -24,7 +24,7 @@ CORE = Extension(
             "literals storages tape unfilled units",
             "followed_step leaving relief repeated_step returning short_step storage_swapper swap_list swap_step",
             "clock exchange host_rows operator_names replay rounding streams transfer",
-            "arena arena_plan cpu_allocator requests serving",
+            "arena arena_plan cpu_allocator leftovers requests serving",
             "cuda_allocator cuda_arena cuda_device other_allocator",
         )
     ),
