@@ -13,9 +13,10 @@ from memplug.arena.arena import Arena, Counters
 from memplug.arena.tables import Tables
 from memplug.plan.schema import MemoryPlan
 
-CROWDED_STEPS = 3  # in a row in which requests found their bytes held, after which there is an annex
 SPARE_SHARE = 0.25  # of an annex, since its requests are placed as they come
-GROWTH = 1.5  # where an annex does not suffice
+CROWDED_STEPS = 3  # in a row in which it did not suffice, after which it is made larger
+GROWTH = 1.5
+MOST = 2.0  # times what they have in use at once
 GRANULARITY_BYTES = 512
 
 
@@ -49,11 +50,12 @@ class LeftoverRoom:
             self._crowded_steps = 0
             return self._resize(0)
         self._crowded_steps = self._crowded_steps + 1 if step.occupied else 0
-        if self._crowded_steps < CROWDED_STEPS or self._refused:
+        if not step.occupied or self._refused:
             return False
-        self._crowded_steps = 0
         needed = displaced_bytes(plan, tables, self._arena.leftovers())
-        wanted = max((1 + SPARE_SHARE) * needed, GROWTH * self._bytes if needed else 0)
+        wanted = (1 + SPARE_SHARE) * needed
+        if self._crowded_steps >= CROWDED_STEPS:
+            wanted = max(wanted, min(GROWTH * self._bytes, MOST * needed))
         wanted = min(-(-int(wanted) // GRANULARITY_BYTES) * GRANULARITY_BYTES, tables.reused_bytes)
         return wanted > self._bytes and self._resize(wanted)
 
@@ -61,7 +63,7 @@ class LeftoverRoom:
         if nbytes == self._bytes:
             return False
         reserved = self._arena.extend(nbytes)
-        self._bytes, self._refused = nbytes if reserved else 0, not reserved
+        self._bytes, self._refused, self._crowded_steps = nbytes if reserved else 0, not reserved, 0
         return True
 
 

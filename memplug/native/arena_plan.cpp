@@ -62,14 +62,13 @@ void Arena::load(ArenaPlan plan) {
   open_ = true;
 }
 
-// Memory that any stream may be the first to use.
 Arena::Part* Arena::add_part(int64_t nbytes, Role role) {
   char* const begin = device_.reserve(static_cast<size_t>(nbytes));
   auto part = std::make_unique<Part>(Part{begin, nbytes, device_.current_stream(), role});
   if (checks_) {
     device_.fill(begin, nbytes, FREED, part->stream);
   }
-  device_.synchronize();
+  device_.synchronize(); // any stream may be the first to use it
   const std::lock_guard<std::mutex> lock(mutex_);
   parts_.push_back(std::move(part));
   return parts_.back().get();

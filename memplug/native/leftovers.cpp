@@ -14,7 +14,7 @@ namespace {
 
 constexpr int32_t MOST_ALIKE = 8; // live blocks of one kind in space that they were not planned for: more are being kept
 constexpr int32_t MOST_AT_A_PLACE = 16; // leftovers of all sizes
-constexpr uint32_t FIRST_PAUSE = 8; // steps; doubles with each leftover of the kind
+constexpr uint32_t FIRST_PAUSE = 32; // steps; doubles with each leftover of the kind
 constexpr int32_t MOST_DOUBLINGS = 20;
 constexpr size_t MANY_MARKS = 4096;
 
@@ -194,13 +194,14 @@ void* Arena::serve_reusable(const Kind& kind, size_t nbytes, Stream stream) {
   return take_other(*reused_, found.second - kind.size, kind, nbytes, stream, ~uint64_t{0});
 }
 
-// Reusable space for what the plan does not know, but for what is kept in numbers.
+// Space for what the plan does not know, but for what is kept in numbers.
 void* Arena::serve_between(const Kind& kind, size_t nbytes, Stream stream) {
   const auto known = marks_.find(kind);
   if (known != marks_.end() && known->second.live >= MOST_ALIKE) {
     return nullptr;
   }
-  void* const found = serve_reusable(kind, nbytes, stream);
+  void* found = serve_reusable(kind, nbytes, stream);
+  found = found == nullptr && annex_ != nullptr ? take_annex(kind, nbytes, stream) : found;
   if (found != nullptr && kind.number == NO_ROW) {
     ++marks_[kind].live;
     others_[static_cast<char*>(found)].counted = true;

@@ -57,8 +57,11 @@ void what_an_earlier_plan_kept_frees_nothing_of_a_later_one() {
   void* const former = ask(arena, 1);
   arena.load(keeping());
   arena.begin_step();
-  CHECK(former != nullptr && ask(arena, 1) != nullptr);
+  CHECK(former != nullptr && device.reserved.size() == 1 && ask(arena, 1) == nullptr); // it holds the one slot
   arena.give_back(former);
+  void* const later = ask(arena, 1);
+  CHECK(later == former && !arena.give_back(static_cast<char*>(later) + UNIT));
+  arena.begin_step();
   CHECK(ask(arena, 1) == nullptr); // its one slot is taken
 }
 
