@@ -233,7 +233,7 @@ def train_keeping(
             run.losses.append(t.loss.item())
             session.step()
             if block["enabled"]:
-                run.report, run.counters = session.report(), session._boundary.serving.counters
+                run.report = session.report()
                 sums = _sums(run.report)
                 run.served.append((sums[0] - before[0], sums[1] - before[1]))
                 before = sums
