@@ -170,7 +170,7 @@ class Arena:
         return self._native.arena_leftovers() if self.serving else []
 
     def extend(self, nbytes: int) -> bool:
-        """Reserve an annex of so many bytes in place of the former one, for requests whose bytes leftovers hold; 0: none.
+        """Reserve an annex in place of the former one, for requests whose bytes leftovers hold; of 0 bytes: none.
 
         Called between two steps.
 

@@ -1,8 +1,8 @@
 """Room for what leftovers displace: blocks that outlive their step although the plan did not know of it.
 
-The native arena leaves the requests of such blocks to torch's allocator from the next step on (native/leftovers.cpp), so
-that leftovers stay few. Yet each holds bytes that the plan has for others. Those get an annex: as much memory as they have
-in use at once, beside the arena, for as long as there are leftovers.
+The native arena leaves the requests of such blocks to torch's allocator from the next step on
+(native/leftovers.cpp), so that leftovers stay few. Yet each holds bytes that the plan has for others. Those get an
+annex: as much memory as they have in use at once, beside the arena, for as long as there are leftovers.
 """
 
 from __future__ import annotations

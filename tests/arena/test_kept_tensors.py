@@ -1,4 +1,4 @@
-"""Scripts that keep tensors from step to step: the arena goes on serving, its memory does not grow, and numbers stay."""
+"""Scripts that keep tensors from step to step: the arena goes on serving, and its memory does not grow."""
 
 from __future__ import annotations
 
