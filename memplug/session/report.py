@@ -70,9 +70,9 @@ def arena(serving: PlannedAddresses | None, why: str) -> dict[str, Any]:
 
     `arena_fallback` counts requests that the native allocator got although a plan was there, `arena_lasting` besides
     those that it got as their blocks outlive the step. `arena_step_served` is the share of the last step's other
-    requests that the arena had bytes for, `arena_peak_bytes` the most in use of it since the last plan, in whole blocks.
-    `arena_leftover_bytes` are held by blocks of earlier steps that the plan did not know to last; `native_bytes` is what
-    the native allocator has in use, None on the CPU.
+    requests that the arena had bytes for, `arena_peak_bytes` the most in use of it since the last plan, in whole
+    blocks. `arena_leftover_bytes` are held by blocks of earlier steps that the plan did not know to last;
+    `native_bytes` is what the native allocator has in use, None on the CPU.
 
     Args:
         serving: None: there is no arena, or none yet.
