@@ -152,6 +152,15 @@ class InPlaceError(MemplugError):
     )
 
 
+class RanksError(MemplugError):
+    """Ranks that train one model do not attach to it, or do not end their steps, together."""
+
+    default_advice = (
+        "Attach on all ranks that train the model, as often as on the others. Where some ranks of the job do not train "
+        "it, say which do: `memplug.attach(model, config, group=group)`, with a process group or the list of ranks."
+    )
+
+
 class TraceError(MemplugError):
     """A trace cannot be read or written, or holds what no recording can: indices out of range, a double free."""
 

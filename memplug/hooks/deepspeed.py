@@ -22,10 +22,11 @@ import contextlib
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from memplug.config import MemplugConfig, offloads_of, read_ds_config
@@ -84,6 +85,14 @@ class DeepSpeed(Framework):
                 f'DeepSpeed offloads itself ({offloads}), and "swap": {{"states": true}} would move the same tensors',
                 "Remove one of the two; only DeepSpeed's helps where the device has no room while the optimizer runs.",
             )
+
+    def groups(self, target: Target) -> Sequence[Any]:
+        """All that share the engine's parameters; where it splits layers too, all ranks of the job."""
+        engine = target.engine
+        group = getattr(engine, "seq_data_parallel_group", None) or getattr(engine, "data_parallel_group", None)
+        if getattr(engine, "mpu", None) is None and group is not None:
+            return [group]
+        return [list(range(dist.get_world_size()))] if dist.is_initialized() else []
 
     def regathers(self, target: Target) -> bool:
         return target.engine.zero_optimization_stage() == 3

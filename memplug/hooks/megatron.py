@@ -34,6 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from memplug.config import MemplugConfig
@@ -86,14 +87,19 @@ class Megatron(Framework):
     def is_expert(self, module: nn.Module) -> bool:
         return type(module).__name__ in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
 
-    def check_block(self, config: MemplugConfig) -> None:
+    def groups(self, target: Target) -> Sequence[Any]:
+        """Its parallel groups are made of all ranks of the job, whichever of them a model's part talks to."""
+        return [list(range(dist.get_world_size()))] if dist.is_initialized() else []
+
+    def check_block(self, config: MemplugConfig, ranks: Ranks) -> None:
         """All ranks must have the same: layers would run other collectives on one rank than on another."""
-        blocks = Ranks().gather(config.model_dump(mode="json"))
-        others = [rank for rank, block in enumerate(blocks) if block != blocks[0]]
+        blocks = ranks.gather(config.model_dump(mode="json"), patient=True)
+        others = [index for index, block in enumerate(blocks) if block != blocks[0]]
         if others:
             keys = sorted(key for key in blocks[0] if blocks[0][key] != blocks[others[0]][key])
+            first, other = ranks.members[0], ranks.members[others[0]]
             raise ConfigError(
-                [f'the "memplug" block of rank {others[0]} differs from that of rank 0, in {", ".join(keys)}'],
+                [f'the "memplug" block of rank {other} differs from that of rank {first}, in {", ".join(keys)}'],
                 "Give all ranks the same file.",
             )
 

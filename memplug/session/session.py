@@ -25,6 +25,7 @@ from memplug.profile.trace import Trace
 from memplug.session import closing, out_of_memory, report
 from memplug.session.boundary import Boundary
 from memplug.session.recording import Recording, of_rank
+from memplug.stages.ranks import Ranks
 from memplug.stages.table import Stage
 from memplug.tokenwise import budgets
 from memplug.tokenwise.regions.region import Region
@@ -42,10 +43,19 @@ class Session:
         regions: the modules' regions, in forward order.
         device: where they run.
         regathers: forward gathers parameters (ZeRO 3).
+        ranks: that train the model; by default all.
     """
 
-    def __init__(self, config: MemplugConfig, regions: Sequence[Region], device: Device, regathers: bool = False):
+    def __init__(
+        self,
+        config: MemplugConfig,
+        regions: Sequence[Region],
+        device: Device,
+        regathers: bool = False,
+        ranks: Ranks | None = None,
+    ):
         self.config = config
+        self.ranks = Ranks() if ranks is None else ranks
         self.regions = list(regions)
         self.device = device
         request_failed = weakref.WeakMethod(self._request_failed)  # the native core keeps it
@@ -54,6 +64,7 @@ class Session:
             self.regions,
             device,
             regathers,
+            self.ranks,
             self._explain,
             lambda: "" if (explain := request_failed()) is None else explain(),
         )

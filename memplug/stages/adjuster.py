@@ -148,6 +148,15 @@ class Adjuster:
         """What runs from step to step while stable; else None."""
         return Lasting(self.programs.current, self.decisions) if self.stage is Stage.STABLE else None
 
+    def stay(self, step: int, why: str) -> None:
+        """Nothing is voted on any more: what runs now does from now on."""
+        self._ballot = self._passing = None
+        self._similar_steps = 0
+        if self.stage is Stage.GEN_POLICY:
+            self.stage = Stage.WARM_UP
+        current = self.programs.current
+        self.history.append((step, self.stage, current.index if current else 0, f"planning stopped: {why}"))
+
     def close(self) -> None:
         """The session is detached."""
         self.stage, self._ballot = Stage.DETACHED, None

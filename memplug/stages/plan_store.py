@@ -59,7 +59,9 @@ class PlanStore:
             unfit: why a plan cannot be used here; "": it can.
         """
         own, refused = self._own(unfit)
-        everyone: list[tuple[str, list[_Key], str]] = self._ranks.gather((self._run, sorted(own), refused))
+        everyone: list[tuple[str, list[_Key], str]] = self._ranks.gather(
+            (self._run, sorted(own), refused), patient=True
+        )
         self._run = everyone[0][0]
         self.refused = next((why for _, _, why in everyone if why), "")
         common = set.intersection(*(set(keys) for _, keys, _ in everyone))

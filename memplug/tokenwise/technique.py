@@ -189,6 +189,11 @@ class TokenWise(AgreedTechnique[Decisions]):
                 region.native.seen = False
         self.decisions = None
 
+    def stay(self) -> None:
+        """Ranks decide nothing together any more: regions run on as they do."""
+        self._stop_search()
+        self.check.stop()
+
     def close(self) -> None:
         """The session is detached."""
         self._stop_search()

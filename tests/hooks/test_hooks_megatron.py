@@ -169,7 +169,7 @@ def test_lists_that_are_not_the_chunks_of_one_model_are_refused():
 
 
 def test_ranks_with_other_blocks_are_refused_by_all_of_them():
-    def gather(ranks: Any, own: dict[str, Any]) -> list[dict[str, Any]]:
+    def gather(ranks: Any, own: dict[str, Any], patient: bool) -> list[dict[str, Any]]:
         return [own, {**own, "tokenwise": {**own["tokenwise"], "alpha": 0.5}}]
 
     with (
