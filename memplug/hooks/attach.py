@@ -107,7 +107,7 @@ def attach(
             framework.check_attached(target)
         return existing
     found = [one for framework in used for one in framework.groups(target)]
-    ranks = Ranks(groups.members_of(target, group, found))
+    ranks = Ranks(groups.members_of(target, group, found), groups.may_part(target))
     try:
         session = _begin(target, parsed, ranks)
     except BaseException:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -39,6 +40,16 @@ def members_of(target: Target, group: Group | None, found: Sequence[Group]) -> l
     return sorted(largest) if largest and all(one <= largest for one in ranks) else None
 
 
+def may_part(target: Target) -> Callable[[], bool]:
+    """Returns whether the model is trained in torch's `join`, by which ranks run out of batches one after the other."""
+    joined = [weakref.ref(module) for module in _modules(target) if hasattr(module, "_join_config")]
+
+    def is_joined() -> bool:
+        return any(module is not None and module._join_config.enable for module in (one() for one in joined))
+
+    return is_joined
+
+
 def _named(group: Group) -> list[int]:
     if not dist.is_initialized():
         raise RanksError(
@@ -57,8 +68,7 @@ def _named(group: Group) -> list[int]:
 
 
 def _groups(target: Target) -> Iterator[Group]:
-    modules = set(itertools.chain.from_iterable(chunk.modules() for chunk in (target.model, *target.chunks)))
-    for module in modules:
+    for module in _modules(target):
         if isinstance(module, DistributedDataParallel):
             yield module.process_group
     for _, sharded in instances(nn.ModuleList(target.chunks), "torch.distributed.fsdp.FullyShardedDataParallel"):
@@ -68,6 +78,10 @@ def _groups(target: Target) -> Iterator[Group]:
         mesh = getattr(parameter, "device_mesh", None)  # a DTensor's: FSDP2, tensor parallelism
         if mesh is not None:
             yield mesh.mesh.flatten().tolist()
+
+
+def _modules(target: Target) -> set[nn.Module]:
+    return set(itertools.chain.from_iterable(chunk.modules() for chunk in (target.model, *target.chunks)))
 
 
 def _ranks(group: Group) -> list[int]:

@@ -130,7 +130,8 @@ class Session:
         `swapped_share` is how much of what was to be swapped still is, below 1 once the host memory of a rank has run
         out; `step_s` is the median of the last steps, from one `step()` to the next; `predicted_*` come from the plan
         and are None before there is one, the peak with the rounding buffers that are reserved now; `program` is the
-        index of the current one among the `programs` remembered, and `replans` counts how often a plan was made.
+        index of the current one among the `programs` remembered, and `replans` counts how often a plan was made;
+        `planning_stopped_because` says which rank did not end as many steps as others.
         `offloaded_step_bytes` were offloaded in the second step under the latest plan, or the first after it that is
         as large as the one that it was made from; the plan says `expected_step_bytes`.
         `alpha_by_link` and `alpha_by_host` are the largest fractions that the link hides behind each region's forward,
@@ -151,6 +152,7 @@ class Session:
             "programs": len(programs),
             "replans": adjuster.replans,
             "planned_steps": boundary.planned_steps,
+            "planning_stopped_because": boundary.apart or None,
             "swapped_fraction": report.swapped_fraction(self.config, self.solution, self.regions),
             "swapped_share": self.executor.flow.share,
             "step_s": boundary.step_s,

@@ -16,6 +16,7 @@ from memplug.stages.ballots import Ballots, meet
 
 VIRTUAL = "virtual"  # backend of a group whose other ranks are not there (memplug/device/virtual/ranks.py)
 LIMIT_S = 60.0  # that a rank waits at the end of a step for one that has not ended it
+PARTING_LIMIT_S = 5.0  # where ranks are known to end after more or fewer steps
 
 
 class Ranks:
@@ -26,10 +27,11 @@ class Ranks:
 
     Args:
         members: the ranks of the world that train the model; None: all of them.
+        may_part: whether some of them may end before others, now.
     """
 
-    def __init__(self, members: Sequence[int] | None = None) -> None:
-        self._given = members
+    def __init__(self, members: Sequence[int] | None = None, may_part: Callable[[], bool] = lambda: False) -> None:
+        self._given, self._may_part = members, may_part
         self._ballots: Ballots | None = None
         self._is_closed = False
         self._timeout_s = 0.0  # of the default group, once they have met
@@ -98,8 +100,8 @@ class Ranks:
             if self._alone or self.are_made_up:
                 return lambda: alone
             self._meet()
-        limit_s = self._timeout_s if patient else min(LIMIT_S, self._timeout_s / 2)
-        return self._ballots.cast(value, combine, limit_s)
+        limit_s = min(PARTING_LIMIT_S if self._may_part() else LIMIT_S, self._timeout_s / 2)
+        return self._ballots.cast(value, combine, self._timeout_s if patient else limit_s)
 
     def _meet(self) -> None:
         if self._is_closed:

@@ -174,6 +174,7 @@ def test_ranks_with_other_blocks_are_refused_by_all_of_them():
 
     with (
         mock.patch("memplug.stages.ranks.Ranks.gather", gather),
+        mock.patch("memplug.stages.ranks.Ranks.members", [0, 1]),
         pytest.raises(ConfigError, match="tokenwise") as caught,
     ):
         memplug.attach(Model(), BLOCK)

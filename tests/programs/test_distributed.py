@@ -198,7 +198,7 @@ def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(stage: int
     """A validation by rank 1."""
     operators = [1] * 8 + [2] + [1] * 4 + [2] + [1] * 4
     case = {"lengths": [[12] * 18] * 2, "operators": [[1] * 18, operators]}
-    for result in adapt(tmp_path, stage, default=case, own={**case, "ways": ["own group", "by alpha"]}):
+    for result in adapt(tmp_path, stage, default=case, own={**case, "ways": ["by alpha"]}):
         assert set(result["stages"][8:]) == {"stable"}
         assert result["report"]["replans"] == 1 and result["report"]["program"] == 0
 
