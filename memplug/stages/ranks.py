@@ -108,7 +108,10 @@ class Ranks:
             raise RanksError("the session is detached")
         store, rank = distributed_c10d._get_default_store(), dist.get_rank()
         self._timeout_s = store.timeout.total_seconds()
-        self._ballots = Ballots(meet(store, list(self.members), rank, self._timeout_s))
+        try:
+            self._ballots = Ballots(meet(store, list(self.members), rank, self._timeout_s))
+        except RuntimeError as error:
+            raise RanksError(f"torch's store is gone, with the rank that has it: {error}") from error
 
     @property
     def _alone(self) -> bool:

@@ -36,7 +36,7 @@ MORE = 3  # of each rank than of the one before it
 
 
 def device(case: Case) -> torch.device:
-    return torch.device("cuda", 0) if case.get("backend") == "nccl" else torch.device("cpu")
+    return torch.device("cuda", dist.get_rank()) if case.get("backend") == "nccl" else torch.device("cpu")
 
 
 def model_of(case: Case) -> nn.Module:
@@ -195,7 +195,9 @@ def alone(case: Case) -> Case:
     try:
         Training(case, model_of(case), case["block"]).session.detach()
     except MemplugError as error:
-        return {"error": str(error), "seconds": time.monotonic() - began}
+        seconds = time.monotonic() - began
+        time.sleep(case["after_s"] if dist.get_rank() == 0 else 0)  # the others need its store
+        return {"error": str(error), "seconds": seconds}
     return {"error": None}
 
 
@@ -231,6 +233,8 @@ def logged() -> Iterator[list[str]]:
 def main() -> None:
     """Runs the case, and writes what came of it."""
     case = json.loads(sys.argv[2])
+    if case.get("backend") == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(case.get("backend", "gloo"), timeout=datetime.timedelta(seconds=case.get("timeout_s", 60)))
     with (
         mock.patch("memplug.stages.ranks.LIMIT_S", case.get("limit_s", 20)),
