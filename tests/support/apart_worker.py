@@ -45,6 +45,24 @@ def model_of(case: Case) -> nn.Module:
     return nn.Sequential(*layers).to(device(case))
 
 
+def wrapped(case: Case, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """The model in DistributedDataParallel. On simulated CUDA a hook of Python's reduces, as NCCL's stand-in has no
+    futures, which the reducer's own asks for.
+    """
+    model = DistributedDataParallel(model_of(case), process_group=group)
+
+    def reduce(group, bucket):  # without types: torch compares them, and not as text
+        total = bucket.buffer()
+        dist.all_reduce(total, group=group)
+        done = torch.futures.Future(devices=[total.device])
+        done.set_result(total.div_(dist.get_world_size(group)))
+        return done
+
+    if case.get("backend") == "nccl":
+        model.register_comm_hook(group, reduce)
+    return model
+
+
 class Training:
     """One model, with memplug where the block is asked for."""
 
@@ -108,7 +126,7 @@ def join(case: Case) -> Case:
                 for _ in range(BATCHES + MORE * dist.get_rank()):
                     training.step()
 
-    return twice(case, lambda block: Training(case, DistributedDataParallel(model_of(case)), block), train)
+    return twice(case, lambda block: Training(case, wrapped(case), block), train)
 
 
 def uneven(case: Case) -> Case:
@@ -168,9 +186,8 @@ def subset(case: Case) -> Case:
         arguments = {} if case["by"] == "wrapper" else {"group": group}
 
         def make(block: dict[str, Any] | None) -> Training:
-            model = model_of(case)
-            wrapped = DistributedDataParallel(model, process_group=group) if case["by"] == "wrapper" else model
-            return Training(case, wrapped, block, **({} if block is None else arguments))
+            model = wrapped(case, group) if case["by"] == "wrapper" else model_of(case)
+            return Training(case, model, block, **({} if block is None else arguments))
 
         found = twice(case, make, lambda training: [training.step() for _ in range(BATCHES)])
     dist.barrier()
