@@ -176,7 +176,7 @@ class _Sending:
             log.warning(
                 "memplug: at the end of a step, ranks wait for %s since %.0f s, and for %.0f s more at most; then "
                 "planning stops",
-                in_words(missing),
+                named(missing),
                 PATIENCE_S,
                 limit_s - PATIENCE_S,
             )
@@ -218,7 +218,7 @@ class _Sending:
             ballot = self._open[0]
             place = f"{ballot.number}/verdict"
             if ballot.is_given_up and not self._store.check([place]):
-                late = in_words(self._voters.missing(ballot.number))
+                late = named(self._voters.missing(ballot.number))
                 self._end(ballot.number, f"{late} did not end the step that others had ended")
             if not self._store.check([place]):
                 return
@@ -266,7 +266,7 @@ def meet(store: Store, members: Sequence[int], rank: int, timeout_s: float) -> V
     while not voters.store.check(["met"]):
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
-            missing = in_words(voters.missing("here"))
+            missing = named(voters.missing("here"))
             voters.store.compare_set("met", "", _ENDED + f"{missing} did not attach in {timeout_s:.0f} s".encode())
         elif waited_s > PATIENCE_S and not is_told:
             is_told = True
@@ -286,11 +286,11 @@ def _tell_absent(voters: Voters) -> None:
             "memplug: rank %d waits in `memplug.attach` for %s, since the ranks that train a model attach to it "
             "together. If those do not train it, say which do: memplug.attach(model, config, group=...)",
             voters.members[voters.own],
-            in_words(missing),
+            named(missing),
         )
 
 
-def in_words(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
     """For example "rank 3", "ranks 0, 1 and 5"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

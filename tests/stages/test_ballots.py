@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from memplug.errors import RanksError
 from memplug.stages import ballots
-from memplug.stages.ballots import Ballots, Voters, in_words, meet
+from memplug.stages.ballots import Ballots, Voters, named, meet
 
 MEMBERS = [2, 5, 7]
 
@@ -154,4 +154,4 @@ def test_a_store_that_is_gone_ends_the_ballots() -> None:
 
 
 def test_ranks_in_words() -> None:
-    assert [in_words(ranks) for ranks in ([3], [0, 1], [0, 1, 5])] == ["rank 3", "ranks 0 and 1", "ranks 0, 1 and 5"]
+    assert [named(ranks) for ranks in ([3], [0, 1], [0, 1, 5])] == ["rank 3", "ranks 0 and 1", "ranks 0, 1 and 5"]
