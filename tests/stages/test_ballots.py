@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from memplug.errors import RanksError
 from memplug.stages import ballots
-from memplug.stages.ballots import Ballots, Voters, named, meet
+from memplug.stages.ballots import Ballots, Voters, meet, named
 
 MEMBERS = [2, 5, 7]
 
