@@ -111,23 +111,6 @@ def read_json(source: str | Path) -> dict[str, Any]:
     return content
 
 
-def offloads_of(zero: object) -> Iterator[str]:
-    """What DeepSpeed's ZeRO is told to keep in host memory or on NVMe, as in "zero_optimization.offload_param: cpu"."""
-    if not isinstance(zero, Mapping):
-        return
-    for key in ("offload_optimizer", "offload_param"):
-        section = zero.get(key)
-        device = section.get("device", "none") if isinstance(section, Mapping) else "none"
-        if device != "none":
-            variant = " with super_offload" if section.get("super_offload") else ""
-            yield f"zero_optimization.{key}: {device}{variant}"
-    for key in ("cpu_offload", "cpu_offload_param"):  # deprecated, and still read
-        if zero.get(key):
-            yield f"zero_optimization.{key}"
-    if isinstance(zero.get("zenflow"), Mapping):
-        yield "zero_optimization.zenflow"
-
-
 def json_schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a DeepSpeed JSON: says nothing of DeepSpeed's keys, all of "memplug"."""
     _, definitions = models_json_schema([(MemplugConfig, "validation")])

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplug.config import MemplugConfig, offloads_of, read_ds_config
+from memplug.config import MemplugConfig, read_ds_config
+from memplug.ds_json.keys import offloads_of
 from memplug.errors import ConflictError, PatchError
 from memplug.hooks.framework import Framework, Layers, Target
 from memplug.hooks.patching import ORIGINAL, is_patched, patch, put_back, unnoticed, wrapped
@@ -78,7 +79,7 @@ class DeepSpeed(Framework):
             )
 
     def check_states(self, target: Target) -> None:
-        offloads = " and ".join(offloads_of(target.engine.config.get("zero_optimization")))
+        offloads = " and ".join(offloads_of(_configuration(target.engine)))
         if offloads:
             raise ConflictError(
                 f'DeepSpeed offloads itself ({offloads}), and "swap": {{"states": true}} would move the same tensors',

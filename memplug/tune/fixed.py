@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memplug.block import MemplugConfig
+from memplug.ds_json.keys import present
 from memplug.errors import TuneError
 from memplug.tune.search import Offload
 
@@ -52,8 +53,10 @@ class Fixed:
         """What a whole DeepSpeed configuration and its block fix, and the command line.
 
         Raises:
+            ConfigError: A setting has its former and its present name.
             TuneError: it trains in another precision than 16 bits, offloads to NVMe, or a value is none of DeepSpeed's.
         """
+        ds_config = present(ds_config)
         zero = _section(ds_config, "zero_optimization")
         if all(_section(ds_config, each).get("enabled") is False for each in ("bf16", "fp16")) or (
             _section(ds_config, "bf16").get("enabled") is False and not _section(ds_config, "fp16").get("enabled")
