@@ -172,8 +172,9 @@ def _asked(
     ds_json: Path | None, model: Path, gpu: str, trace: Path | None, engine_gpus: int | None, **given: Any
 ) -> "tuple[Workload, MemplugConfig, Hardware, dict[str, Any]]":
     """What trains, memplug's block, the GPU, and the DeepSpeed JSON."""
-    from memplug.config import load_config, read_ds_config, read_json
+    from memplug.config import load_config, read_ds_config
     from memplug.device.virtual import Hardware
+    from memplug.ds_json.reading import read_json
     from memplug.estimator.engine import dtype_of, micro_batch_of
     from memplug.estimator.shapes import Shape
     from memplug.estimator.values import Values

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memplug.errors import EstimateError
-from memplug.estimator.engine import dtype_of, micro_batch_of, settings_of
+from memplug.estimator.engine import _refuse_as_deepspeed, dtype_of, micro_batch_of, settings_of
 
 FUSED = {"torch_adam": True, "fused": True}
 
@@ -103,3 +103,9 @@ def test_what_leaves_work_to_the_host_is_refused(zero: dict[str, Any]) -> None:
     with pytest.raises(EstimateError, match="leaves work to the host"):
         settings_of({"zero_optimization": zero}, 1, 2)
     settings_of({"zero_optimization": {"offload_optimizer": None, "offload_param": {"device": "none"}}}, 1, 2)
+
+
+def test_what_deepspeed_refuses_is_refused_with_its_words() -> None:
+    _refuse_as_deepspeed({"train_batch_size": 1, "zero_optimization": {"stage": 3}})
+    with pytest.raises(EstimateError, match="DeepSpeed refuses the configuration: .*cpu_offload_params"):
+        _refuse_as_deepspeed({"train_batch_size": 1, "zero_optimization": {"cpu_offload_params": True}})
