@@ -43,6 +43,16 @@ struct Suspended {
   }
 };
 
+// `with in_framework:` around operators that are a framework's.
+struct InFramework {
+  void enter() {
+    memplug::begin_framework();
+  }
+  void exit(const py::args&) {
+    memplug::end_framework();
+  }
+};
+
 memplug::Device& device_of(const std::string& type, int index) {
 #ifdef MEMPLUG_CUDA_ARENA
   if (type == "cuda") {
@@ -251,4 +261,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<>())
       .def("__enter__", &Suspended::enter)
       .def("__exit__", &Suspended::exit);
+  py::class_<InFramework>(module, "InFramework")
+      .def(py::init<>())
+      .def("__enter__", &InFramework::enter)
+      .def("__exit__", &InFramework::exit);
 }

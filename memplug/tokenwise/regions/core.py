@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from memplug import native
@@ -45,6 +46,12 @@ def paused() -> Iterator[None]:
         yield
     finally:
         known.resume()
+
+
+def in_framework() -> AbstractContextManager[Any]:
+    """Operators inside are a framework's (gathering parameters, reducing gradients), which steps are not compared by."""
+    known = core()
+    return contextlib.nullcontext() if known is None else known.InFramework()
 
 
 def fail(kind: int, size: str) -> NoReturn:
