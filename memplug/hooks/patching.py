@@ -60,9 +60,7 @@ def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callab
 
 
 def unnoticed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A wrapper for `patch`, of what is no part of a region: its operators are neither noted nor replayed, and steps are
-    not compared by them.
-    """
+    """A wrapper for `patch`, of what is no part of a region: operators are neither noted nor replayed, nor compared."""
     with paused(), in_framework():
         return original(*args, **kwargs)
 

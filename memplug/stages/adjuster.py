@@ -323,7 +323,6 @@ class Adjuster:
                 change,
             )
 
-
     def _stay_safest(self, program: Remembered) -> None:
         if self._ranks.first:
             log.warning(

@@ -14,14 +14,12 @@ from tests.support.forking import launch_forked
 WORKER = "tests.support.zero_programs_worker"
 KINDS = ("kept", "swapped", "recomputed", "mixed")
 PLAIN = {"kept": 3, "swapped": 0, "recomputed": 0, "mixed": 2}
-"""Of four regions those that have their modules' own class back: not the first of a kind, which looks out for larger inputs."""
+"""Of four regions those that have their modules' own class back: not the first of a kind, which sees its inputs."""
 SOME = [(2, 8), (3, 64)]
 REST = [(stage, ranks) for stage in range(4) for ranks in (2, 64, 4096) if (stage, ranks) not in SOME]
 
 
-@pytest.mark.parametrize(
-    ("stage", "ranks"), [*SOME, *(pytest.param(*pair, marks=pytest.mark.long) for pair in REST)]
-)
+@pytest.mark.parametrize(("stage", "ranks"), [*SOME, *(pytest.param(*pair, marks=pytest.mark.long) for pair in REST)])
 def test_the_step_after_a_plan_is_the_same_program(stage: int, ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     kinds = KINDS if ranks < 64 else ("kept", "mixed")

@@ -95,9 +95,7 @@ def steps_of(kind: str, stage: int, ranks: int) -> list[list[Any]]:
         mock.patch.object(Adjuster, "end_step", lambda *given: end_step(original, *given)),
         mock.patch.object(candidates, "choose", choose),
     ):
-        train = functools.partial(
-            EngineTraining, workload.make_model, workload.inputs, settings_of(settings, 1, ranks)
-        )
+        train = functools.partial(EngineTraining, workload.make_model, workload.inputs, settings_of(settings, 1, ranks))
         estimate_training(train, block, HARDWARE, ("memplug",))
     return steps
 

@@ -49,7 +49,7 @@ def paused() -> Iterator[None]:
 
 
 def in_framework() -> AbstractContextManager[Any]:
-    """Operators inside are a framework's (gathering parameters, reducing gradients), which steps are not compared by."""
+    """Operators inside are a framework's own (gathering, reducing), by which steps are not compared."""
     known = core()
     return contextlib.nullcontext() if known is None else known.InFramework()
 
