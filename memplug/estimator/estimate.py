@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,8 @@ def _estimated(
                 return _attached(device, training, mode, block)
             for _ in range(LASTING_STEPS):
                 training.step()
-            return _measured(device, training, training.step, mode, None, None)
+            found = _measured(device, training, training.step, mode, None, None)
+            return replace(found, arena_off_because="the block switches it off")
     finally:
         training.close()
 
@@ -198,8 +200,10 @@ def _attached(device: VirtualDevice, training: Training, mode: str, block: Mempl
             raise EstimateError(f"in {MOST_STEPS} steps of mode {mode!r} no plan was made: each is another program")
         for _ in range(KEEPING_STEPS if block.plan_dir else 0):
             step()
-        if session.report()["arena"] != "serving":
-            return plain
+        report = session.report()
+        if report["arena"] != "serving":
+            why = report["arena_off_because"] or f"it had no addresses after {session.steps} steps: {report['arena']}"
+            return replace(plain, arena_off_because=why)
         return _measured(device, training, step, mode, session, plain)
 
 

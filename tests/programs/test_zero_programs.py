@@ -24,12 +24,14 @@ def test_the_step_after_a_plan_is_the_same_program(stage: int, ranks: int, tmp_p
     pytest.importorskip("deepspeed")
     kinds = KINDS if ranks < 64 else ("kept", "mixed")
     launch_forked([WORKER, tmp_path, str(stage), str(ranks), *kinds], processes=1, module=True)
-    for kind, steps in json.loads((tmp_path / f"{stage}-{ranks}.json").read_text()).items():
+    for kind, found in json.loads((tmp_path / f"{stage}-{ranks}.json").read_text()).items():
+        steps = found["steps"]
         planned = [step for step in steps if step[-1]]
         assert planned and len(planned) < len(steps), kind
         assert steps == steps[: len(steps) - len(planned)] + planned, "the plan stays in force"
         assert {unseen for *_, unseen, _ in planned} == {PLAIN[kind]}, kind
         assert len({tuple(step[:3]) for step in steps}) == 1, (kind, steps)
+        assert found["arena_reserved_bytes"], "what lasts is served by the arena"
 
 
 @pytest.mark.long
@@ -39,6 +41,6 @@ def test_how_many_ranks_there_are_is_no_part_of_the_program(stage: int, tmp_path
     found = set()
     for ranks in (2, 32, 512):
         launch_forked([WORKER, tmp_path, str(stage), str(ranks), "kept"], processes=1, module=True)
-        steps = json.loads((tmp_path / f"{stage}-{ranks}.json").read_text())["kept"]
+        steps = json.loads((tmp_path / f"{stage}-{ranks}.json").read_text())["kept"]["steps"]
         found |= {tuple(step[:3]) for step in steps}
     assert len(found) == 1

@@ -2,8 +2,8 @@
 
     python -m tests.support.zero_programs_worker FOLDER STAGE RANKS KIND...
 
-`FOLDER/STAGE-RANKS.json` gets kind -> [operators, nodes, plain regions, planned] of each step, in which operators are a
-digest and their number.
+`FOLDER/STAGE-RANKS.json` gets kind -> `steps`, of each [a digest of its operators, their number, nodes, plain regions,
+planned], and `arena_reserved_bytes`, null where no arena served.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def mixed(regions: Regions, budget: tokenwise.Budget) -> tokenwise.TokenwisePlan
 KINDS = {each.__name__: each for each in (kept, swapped, recomputed, mixed)}
 
 
-def steps_of(kind: str, stage: int, ranks: int) -> list[list[Any]]:
-    """What each step ran, under a plan of that kind as soon as there is one."""
+def trained(kind: str, stage: int, ranks: int) -> dict[str, Any]:
+    """What each step ran, under a plan of that kind as soon as there is one, and what the arena then took."""
     steps: list[list[Any]] = []
 
     def end_step(original: Callable[..., None], adjuster: Adjuster, step: int, program: Program) -> None:
@@ -96,8 +96,8 @@ def steps_of(kind: str, stage: int, ranks: int) -> list[list[Any]]:
         mock.patch.object(candidates, "choose", choose),
     ):
         train = functools.partial(EngineTraining, workload.make_model, workload.inputs, settings_of(settings, 1, ranks))
-        estimate_training(train, block, HARDWARE, ("memplug",))
-    return steps
+        found = estimate_training(train, block, HARDWARE, ("memplug",))["memplug"]
+    return {"steps": steps, "arena_reserved_bytes": found.arena_reserved_bytes}
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
     needed("transformers.models.llama.modeling_llama")  # before ZeRO 3 changes what makes tensors
     VirtualDevice(HARDWARE)  # that the ranks are of
     with rank_of(int(ranks)):
-        found = {kind: steps_of(kind, int(stage), int(ranks)) for kind in kinds}
+        found = {kind: trained(kind, int(stage), int(ranks)) for kind in kinds}
     (Path(folder) / f"{stage}-{ranks}.json").write_text(json.dumps(found))
 
 
