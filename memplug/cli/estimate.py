@@ -153,7 +153,7 @@ def estimate(
             largest = {}
             if limits and gpus is None and layout is None and trace is None:
                 found_by = {name: options[name] for name in ("attention", "host_bytes") if name in options}
-                largest = _limits(workload, config, hardware, modes, tell=say, **found_by)
+                largest = _limits(workload, config, hardware, modes, say=say, **found_by)
         facts = facts_of(found, workload, largest, settings, gpus)
         if layout is not None:
             facts |= layouts.facts_of(found, workload, layout, micro_batches)
