@@ -105,6 +105,8 @@ def read_json(source: str | Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             place = f"line {error.lineno}, column {error.colno}"
             raise ConfigError([f"{path}: not JSON: {error.msg} at {place}"], f"Correct the file at {place}.") from None
+    except RecursionError:
+        raise ConfigError([f"{path}: nested too deeply"], "Give the path of your DeepSpeed JSON.") from None
     if not isinstance(content, dict):
         advice = 'Make the file one JSON object: {"train_batch_size": ..., "memplug": {"enabled": true}}.'
         raise ConfigError([f"{path}: holds {_shown(content)}, not a JSON object"], advice)

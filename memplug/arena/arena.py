@@ -111,15 +111,20 @@ class Arena:
         Memory that the native allocator caches is given back first, so that both fit.
 
         Raises:
-            ArenaError: there is not as much memory; nothing is served then.
+            ArenaError: there is not as much memory, or another library changed the device's allocator; nothing is
+                served then.
         """
         if self.device.type != "cpu" and not self.serving:
             torch.get_device_module(self.device).empty_cache()
-        try:
-            if self._leave is None:  # before it reserves memory, which counts as none that training has in use
+        if self._leave is None:  # before it reserves memory, which counts as none that training has in use
+            try:
                 self._stand_in_front(True)
-                self._leave = weakref.finalize(self, _leave, self._native, self._stand_in_front)
-                self._leave.atexit = False
+            except RuntimeError as error:
+                self._native.close_arena()
+                raise ArenaError(f"there can be no planned arena: {_first_line(error)}") from None
+            self._leave = weakref.finalize(self, _leave, self._native, self._stand_in_front)
+            self._leave.atexit = False
+        try:
             self._native.load_arena(
                 tables.requests.tobytes(),
                 tables.slots.tobytes(),

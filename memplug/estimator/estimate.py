@@ -132,6 +132,9 @@ def estimate_training(
     unknown = [mode for mode in modes if mode not in ways.MODES]
     if unknown:
         raise EstimateError(f"there is no mode {unknown[0]!r}", f"Choose of {', '.join(ways.MODES)}.")
+    if not host_bytes >= 0:
+        raise EstimateError(f"host memory is {host_bytes} bytes", "Give a number from 0.")
+    host_bytes = min(host_bytes, UNLIMITED_BYTES)
     parsed = load_config({"enabled": True} if config is None else config)
     hardware = gpu if isinstance(gpu, Hardware) else Hardware.named(gpu)
     blocks = {mode: ways.block_of(mode, parsed, Path(plan_dir) if plan_dir is not None else None) for mode in modes}

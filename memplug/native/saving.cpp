@@ -109,11 +109,9 @@ at::Tensor Forward::given_again(int32_t storage, bool regathered, bool changes) 
     check_version(memory.tensor, memory.version, "tensor that its region reads");
   }
   const size_t nbytes = regathered ? memory.tensor.nbytes() : memory.tensor.storage().nbytes();
-  TORCH_CHECK(
-      static_cast<int64_t>(nbytes) >= storages.nbytes[storage],
-      "memplug: the memory of a ",
-      memory.tensor.sizes(),
-      " tensor that a region reads was taken away between its forward and its backward");
+  if (static_cast<int64_t>(nbytes) < storages.nbytes[storage]) {
+    throw Failure(Failure::GIVEN_WAS_TAKEN, memory.tensor.sizes());
+  }
   return memory.tensor;
 }
 

@@ -30,7 +30,7 @@ LOCAL_SIZES = (
 def host_budget_bytes(config: MemplugConfig, device: Device) -> int:
     """Bound of the pinned pool of a process with that device."""
     if config.host_budget_gib != "auto":
-        return int(config.host_budget_gib * GIB)
+        return int(min(config.host_budget_gib * GIB, capacity.MOST_BYTES))
     processes = next((os.environ[name] for name in LOCAL_SIZES if os.environ.get(name, "").isdigit()), "1")
     return int(device.host_available_bytes() * HOST_SHARE / int(processes))
 

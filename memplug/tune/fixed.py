@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -173,7 +174,8 @@ def _number(config: Mapping[str, Any], key: str, least: int) -> int | None:
     found = _given(config, key)
     if found is None:
         return None
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or found < least or found != int(found):
+    is_number = isinstance(found, (int, float)) and not isinstance(found, bool) and math.isfinite(found)
+    if not is_number or found < least or found != int(found):
         raise TuneError(f"{key} is {found!r} in the DeepSpeed JSON", f'Give it a whole number from {least}, or "auto".')
     return int(found)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from memplug import native
-from memplug.errors import ConflictError, InPlaceError, NativeError
+from memplug.errors import ConflictError, InPlaceError, NativeError, RecomputeError
 from memplug.tokenwise.regions import operators
 
 log = logging.getLogger("memplug")
@@ -59,6 +59,13 @@ def fail(kind: int, size: str) -> NoReturn:
         raise InPlaceError(
             f"a function with kernels of its own wrote to a {size} tensor from outside of its region, which is not "
             "undone"
+        )
+    if kind == 4:
+        raise RecomputeError(
+            f"the memory of a {size} tensor that a region reads was taken away between its forward and its backward",
+            "Leave parameters and inputs of a region as they are until its backward is over: no `.data = ...`, no "
+            "`model.to(...)`, no storage that is resized; a wrapper that frees weights in between has to gather them "
+            "again for backward, as FSDP2 does for each layer that it wraps.",
         )
     raise ConflictError(
         "backward ran through a graph after its memplug session was detached, and its rows are gone",
