@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,5 +151,5 @@ def test_arena_says_who_has_the_allocator(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(arena, "_stand_in_front", refuse)
     with pytest.raises(ArenaError, match="set by another library") as raised:
-        arena.serve(None)
+        arena.serve(SimpleNamespace(reused_bytes=512, kept_bytes=0))
     assert "device_budget_gib" not in raised.value.advice
