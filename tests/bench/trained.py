@@ -1,4 +1,4 @@
-"""The recipes end to end on one GPU, without memplug and with it: `python -m tests.bench.trained RECIPE`.
+"""The recipes end to end on one GPU, without memplug and with it: `python -m tests.bench.trained`.
 
 A model of a 7B's width and few layers trains by the recipe's own script under torchrun: first without memplug, then
 with it, in `--budget` of the device memory that the first run reserved. The losses of each step are compared: kernels
@@ -71,7 +71,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Which recipe, and its sizes."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("recipe", choices=list(RECIPES))
+    add("recipe", nargs="?", choices=list(RECIPES), help="[all, one after the other]")
     add("--tokens", type=int, help="of a sequence [16384; tiny: 256]")
     add("--steps", type=int, default=30, help="of the optimizer [30]")
     add("--budget", type=float, default=0.88, metavar="B", help="memplug's, over what the plain run reserved [0.88]")
@@ -198,13 +198,17 @@ def main(argv: list[str] | None = None) -> int:
     """Trains, prints the table, writes the rows; returns 1 where a run failed or losses are apart."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of torchrun end as well
     args = parse_args(argv)
-    case, results = f"{args.recipe} {'tiny' if args.tiny else '7b width'} {args.tokens}", {}
-    for mode, result in modes_of(args.recipe, args):
-        results[mode] = result
-        if args.json:
-            write_rows(args.json, rows_of(case, results))
-    print(table_of(args.recipe, results), flush=True)
-    return int(any(result["outcome"] != "ok" for result in results.values()))
+    rows, failed = [], False
+    for name in [args.recipe] if args.recipe else RECIPES:
+        case, results = f"{name} {'tiny' if args.tiny else '7b width'} {args.tokens}", {}
+        for mode, result in modes_of(name, args):
+            results[mode] = result
+            if args.json:
+                write_rows(args.json, [*rows, *rows_of(case, results)])
+        rows += rows_of(case, results)
+        failed = failed or any(result["outcome"] != "ok" for result in results.values())
+        print(table_of(name, results), flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":
