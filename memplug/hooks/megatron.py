@@ -41,7 +41,7 @@ from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, 
 from memplug.hooks import random_states
 from memplug.hooks.framework import Framework, Layers, Target, instances, outermost
 from memplug.hooks.patching import patch, unnoticed
-from memplug.hooks.regions import Prepare
+from memplug.hooks.regions import Call, Prepare
 from memplug.session import Session
 from memplug.stages.ranks import Ranks
 from memplug.tokenwise.regions.tape import storage_of
@@ -196,9 +196,9 @@ def check_version() -> None:
 
 
 def arguments(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a layer in training, as they are.
+    module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+    """Forward and arguments of a layer in training, as they are.
 
     Raises:
         ConflictError: an inference context, whose cache a recompute pass would fill again.
@@ -208,7 +208,7 @@ def arguments(
             "a Megatron-Core layer runs with an inference context and with gradients",
             "Run inference under `torch.no_grad()`.",
         )
-    return args, kwargs
+    return call, args, kwargs
 
 
 def _hook_schedules(session: Session) -> None:

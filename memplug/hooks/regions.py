@@ -25,7 +25,9 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 """What DistributedDataParallel and engines, torch.compile, FSDP and checkpoint wrappers call the module they wrap."""
 
 _REGION, UNIT = "_memplug_region", "_memplug_unit"
-Prepare = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+Call = Callable[..., Any]
+Prepare = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], tuple[Call, tuple[Any, ...], dict[str, Any]]]
+"""Of a region's module, its forward, and the arguments: what to call, with which arguments."""
 
 
 class _Bound:
@@ -125,7 +127,7 @@ def make_region(
     """Let a module's forward run as a region; returns how to undo it.
 
     Args:
-        prepare: called before a forward with gradients; returns the arguments to use.
+        prepare: called before a forward with gradients.
 
     Raises:
         ConflictError: the module is a region of another session already, or its forward was replaced.
@@ -167,9 +169,9 @@ def _region_class(original: type) -> type:
             return call(*args, **kwargs)
         bound.session.begin_forward()
         if bound.prepare is not None:
-            given = kwargs
-            args, kwargs = bound.prepare(self, args, kwargs)
-            bound.changes_arguments = kwargs is not given
+            own = call
+            call, args, kwargs = bound.prepare(self, call, args, kwargs)
+            bound.changes_arguments = call is not own
         return bound.session.executor.run(bound.region, call, args, kwargs)
 
     functools.update_wrapper(forward, original.forward)
