@@ -144,8 +144,8 @@ class RecomputeError(MemplugError):
     )
 
 
-class InPlaceError(MemplugError):
-    """A tensor was modified in place while its copy to host memory was under way, so the copy may be wrong."""
+class InPlaceError(MemplugError, RuntimeError):
+    """A tensor that backward needs was modified in place; a `RuntimeError`, as autograd's own error is."""
 
     default_advice = (
         'Replace the in-place operation by its out-of-place form, or leave that region out of "tokenwise.regions".'

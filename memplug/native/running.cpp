@@ -273,6 +273,11 @@ void Running::explain() {
   if (error.matches(py::module_::import("torch").attr("OutOfMemoryError"))) {
     executor_.attr("explain")("recompute", region_object_, error.value());
   }
+  if (error.matches(PyExc_RuntimeError)) {
+    const py::object raised = executor_.attr("with_region")(region_object_, error.value());
+    PyErr_SetObject(py::type::handle_of(raised).ptr(), raised.ptr());
+    return;
+  }
   error.restore();
 }
 

@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from memplug.device.device import Device
 from memplug.device.host_pool import HostPool
-from memplug.errors import RecomputeError
-from memplug.tokenwise.regions.buffers import Buffers
+from memplug.errors import InPlaceError, MemplugError, RecomputeError
+from memplug.tokenwise.regions.buffers import IN_PLACE, Buffers
 from memplug.tokenwise.regions.checkpointed import Checkpointed, Copies
 from memplug.tokenwise.regions.core import core
 from memplug.tokenwise.regions.hidden import HiddenFunctions
@@ -220,6 +220,18 @@ class Executor:
     def explain(self, phase: str, region: Region, error: BaseException) -> None:
         """An error of the device's memory passes."""
         self.hooks.explain(phase, region, error)
+
+    @staticmethod
+    def with_region(region: Region, error: RuntimeError) -> RuntimeError:
+        """Returns the error that backward raises: with the region's name and an advice, where a tensor was modified."""
+        if IN_PLACE not in str(error) or isinstance(error, MemplugError):
+            return error
+        named = InPlaceError(
+            f"region {region.name}: {error}",
+            "Between a forward with gradients and its backward, write to nothing that the forward was given, such as a "
+            "buffer or a static key-value cache: give the other code a copy, or run backward first.",
+        )
+        return named.with_traceback(error.__traceback__)
 
     def is_alone(self) -> bool:
         """There is one rank."""
