@@ -175,7 +175,11 @@ def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:
         return region_hooks.matching_modules(model, patterns)
     layers = next(filter(None, (framework.layers(model) for framework in frameworks.FRAMEWORKS)), ())
     if not layers and config.tokenwise.enabled:
-        raise RegionError(f"no decoder layers were recognised in {type(model).__name__}")
+        name, lists = type(model).__name__, ", ".join(f'"{pattern}"' for pattern in region_hooks.lists_of_layers(model))
+        raise RegionError(
+            f"no decoder layers were recognised in {name}",
+            f'Set "tokenwise.regions" to those of its lists of modules that are its layers: [{lists}].' if lists else None,
+        )
     return layers
 
 

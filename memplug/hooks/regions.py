@@ -113,6 +113,17 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
     return found
 
 
+def lists_of_layers(model: nn.Module) -> list[str]:
+    """Returns patterns of the modules in lists, the members of each of one class and called; of nested lists the outer."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        kinds = {type(member) for member in module} if isinstance(module, (nn.ModuleList, nn.Sequential)) else set()
+        is_called = len(kinds) == 1 and kinds.pop().forward is not nn.Module.forward
+        if is_called and not any(name.startswith(outer.removesuffix("*")) for outer in found):
+            found.append(f"{name}.*" if name else "*")
+    return found
+
+
 def check_not_nested(names: Sequence[str]) -> None:
     """Raises `RegionError` where one region contains another."""
     for name in names:

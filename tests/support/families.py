@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-LARGEST = 4_000_000  # elements of all parameters
+LARGEST = 6_000_000  # elements of all parameters
 VOCABULARY, LENGTH, BATCH = 64, 8, 2
 FIRST_TOKEN = 24  # those below are left to padding, images and the like
 
@@ -37,7 +37,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"qk_(rope|nope)_head_dim|v_head_dim", 8),
     (r"(\w+_)?(intermediate_size\w*|ffn_dim|d_ff|dff|dim_ff|d_inner|hidden_dim|mlp_dim|feed_forward_size)", 64),
     (r"(\w+_)?(ffn_hidden_size|mamba_d_ssm|lru_width|ssm_intermediate)|attention_hidden_size", 64),
-    (r"(\w+_)?(hidden_size(_\w+)?|d_model|n_embd|embedding_size|emb_dim|embedding_dim|dim_model_base)|dim", 32),
+    (r"(\w+_)?(hidden_size(_\w+)?|intra_bottleneck_size|d_model|n_embd|embedding_size|emb_dim|embedding_dim|dim_model_base)|dim", 32),
     (r"(\w+_)?(embed_dim|embed_proj_dim|output_dim|adapter_\w+_dim|projector_\w+_dim|out_hidden_size|emb_size)", 32),
     (r"(mamba_d_state|state_size|ssm_state_size|time_step_rank|mamba_dt_rank|d_rel|rel_extent)", 8),
     (r"mm_tokens_per_image|image_seq_length", 4),
@@ -48,7 +48,19 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"patch_size", 16),
     (r"(\w+_)?max_\w*position\w*|n_positions|n_ctx|max_seq_len|model_max_length|context_length", 64),
 )
-MISSING = ("head_dim", "num_key_value_heads", "vocab_size")  # that some configs want and have not
+MISSING = ("head_dim", "num_key_value_heads", "vocab_size", "num_experts_per_tok", "n_routed_experts", "mask_token_id")  # that some configs want and have not
+HINTS: dict[str, dict[str, Any]] = {  # fields that follow from others in a way that no name tells
+    "BambaConfig": {"attn_layer_indices": [1]},
+    "DoryConfig": {"num_hidden_layers": 6, "layer_types": None},
+    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "Mamba2Config": {"num_heads": 8},
+    "RecurrentGemmaConfig": {"num_hidden_layers": 3},
+    "ReformerConfig": {"axial_pos_shape": (2, 4), "axial_pos_embds_dim": (16, 16), "is_decoder": True},
+    "XmodConfig": {"default_language": "en_XX"},
+    "ZambaConfig": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+}
 TOKEN = re.compile(r"\w+_token_(id|index)")
 
 
@@ -76,6 +88,8 @@ class Family:
         try:
             kind = model_class(self)
             config = tiny(config_class(self.name))
+            if TABLES[self.table] == "causal" and hasattr(config, "is_decoder"):
+                config.is_decoder = True
             if not isinstance(config, kind.config_class):
                 config = config.get_text_config(decoder=True)
             with torch.device("meta"):
@@ -141,21 +155,27 @@ def _fields(config: Any) -> dict[str, Any]:
         if isinstance(value, PreTrainedConfig):
             fields[name] = {"model_type": value.model_type, **_fields(value)}
         elif TOKEN.fullmatch(name):
-            fields.update({name: _token(name, value)} if value is not None else {})
+            fields.update({name: _token(name, value)} if value is not None or name in MISSING else {})
         elif isinstance(value, (list, tuple)) and former and len(value) == former:
-            fields[name] = type(value)(_chosen(value, layers))
+            size = _size(name) if all(type(each) is int for each in value) else None
+            fields[name] = [each if size is None else min(each, size) for each in _chosen(value, layers)]
         elif isinstance(value, int) and not isinstance(value, bool) and value > 1 or name in MISSING and value is None:
-            size = next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
-            if size is not None:
-                fields[name] = size
-    heads = getattr(config, "num_attention_heads", None)
-    if "num_key_value_heads" in fields and config.num_key_value_heads == heads:
+            if _size(name) is not None:
+                fields[name] = _size(name)
+    heads = vars(config).get("num_attention_heads")
+    if "num_key_value_heads" in fields and vars(config)["num_key_value_heads"] == heads:
         fields["num_key_value_heads"] = fields["num_attention_heads"]  # some share no keys
     if former:
         fields[_LAYERS_NAME(config)] = len(layers)
     if hasattr(config, "num_kv_shared_layers"):
         fields["num_kv_shared_layers"] = len(layers) // 2 if len(layers) > 2 else 0
+    for name, value in HINTS.get(type(config).__name__, {}).items():
+        fields[name] = value
     return fields
+
+
+def _size(name: str) -> int | None:
+    return next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
 
 
 def _LAYERS_NAME(config: Any) -> str | None:
@@ -187,7 +207,7 @@ def _token(name: str, value: Any) -> Any:
     """Returns a token that is in the vocabulary and in no batch."""
     if isinstance(value, (list, tuple)):
         return [min(each, 2) for each in value]
-    return value if value < 3 else 3 + sum(map(ord, name)) % (FIRST_TOKEN - 3)
+    return value if value is not None and value < 3 else 3 + sum(map(ord, name)) % (FIRST_TOKEN - 3)
 
 
 def batch(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
