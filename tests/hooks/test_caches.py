@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache, T5Config, T5ForConditionalGeneration
 
 import memplug
 from memplug.errors import ConflictError, InPlaceError
@@ -43,6 +43,30 @@ def losses_and_gradients(model: nn.Module, session: Any = None) -> list[tuple[to
         if session is not None:
             session.step()
     return found
+
+
+@alphas
+@pytest.mark.parametrize("kind", ["causal", "encoder-decoder"])
+def test_prefix_tuning_of_peft_trains(kind: str, alpha: Any) -> None:
+    peft = pytest.importorskip("peft")
+
+    class Tuned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+            t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+            model, task = (tiny_llama(), "CAUSAL_LM") if kind == "causal" else (t5, "SEQ_2_SEQ_LM")
+            self.model = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=4))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.model(input_ids=x, labels=x)
+
+    plain, model = losses_and_gradients(Tuned()), Tuned()
+    with memplug.attach(model, block(alpha=alpha)) as session:
+        for (loss, gradient), (expected, others) in zip(losses_and_gradients(model, session), plain, strict=True):
+            assert torch.equal(loss, expected)
+            assert_same(gradient, others, exact=alpha in (0, 1))
 
 
 def opaque(session: Any) -> None:

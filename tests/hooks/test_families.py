@@ -53,15 +53,18 @@ def attach(model: torch.nn.Module, alpha: float | str) -> Any:
         return memplug.attach(model, block(alpha, json.loads(re.search(r"\[.*\]", error.advice)[0])))
 
 
-def assert_same(found: Steps, expected: Steps, what: str) -> None:
-    """Losses and gradients of all steps are equal to the bit."""
+def difference(found: Steps, expected: Steps) -> str:
+    """Returns where losses or gradients of two trainings first differ in a bit; "" where they do not."""
     for step, ((loss, gradients), (other, others)) in enumerate(zip(found, expected, strict=True)):
-        where = f"{what}, step {step}"
-        assert torch.equal(loss.nan_to_num(), other.nan_to_num()), f"{where}: loss {loss}, without memplug {other}"
+        if not torch.equal(loss.nan_to_num(), other.nan_to_num()):
+            return f"step {step}: loss {loss.item()}, expected {other.item()}"
         for name, gradient in others.items():
-            assert (gradients[name] is None) == (gradient is None), f"{where}: {name}"
-            if gradient is not None:
-                assert torch.equal(gradients[name].nan_to_num(), gradient.nan_to_num()), f"{where}: {name}"
+            one = gradients[name]
+            if (one is None) != (gradient is None) or (
+                gradient is not None and not torch.equal(one.nan_to_num(), gradient.nan_to_num())
+            ):
+                return f"step {step}: the gradient of {name}"
+    return ""
 
 
 @pytest.mark.parametrize("family", cases())
@@ -75,7 +78,10 @@ def test_a_family_trains_as_without_memplug(family: Family, caplog: pytest.LogCa
     for alpha in (0, 1, "auto"):
         model = family.make()
         with attach(model, alpha) as session:
-            assert_same(list(families.steps(model, session)), expected, f"alpha {alpha}")
+            found = list(families.steps(model, session))
+            if difference(found, expected) and difference(plain(family), expected):
+                pytest.skip("without memplug it is another training each time")
+            assert not difference(found, expected), f"alpha {alpha}"
             assert session.report()["forwards"], "a region ran"
 
 

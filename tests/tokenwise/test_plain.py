@@ -158,7 +158,7 @@ def test_steps_of_a_plain_program_are_told_from_those_of_another() -> None:
 
 
 def test_a_region_whose_arguments_have_to_be_changed_keeps_its_class() -> None:
-    """Hugging Face's models make a key-value cache by default, which regions run without."""
+    """Hugging Face's models make a key-value cache by default, of which each run of a region has a copy."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, vocab_size=32
