@@ -178,7 +178,9 @@ def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:
         name, lists = type(model).__name__, ", ".join(f'"{pattern}"' for pattern in region_hooks.lists_of_layers(model))
         raise RegionError(
             f"no decoder layers were recognised in {name}",
-            f'Set "tokenwise.regions" to those of its lists of modules that are its layers: [{lists}].' if lists else None,
+            f'Set "tokenwise.regions" to those of its lists of modules that are its layers: [{lists}].'
+            if lists
+            else None,
         )
     return layers
 

@@ -162,8 +162,8 @@ def _used_again(region: str) -> ConflictError:
     return ConflictError(
         f"a key-value cache that region {region} was given in a forward with gradients is used again, and memplug has "
         "not kept the keys and values of that forward",
-        "Give each forward with gradients a cache of its own, which may have been filled under `torch.no_grad()`, and use "
-        'it for no other forward; or leave these layers out of "tokenwise.regions".',
+        "Give each forward with gradients a cache of its own, filled under `torch.no_grad()` if at all, and use it for "
+        'no other forward; or leave these layers out of "tokenwise.regions".',
     )
 
 

@@ -114,7 +114,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
 
 
 def lists_of_layers(model: nn.Module) -> list[str]:
-    """Returns patterns of the modules in lists, the members of each of one class and called; of nested lists the outer."""
+    """Returns patterns of the modules in lists: those of one class that are called; of nested lists the outermost."""
     found: list[str] = []
     for name, module in model.named_modules():
         kinds = {type(member) for member in module} if isinstance(module, (nn.ModuleList, nn.Sequential)) else set()

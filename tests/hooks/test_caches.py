@@ -80,7 +80,9 @@ def opaque(session: Any) -> None:
 def test_a_prefix_that_is_trained_is_an_input(alpha: Any, regions: Any, is_opaque: bool) -> None:
     plain, model = losses_and_gradients(Prefixed()), Prefixed()
     assert all(gradient["prefix"].abs().max() > 0 for _, gradient in plain)
-    with memplug.attach(model, block(alpha=alpha, regions=regions if regions == "auto" else [f"model.{regions[0]}"])) as on:
+    with memplug.attach(
+        model, block(alpha=alpha, regions=regions if regions == "auto" else [f"model.{regions[0]}"])
+    ) as on:
         if is_opaque:
             opaque(on)
         for (loss, gradient), (expected, others) in zip(losses_and_gradients(model, on), plain, strict=True):

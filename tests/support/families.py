@@ -1,4 +1,4 @@
-"""Every causal, masked and encoder-decoder family that the installed transformers knows, made tiny from its config class.
+"""Every causal, masked and encoder-decoder family of the installed transformers, made tiny from its config class.
 
 Families are found in transformers' own tables. Fields of a config are shrunk by what their names say, so that a family
 of a newer transformers needs no entry here; one that cannot be made so says why.
@@ -7,7 +7,6 @@ of a newer transformers needs no entry here; one that cannot be made so says why
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,7 +36,10 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"qk_(rope|nope)_head_dim|v_head_dim", 8),
     (r"(\w+_)?(intermediate_size\w*|ffn_dim|d_ff|dff|dim_ff|d_inner|hidden_dim|mlp_dim|feed_forward_size)", 64),
     (r"(\w+_)?(ffn_hidden_size|mamba_d_ssm|lru_width|ssm_intermediate)|attention_hidden_size", 64),
-    (r"(\w+_)?(hidden_size(_\w+)?|intra_bottleneck_size|d_model|n_embd|embedding_size|emb_dim|embedding_dim|dim_model_base)|dim", 32),
+    (
+        r"(\w+_)?(hidden_size(_\w+)?|intra_bottleneck_size|d_model|n_embd|embedding_size|emb_dim|embedding_dim|dim_model_base)|dim",
+        32,
+    ),
     (r"(\w+_)?(embed_dim|embed_proj_dim|output_dim|adapter_\w+_dim|projector_\w+_dim|out_hidden_size|emb_size)", 32),
     (r"(mamba_d_state|state_size|ssm_state_size|time_step_rank|mamba_dt_rank|d_rel|rel_extent)", 8),
     (r"mm_tokens_per_image|image_seq_length", 4),
@@ -48,7 +50,14 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"patch_size", 16),
     (r"(\w+_)?max_\w*position\w*|n_positions|n_ctx|max_seq_len|model_max_length|context_length", 64),
 )
-MISSING = ("head_dim", "num_key_value_heads", "vocab_size", "num_experts_per_tok", "n_routed_experts", "mask_token_id")  # that some configs want and have not
+MISSING = (
+    "head_dim",
+    "num_key_value_heads",
+    "vocab_size",
+    "num_experts_per_tok",
+    "n_routed_experts",
+    "mask_token_id",
+)  # that some configs want and have not
 HINTS: dict[str, dict[str, Any]] = {  # fields that follow from others in a way that no name tells
     "BambaConfig": {"attn_layer_indices": [1]},
     "DoryConfig": {"num_hidden_layers": 6, "layer_types": None},
@@ -65,7 +74,7 @@ TOKEN = re.compile(r"\w+_token_(id|index)")
 
 
 class Cannot(Exception):
-    """A family cannot be made tiny, or does not train without memplug."""
+    """Says why a family cannot be made tiny, or does not train without memplug."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +175,7 @@ def _fields(config: Any) -> dict[str, Any]:
     if "num_key_value_heads" in fields and vars(config)["num_key_value_heads"] == heads:
         fields["num_key_value_heads"] = fields["num_attention_heads"]  # some share no keys
     if former:
-        fields[_LAYERS_NAME(config)] = len(layers)
+        fields[_layers_field(config)] = len(layers)
     if hasattr(config, "num_kv_shared_layers"):
         fields["num_kv_shared_layers"] = len(layers) // 2 if len(layers) > 2 else 0
     for name, value in HINTS.get(type(config).__name__, {}).items():
@@ -178,14 +187,15 @@ def _size(name: str) -> int | None:
     return next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
 
 
-def _LAYERS_NAME(config: Any) -> str | None:
+def _layers_field(config: Any) -> str | None:
+    """Returns the name of the field that has the number of layers, if any has."""
     known = (config.attribute_map or {}).get("num_hidden_layers", "num_hidden_layers")
     return known if isinstance(vars(config).get(known), int) else None
 
 
 def _layers(config: Any) -> tuple[list[int], int]:
     """Returns the indices of layers to keep: two at least, and one of each kind; and how many there were."""
-    name = _LAYERS_NAME(config)
+    name = _layers_field(config)
     if name is None:
         return [], 0
     former = getattr(config, name)
@@ -226,11 +236,6 @@ def loss_of(output: Any) -> torch.Tensor:
         return loss
     first = next(value for value in output.values() if torch.is_tensor(value) and value.is_floating_point())
     return first.float().square().mean()
-
-
-def finite(losses: list[torch.Tensor]) -> bool:
-    """Returns whether all are numbers."""
-    return all(math.isfinite(loss.item()) for loss in losses)
 
 
 def steps(model: nn.Module, session: Any = None, count: int = 3) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
