@@ -25,7 +25,8 @@ _WITHHELD = "_memplug_withheld"
 
 def is_cache(value: Any) -> bool:
     """Returns whether an argument is a cache."""
-    return hasattr(value, "get_seq_length") and not isinstance(value, (nn.Module, torch.Tensor, type))
+    has_state = hasattr(value, "get_seq_length") and hasattr(value, "__dict__")
+    return has_state and not isinstance(value, (nn.Module, torch.Tensor, type))
 
 
 class Found:
