@@ -1,11 +1,8 @@
 """Reads the "memplug" block of a DeepSpeed JSON, with all errors reported at once."""
 
-import json
 import logging
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from difflib import SequenceMatcher, get_close_matches
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,8 @@ from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 
 from memplug.block import SECTIONS, Allowed, MemplugConfig, Section
+from memplug.ds_json.misplaced import blocks, near_memplug, plain
+from memplug.ds_json.reading import read_json, shown
 from memplug.errors import ConfigError
 
 _log = logging.getLogger("memplug")
@@ -30,7 +29,7 @@ def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
         ConfigError: Lists every problem: path, value given, what is allowed, or the key that was probably meant.
     """
     if not isinstance(block, Mapping):
-        raise ConfigError([f'memplug: got {_shown(block)}; allowed: an object such as {{"enabled": true}}'])
+        raise ConfigError([f'memplug: got {shown(block)}; allowed: an object such as {{"enabled": true}}'])
     try:
         config = MemplugConfig.model_validate(block)
     except ValidationError as error:
@@ -53,12 +52,12 @@ def read_ds_config(ds_config: Mapping[str, Any]) -> MemplugConfig:
     Raises:
         ConfigError: The block has problems, all of them listed.
     """
-    near = [key for key in ds_config if key != "memplug" and _near_memplug(key)]
+    near = [key for key in ds_config if key != "memplug" and near_memplug(key)]
     if near:
         _log.warning('top-level %s is ignored: did you mean "memplug"?', ", ".join(f'"{key}"' for key in near))
     for key in sorted(_PARTS & ds_config.keys()):
         _log.warning('top-level "%s" is ignored: it belongs in the "memplug" block', key)
-    for path in _blocks({key: value for key, value in ds_config.items() if key not in {"memplug", *near}}):
+    for path in blocks({key: value for key, value in ds_config.items() if key not in {"memplug", *near}}):
         _log.warning('"%s" is ignored: the "memplug" block belongs at the top level of the JSON', path)
     return parse_block(ds_config["memplug"]) if "memplug" in ds_config else MemplugConfig()
 
@@ -67,11 +66,13 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
     """Gets a configuration from wherever the user keeps it.
 
     Args:
-        source: The block itself; or the path of a DeepSpeed JSON, whose "memplug" key is read; or a configuration,
-            which is returned as it is; or None, as a file without a block, for the disabled one.
+        source: The block itself; or the path of a DeepSpeed JSON, whose "memplug" key is read, or of a file that names
+            one (see `ds_json.reading.read`); or a configuration, which is returned as it is; or None, as a file without
+            a block, for the disabled one.
 
     Raises:
-        ConfigError: The file cannot be read or is not a JSON object, or the block has problems, all of them listed.
+        ConfigError: The file cannot be read, is not a JSON object or has a key twice, or the block has problems, all of
+            them listed.
     """
     if source is None:
         return MemplugConfig()
@@ -80,52 +81,6 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
     if isinstance(source, (str, Path)):
         return read_ds_config(read_json(source))
     return parse_block(source)
-
-
-def read_json(source: str | Path) -> dict[str, Any]:
-    """Reads a whole DeepSpeed JSON; comments and trailing commas pass where DeepSpeed's own reader takes them.
-
-    Raises:
-        ConfigError: The file cannot be read or is not a JSON object.
-    """
-    path = Path(source)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = "no such file" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
-        raise ConfigError([f"{path}: {problem}"], "Give the path of your DeepSpeed JSON.") from None
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        content = None
-        with suppress(ImportError, ValueError):  # DeepSpeed reads its file with hjson: what it takes must not fail here
-            import hjson
-
-            content = hjson.loads(text) if text.strip() else None
-        if not isinstance(content, dict):
-            place = f"line {error.lineno}, column {error.colno}"
-            raise ConfigError([f"{path}: not JSON: {error.msg} at {place}"], f"Correct the file at {place}.") from None
-    if not isinstance(content, dict):
-        advice = 'Make the file one JSON object: {"train_batch_size": ..., "memplug": {"enabled": true}}.'
-        raise ConfigError([f"{path}: holds {_shown(content)}, not a JSON object"], advice)
-    return content
-
-
-def offloads_of(zero: object) -> Iterator[str]:
-    """What DeepSpeed's ZeRO is told to keep in host memory or on NVMe, as in "zero_optimization.offload_param: cpu"."""
-    if not isinstance(zero, Mapping):
-        return
-    for key in ("offload_optimizer", "offload_param"):
-        section = zero.get(key)
-        device = section.get("device", "none") if isinstance(section, Mapping) else "none"
-        if device != "none":
-            variant = " with super_offload" if section.get("super_offload") else ""
-            yield f"zero_optimization.{key}: {device}{variant}"
-    for key in ("cpu_offload", "cpu_offload_param"):  # deprecated, and still read
-        if zero.get(key):
-            yield f"zero_optimization.{key}"
-    if isinstance(zero.get("zenflow"), Mapping):
-        yield "zero_optimization.zenflow"
 
 
 def json_schema() -> dict[str, Any]:
@@ -146,49 +101,24 @@ def _problem(block: Mapping[str, Any], place: tuple[str | int, ...]) -> str:
     for key in place:
         value, path, section = value.get(key), f"{path}.{key}", path
         if key not in model.model_fields:
-            return f"{path}: unknown, given {_shown(value)}; {_suggestion(str(key), model, section)}"
+            return f"{path}: unknown, given {shown(value)}; {_suggestion(str(key), model, section)}"
         field = model.model_fields[key]
         if not isinstance(field.default, Section):
             break
         model = field.annotation
     allowed = next(mark.text for mark in field.metadata if isinstance(mark, Allowed))
-    return f"{path}: got {_shown(value)}; allowed: {allowed}"
+    return f"{path}: got {shown(value)}; allowed: {allowed}"
 
 
 def _suggestion(key: str, model: type[Section], path: str) -> str:
-    if path == "memplug" and _plain(key) == "memplug":
+    if path == "memplug" and plain(key) == "memplug":
         return 'pass the block itself, without the "memplug" key around it'
-    here = {_plain(name): f"{path}.{name}" for name in model.model_fields}
+    here = {plain(name): f"{path}.{name}" for name in model.model_fields}
     anywhere = {
-        _plain(name): f"memplug.{section}{name}" for section, part in SECTIONS.items() for name in part.model_fields
+        plain(name): f"memplug.{section}{name}" for section, part in SECTIONS.items() for name in part.model_fields
     }
     for candidates in (here, anywhere):
-        close = get_close_matches(_plain(key), candidates, n=1, cutoff=0.7)
+        close = get_close_matches(plain(key), candidates, n=1, cutoff=0.7)
         if close:
             return f"did you mean `{candidates[close[0]]}`?"
     return f"known here: {', '.join(model.model_fields)}"
-
-
-def _plain(key: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", key.lower())
-
-
-def _near_memplug(key: object) -> bool:
-    return isinstance(key, str) and SequenceMatcher(None, _plain(key), "memplug").ratio() >= 0.8
-
-
-def _blocks(value: object, path: str = "") -> Iterator[str]:
-    """Paths of what looks like a block anywhere in a value of a JSON."""
-    children = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in children:
-        here = f"{path}[{key}]" if isinstance(value, list) else f"{path}.{key}".lstrip(".")
-        if _near_memplug(key):
-            yield here
-        else:
-            yield from _blocks(child, here)
-
-
-def _shown(value: object) -> str:
-    # As the user wrote it: JSON's true and null, not Python's True and None.
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 80 else text[:77] + "..."

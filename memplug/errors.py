@@ -144,11 +144,20 @@ class RecomputeError(MemplugError):
     )
 
 
-class InPlaceError(MemplugError):
-    """A tensor was modified in place while its copy to host memory was under way, so the copy may be wrong."""
+class InPlaceError(MemplugError, RuntimeError):
+    """A tensor that backward needs was modified in place; a `RuntimeError`, as autograd's own error is."""
 
     default_advice = (
         'Replace the in-place operation by its out-of-place form, or leave that region out of "tokenwise.regions".'
+    )
+
+
+class RanksError(MemplugError):
+    """Ranks that train one model do not attach to it, or do not end their steps, together."""
+
+    default_advice = (
+        "Attach on all ranks that train the model, as often as on the others. Where some ranks of the job do not train "
+        "it, say which do: `memplug.attach(model, config, group=group)`, with a process group or the list of ranks."
     )
 
 

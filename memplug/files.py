@@ -34,7 +34,7 @@ def write_whole(path: Path, what: str, write: Callable[[BinaryIO], None], error:
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-    except OSError as problem:
+    except (OSError, ValueError) as problem:  # a path with a null byte
         advice = "Give the path of a file in a folder that exists, that you may write to and that has room."
         raise error(f"{path}: the {what} cannot be written: {problem}", advice) from problem
 
@@ -51,5 +51,6 @@ def opened(path: Path, what: str, error: type[MemplugError]) -> BinaryIO:
         if path.exists() and not path.is_file():
             raise error(f"{path}: not a file", advice)
         return path.open("rb")
-    except OSError as problem:
-        raise error(f"{path}: unreadable: {problem.strerror or problem}", advice) from problem
+    except (OSError, ValueError) as problem:  # a path with a null byte
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"{path}: unreadable: {reason}", advice) from problem

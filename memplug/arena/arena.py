@@ -34,10 +34,12 @@ class Counters:
         dynamic_missed: or its group's reusable space had no room,
         without_gradients: or it is a validation's, and no reusable space was large enough.
         native_bytes: of those four.
+        lasting, lasting_bytes: left to the native allocator: what such a request gets outlives its step.
         elsewhere: likewise, of threads that do not train, and of passes that were withheld.
         written_freed: blocks that were written to after they had been given back, in the mode that checks,
         written_beyond: or beyond their end.
         reserved_bytes: now, with what is still in use of earlier plans.
+        leftover_bytes: now, held by blocks of earlier steps in the part that is used again and again, and in the annex.
         live_bytes, peak_bytes: in use now, and the most since the last plan.
         live_size, peak_size: likewise, rounded up to what they occupy.
     """
@@ -53,10 +55,13 @@ class Counters:
     dynamic_missed: int = 0
     without_gradients: int = 0
     native_bytes: int = 0
+    lasting: int = 0
+    lasting_bytes: int = 0
     elsewhere: int = 0
     written_freed: int = 0
     written_beyond: int = 0
     reserved_bytes: int = 0
+    leftover_bytes: int = 0
     live_bytes: int = 0
     live_size: int = 0
     peak_bytes: int = 0
@@ -111,15 +116,20 @@ class Arena:
         Memory that the native allocator caches is given back first, so that both fit.
 
         Raises:
-            ArenaError: there is not as much memory; nothing is served then.
+            ArenaError: there is not as much memory, or another library changed the device's allocator; nothing is
+                served then.
         """
         if self.device.type != "cpu" and not self.serving:
             torch.get_device_module(self.device).empty_cache()
-        try:
-            if self._leave is None:  # before it reserves memory, which counts as none that training has in use
+        if self._leave is None:  # before it reserves memory, which counts as none that training has in use
+            try:
                 self._stand_in_front(True)
-                self._leave = weakref.finalize(self, _leave, self._native, self._stand_in_front)
-                self._leave.atexit = False
+            except RuntimeError as error:
+                self._native.close_arena()
+                raise ArenaError(f"there can be no planned arena: {_first_line(error)}") from None
+            self._leave = weakref.finalize(self, _leave, self._native, self._stand_in_front)
+            self._leave.atexit = False
+        try:
             self._native.load_arena(
                 tables.requests.tobytes(),
                 tables.slots.tobytes(),
@@ -159,6 +169,24 @@ class Arena:
         """Serves nothing until the next step begins: what is asked for between two steps is no part of the program."""
         if self.serving:
             self._native.end_arena_step()
+
+    def leftovers(self) -> list[tuple[int, int]]:
+        """Returns the bytes [begin, end) of the part that is used again and again that blocks of earlier steps hold."""
+        return self._native.arena_leftovers() if self.serving else []
+
+    def extend(self, nbytes: int) -> bool:
+        """Reserve an annex in place of the former one, for requests whose bytes leftovers hold; of 0 bytes: none.
+
+        Called between two steps.
+
+        Returns:
+            False: there is not as much memory, and no annex now.
+        """
+        try:
+            self._native.extend_arena(nbytes)
+        except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is one
+            return False
+        return True
 
     def late(self) -> list[tuple[int, int]]:
         """Requests of the plan, by their index, whose blocks were still in use when the plan had their bytes for

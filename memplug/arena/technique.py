@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from memplug.arena import planning
 from memplug.arena.arena import Arena, Counters
+from memplug.arena.leftovers import LeftoverRoom
 from memplug.arena.tables import Tables, tables_of
 from memplug.beside import Beside
 from memplug.block import ArenaConfig
@@ -108,6 +109,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._withheld: tuple[Pass, ...] = ()  # of the step that begins
         self._is_first = True  # no step has ended
         self._was_withheld = False  # a part of the step that ended last
+        self._room = LeftoverRoom(arena)
 
     @classmethod
     def is_wanted(cls, config: MemplugConfig) -> bool:
@@ -188,6 +190,9 @@ class PlannedAddresses(Technique[Addresses]):
         elif self._state is State.RECORDING and trace is not None:
             return self._take(trace)
         elif self._state is State.SERVING and not self._was_withheld:  # else it says nothing of those that follow
+            if self._room.end_step(self.step, self._serving.plan, self._serving.tables):
+                self._mismatched_steps = 0
+                return None
             if self._is_late():
                 return self._amend()
             if self._departs():
@@ -208,6 +213,7 @@ class PlannedAddresses(Technique[Addresses]):
         """
         self._beside.stop()
         self._arena.serve(part.tables)
+        self._room.begin()
         if not part.source:
             self._steps, self._mismatched_steps, self._patience = 0, 0, 1
         if self._is_first:
@@ -323,7 +329,7 @@ def _alike(one: Trace, other: Trace) -> bool:
 
 def _difference(after: Counters, before: Counters) -> Counters:
     """What happened in between; what is said to be now stays."""
-    now = ("reserved_bytes", "live_bytes", "live_size", "peak_bytes", "peak_size")
+    now = ("reserved_bytes", "leftover_bytes", "live_bytes", "live_size", "peak_bytes", "peak_size")
     return Counters(
         **{
             name: getattr(after, name) - (0 if name in now else getattr(before, name))

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 def check(
     ds_json: Annotated[
-        Path | None, typer.Argument(metavar="DS_JSON", help='DeepSpeed JSON with a "memplug" block.')
+        Path | None,
+        typer.Argument(
+            metavar="DS_JSON", help='DeepSpeed JSON with a "memplug" block, or Accelerate\'s file naming it.'
+        ),
     ] = None,
     as_json: AsJson = False,
     schema: Annotated[
@@ -23,11 +26,13 @@ def check(
 ) -> None:
     """Check the "memplug" block of a DeepSpeed JSON and say what memplug will do; no GPU is used.
 
-    All problems are listed at once; settings of DeepSpeed that conflict or compete with memplug are warnings.
+    All problems are listed at once; settings of DeepSpeed that conflict or compete with memplug are warnings, and so is
+    what Trainer and Accelerate, or DeepSpeed, would not read.
     Exit code 0: usable; 1: not usable.
     """
     from memplug.cli import neighbours
-    from memplug.config import json_schema, read_ds_config, read_json
+    from memplug.config import json_schema, read_ds_config
+    from memplug.ds_json.reading import read
     from memplug.errors import ConfigError
 
     if schema:
@@ -37,10 +42,12 @@ def check(
         raise typer.BadParameter("give a DeepSpeed JSON, or --schema", param_hint="DS_JSON")
     with collected_warnings() as warnings:
         try:
-            ds_config = read_json(ds_json)
-            config = read_ds_config(ds_config)
-            neighbours.warn(ds_config, config)
+            found = read(ds_json)
+            config = read_ds_config(found.content)
+            neighbours.warn(found.content, config)
             facts, words = {"ok": True, "config": config.model_dump()}, "\n".join(_in_words(config))
+            words += f"\n  read from        {found.path}" if found.path != ds_json else ""
+            warnings += found.remarks
         except ConfigError as error:
             facts, words = {"ok": False, "problems": error.problems, "advice": error.advice}, str(error)
     if as_json:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memplug.cli import layouts
-from memplug.cli.estimated import facts_of, table_of, write
+from memplug.cli.estimated import facts_of, table_of, unknown_of, write
 from memplug.cli.output import collected_warnings, echo_warnings, print_table, progress, refusing
 
 if TYPE_CHECKING:
@@ -152,15 +152,16 @@ def estimate(
                 found = _estimate(workload, config, hardware, modes, engine, gpus, tell=say, **options)
             largest = {}
             if limits and gpus is None and layout is None and trace is None:
-                say("limits")
                 found_by = {name: options[name] for name in ("attention", "host_bytes") if name in options}
-                largest = _limits(workload, config, hardware, modes, **found_by)
+                largest = _limits(workload, config, hardware, modes, say=say, **found_by)
         facts = facts_of(found, workload, largest, settings, gpus)
         if layout is not None:
             facts |= layouts.facts_of(found, workload, layout, micro_batches)
         write(found, workload, facts, html, chrome, as_json)
     typer.echo(facts["title"])
     print_table(*table_of(facts))
+    for line in unknown_of(facts):
+        typer.echo(line, err=True)
     for name, error in found.impossible.items():
         typer.echo(f"{name}: {error}", err=True)
     echo_warnings(list(dict.fromkeys(warnings)))
@@ -172,8 +173,9 @@ def _asked(
     ds_json: Path | None, model: Path, gpu: str, trace: Path | None, engine_gpus: int | None, **given: Any
 ) -> "tuple[Workload, MemplugConfig, Hardware, dict[str, Any]]":
     """What trains, memplug's block, the GPU, and the DeepSpeed JSON."""
-    from memplug.config import load_config, read_ds_config, read_json
+    from memplug.config import load_config, read_ds_config
     from memplug.device.virtual import Hardware
+    from memplug.ds_json.reading import read_json
     from memplug.estimator.engine import dtype_of, micro_batch_of
     from memplug.estimator.shapes import Shape
     from memplug.estimator.values import Values

@@ -25,7 +25,7 @@ def facts_of(
         gpus: ranks of its engine; None: no engine.
     """
     names = ("step_s", "flops", "peak_allocated_bytes", "peak_reserved_bytes", "arena_reserved_bytes")
-    more = ("host_bytes", "to_host_bytes", "to_device_bytes", "bound", "fits", "bubble_s")
+    more = ("arena_off_because", "host_bytes", "to_host_bytes", "to_device_bytes", "bound", "fits", "bubble_s")
     hardware = found.hardware
     rank = f"one {hardware.name}"
     if gpus is not None:
@@ -75,6 +75,15 @@ def table_of(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     if not all("longest_seq_len" in each for each in facts["modes"].values()):
         rows = rows[:-2]
     return ["", *modes], [[name, *(words(facts["modes"][mode]) for mode in modes)] for name, words in rows]
+
+
+def unknown_of(facts: dict[str, Any]) -> list[str]:
+    """Why the arena's share is unknown, a line for each mode of which it is."""
+    return [
+        f"{mode}: reserved with the arena unknown: {each['arena_off_because']}"
+        for mode, each in facts["modes"].items()
+        if each["arena_reserved_bytes"] is None and each["arena_off_because"]
+    ]
 
 
 def write(

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from memplug.config import MemplugConfig, offloads_of
+from memplug.config import MemplugConfig
+from memplug.ds_json.keys import offloads_of
 
 _log = logging.getLogger("memplug")
 
@@ -31,7 +32,7 @@ def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
             '"activation_checkpointing" does nothing unless the script calls deepspeed.checkpointing.configure, and '
             "then memplug refuses to attach: remove both, memplug takes their place"
         )
-    offloads = " and ".join(offloads_of(ds_config.get("zero_optimization")))
+    offloads = " and ".join(offloads_of(ds_config))
     if not offloads:
         return
     budget = config.host_budget_gib

@@ -10,6 +10,15 @@ from typing import Annotated, Any
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+DeviceOfSnapshot = Annotated[
+    int | None, typer.Option(help="Of a snapshot of several; by default the one with the most events.", min=0)
+]
+
+
+def refuse_step_of_snapshot(step: int | None) -> None:
+    """Leaves with a usage error where a step of a snapshot is asked for."""
+    if step is not None:
+        raise typer.BadParameter("a snapshot has no steps; all of its history is taken", param_hint="--step")
 
 
 def print_facts(facts: dict[str, Any], rows: list[tuple[str, str]], *, as_json: bool) -> None:

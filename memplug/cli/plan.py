@@ -5,12 +5,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memplug.cli.output import AsJson, collected_warnings, echo_warnings, print_facts, progress, refusing
+from memplug.cli.output import (
+    AsJson,
+    DeviceOfSnapshot,
+    collected_warnings,
+    echo_warnings,
+    print_facts,
+    progress,
+    refuse_step_of_snapshot,
+    refusing,
+)
 from memplug.plan.layout import planners
 
 if TYPE_CHECKING:
     from memplug.plan.layout.problem import Problem
     from memplug.plan.schema import MemoryPlan
+    from memplug.profile.allocator_history import History
+    from memplug.profile.trace import Trace
 
 _LIVE_AT_MOST = 10
 # Keys of the JSON, in this order before the others.
@@ -19,7 +30,11 @@ _FIRST = ("requests", "lower_bound_bytes", "height_bytes", "fragmentation", "sec
 
 def plan(
     source: Annotated[
-        Path, typer.Argument(metavar="INPUT", help="A recorded trace (.npz), or a CSV: id,lower,upper,size.")
+        Path,
+        typer.Argument(
+            metavar="INPUT",
+            help="A recorded trace (.npz), a memory snapshot of torch's allocator, or a CSV: id,lower,upper,size.",
+        ),
     ],
     planner: Annotated[
         str, typer.Option(help=f"auto, or one of {planners.listed()}; auto keeps the best.")
@@ -36,9 +51,12 @@ def plan(
         typer.Option("--output", "-o", metavar="FILE", help="The plan (.json), or the rows with an offset (.csv)."),
     ] = None,
     step: Annotated[int | None, typer.Option(help="Of the trace, from 0; by default its last.", min=0)] = None,
+    device: DeviceOfSnapshot = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan one training step: an address for every request, in an arena as low as can be; no GPU is used.
+
+    Of a snapshot of torch's allocator all of its history is planned, beside what torch reserved for it.
 
     Exit code 0: planned, and it fits where --capacity asks; 1: it does not fit, or a file is not usable.
     """
@@ -48,32 +66,51 @@ def plan(
         time_limit_s = 10.0 if capacity_bytes is None else 50.0
     with collected_warnings() as warnings:
         with refusing():
-            made, served = _planned(source, step, planner, time_limit_s, capacity_bytes)
+            problem, recorded, history = _read(source, step, device)
+            made, served = _planned(problem, recorded, planner, time_limit_s, capacity_bytes)
             if output is not None:
                 _write(made, output)
-    facts = _facts(made, served, capacity_bytes)
-    print_facts(facts, _rows(made, facts), as_json=as_json)
+    facts, rows = _facts(made, served, capacity_bytes), []
+    if history is not None:
+        from memplug.show import history_summary
+
+        facts |= history_summary.beside(history, made)
+        rows = history_summary.rows_beside(facts)
+    print_facts(facts, [*_rows(made, facts), *rows], as_json=as_json)
     echo_warnings(warnings)
     if facts["fits"] is False:
         typer.echo("\n".join(_why(made.problem, facts, capacity_bytes)), err=True)
         raise typer.Exit(1)
 
 
-def _planned(
-    source: Path, step: int | None, planner: str, time_limit_s: float, capacity_bytes: int | None
-) -> "tuple[MemoryPlan, tuple[int, int]]":
-    """The plan; and how many dynamic requests, and bytes of them, would have found room in it."""
-    from memplug.plan.layout import auto, dynamic
-    from memplug.plan.layout.from_trace import last_step, problem_of
+def _read(source: Path, step: int | None, device: int | None) -> "tuple[Problem, Trace | None, History | None]":
+    """What is to be placed, the step that it is of if any, and the history of a snapshot."""
+    from memplug.plan.layout.from_trace import last_step, problem_of, problem_of_all
     from memplug.plan.layout.problem_file import read_csv
-    from memplug.plan.schema import memory_plan
+    from memplug.profile import allocator_history
     from memplug.profile.trace_file import load
 
     if source.suffix.lower() == ".csv":
-        recorded, problem = None, read_csv(source)
-    else:
-        recorded = last_step(load(source), step)
-        problem = problem_of(recorded)
+        return read_csv(source), None, None
+    if allocator_history.is_snapshot(source):
+        refuse_step_of_snapshot(step)
+        history = allocator_history.load(source, device)
+        return problem_of_all(history.trace), None, history
+    recorded = last_step(load(source), step)
+    return problem_of(recorded), recorded, None
+
+
+def _planned(
+    problem: "Problem",
+    recorded: "Trace | None",
+    planner: str,
+    time_limit_s: float,
+    capacity_bytes: int | None,
+) -> "tuple[MemoryPlan, tuple[int, int]]":
+    """The plan; and how many dynamic requests of the step, and bytes of them, would have found room in it."""
+    from memplug.plan.layout import auto, dynamic
+    from memplug.plan.schema import memory_plan
+
     with progress(f"planning {len(problem):,} requests", time_limit_s) as say:
         solution = auto.plan(problem, planner, time_limit_s=time_limit_s, capacity_bytes=capacity_bytes, progress=say)
         if recorded is None:

@@ -1,4 +1,4 @@
-"""`memplug show`: what a recorded trace, or a plan, says."""
+"""`memplug show`: what a recorded trace, a memory snapshot of torch's allocator, or a plan, says."""
 
 from functools import partial
 from pathlib import Path
@@ -6,16 +6,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memplug.cli.output import AsJson, print_facts, progress, refusing
+from memplug.cli.output import AsJson, DeviceOfSnapshot, print_facts, progress, refuse_step_of_snapshot, refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from memplug.profile.trace import Trace
 
 _STRETCHES_OF_A_PICTURE = 1600  # of the clock: more than the axes have pixels
 
 
 def show(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="A recorded trace (.npz), or a plan (.json).")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A recorded trace (.npz), a memory snapshot of torch's allocator, or a plan (.json)."
+        ),
+    ],
     html: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the timeline, or the plan's map, as a page; needs plotly."),
@@ -28,14 +35,18 @@ def show(
         Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace (JSON), for example for ui.perfetto.dev.")
     ] = None,
     step: Annotated[int | None, typer.Option(help="Only this step of the trace, from 0.", min=0)] = None,
+    device: DeviceOfSnapshot = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a recorded trace, what ran and where memory peaks; or a plan, its addresses and decisions. No GPU is used.
+
+    Of a memory snapshot of torch's allocator (torch.cuda.memory._dump_snapshot), its history.
 
     Prints a summary; pages, pictures and files for other viewers are written only where an option names them.
     Exit code 0: all done; 1: the file, or one to be written, is not usable.
     """
     from memplug.plan.plan_file import is_plan
+    from memplug.profile.allocator_history import is_snapshot
 
     paths = {"html": html, "png": png, "snapshot": snapshot, "chrome": chrome}
     with refusing():
@@ -44,6 +55,9 @@ def show(
                 if value is not None:
                     raise typer.BadParameter("a plan has none; it is for traces", param_hint=f"--{option}")
             facts, rows, writers = _plan(source)
+        elif is_snapshot(source):
+            refuse_step_of_snapshot(step)
+            facts, rows, writers = _snapshot(source, device)
         else:
             facts, rows, writers = _trace(source, step)
     print_facts(facts, rows, as_json=as_json)
@@ -56,12 +70,7 @@ def _trace(source: Path, step: int | None) -> "tuple[dict, list[tuple[str, str]]
     """What a trace says, as plain values and in words, and what writes its views."""
     from memplug.profile.trace import cut
     from memplug.profile.trace_file import load
-    from memplug.show.chrome import write_chrome
-    from memplug.show.page import write_page
-    from memplug.show.picture import write_picture
-    from memplug.show.snapshot import write_snapshot
     from memplug.show.summary import rows, summary
-    from memplug.show.trace_figure import trace_figure
 
     trace = load(source)
     if step is not None:
@@ -69,13 +78,35 @@ def _trace(source: Path, step: int | None) -> "tuple[dict, list[tuple[str, str]]
             raise typer.BadParameter(f"the trace has {len(trace.steps)} steps", param_hint="--step")
         trace = cut(trace, step)
     facts = summary(trace)
-    writers = {
+    return facts, rows(facts), _views(trace)
+
+
+def _snapshot(
+    source: Path, device: int | None
+) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
+    """As `_trace`, of a snapshot of torch's allocator."""
+    from memplug.profile.allocator_history import load
+    from memplug.show.history_summary import rows, summary
+
+    history = load(source, device)
+    facts = summary(history)
+    return facts, rows(facts), _views(history.trace)
+
+
+def _views(trace: "Trace") -> "dict[str, Callable[[Path], None]]":
+    """What writes each view of a trace."""
+    from memplug.show.chrome import write_chrome
+    from memplug.show.page import write_page
+    from memplug.show.picture import write_picture
+    from memplug.show.snapshot import write_snapshot
+    from memplug.show.trace_figure import trace_figure
+
+    return {
         "html": lambda path: write_page(trace_figure(trace), path),
         "png": lambda path: write_picture(trace_figure(trace, _STRETCHES_OF_A_PICTURE), path),
         "snapshot": partial(write_snapshot, trace),
         "chrome": partial(write_chrome, trace),
     }
-    return facts, rows(facts), writers
 
 
 def _plan(source: Path) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":

@@ -72,8 +72,8 @@ def _tuned(
     seq_len: int | None,
     micro_batch: int | None,
 ) -> "Tuned":
-    from memplug.config import read_json
     from memplug.device.virtual import Hardware
+    from memplug.ds_json.reading import read_json
     from memplug.estimator.shapes import Shape
     from memplug.tune import tuning
     from memplug.tune.machine import Machine

@@ -12,14 +12,13 @@ from torch import nn
 
 from memplug.device.virtual.accelerator import accelerated
 from memplug.device.virtual.ranks import joined
+from memplug.ds_json.keys import offloads_of, present
 from memplug.errors import EstimateError
 from memplug.estimator.training import Training, differentiable, unable
 
 ADAM = ("adam", "adamw")
-FORMERLY = ("cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory")
-"""Names that DeepSpeed had for offloading, and still reads."""
-PRECISIONS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}
-"""Sections of a DeepSpeed JSON that turn a dtype on."""
+PRECISIONS = ("bf16", "fp16")
+"""Sections of a DeepSpeed JSON, each of which turns the dtype of its name on."""
 WATCHERS = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "comms_logger", "wall_clock_breakdown")
 """Of a DeepSpeed JSON, what tells how training goes."""
 
@@ -44,13 +43,12 @@ def dtype_of(ds_config: Mapping[str, Any]) -> str:
     """Of parameters and activations, "bf16", "fp16" or "fp32": as DeepSpeed has them, bf16 where that is "auto", or
     where nothing is said of DeepSpeed.
     """
-    said = {
-        dtype: [_enabled(ds_config[name]) for name in names if name in ds_config] for dtype, names in PRECISIONS.items()
-    }
-    for dtype, values in said.items():
-        if True in values:
+    known = present(ds_config)
+    said = {dtype: _enabled(known[dtype]) for dtype in PRECISIONS if dtype in known}
+    for dtype, value in said.items():
+        if value is True:
             return dtype
-    is_open = any("auto" in values for values in said.values()) or not set(ds_config) - {"memplug"}
+    is_open = "auto" in said.values() or not set(ds_config) - {"memplug"}
     return "bf16" if is_open else "fp32"
 
 
@@ -88,23 +86,21 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> di
     memory and is bound by it alike; without "auto" values, memplug's block, and what watches training.
 
     Raises:
+        ConfigError: A setting has its former and its present name.
         EstimateError: optimizer or parameters are offloaded, for which DeepSpeed computes on the host.
     """
-    kept = _without_auto({key: value for key, value in ds_config.items() if key not in ("memplug", *WATCHERS)})
-    zero = kept.get("zero_optimization") or {}
-    for name in ("offload_optimizer", "offload_param", *FORMERLY):
-        given = zero.get(name)
-        if given is True or (given and isinstance(given, Mapping) and given.get("device", "none") != "none"):
-            raise EstimateError(
-                f"zero_optimization.{name} leaves work to the host, which is not run",
-                "`memplug tune` predicts a step with offload.",
-            )
+    for offload in offloads_of(ds_config):
+        raise EstimateError(
+            f"{offload} leaves work to the host, which is not run", "`memplug tune` predicts a step with offload."
+        )
+    known = present(ds_config)
+    kept = _without_auto({key: value for key, value in known.items() if key not in ("memplug", *WATCHERS)})
     optimizer = kept.get("optimizer", {"type": "AdamW"})
     params = optimizer.get("params", {})
     if str(optimizer.get("type")).lower() in ADAM and not params.get("torch_adam"):  # else it is torch's own already
         optimizer = {**optimizer, "params": {**params, "torch_adam": True, "fused": True}}
     dtype = dtype_of(ds_config)
-    if dtype in PRECISIONS and not any(_enabled(kept.get(name)) is True for name in PRECISIONS[dtype]):  # it was "auto"
+    if dtype in PRECISIONS and _enabled(kept.get(dtype)) is not True:  # it was "auto"
         kept[dtype] = {**(kept[dtype] if isinstance(kept.get(dtype), Mapping) else {}), "enabled": True}
     kept = {**_accumulation(kept, micro_batch, gpus), **kept}
     kept.pop("train_batch_size", None)
@@ -127,6 +123,19 @@ def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _refuse_as_deepspeed(settings: Mapping[str, Any]) -> None:
+    """Raises what DeepSpeed says of a configuration that it does not take, as an EstimateError."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(dict(settings))
+    except Exception as error:  # pydantic's, DeepSpeed's own, assertions, and what else a wrong type leads to
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise EstimateError(
+            f"DeepSpeed refuses the configuration: {said}", "Correct the DeepSpeed JSON: training would stop likewise."
+        ) from error
+
+
 class EngineTraining(Training):
     """Trains by a DeepSpeed engine, which marks the ends of its steps itself; within `rank_of`.
 
@@ -145,6 +154,8 @@ class EngineTraining(Training):
         import deepspeed
 
         partitioned = settings.get("zero_optimization", {}).get("stage") == 3
+
+        _refuse_as_deepspeed(settings)
 
         def make() -> nn.Module:
             with deepspeed.zero.Init(config_dict_or_path=dict(settings)) if partitioned else contextlib.nullcontext():

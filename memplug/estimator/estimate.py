@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,9 @@ def estimate_training(
     unknown = [mode for mode in modes if mode not in ways.MODES]
     if unknown:
         raise EstimateError(f"there is no mode {unknown[0]!r}", f"Choose of {', '.join(ways.MODES)}.")
+    if not host_bytes >= 0:
+        raise EstimateError(f"host memory is {host_bytes} bytes", "Give a number from 0.")
+    host_bytes = min(host_bytes, UNLIMITED_BYTES)
     parsed = load_config({"enabled": True} if config is None else config)
     hardware = gpu if isinstance(gpu, Hardware) else Hardware.named(gpu)
     blocks = {mode: ways.block_of(mode, parsed, Path(plan_dir) if plan_dir is not None else None) for mode in modes}
@@ -174,7 +178,8 @@ def _estimated(
                 return _attached(device, training, mode, block)
             for _ in range(LASTING_STEPS):
                 training.step()
-            return _measured(device, training, training.step, mode, None, None)
+            found = _measured(device, training, training.step, mode, None, None)
+            return replace(found, arena_off_because="the block switches it off")
     finally:
         training.close()
 
@@ -198,8 +203,10 @@ def _attached(device: VirtualDevice, training: Training, mode: str, block: Mempl
             raise EstimateError(f"in {MOST_STEPS} steps of mode {mode!r} no plan was made: each is another program")
         for _ in range(KEEPING_STEPS if block.plan_dir else 0):
             step()
-        if session.report()["arena"] != "serving":
-            return plain
+        report = session.report()
+        if report["arena"] != "serving":
+            why = report["arena_off_because"] or f"it had no addresses after {session.steps} steps: {report['arena']}"
+            return replace(plain, arena_off_because=why)
         return _measured(device, training, step, mode, session, plain)
 
 

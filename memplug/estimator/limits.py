@@ -2,12 +2,14 @@
 
 Memory rises evenly with the layers, of which all are alike, and with the tokens. So a step is run with few layers and
 extrapolated to all of them, at two sizes and extrapolated to what the GPU has; steps with all layers then say whether
-that fits, and correct it. `options` are further ones of `estimate`, such as `host_bytes`.
+that fits, and correct it. `options` are further ones of `estimate`, such as `host_bytes`; `say` is told each step that
+is run, and how many there are at most.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +26,28 @@ NO_BUDGET_GIB = 1e-3
 PRECISION = 32
 MOST_CHECKS = 4  # of one size, with all layers
 GIB = 2**30
+Say = Callable[[str], None]
 
 
-def longest(workload: Workload, config: MemplugConfig, hardware: Hardware, mode: str, **options: Any) -> int:
+def _nothing(words: str) -> None:
+    """By default."""
+
+
+def _numbered(say: Say, mode: str, layers: int) -> Say:
+    """Tells of one search's steps, which it counts."""
+    most = MOST_CHECKS + 2 * (len(FEW_LAYERS) if layers > FEW_LAYERS[1] else 1)
+    steps = itertools.count(1)
+    return lambda words: say(f"limits of {mode}, step {next(steps)} of at most {most}: {words}")
+
+
+def longest(
+    workload: Workload, config: MemplugConfig, hardware: Hardware, mode: str, *, say: Say = _nothing, **options: Any
+) -> int:
     """Tokens of the longest sequence of which a step fits, a multiple of `SEQ_LEN_STEP`; 0: none fits."""
+    said = _numbered(say, mode, workload.layers)
 
     def bytes_of(count: int, layers: int) -> float:
+        said(f"a sequence of {count * SEQ_LEN_STEP:,} tokens, {layers} layers")
         changed = dataclasses.replace(workload, seq_len=count * SEQ_LEN_STEP, layers=layers)
         return least_bytes(changed, config, hardware, mode, **options)
 
@@ -37,10 +55,14 @@ def longest(workload: Workload, config: MemplugConfig, hardware: Hardware, mode:
     return SEQ_LEN_STEP * largest(bytes_of, begin, workload.layers, capacity_bytes(hardware, config, mode))
 
 
-def largest_batch(workload: Workload, config: MemplugConfig, hardware: Hardware, mode: str, **options: Any) -> int:
+def largest_batch(
+    workload: Workload, config: MemplugConfig, hardware: Hardware, mode: str, *, say: Say = _nothing, **options: Any
+) -> int:
     """Sequences of the largest micro-batch of which a step fits; 0: none does."""
+    said = _numbered(say, mode, workload.layers)
 
     def bytes_of(count: int, layers: int) -> float:
+        said(f"a micro-batch of {count:,}, {layers} layers")
         changed = dataclasses.replace(workload, micro_batch=count, layers=layers)
         return least_bytes(changed, config, hardware, mode, **options)
 

@@ -31,6 +31,7 @@ class ModeEstimate:
         peak_allocated_bytes: the most device memory that tensors have at a time.
         peak_reserved_bytes: that torch's caching allocator has of the device for that.
         arena_reserved_bytes: the same where the planned arena serves; None: there is none.
+        arena_off_because: why there is none; "" where there is one.
         host_bytes: pinned memory of the host.
         to_host_bytes, to_device_bytes: over the link in a step.
         bound: what the step waits for: "compute", "link", "collectives" or "host".
@@ -54,6 +55,7 @@ class ModeEstimate:
     spans: tuple[Span, ...] = field(default=(), repr=False)
     schedule_s: float | None = None
     bubble_s: float = 0.0
+    arena_off_because: str = ""
 
 
 @dataclass(frozen=True)

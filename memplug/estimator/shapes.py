@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from memplug.errors import EstimateError
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -66,8 +68,8 @@ class Shape:
 
         Raises:
             EstimateError: it cannot be read, is of another kind of model, has a field that the model's configuration
-                does not know, lacks a size, or its heads do not divide its hidden size; transformers or PyYAML is
-                missing.
+                does not know, lacks a size, or its heads do not divide its hidden size, or transformers can make no
+                model of it; transformers or PyYAML is missing.
         """
         yaml = needed("yaml", "PyYAML")
         try:
@@ -80,6 +82,7 @@ class Shape:
             raise EstimateError(f"{file} is no shape of a model", "Take configs/models/7b.yaml as an example.")
         shape = cls(dict(fields))
         shape._check(file)
+        shape._check_by_making(file)
         config = getattr(needed("transformers"), f"{shape.family}Config")()
         return cls({**{name: getattr(config, name) for name in _BY_DEFAULT[shape.family]}, **shape.fields})
 
@@ -115,6 +118,20 @@ class Shape:
                 "num_attention_heads has to divide hidden_size, where there is no head_dim, and num_key_value_heads "
                 "num_attention_heads.",
             )
+
+    def _check_by_making(self, file: Path) -> None:
+        """Makes one layer without memory: transformers knows best what it takes, such as activations by name."""
+        transformers = needed("transformers")
+        try:
+            config = getattr(transformers, f"{self.family}Config")(**{**self.fields, "num_hidden_layers": 1})
+            with torch.device("meta"):
+                getattr(transformers, f"{self.family}Model")(config)
+        except Exception as error:  # whatever a model's code stumbles over in fields that it does not expect
+            problem = " ".join(f"{type(error).__name__}: {error}".split())
+            raise EstimateError(
+                f"{file}: transformers makes no {self.family} of it: {problem}",
+                f"Correct the field: the file has fields of transformers.{self.family}Config.",
+            ) from error
 
 
 def needed(module: str, package: str | None = None) -> Any:

@@ -15,14 +15,16 @@ from torch import nn
 from memplug.config import MemplugConfig, load_config
 from memplug.device.device import Device, device_of
 from memplug.errors import ConflictError, RecorderError, RegionError, UnsupportedVersionError
-from memplug.hooks import first_forward, flex_attention, frameworks, optimizers, transformer_engine, units
+from memplug.hooks import first_forward, flex_attention, frameworks, groups, optimizers, transformer_engine, units
 from memplug.hooks import regions as region_hooks
 from memplug.hooks.framework import Layers, Target
+from memplug.hooks.groups import Group
 from memplug.hooks.job import job_of
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Recorder
 from memplug.session import Session, initial_regions
 from memplug.session.recording import Recording
+from memplug.stages.ranks import Ranks
 from memplug.stages.table import Stage
 from memplug.tokenwise.regions.region import Region
 
@@ -63,8 +65,12 @@ class Disabled(Session):
             self._undo.pop()()
 
 
-def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | None = None) -> Session:
-    """Run a model's layers token-wise, and its training from a planned arena. In a distributed run, all ranks attach.
+def attach(
+    target: Any, config: MemplugConfig | dict[str, Any] | str | Path | None = None, *, group: Group | None = None
+) -> Session:
+    """Run a model's layers token-wise, and its training from a planned arena.
+
+    In a distributed run, all ranks that train the model attach; a rank that waits for others longer than 30 s says so.
 
     Args:
         target: a DeepSpeed engine, a Megatron-Core model or the list of its chunks, or any `nn.Module`; on one device.
@@ -72,6 +78,8 @@ def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | No
             `tokenwise.regions` (patterns of module names).
         config: the "memplug" block as a dict, the path of a DeepSpeed JSON, or None for the engine's own. Without one,
             a model that has no engine is taken as `{"enabled": true}`.
+        group: the ranks that train the model, as a process group or a list; without it those of
+            DistributedDataParallel's group, of FSDP's or a device mesh, of a DeepSpeed engine's, and else all.
 
     Returns:
         The session; `step()` marks the end of a training step (a DeepSpeed engine calls it itself), `report()` gives
@@ -82,14 +90,14 @@ def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | No
         RegionError: no decoder layers were found, a pattern matches nothing, the chunks are not those of one model, or
             the model is not on one device.
         ConflictError: another checkpointing is on, or the model is attached to another session.
+        RanksError: this rank is not in the group, or another one of it did not attach within the time limit of
+            `init_process_group`.
         UnsupportedVersionError: torch is older than 2.6, or Megatron-Core older than 0.16.
     """
     target = _target_of(target)
     used = frameworks.frameworks_in(target)
     own = filter(None, (framework.block(target) for framework in used if config is None))
     parsed = next(own, None) or load_config({"enabled": True} if config is None else config)
-    for framework in used:
-        framework.check_block(parsed)
     existing = region_hooks.session_of(target.model)
     if existing is not None:
         if config is not None and parsed != existing.config:
@@ -98,12 +106,27 @@ def attach(target: Any, config: MemplugConfig | dict[str, Any] | str | Path | No
         for framework in used:
             framework.check_attached(target)
         return existing
-    if not parsed.active:
+    found = [one for framework in used for one in framework.groups(target)]
+    ranks = Ranks(groups.members_of(target, group, found), groups.may_part(target))
+    try:
+        session = _begin(target, parsed, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+    if session.stage is Stage.OFF:
         for framework in used if config is None else ():
             framework.explain_off(target)
-        return Disabled(parsed)
+    return session
+
+
+def _begin(target: Target, config: MemplugConfig, ranks: Ranks) -> Session:
+    for framework in frameworks.frameworks_in(target):
+        framework.check_block(config, ranks)
+    if not config.active:
+        ranks.close()
+        return Disabled(config)
     _check_torch()
-    return _attach(target, parsed, device_of(target.device or _device_of(target)))
+    return _attach(target, config, device_of(target.device or _device_of(target)), ranks)
 
 
 def _tensors_of(model: weakref.ref[nn.Module]) -> Iterator[torch.Tensor]:
@@ -125,7 +148,7 @@ def _target_of(given: Any) -> Target:
     return claimed or Target(given, (given,))
 
 
-def _attach(target: Target, config: MemplugConfig, device: Device) -> Session:
+def _attach(target: Target, config: MemplugConfig, device: Device, ranks: Ranks) -> Session:
     used = frameworks.frameworks_in(target)
     found = find_layers(target.model, config)
     modules = found if config.tokenwise.enabled else []
@@ -134,7 +157,8 @@ def _attach(target: Target, config: MemplugConfig, device: Device) -> Session:
     for framework in used if config.swap.enabled and config.swap.states else ():
         framework.check_states(target)
     regions = initial_regions(config, [(name, type(module).__name__) for name, module in modules])
-    session = Session(config, regions, device, regathers=any(framework.regathers(target) for framework in used))
+    regathers = any(framework.regathers(target) for framework in used)
+    session = Session(config, regions, device, regathers, ranks)
     try:
         if not modules:
             session.at_detach(region_hooks.mark(target.chunks[0], session))
@@ -175,7 +199,13 @@ def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:
         return region_hooks.matching_modules(model, patterns)
     layers = next(filter(None, (framework.layers(model) for framework in frameworks.FRAMEWORKS)), ())
     if not layers and config.tokenwise.enabled:
-        raise RegionError(f"no decoder layers were recognised in {type(model).__name__}")
+        name, lists = type(model).__name__, ", ".join(f'"{pattern}"' for pattern in region_hooks.lists_of_layers(model))
+        raise RegionError(
+            f"no decoder layers were recognised in {name}",
+            f'Set "tokenwise.regions" to those of its lists of modules that are its layers: [{lists}].'
+            if lists
+            else None,
+        )
     return layers
 
 

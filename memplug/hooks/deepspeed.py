@@ -4,6 +4,7 @@
 |---|---|---|
 | `deepspeed.initialize` | the module, by `install` | to attach to the engine that it returns |
 | `step`, `train_batch` | the engine instance (the latter: a pipeline engine's) | the end of a training step |
+| `allreduce_gradients` | the engine instance | how many ranks there are is no part of the program |
 | `destroy` | the engine instance | the session ends with the engine |
 | `backward` | the engine instance | a note on an out-of-memory error |
 | `pre_` and `post_sub_module_forward_function` | ZeRO 3's `parameter_offload` | gathering is no part of a region |
@@ -19,19 +20,22 @@ Known in deepspeed 0.16.5 to 0.19. Each patch is marked, keeps the original, and
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from memplug.config import MemplugConfig, offloads_of, read_ds_config
+from memplug.config import MemplugConfig, read_ds_config
+from memplug.ds_json.keys import offloads_of
 from memplug.errors import ConflictError, PatchError
 from memplug.hooks.framework import Framework, Layers, Target
-from memplug.hooks.patching import ORIGINAL, is_patched, patch, put_back, unnoticed, wrapped
+from memplug.hooks.patching import ORIGINAL, is_patched, patch, put_back, uncompared, unnoticed, wrapped
 from memplug.session import Session, report
 from memplug.tokenwise.regions.region import Region
 
@@ -78,12 +82,20 @@ class DeepSpeed(Framework):
             )
 
     def check_states(self, target: Target) -> None:
-        offloads = " and ".join(offloads_of(target.engine.config.get("zero_optimization")))
+        offloads = " and ".join(offloads_of(_configuration(target.engine)))
         if offloads:
             raise ConflictError(
                 f'DeepSpeed offloads itself ({offloads}), and "swap": {{"states": true}} would move the same tensors',
                 "Remove one of the two; only DeepSpeed's helps where the device has no room while the optimizer runs.",
             )
+
+    def groups(self, target: Target) -> Sequence[Any]:
+        """All that share the engine's parameters; where it splits layers too, all ranks of the job."""
+        engine = target.engine
+        group = getattr(engine, "seq_data_parallel_group", None) or getattr(engine, "data_parallel_group", None)
+        if getattr(engine, "mpu", None) is None and group is not None:
+            return [group]
+        return [list(range(dist.get_world_size()))] if dist.is_initialized() else []
 
     def regathers(self, target: Target) -> bool:
         return target.engine.zero_optimization_stage() == 3
@@ -107,6 +119,9 @@ class DeepSpeed(Framework):
                 session.step()
             return result
 
+        def optimizer_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return step(functools.partial(uncompared, original), *args, **kwargs)
+
         def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with session.explaining("backward"):
                 return original(*args, **kwargs)
@@ -116,7 +131,8 @@ class DeepSpeed(Framework):
             return original(*args, **kwargs)
 
         session.steps_are_marked = True
-        patch(engine, "step", step, session, VERSIONS)
+        patch(engine, "step", optimizer_step, session, VERSIONS)
+        patch(engine, "allreduce_gradients", uncompared, session, VERSIONS)
         patch(engine, "destroy", destroy, session, VERSIONS)
         if hasattr(type(engine), "train_batch"):
             patch(engine, "train_batch", step, session, VERSIONS)
@@ -227,11 +243,11 @@ def _hook_gathering(engine: Any, session: Session, modules: Mapping[str, nn.Modu
 
     def before_backward(original: Callable[..., Any], module: Any) -> Any:
         in_backward.add(module.ds_id)
-        return original(module)
+        return uncompared(original, module)
 
     def after_backward(original: Callable[..., Any], module: Any) -> Any:
         in_backward.discard(module.ds_id)
-        return original(module)
+        return uncompared(original, module)
 
     @contextlib.contextmanager
     def gathered(region: Region) -> Iterator[None]:

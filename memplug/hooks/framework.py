@@ -15,6 +15,7 @@ from torch import nn
 from memplug.config import MemplugConfig
 from memplug.hooks.regions import Prepare
 from memplug.session import Session
+from memplug.stages.ranks import Ranks
 
 Layers = Sequence[tuple[str, nn.Module]]
 """Modules with their qualified names."""
@@ -85,8 +86,12 @@ class Framework:
     def explain_off(self, target: Target) -> None:
         """Attached without a block, and memplug is off: log why, if this framework knows."""
 
-    def check_block(self, config: MemplugConfig) -> None:
-        """Called by all ranks. Raises `ConfigError` where the block cannot be used with this framework."""
+    def groups(self, target: Target) -> Sequence[Any]:
+        """Process groups, or lists of ranks, that train the target together, where this framework knows."""
+        return ()
+
+    def check_block(self, config: MemplugConfig, ranks: Ranks) -> None:
+        """Called by all ranks that attach. Raises `ConfigError` where the block cannot be used with this framework."""
 
     def check_attached(self, target: Target) -> None:
         """Raises `ConflictError` where the session that the model has is not one of this target."""

@@ -34,6 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from memplug.config import MemplugConfig
@@ -41,7 +42,7 @@ from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, 
 from memplug.hooks import random_states
 from memplug.hooks.framework import Framework, Layers, Target, instances, outermost
 from memplug.hooks.patching import patch, unnoticed
-from memplug.hooks.regions import Prepare
+from memplug.hooks.regions import Call, Prepare
 from memplug.session import Session
 from memplug.stages.ranks import Ranks
 from memplug.tokenwise.regions.tape import storage_of
@@ -86,14 +87,19 @@ class Megatron(Framework):
     def is_expert(self, module: nn.Module) -> bool:
         return type(module).__name__ in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
 
-    def check_block(self, config: MemplugConfig) -> None:
+    def groups(self, target: Target) -> Sequence[Any]:
+        """Its parallel groups are made of all ranks of the job, whichever of them a model's part talks to."""
+        return [list(range(dist.get_world_size()))] if dist.is_initialized() else []
+
+    def check_block(self, config: MemplugConfig, ranks: Ranks) -> None:
         """All ranks must have the same: layers would run other collectives on one rank than on another."""
-        blocks = Ranks().gather(config.model_dump(mode="json"))
-        others = [rank for rank, block in enumerate(blocks) if block != blocks[0]]
+        blocks = ranks.gather(config.model_dump(mode="json"), patient=True)
+        others = [index for index, block in enumerate(blocks) if block != blocks[0]]
         if others:
             keys = sorted(key for key in blocks[0] if blocks[0][key] != blocks[others[0]][key])
+            first, other = ranks.members[0], ranks.members[others[0]]
             raise ConfigError(
-                [f'the "memplug" block of rank {others[0]} differs from that of rank 0, in {", ".join(keys)}'],
+                [f'the "memplug" block of rank {other} differs from that of rank {first}, in {", ".join(keys)}'],
                 "Give all ranks the same file.",
             )
 
@@ -196,9 +202,9 @@ def check_version() -> None:
 
 
 def arguments(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a layer in training, as they are.
+    module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+    """Forward and arguments of a layer in training, as they are.
 
     Raises:
         ConflictError: an inference context, whose cache a recompute pass would fill again.
@@ -208,7 +214,7 @@ def arguments(
             "a Megatron-Core layer runs with an inference context and with gradients",
             "Run inference under `torch.no_grad()`.",
         )
-    return args, kwargs
+    return call, args, kwargs
 
 
 def _hook_schedules(session: Session) -> None:

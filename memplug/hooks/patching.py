@@ -8,7 +8,7 @@ from typing import Any
 
 from memplug.errors import PatchError
 from memplug.session import Session
-from memplug.tokenwise.regions.core import paused
+from memplug.tokenwise.regions.core import in_framework, paused
 
 ORIGINAL = "__memplug_original__"
 
@@ -60,8 +60,14 @@ def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callab
 
 
 def unnoticed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A wrapper for `patch`, of what is no part of a region: its operators are neither noted nor replayed."""
-    with paused():
+    """A wrapper for `patch`, of what is no part of a region: operators are neither noted nor replayed, nor compared."""
+    with paused(), in_framework():
+        return original(*args, **kwargs)
+
+
+def uncompared(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A wrapper for `patch`, of what a framework does beside the model: steps are not compared by its operators."""
+    with in_framework():
         return original(*args, **kwargs)
 
 

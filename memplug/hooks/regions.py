@@ -25,7 +25,9 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 """What DistributedDataParallel and engines, torch.compile, FSDP and checkpoint wrappers call the module they wrap."""
 
 _REGION, UNIT = "_memplug_region", "_memplug_unit"
-Prepare = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+Call = Callable[..., Any]
+Prepare = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], tuple[Call, tuple[Any, ...], dict[str, Any]]]
+"""Of a region's module, its forward, and the arguments: what to call, with which arguments."""
 
 
 class _Bound:
@@ -111,6 +113,17 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
     return found
 
 
+def lists_of_layers(model: nn.Module) -> list[str]:
+    """Returns patterns of the modules in lists: those of one class that are called; of nested lists the outermost."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        kinds = {type(member) for member in module} if isinstance(module, (nn.ModuleList, nn.Sequential)) else set()
+        is_called = len(kinds) == 1 and kinds.pop().forward is not nn.Module.forward
+        if is_called and not any(name.startswith(outer.removesuffix("*")) for outer in found):
+            found.append(f"{name}.*" if name else "*")
+    return found
+
+
 def check_not_nested(names: Sequence[str]) -> None:
     """Raises `RegionError` where one region contains another."""
     for name in names:
@@ -125,7 +138,7 @@ def make_region(
     """Let a module's forward run as a region; returns how to undo it.
 
     Args:
-        prepare: called before a forward with gradients; returns the arguments to use.
+        prepare: called before a forward with gradients.
 
     Raises:
         ConflictError: the module is a region of another session already, or its forward was replaced.
@@ -167,9 +180,9 @@ def _region_class(original: type) -> type:
             return call(*args, **kwargs)
         bound.session.begin_forward()
         if bound.prepare is not None:
-            given = kwargs
-            args, kwargs = bound.prepare(self, args, kwargs)
-            bound.changes_arguments = kwargs is not given
+            own = call
+            call, args, kwargs = bound.prepare(self, call, args, kwargs)
+            bound.changes_arguments = call is not own
         return bound.session.executor.run(bound.region, call, args, kwargs)
 
     functools.update_wrapper(forward, original.forward)

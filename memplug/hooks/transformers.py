@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from memplug.errors import ConflictError
+from memplug.hooks import caches
 from memplug.hooks.framework import Framework, Layers, Target, instances, lies_in, outermost
-from memplug.hooks.regions import Prepare
+from memplug.hooks.regions import Call, Prepare
 
 LAYER_CLASS = "transformers.modeling_layers.GradientCheckpointingLayer"  # transformers >= 4.53
-CACHE_ARGUMENTS = ("cache", "past_key_values")  # of a layer's forward: since transformers 5.24, and before
 
 
 class Transformers(Framework):
@@ -33,7 +33,7 @@ class Transformers(Framework):
             check_checkpointing_is_off(layers_around(target.model, name))
 
     def prepare(self, target: Target, name: str) -> Prepare:
-        return functools.partial(arguments, layers_around(target.model, name))
+        return functools.partial(arguments, layers_around(target.model, name), name)
 
 
 def layers_around(model: nn.Module, region: str) -> Layers:
@@ -57,28 +57,22 @@ def check_checkpointing_is_off(layers: Layers) -> None:
 
 
 def arguments(
-    layers: Layers, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a region in training: without the key-value cache that models make by default.
-
-    A recompute pass would fill it again.
+    layers: Layers, region: str, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+    """A forward of a region in training, on copies of its key-value caches, which models make by default.
 
     Args:
         layers: `layers_around` the region.
 
     Raises:
-        ConflictError: the cache holds tokens of this layer already, or checkpointing was switched on since attaching.
+        ConflictError: a cache is used again, or checkpointing was switched on since attaching.
     """
     check_checkpointing_is_off(layers)
-    name = next((name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
-    if name is None:
-        return args, kwargs
-    cache = kwargs[name]
-    index = next((part.layer_idx for part in module.modules() if hasattr(part, "layer_idx")), 0)
-    if cache.get_seq_length(index):
-        raise ConflictError(
-            "a decoder layer trains with a key-value cache that already holds tokens; recomputation would append to "
-            "it again",
-            'Train with `use_cache=False`, or leave these layers out of "tokenwise.regions".',
-        )
-    return args, {**kwargs, name: None}
+    if not any(map(caches.is_cache, (*args, *kwargs.values()))):
+        return call, args, kwargs
+
+    def found(value: Any) -> Any:
+        return caches.Found(value, region) if caches.is_cache(value) else value
+
+    kwargs = {name: found(value) for name, value in kwargs.items()}
+    return functools.partial(caches.run, call), tuple(map(found, args)), kwargs

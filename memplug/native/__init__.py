@@ -19,12 +19,12 @@ CORE = Extension(
     tuple(
         tuple(names.split())
         for names in (
-            "ambient arguments as_written forward_module module running saved_type swap_module transfer_module",
+            "ambient arguments as_written forward_module module running saved_type swap_module transfer_module writes",
             "captures decisions flow forward frame giving_back noting_units observer operators saving sequence",
             "literals storages tape unfilled units",
             "followed_step leaving relief repeated_step returning short_step storage_swapper swap_list swap_step",
             "clock exchange host_rows operator_names replay rounding streams transfer",
-            "arena arena_plan cpu_allocator requests serving",
+            "arena arena_plan cpu_allocator leftovers requests serving",
             "cuda_allocator cuda_arena cuda_device other_allocator",
         )
     ),

@@ -27,34 +27,44 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
   // What is checked has a pattern behind it.
   const int64_t size = rounded(nbytes) + (checks_ ? GRANULARITY : 0);
   const auto count = [&](void* found, int64_t& requests, int64_t& sum) {
-    requests += found != nullptr;
-    sum += found != nullptr ? static_cast<int64_t>(nbytes) : 0;
+    requests += 1;
+    sum += static_cast<int64_t>(nbytes);
     return found;
   };
+  const auto leave_lasting = [&] { return count(nullptr, counters_.lasting, counters_.lasting_bytes); };
   Spot* const spot = spot_of(phase, layer);
   int64_t* missed = reuse == Reuse::WITHOUT_GRADIENTS ? &counters_.without_gradients : &counters_.unplanned;
-  int32_t spare = -1;
+  Kind kind{key_of(phase, layer), size, 0, NO_ROW};
+  void* found = nullptr;
   if (spot != nullptr && spot->dynamic_begin < spot->dynamic_end) {
+    if (lasts(kind)) {
+      return leave_lasting();
+    }
     missed = &counters_.dynamic_missed;
-    if (void* found = take_dynamic(*spot, size, nbytes, stream)) {
+    if ((found = take_dynamic(*spot, kind, nbytes, stream)) != nullptr) {
       return count(found, counters_.dynamic, counters_.dynamic_bytes);
     }
   } else if (Row* row = spot != nullptr ? match(*spot, size, stream) : nullptr; row != nullptr) {
     missed = &counters_.occupied;
-    spare = row->spare;
-    void* const found = row->kept < 0 ? take_planned(*row, nbytes, stream) : take_kept(*row, nbytes, stream);
+    const bool lasting = row->mark != nullptr && lasts(*row->mark);
+    found = lasting ? nullptr : row->kept < 0 ? take_planned(*row, nbytes, stream) : take_kept(*row, nbytes, stream);
     if (found != nullptr) {
       return count(found, counters_.planned, counters_.planned_bytes);
     }
+    if (lasting || row->kept >= 0) { // in reusable space it would be in the way of all that is planned
+      return leave_lasting();
+    }
+    kind = kind_of(static_cast<int32_t>(row - rows_.data()));
+    found = row->spare >= 0 ? take_reusable(row->spare, kind, nbytes, stream) : nullptr;
+    found = found == nullptr && annex_ != nullptr ? take_annex(kind, nbytes, stream) : found;
+  } else if (reuse != Reuse::NOTHING && lasts(kind)) {
+    return leave_lasting();
   }
-  void* found = spare >= 0 ? take_reusable(spare, size, nbytes, stream) : nullptr;
   if (found == nullptr && reuse != Reuse::NOTHING) {
-    found = serve_reusable(size, nbytes, stream);
+    found = serve_between(kind, nbytes, stream);
   }
   if (found == nullptr) {
-    ++*missed;
-    counters_.native_bytes += static_cast<int64_t>(nbytes);
-    return nullptr;
+    return count(nullptr, *missed, counters_.native_bytes);
   }
   return count(found, counters_.reusable, counters_.reusable_bytes);
 }
@@ -157,23 +167,31 @@ void* Arena::take_planned(Row& row, size_t nbytes, Stream stream) {
 }
 
 void* Arena::take_kept(Row& row, size_t nbytes, Stream stream) {
+  if (static_cast<size_t>(row.kept) >= slots_of_.size()) { // earlier blocks hold all of them
+    return nullptr;
+  }
   for (const int32_t slot : slots_of_[row.kept]) {
-    if (!slots_[slot].taken) {
-      slots_[slot].taken = true;
-      return take_other(*kept_, slots_[slot].offset, row.size, nbytes, stream, 0, slot);
+    if (slots_[slot].held == 0) {
+      slots_[slot].held = 1;
+      char* const begin = kept_->begin + slots_[slot].offset;
+      const bool wanted = hand_out(begin, row.size, nbytes, stream, 0);
+      kept_blocks_[begin] = {begin + row.size, static_cast<int64_t>(nbytes), stream, slot, slot + 1, wanted, step_};
+      ++kept_->live;
+      return begin;
     }
   }
   return nullptr;
 }
 
-void* Arena::take_dynamic(Spot& spot, int64_t size, size_t nbytes, Stream stream) {
+void* Arena::take_dynamic(Spot& spot, const Kind& kind, size_t nbytes, Stream stream) {
   const int32_t group = plan_.dynamic[spot.dynamic_next].group;
   spot.dynamic_next = std::min(spot.dynamic_next + 1, spot.dynamic_end - 1);
-  return group >= 0 ? take_reusable(group, size, nbytes, stream) : nullptr;
+  return group >= 0 ? take_reusable(group, kind, nbytes, stream) : nullptr;
 }
 
 // Best fit in the group's space that is free now (Eq. 6).
-void* Arena::take_reusable(int32_t group, int64_t size, size_t nbytes, Stream stream) {
+void* Arena::take_reusable(int32_t group, const Kind& kind, size_t nbytes, Stream stream) {
+  const int64_t size = kind.size;
   Stretch best{0, 0};
   for (int32_t at = spaces_of_[group].first; at < spaces_of_[group].second && is_stream(0, stream); ++at) {
     const IdleSpace& space = plan_.spaces[at];
@@ -185,31 +203,13 @@ void* Arena::take_reusable(int32_t group, int64_t size, size_t nbytes, Stream st
   if (best.second == 0) {
     return nullptr;
   }
-  return take_other(*reused_, best.first, size, nbytes, stream, plan_.crosses[group], -1);
+  return take_other(*reused_, best.first, kind, nbytes, stream, plan_.crosses[group]);
 }
 
-// Validation, data, logging: what the plan comes to last; else as far up as possible.
-void* Arena::serve_reusable(int64_t size, size_t nbytes, Stream stream) {
-  if (reused_ == nullptr || !is_stream(0, stream)) {
-    return nullptr;
-  }
-  for (const int32_t group : plan_.reusable) {
-    if (void* found = take_reusable(group, size, nbytes, stream)) {
-      return found;
-    }
-  }
-  const Stretch found = fitting(0, reused_->nbytes, size, true);
-  if (found.second == found.first) {
-    return nullptr;
-  }
-  return take_other(*reused_, found.second - size, size, nbytes, stream, ~uint64_t{0}, -1);
-}
-
-void* Arena::take_other(
-    Part& part, int64_t offset, int64_t size, size_t nbytes, Stream stream, uint64_t crosses, int32_t slot) {
+void* Arena::take_other(Part& part, int64_t offset, const Kind& kind, size_t nbytes, Stream stream, uint64_t crosses) {
   char* const begin = part.begin + offset;
-  const bool wanted = hand_out(begin, size, nbytes, stream, crosses);
-  others_[begin] = {begin + size, static_cast<int64_t>(nbytes), stream, &part, slot, wanted};
+  const bool wanted = hand_out(begin, kind.size, nbytes, stream, crosses);
+  others_[begin] = {begin + kind.size, static_cast<int64_t>(nbytes), stream, &part, kind, wanted};
   ++part.live;
   return begin;
 }
@@ -300,11 +300,15 @@ bool Arena::give_back(void* pointer) {
     } else if (const auto found = others_.find(begin); found != others_.end()) {
       const Other other = found->second;
       others_.erase(found);
-      if (other.slot >= 0) {
-        slots_[other.slot].taken = false;
+      note_end(other);
+      take_in(*part, begin, other.end, other.nbytes, other.stream, other.wanted, is_only_stream(other.stream));
+    } else if (const auto kept = kept_blocks_.find(begin); kept != kept_blocks_.end()) {
+      const Kept block = kept->second;
+      kept_blocks_.erase(kept);
+      for (int32_t slot = block.slot; slot < block.slots_end; ++slot) {
+        --slots_[slot].held;
       }
-      const bool alone = other.slot >= 0 || is_only_stream(other.stream);
-      take_in(*part, begin, other.end, other.nbytes, other.stream, other.wanted, alone);
+      take_in(*part, begin, block.end, block.nbytes, block.stream, block.wanted, block.slot < block.slots_end);
     } else {
       return true; // not the beginning of a block: nothing that this could end
     }
@@ -385,6 +389,9 @@ ArenaCounters Arena::counters() const {
   counters.unwanted_bytes = open_ ? counters_.unwanted_bytes : 0;
   for (const auto& part : parts_) {
     counters.reserved_bytes += part->nbytes;
+  }
+  for (const auto& [begin, other] : others_) {
+    counters.leftover_bytes += other.steps > 1 ? other.end - begin : 0;
   }
   return counters;
 }

@@ -104,6 +104,8 @@ struct ArenaCounters {
   int64_t dynamic_missed = 0; // or no reusable space of its group was large enough
   int64_t without_gradients = 0; // or it is a validation's, and no reusable space was large enough
   int64_t native_bytes = 0; // of all four
+  int64_t lasting = 0; // left to the native allocator, as what such a request gets outlives its step
+  int64_t lasting_bytes = 0;
   int64_t elsewhere = 0; // likewise, of threads that do not train, and of passes that are withheld
   int64_t written_freed = 0; // blocks that were written to after they were given back,
   int64_t written_beyond = 0; // or past their end
@@ -112,6 +114,7 @@ struct ArenaCounters {
   int64_t live_size = 0; // now: rounded up
   int64_t peak_size = 0; // the most of it since the last plan
   int64_t peak_bytes = 0; // likewise, as asked for
+  int64_t leftover_bytes = 0; // now: of the part that is used again and again, held by blocks of earlier steps
   int64_t unwanted_bytes = 0; // now, while there is a plan: of blocks whose end is not to be told
 };
 
@@ -136,8 +139,19 @@ class Arena {
   // Serve nothing. What is in use stays valid until it is given back.
   void close();
 
-  // The program begins anew.
+  // The program begins anew. Blocks of the part that is used again and again that are still in use are leftovers: where
+  // they came from, the native allocator is asked next time.
   void begin_step();
+
+  // So many bytes beside the plan's, for requests whose bytes leftovers hold; 0: none. While nothing is served. Throws what
+  // `reserve` throws, and then has none.
+  void extend(int64_t nbytes);
+
+  // The bytes [begin, end) of the part that is used again and again that leftovers have held for a whole step.
+  std::vector<std::pair<int64_t, int64_t>> leftovers() const;
+
+  // Nothing is known of what outlives its step: another model trains.
+  void forget_leftovers();
 
   // Memory for a request, null: ask the native allocator.
   void* request(int32_t phase, int32_t layer, size_t nbytes, Stream stream, Reuse reuse);
@@ -170,12 +184,35 @@ class Arena {
   }
 
  private:
+  enum class Role { REUSED, KEPT, ANNEX }; // for a step's blocks, for those that outlive it, for those that leftovers displace
   struct Part { // memory that was reserved at once
     char* begin;
     int64_t nbytes;
     Stream stream; // that the memory is of, outside of the arena
+    Role role;
     int64_t live = 0; // blocks
     bool retired = false;
+  };
+  struct Kind { // of requests: those of a row have its number within its place
+    uint64_t place;
+    int64_t size;
+    int32_t stream;
+    int32_t number;
+    bool operator==(const Kind& other) const {
+      return place == other.place && size == other.size && stream == other.stream && number == other.number;
+    }
+  };
+  struct KindHash {
+    size_t operator()(const Kind& kind) const {
+      const uint64_t own = static_cast<uint64_t>(kind.size) << 20 ^ static_cast<uint64_t>(kind.number) << 6 ^ kind.stream;
+      return (kind.place ^ own * 0x9E3779B97F4A7C15ull) * 0xC2B2AE3D27D4EB4Full >> 16;
+    }
+  };
+  struct Mark { // of a kind
+    int32_t held = 0; // leftovers
+    int32_t live = 0; // blocks in reusable space that nothing planned for
+    int32_t strikes = 0; // leftovers that stayed for a step or more, and went
+    uint32_t until = 0; // the step in which the arena serves it again
   };
   struct Row { // a planned request
     int64_t size;
@@ -187,6 +224,7 @@ class Arena {
     int32_t kept;
     int32_t spare;
     uint32_t served_in = 0; // step
+    const Mark* mark = nullptr; // null: its blocks never outlived a step
   };
   struct Spot { // of one place
     int32_t begin = 0, end = 0, next = 0; // rows
@@ -205,8 +243,18 @@ class Arena {
     int64_t nbytes;
     Stream stream;
     Part* part;
-    int32_t slot; // of what is kept; -1: none
+    Kind kind;
     bool wanted;
+    int32_t steps = 0; // that began while it was in use
+    bool counted = false; // among its kind's `live`
+  };
+  struct Kept { // a block in the part of what outlives the step
+    char* end;
+    int64_t nbytes;
+    Stream stream;
+    int32_t slot, slots_end; // that it holds of this plan
+    bool wanted;
+    uint32_t since; // step
   };
   struct Pending { // bytes that a stream may still use although their block was freed
     char* begin;
@@ -216,11 +264,13 @@ class Arena {
   };
   struct Slot {
     int64_t offset;
-    bool taken = false;
+    int64_t end;
+    int32_t held = 0; // blocks in it
   };
   using Stretch = std::pair<int64_t, int64_t>;
 
   static constexpr int FREED = 0xFF; // reads as NaN in every floating-point type
+  static constexpr int32_t NO_ROW = -1, ANY_SIZE = -2; // numbers of kinds: not planned; of a place, not planned, together
 
   static uint64_t key_of(int32_t phase, int32_t layer) {
     return static_cast<uint64_t>(static_cast<uint32_t>(phase)) << 32 | static_cast<uint32_t>(layer);
@@ -234,6 +284,19 @@ class Arena {
   void keep_live_blocks();
   void build();
   void build_spots();
+  void build_slots();
+  Part* find_part(Role role, int64_t nbytes) const;
+  bool is_pinned(const Part& part) const;
+  Part* add_part(int64_t nbytes, Role role);
+  Kind kind_of(int32_t row) const;
+  void mark_rows();
+  void note_leftovers();
+  void note_leftover(const Other& other);
+  void note_end(const Other& other);
+  bool lasts(const Mark& mark) const {
+    return mark.held > 0 || step_ < mark.until;
+  }
+  bool lasts(const Kind& kind) const;
   Spot* spot_of(int32_t phase, int32_t layer);
   Row* match(Spot& spot, int64_t size, Stream stream);
   bool is_stream(int32_t number, Stream stream);
@@ -243,10 +306,12 @@ class Arena {
   Stretch fitting(int64_t begin, int64_t end, int64_t size, bool highest) const;
   void* take_planned(Row& row, size_t nbytes, Stream stream);
   void* take_kept(Row& row, size_t nbytes, Stream stream);
-  void* take_dynamic(Spot& spot, int64_t size, size_t nbytes, Stream stream);
-  void* take_reusable(int32_t group, int64_t size, size_t nbytes, Stream stream);
-  void* serve_reusable(int64_t size, size_t nbytes, Stream stream);
-  void* take_other(Part& part, int64_t offset, int64_t size, size_t nbytes, Stream stream, uint64_t crosses, int32_t slot);
+  void* take_dynamic(Spot& spot, const Kind& kind, size_t nbytes, Stream stream);
+  void* take_reusable(int32_t group, const Kind& kind, size_t nbytes, Stream stream);
+  void* serve_reusable(const Kind& kind, size_t nbytes, Stream stream);
+  void* serve_between(const Kind& kind, size_t nbytes, Stream stream);
+  void* take_annex(const Kind& kind, size_t nbytes, Stream stream);
+  void* take_other(Part& part, int64_t offset, const Kind& kind, size_t nbytes, Stream stream, uint64_t crosses);
   bool hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, uint64_t crosses);
   void take_in(Part& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone);
   int64_t start_at(int64_t offset) const;
@@ -261,6 +326,7 @@ class Arena {
   std::vector<std::unique_ptr<Part>> parts_;
   Part* reused_ = nullptr;
   Part* kept_ = nullptr;
+  Part* annex_ = nullptr;
 
   std::vector<Row> rows_;
   std::unordered_map<uint64_t, Spot> spots_;
@@ -276,6 +342,8 @@ class Arena {
   LiveStarts live_starts_;
   std::vector<Live> live_; // by the number of its offset
   std::map<char*, Other> others_;
+  std::map<char*, Kept> kept_blocks_;
+  std::unordered_map<Kind, Mark, KindHash> marks_;
   std::unordered_multimap<char*, Stream> also_used_on_;
   std::vector<Pending> pending_;
   std::set<std::pair<int32_t, int32_t>> late_;

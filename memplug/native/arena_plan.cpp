@@ -26,62 +26,65 @@ Arena::~Arena() {
 
 void Arena::load(ArenaPlan plan) {
   std::vector<std::unique_ptr<Part>> empty;
-  int64_t reused_bytes = plan.reused_bytes, kept_bytes = plan.kept_bytes;
+  const int64_t wanted[2] = {plan.reused_bytes, plan.kept_bytes};
+  const Role roles[2] = {Role::REUSED, Role::KEPT};
+  Part* found[2];
   stop();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     keep_live_blocks();
-    const bool reusable =
-        reused_ != nullptr && reused_bytes <= reused_->nbytes && reused_->nbytes <= LARGEST_PART * reused_bytes;
-    Part* const same = reusable ? reused_ : nullptr;
     retire();
-    if (same != nullptr) {
-      same->retired = false;
-      reused_ = same;
-      reused_bytes = 0;
+    for (int i = 0; i < 2; ++i) {
+      found[i] = find_part(roles[i], wanted[i]);
+      if (found[i] != nullptr) {
+        found[i]->retired = false;
+      }
     }
     empty = take_empty();
   }
   release(std::move(empty));
-  std::vector<std::unique_ptr<Part>> made;
-  Part* fresh[2] = {nullptr, nullptr};
-  const int64_t wanted[2] = {reused_bytes, kept_bytes};
   try {
     for (int i = 0; i < 2; ++i) {
-      if (wanted[i] > 0) {
-        char* const begin = device_.reserve(static_cast<size_t>(wanted[i]));
-        made.push_back(std::make_unique<Part>(Part{begin, wanted[i], device_.current_stream()}));
-        fresh[i] = made.back().get();
-      }
+      found[i] = found[i] == nullptr && wanted[i] > 0 ? add_part(wanted[i], roles[i]) : found[i];
     }
   } catch (...) {
-    for (const auto& part : made) {
-      device_.release(part->begin);
-    }
     close();
     throw;
   }
-  if (!made.empty()) { // any stream may be the first to use it
-    device_.synchronize();
-  }
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::move(made.begin(), made.end(), std::back_inserter(parts_));
-  reused_ = fresh[0] != nullptr ? fresh[0] : reused_;
-  kept_ = fresh[1];
+  reused_ = found[0];
+  kept_ = found[1];
   streams_.assign(static_cast<size_t>(plan.streams), {false, nullptr});
   plan_ = std::move(plan);
   build();
-  for (Part* part : fresh) {
-    if (checks_ && part != nullptr) {
-      device_.fill(part->begin, part->nbytes, FREED, part->stream);
-    }
-  }
-  if (checks_) {
-    device_.synchronize();
-  }
   counters_.peak_bytes = counters_.live_bytes;
   counters_.peak_size = counters_.live_size;
   open_ = true;
+}
+
+Arena::Part* Arena::add_part(int64_t nbytes, Role role) {
+  char* const begin = device_.reserve(static_cast<size_t>(nbytes));
+  auto part = std::make_unique<Part>(Part{begin, nbytes, device_.current_stream(), role});
+  if (checks_) {
+    device_.fill(begin, nbytes, FREED, part->stream);
+  }
+  device_.synchronize(); // any stream may be the first to use it
+  const std::lock_guard<std::mutex> lock(mutex_);
+  parts_.push_back(std::move(part));
+  return parts_.back().get();
+}
+
+// Memory of that role that is there: the smallest that blocks hold anyway, and is large enough; else what is not much
+// larger than asked for.
+Arena::Part* Arena::find_part(Role role, int64_t nbytes) const {
+  Part* best = nullptr;
+  const auto rank = [&](const Part& part) { return std::make_pair(!is_pinned(part), part.nbytes); };
+  for (const auto& part : parts_) {
+    const bool fits = part->role == role && nbytes > 0 && part->nbytes >= nbytes &&
+        (is_pinned(*part) || part->nbytes <= LARGEST_PART * nbytes);
+    best = fits && (best == nullptr || rank(*part) < rank(*best)) ? part.get() : best;
+  }
+  return best;
 }
 
 void Arena::close() {
@@ -113,6 +116,7 @@ void Arena::begin_step() {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++step_;
   forget_done();
+  note_leftovers();
 }
 
 void Arena::forget_done() {
@@ -129,10 +133,10 @@ void Arena::keep_live_blocks() {
   for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
     const Live& live = live_[start];
     char* const begin = reused_->begin + offsets_[start];
-    others_[begin] = {reused_->begin + live.end, live.nbytes, live.stream, reused_, -1, live.wanted};
+    others_[begin] = {reused_->begin + live.end, live.nbytes, live.stream, reused_, kind_of(live.row), live.wanted};
   }
-  for (auto& [begin, other] : others_) {
-    other.slot = -1; // of slots that are no more
+  for (auto& [begin, block] : kept_blocks_) {
+    block.slot = block.slots_end = 0; // of slots that are no more
   }
   live_starts_ = LiveStarts();
   offsets_.clear();
@@ -145,7 +149,7 @@ void Arena::retire() {
   for (const auto& part : parts_) {
     part->retired = true;
   }
-  reused_ = kept_ = nullptr;
+  reused_ = kept_ = annex_ = nullptr;
   rows_.clear();
   spots_.clear();
   last_spot_ = nullptr;
@@ -211,6 +215,8 @@ void Arena::build() {
     start_table_[at] = static_cast<int32_t>(i);
   }
   build_spots();
+  build_slots();
+  mark_rows();
 }
 
 void Arena::build_spots() {
@@ -226,20 +232,52 @@ void Arena::build_spots() {
     spot.dynamic_begin = spot.dynamic_end == 0 ? static_cast<int32_t>(i) : spot.dynamic_begin;
     spot.dynamic_end = static_cast<int32_t>(i) + 1;
   }
-  slots_.clear();
-  slots_of_.clear();
-  for (const KeptSlot& slot : plan_.slots) {
-    if (slots_of_.size() <= static_cast<size_t>(slot.kept)) {
-      slots_of_.resize(static_cast<size_t>(slot.kept) + 1);
-    }
-    slots_of_[slot.kept].push_back(static_cast<int32_t>(slots_.size()));
-    slots_.push_back({slot.offset});
-  }
   spaces_of_.assign(plan_.crosses.size(), {0, 0});
   for (size_t i = 0; i < plan_.spaces.size(); ++i) {
     auto& [first, end] = spaces_of_[plan_.spaces[i].group];
     first = end == 0 ? static_cast<int32_t>(i) : first;
     end = static_cast<int32_t>(i) + 1;
+  }
+}
+
+// In the order of their addresses, one after another, around blocks that outlived a whole step before: those stay. A slot
+// that finds no room is left out.
+void Arena::build_slots() {
+  slots_.clear();
+  slots_of_.clear();
+  std::vector<int64_t> sizes;
+  for (const PlannedRequest& request : plan_.requests) {
+    if (request.kept >= 0) {
+      sizes.resize(std::max(sizes.size(), static_cast<size_t>(request.kept) + 1));
+      sizes[request.kept] = request.size;
+    }
+  }
+  slots_of_.resize(sizes.size());
+  std::vector<KeptSlot> planned = plan_.slots;
+  std::sort(planned.begin(), planned.end(), [](const KeptSlot& a, const KeptSlot& b) { return int64_t{a.offset} < int64_t{b.offset}; });
+  auto block = kept_ != nullptr ? kept_blocks_.lower_bound(kept_->begin) : kept_blocks_.end();
+  int64_t at = 0;
+  for (const KeptSlot& slot : planned) {
+    const int64_t size = static_cast<size_t>(slot.kept) < sizes.size() ? sizes[slot.kept] : 0;
+    for (; block != kept_blocks_.end() && block->first < kept_->begin + at + size; ++block) {
+      at = step_ - block->second.since > 1 ? std::max<int64_t>(at, block->second.end - kept_->begin) : at;
+    }
+    if (size > 0 && at + size <= kept_->nbytes) {
+      slots_of_[slot.kept].push_back(static_cast<int32_t>(slots_.size()));
+      slots_.push_back({at, at + size});
+      at += size;
+    }
+  }
+  for (auto& [begin, held] : kept_blocks_) { // and blocks that will go hold slots until they do
+    if (part_of(begin) == kept_) {
+      const int64_t offset = begin - kept_->begin, end = held.end - kept_->begin;
+      held.slot = static_cast<int32_t>(
+          std::partition_point(slots_.begin(), slots_.end(), [&](const Slot& slot) { return slot.end <= offset; }) - slots_.begin());
+      held.slots_end = held.slot;
+      for (; held.slots_end < static_cast<int32_t>(slots_.size()) && slots_[held.slots_end].offset < end; ++held.slots_end) {
+        ++slots_[held.slots_end].held;
+      }
+    }
   }
 }
 

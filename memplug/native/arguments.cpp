@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "layouts.h"
+
 namespace py = pybind11;
 
 namespace memplug {
@@ -78,7 +80,7 @@ py::object Containers::around(const NextLeaf& next) const {
 int64_t given_bytes(py::handle arguments, py::handle keywords) {
   int64_t bytes = 0;
   const auto count = [&](py::handle value) {
-    bytes += THPVariable_Check(value.ptr()) ? static_cast<int64_t>(THPVariable_Unpack(value.ptr()).nbytes()) : 0;
+    bytes += THPVariable_Check(value.ptr()) ? memory_bytes(THPVariable_Unpack(value.ptr())) : 0;
   };
   Containers::of(arguments, count);
   Containers::of(keywords, count);

@@ -1,4 +1,5 @@
 // What one forward of a region captures of its operators' outputs, each on its way to the host or kept.
+#include <algorithm>
 #include <cmath>
 
 #include "clock.h"
@@ -16,7 +17,9 @@ bool is_capturable(const Record& record) {
 // Whether a call of a `ROWS` operator can be recomputed from any row on: not a grouped mm over 3-D inputs.
 bool splits_by_rows(const Record& record) {
   const auto dimensions = [&](size_t i) { return record.inputs.at(i).geometry.size.size(); };
-  return record.op->has(ROWS) &&
+  const bool lie = std::all_of(
+      record.inputs.begin(), record.inputs.end(), [](const Use& use) { return use.geometry.lies; });
+  return record.op->has(ROWS) && lie &&
       (record.op->schema_name != "aten::_grouped_mm" || (dimensions(0) == 2 && dimensions(1) == 3));
 }
 

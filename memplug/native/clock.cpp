@@ -36,6 +36,7 @@ Forwards& forwards() {
 struct Thread {
   uint64_t owned = 0; // the ownership that this thread took last
   int32_t suspensions = 0;
+  int32_t frameworks = 0; // begun and not ended
   uint64_t suspended_nodes = 0; // made while suspended
   uint64_t suspended_at = 0;
   int32_t number = 0;
@@ -96,9 +97,13 @@ Place find(uint64_t thread, uint64_t sequence) {
 }
 
 // A node that accumulates a gradient has the largest sequence number, and runs right after the node that feeds it.
+bool accumulates(const torch::autograd::Node& node) {
+  return node.sequence_nr() == std::numeric_limits<uint64_t>::max();
+}
+
 Place place_of_backward(Thread& thread) {
   const auto node = torch::autograd::get_current_node();
-  if (node && node->sequence_nr() != std::numeric_limits<uint64_t>::max()) {
+  if (node && !accumulates(*node)) {
     const uint64_t key[2] = {node->thread_id(), node->sequence_nr()};
     if (!std::equal(key, key + 2, thread.last_node)) {
       std::copy(key, key + 2, thread.last_node);
@@ -138,6 +143,25 @@ void own_thread() {
 bool in_program() {
   const Thread& thread = this_thread;
   return thread.suspensions == 0 && (in_backward() || (owns(thread) && c10::GradMode::is_enabled()));
+}
+
+bool in_model() {
+  if (!in_program() || this_thread.frameworks > 0) {
+    return false;
+  }
+  if (!in_backward()) {
+    return true;
+  }
+  const auto node = torch::autograd::get_current_node();
+  return node && !accumulates(*node);
+}
+
+void begin_framework() {
+  ++this_thread.frameworks;
+}
+
+void end_framework() {
+  --this_thread.frameworks;
 }
 
 bool trains() {

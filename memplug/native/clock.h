@@ -30,6 +30,16 @@ bool trains();
 // forward) is not: it may come in any step, and nothing of it lives until a backward.
 bool in_program();
 
+// Whether what the calling thread runs now is the model's part of the program, by which steps are compared: not what a
+// framework does on its account (`begin_framework`), nor what accumulates a gradient, with the hooks behind it that reduce
+// or partition it, nor what follows the last node of a backward. How much that is depends on ranks and buckets, and on
+// which parameters are still gathered as backward comes to a module.
+bool in_model();
+
+// Operators of the calling thread inside are a framework's, whose hooks gather parameters and let them go.
+void begin_framework();
+void end_framework();
+
 // Whether the calling thread trains, and runs nothing of memplug's own now.
 bool trains_unsuspended();
 

@@ -1,6 +1,7 @@
 #include "flow.h"
 
 #include "frame.h"
+#include "layouts.h"
 #include "versions.h"
 
 namespace memplug {
@@ -11,8 +12,7 @@ thread_local std::weak_ptr<Frame> newest;
 } // namespace
 
 bool Flow::is_worth_swapping(const at::Tensor& tensor) const {
-  return tensor.device().type() == device.type() && tensor.has_storage() &&
-      !tensor.key_set().has(c10::DispatchKey::Python) &&
+  return tensor.device().type() == device.type() && is_plain(tensor) &&
       static_cast<int64_t>(tensor.nbytes()) >= min_offload_bytes_ && is_dense(tensor);
 }
 
@@ -90,7 +90,7 @@ void Flow::end(Frame& frame) {
   number(frame);
   frame.region->sending_bytes = transfer->offloaded_total_bytes - frame.sent_before_bytes;
   for (const auto& part : frame.swapped) {
-    if (!part->tensor.defined() && part->uses > 0) { // an operator wrote to it in place
+    if (part->is_away() && part->uses > 0) { // an operator wrote to it in place
       frame.todo.push_back(part);
       ++ledger->waiting;
     }

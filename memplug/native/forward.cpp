@@ -7,6 +7,8 @@
 #include <mutex>
 
 #include "exchange.h"
+#include "layouts.h"
+#include "transfer.h"
 #include "unfilled.h"
 #include "versions.h"
 
@@ -40,6 +42,14 @@ std::vector<Drawn> generators_of(c10::ArrayRef<c10::IValue> arguments) {
     drawn.push_back({generator, generator.get_state()});
   }
   return drawn;
+}
+
+// Why no tape tells of a tensor that an operator got or gave.
+uint32_t reasons_of(const at::Tensor& tensor) {
+  if (is_wrapped(tensor)) {
+    return TRANSFORMED;
+  }
+  return is_irregular(tensor) ? IRREGULAR : tensor.has_storage() ? 0 : SUBCLASS;
 }
 
 } // namespace
@@ -98,6 +108,7 @@ void Forward::give(int32_t storage, const at::Tensor& tensor) {
     // parameters themselves: what shards them exchanges their memory; others without a graph, which may lead back here
     const bool itself = storages.regathered[storage] || (tensor.is_leaf() && tensor.requires_grad());
     given[storage].tensor = itself ? tensor : tensor.tensor_data();
+    given[storage].had_gradient = itself && tensor.is_leaf() && tensor.grad().defined();
   }
 }
 
@@ -111,17 +122,16 @@ void Forward::set_captured(int32_t storage, bool whole, bool kept, at::ScalarTyp
 
 // -- operators --------------------------------------------------------------------------------------------------------
 
-bool Forward::find_arguments(c10::ArrayRef<c10::IValue> arguments) {
+void Forward::find_arguments(c10::ArrayRef<c10::IValue> arguments) {
   found_.clear();
-  bool all = true;
   each_use(arguments, [&](ArgumentPath path, const at::Tensor& tensor) {
-    if (!tensor.has_storage()) {
-      all = false;
+    const uint32_t reasons = reasons_of(tensor);
+    if ((reasons & ~IRREGULAR) != 0) {
+      opaque_ |= reasons;
       return;
     }
     found_.push_back({path, meet(tensor), &tensor});
   });
-  return all;
 }
 
 bool Forward::find_results(c10::ArrayRef<c10::IValue> results, const Record& record) {
@@ -129,8 +139,10 @@ bool Forward::find_results(c10::ArrayRef<c10::IValue> results, const Record& rec
   made_.clear();
   bool all = true;
   each_use(results, [&](ArgumentPath path, const at::Tensor& tensor) {
-    if (!tensor.has_storage()) {
-      all = false;
+    const uint32_t reasons = reasons_of(tensor);
+    all = all && reasons == 0;
+    opaque_ |= reasons;
+    if ((reasons & ~IRREGULAR) != 0) {
       return;
     }
     int32_t storage = storages.find(tensor);
@@ -153,7 +165,7 @@ bool Forward::is_same_uses(const std::vector<Use>& uses) const {
 }
 
 bool Forward::is_same(const Operator& op, c10::ArrayRef<c10::IValue> arguments, const Record& record) const {
-  if (record.op != &op || record.arguments.size() != arguments.size() || !is_same_uses(record.inputs)) {
+  if (record.op != &op || record.with_gradients != c10::GradMode::is_enabled() || record.arguments.size() != arguments.size() || !is_same_uses(record.inputs)) {
     return false;
   }
   auto use = record.inputs.begin();
@@ -173,6 +185,7 @@ Record Forward::note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) c
   Record record{};
   record.op = &op;
   record.draws = op.draws(arguments);
+  record.with_gradients = c10::GradMode::is_enabled();
   record.arguments.reserve(arguments.size());
   for (const c10::IValue& argument : arguments) {
     record.arguments.push_back(without_tensors(argument));
@@ -186,6 +199,15 @@ Record Forward::note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) c
   return record;
 }
 
+// No copy of an irregular tensor is made before a write: a recompute pass would find what the forward left there.
+void Forward::check_writes(const Record& record) const {
+  for (const Found& found : found_) {
+    if (record.writes(found.storage) && storages.given[found.storage] && is_irregular(*found.tensor)) {
+      throw Failure(Failure::IRREGULAR_WAS_WRITTEN, {});
+    }
+  }
+}
+
 void Forward::note_results(Record& record) const {
   record.outputs.clear();
   for (const Found& found : found_) {
@@ -195,9 +217,7 @@ void Forward::note_results(Record& record) const {
 }
 
 void Forward::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
-  if (!find_arguments(arguments)) {
-    opaque_ |= SUBCLASS;
-  }
+  find_arguments(arguments);
   if (followed_ != nullptr) {
     const bool same =
         begun_ < followed_->records.size() && is_same(op, arguments, followed_->records[begun_]);
@@ -209,6 +229,7 @@ void Forward::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
     noted_->records.push_back(note(op, arguments));
   }
   const Record& record = tape().records[begun_];
+  check_writes(record);
   if (record.draws) {
     drawn.push_back(generators_of(arguments));
   }
@@ -244,9 +265,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
     listener_->time(index, true);
   }
   const bool failed = results.size() != op.result_count;
-  if (!find_results(results, tape().records[index])) {
-    opaque_ |= SUBCLASS;
-  }
+  const bool nameable = find_results(results, tape().records[index]);
   if (followed_ != nullptr && (failed || !is_same_uses(followed_->records[index].outputs))) {
     depart(begun_);
   }
@@ -271,7 +290,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   if (over) {
     wait_for(results); // what the back end does then is no operator of the region
   }
-  if (!failed && (over || !op.has(EXCHANGE)) && listener_->wants(index, op) && !copies_blank(index)) {
+  if (!failed && nameable && (over || !op.has(EXCHANGE)) && listener_->wants(index, op) && !copies_blank(index)) {
     listener_->capture(index, op.has(EXCHANGE) ? exchanged_ : results);
   }
 }
@@ -303,6 +322,9 @@ void Forward::classify(Record& record) {
   if (op.has(RESHAPES)) {
     opaque_ |= RESHAPED;
   }
+  if (op.has(DUAL)) {
+    opaque_ |= TRANSFORMED;
+  }
 }
 
 void Forward::looked_through(size_t before, bool mutates, c10::ArrayRef<c10::IValue> results) {
@@ -314,9 +336,7 @@ void Forward::looked_through(size_t before, bool mutates, c10::ArrayRef<c10::IVa
   }
   for (const c10::IValue& result : results) {
     each_tensor(result, [&](const at::Tensor& tensor) {
-      if (!tensor.has_storage()) {
-        opaque_ |= SUBCLASS;
-      }
+      opaque_ |= reasons_of(tensor);
     });
   }
 }
@@ -362,7 +382,10 @@ std::shared_ptr<const Tape> Forward::close() {
   noted_->given = storages.given;
   noted_->nbytes = storages.nbytes;
   noted_->regathered = storages.regathered;
-  noted_->opaque = opaque_ | (has_unfilled(*noted_) ? UNFILLED : 0);
+  if ((opaque_ & TRANSFORMED) != 0) {
+    opaque_ &= ~FAILED; // operators that a transform takes apart end without results
+  }
+  noted_->opaque = opaque_ == 0 && has_unfilled(*noted_) ? UNFILLED : opaque_;
   return noted_;
 }
 

@@ -26,6 +26,8 @@ struct Drawn {
 struct Given {
   at::Tensor tensor; // undefined: made by the region, or swapped
   uint32_t version = 0;
+  bool had_gradient = false; // a leaf, when it was met
+  bool noted = false; // what that was
 };
 
 // What else happens while operators run. It may run operators of its own, which are none of the forward's.
@@ -177,7 +179,7 @@ class Forward {
 
   void blind(uint32_t reasons) {
     opaque_ |= reasons;
-    unobserved_ += (reasons & UNOBSERVED) != 0 ? 1 : 0;
+    unobserved_ += (reasons & (UNOBSERVED | NESTED)) != 0 ? 1 : 0;
   }
   size_t begun() const {
     return begun_;
@@ -199,7 +201,7 @@ class Forward {
   struct Saved {
     Use use;
     at::Tensor held; // of a subclass, or where it is no tensor of the region's: itself
-    at::Tensor kept; // itself too, where the forward `holds`, and instead of a recompute pass where its frame keeps it
+    at::Tensor kept; // itself too, where the forward `holds`, or `holds_meanwhile`, and instead of a recompute pass where its frame keeps it
     c10::VariableVersion counter;
     uint32_t version = 0;
     int64_t largest_bytes = 0; // of the storages that were saved up to it, which backward still asks for then
@@ -214,6 +216,7 @@ class Forward {
   };
   Storages storages;
   bool holds = false; // what autograd saves
+  bool holds_meanwhile = false; // likewise, until it is over: it may ask for a gradient itself
   std::vector<Saved> saved;
   std::vector<Given> given; // by storage
   std::vector<std::vector<Drawn>> drawn; // by operators that draw, in their order
@@ -243,10 +246,11 @@ class Forward {
   int32_t number(const at::Tensor& tensor, bool given);
   int32_t meet(const at::Tensor& tensor); // given, if it is new
   void give(int32_t storage, const at::Tensor& tensor);
-  bool find_arguments(c10::ArrayRef<c10::IValue> arguments);
+  void find_arguments(c10::ArrayRef<c10::IValue> arguments);
   bool find_results(c10::ArrayRef<c10::IValue> results, const Record& record);
   bool is_same(const Operator& op, c10::ArrayRef<c10::IValue> arguments, const Record& record) const;
   bool is_same_uses(const std::vector<Use>& uses) const;
+  void check_writes(const Record& record) const;
   Record note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) const;
   void note_results(Record& record) const;
   void classify(Record& record);

@@ -111,6 +111,10 @@ void add_flow(py::module_& module) {
           [](Region& region, bool agreed) { region.change([&](Setting& changed) { changed.is_agreed = agreed; }); })
       .def_readwrite("seen", &Region::seen)
       .def_readwrite("repeats", &Region::repeats)
+      .def_property(
+          "asks",
+          [](const Region& region) { return region.asks.value_or(false); },
+          [](Region& region, bool asks) { region.asks = asks; })
       .def_readwrite("communicates", &Region::communicates)
       .def_readwrite("offloads_late", &Region::offloads_late)
       .def("note_given", [](Region& region, int64_t bytes) { region.given_bytes.push_back(bytes); })
@@ -318,6 +322,7 @@ void add_forwards(py::module_& module) {
       .def("arguments", &Running::arguments)
       .def("consume_inputs", &Running::consume_inputs)
       .def_property_readonly("unit_states", &Running::unit_states)
+      .def_property_readonly("leaves", &Running::leaves)
       .def("has_to_restore", [](const Running& r, size_t index) {
         const Forward::Saved& saved = r.forward.saved.at(index);
         return saved.alive && saved.way == Forward::Way::RECOMPUTED;
@@ -350,6 +355,7 @@ void add_forwards(py::module_& module) {
       .def_readonly("call", &Running::call)
       .def_readonly("surroundings", &Running::surroundings)
       .def_readonly("times", &Running::times)
+      .def_readonly("state", &Running::state)
       .def_readonly("buffers", &Running::buffers);
 }
 

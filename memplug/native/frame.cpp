@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "clock.h"
+#include "layouts.h"
 
 namespace memplug {
 
@@ -77,8 +78,7 @@ Frame::~Frame() {
 // -- forward ----------------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
-  const bool is_plain = value.has_storage() && !value.key_set().has(c10::DispatchKey::Python);
-  if (auto part = is_plain ? input_of(forward.storages.find(value)) : nullptr) { // of any shape: all of it was swapped
+  if (auto part = is_plain(value) ? input_of(forward.storages.find(value)) : nullptr) { // of any shape: all of it was swapped
     return part;
   }
   std::shared_ptr<Swapped> part;
@@ -126,6 +126,27 @@ void Frame::before_write(int32_t storage, const at::Tensor& tensor) {
   writes_input = writes_input || input_of(storage) != nullptr;
 }
 
+at::Tensor Frame::early(size_t index) {
+  const Forward::Saved& saved = forward.saved.at(index);
+  region->asks = true;
+  if (std::this_thread::get_id() != thread_) {
+    forward.blind(ASKED);
+    for (Given& each : forward.given) {
+      if (each.had_gradient && !std::exchange(each.noted, true) && each.tensor.grad().defined()) {
+        before_accumulating(each.tensor.grad());
+      }
+    }
+  }
+  if (saved.held.defined() || saved.kept.defined()) {
+    return saved.held.defined() ? saved.held : saved.kept;
+  }
+  const at::Tensor& memory = forward.given.at(saved.use.storage).tensor;
+  if (!memory.defined()) {
+    throw Failure(Failure::ASKED_EARLY, saved.use.geometry.size);
+  }
+  return tensor_at(memory, saved.use.geometry);
+}
+
 void Frame::before_write_elsewhere(const at::Tensor& tensor) {
   for (auto& [storage, part] : parts_) {
     if (part.kept != nullptr && part.kept->tensor.is_alias_of(tensor)) {
@@ -138,7 +159,7 @@ void Frame::before_write_elsewhere(const at::Tensor& tensor) {
 
 void Frame::close(bool direct) {
   is_opaque = region->opaque || forward.opaque() != 0;
-  keeps = is_opaque && forward.holds && forward.communicates();
+  keeps = is_opaque && forward.holds && (is_unrepeatable || forward.communicates());
   if (!keeps) {
     forward.let_go();
   }
@@ -291,7 +312,7 @@ void Frame::refill() {
   flow->ledger->waiting -= static_cast<int64_t>(todo.size());
   todo.clear();
   for (const auto& part : swapped) {
-    if (!part->tensor.defined() && part->uses > 0) { // else only another rank might have asked for it
+    if (part->is_away() && part->uses > 0) { // else only another rank might have asked for it
       todo.push_back(part);
     }
   }

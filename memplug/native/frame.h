@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -106,6 +107,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // What backward asked for raised an error, Python's of now.
   virtual void explain() = 0;
 
+  // A saved tensor that the forward itself asks for, as it wants a gradient. Throws `ASKED_EARLY` where it is not there.
+  at::Tensor early(size_t index);
+
   // A saved tensor that is a view of a captured one; a copy, where a unit's backward gets it and others still read that one.
   at::Tensor view(size_t index);
 
@@ -175,8 +179,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   bool recomputes = false; // some saved tensor has to be recomputed
   bool communicates = false; // the recompute pass launches collectives
   bool is_opaque = false;
-  // What autograd saved stays as it is: it is opaque and talks to other ranks, where a region may be none. To run all of it
-  // again would launch what they do not.
+  bool is_unrepeatable = false; // its module depends on state that cannot be put back, so that it never runs again
+  // What autograd saved stays as it is: it is opaque, and is unrepeatable or talks to other ranks, where a region may be
+  // none. To run all of it again would launch what they do not.
   bool keeps = false;
   bool is_restored = false; // by a recompute pass
   std::set<size_t> spared; // collectives that no recompute pass launches again, and the waits for them
@@ -193,6 +198,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // An operator is about to write to memory that was there before the region, for the first time: a recompute pass must
   // find it as it is now, and leave no trace.
   virtual void before_foreign_write(int32_t storage, const at::Tensor& tensor) = 0;
+
+  // Another thread is about to accumulate a leaf's gradient, which no operator shows.
+  virtual void before_accumulating(const at::Tensor& gradient) = 0;
 
  private:
   void refill();
@@ -219,6 +227,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::map<size_t, size_t> launches_; // where a collective is launched -> where its result is there, captured
   std::map<int32_t, Part> parts_; // captured tensors by storage
   bool is_over_ = false;
+  const std::thread::id thread_ = std::this_thread::get_id(); // that runs the forward
 };
 
 } // namespace memplug

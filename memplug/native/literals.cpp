@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "forward.h"
+#include "layouts.h"
 
 namespace memplug {
 namespace {
@@ -65,7 +66,7 @@ std::vector<size_t> Forward::makers_of_literal(int32_t storage, size_t index) co
 }
 
 void Forward::lift(size_t index, const at::Tensor& tensor) {
-  const int32_t storage = tensor.has_storage() ? storages.find(tensor) : -1;
+  const int32_t storage = is_plain(tensor) ? storages.find(tensor) : -1;
   if (storage < 0 || storages.given[storage]) {
     return;
   }

@@ -43,6 +43,16 @@ struct Suspended {
   }
 };
 
+// `with in_framework:` around operators that are a framework's.
+struct InFramework {
+  void enter() {
+    memplug::begin_framework();
+  }
+  void exit(const py::args&) {
+    memplug::end_framework();
+  }
+};
+
 memplug::Device& device_of(const std::string& type, int index) {
 #ifdef MEMPLUG_CUDA_ARENA
   if (type == "cuda") {
@@ -95,9 +105,12 @@ py::dict arena_counters() {
   all["without_gradients"] = c.without_gradients;
   all["native_bytes"] = c.native_bytes;
   all["elsewhere"] = c.elsewhere;
+  all["lasting"] = c.lasting;
+  all["lasting_bytes"] = c.lasting_bytes;
   all["written_freed"] = c.written_freed;
   all["written_beyond"] = c.written_beyond;
   all["reserved_bytes"] = c.reserved_bytes;
+  all["leftover_bytes"] = c.leftover_bytes;
   all["live_bytes"] = c.live_bytes;
   all["live_size"] = c.live_size;
   all["peak_bytes"] = c.peak_bytes;
@@ -185,7 +198,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("uninstall_cuda", &uninstall_cuda);
 #endif
 
-  module.def("open_arena", [](const std::string& type, int index, bool checks) { open_arena(device_of(type, index), checks); });
+  module.def("open_arena", [](const std::string& type, int index, bool checks) {
+    open_arena(device_of(type, index), checks).forget_leftovers();
+  });
   module.def("load_arena", &load_arena);
   module.def("close_arena", [] {
     const py::gil_scoped_release released;
@@ -197,6 +212,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     serve(true);
   });
   module.def("end_arena_step", [] { serve(false); });
+  module.def("extend_arena", [](int64_t nbytes) {
+    const py::gil_scoped_release released;
+    the_arena()->extend(nbytes);
+  });
+  module.def("arena_leftovers", [] { return the_arena()->leftovers(); });
   module.def("late_requests", [] { return the_arena()->late(); });
   module.def("arena_counters", &arena_counters);
   module.def("arena_owns", [](uintptr_t address) {
@@ -251,4 +271,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<>())
       .def("__enter__", &Suspended::enter)
       .def("__exit__", &Suspended::exit);
+  py::class_<InFramework>(module, "InFramework")
+      .def(py::init<>())
+      .def("__enter__", &InFramework::enter)
+      .def("__exit__", &InFramework::exit);
 }

@@ -5,6 +5,8 @@
 #include <memory>
 #include <utility>
 
+#include "layouts.h"
+
 namespace memplug {
 namespace {
 
@@ -22,7 +24,7 @@ bool is_fake() {
 Observer::Observer(Forward& forward) : forward_(forward), outer_(current) {
   current = this;
   if (outer_ != nullptr) { // its callback is there, and it does not see what runs now
-    outer_->forward_.blind(UNOBSERVED);
+    outer_->forward_.blind(NESTED);
   } else {
     handle_ = at::addThreadLocalCallback(
         at::RecordFunctionCallback(begin, end).needsInputs(true).needsOutputs(true).scopes(
@@ -117,6 +119,9 @@ Observer::Running Observer::begin(const at::RecordFunction& function, const Oper
       if (tensor.key_set().has(c10::DispatchKey::Python)) {
         subclass = true;
         forward_.meet_subclass(tensor);
+      } else if (is_wrapped(tensor)) {
+        subclass = true;
+        forward_.blind(TRANSFORMED);
       }
     });
   }

@@ -35,6 +35,7 @@ enum Trait : uint32_t {
   SHARED = 1 << 18, // of a unit that communicates: what is captured of it must be the same on all ranks
   LIFTS = 1 << 19, // hands out a tensor that torch has made by itself, such as one of Python's values
   STATISTICS = 1 << 20, // in training, writes to `running_mean` and `running_var`, although its schema does not say so
+  DUAL = 1 << 21, // gives a tensor a tangent, which no tape tells of
 };
 
 struct Operator {

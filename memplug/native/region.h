@@ -104,6 +104,7 @@ struct Region {
   bool shares = false; // it has units that communicate: whatever is to be captured of it is, on every rank
   bool seen = false; // it has run forward
   std::optional<bool> talks; // to other ranks, as far as its forwards have shown; none before the first
+  std::optional<bool> asks; // for gradients in its own forward, as far as its forwards have shown; none before the first
   bool is_undecided = false; // its last forward called a function of which nothing could be told (hidden.py)
   bool repeats = false; // its last forward was verified against a template, and was not its first
   bool communicates = false; // its recompute passes launch collectives, which all ranks must do alike

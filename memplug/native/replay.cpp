@@ -1,6 +1,7 @@
 #include "replay.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
@@ -21,10 +22,14 @@ namespace {
 
 using torch::jit::Stack;
 
-// No autograd, and no casts: those of the forward are on the tape.
+// No autograd, and no casts: those of the forward are on the tape. Nor transforms: they are of the backward around it.
 struct Below {
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard casts{c10::autocast_dispatch_keyset};
+  c10::impl::ExcludeDispatchKeyGuard transforms{c10::DispatchKeySet(
+      {c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+       c10::DispatchKey::FuncTorchDynamicLayerBackMode,
+       c10::DispatchKey::FuncTorchVmapMode})};
 };
 
 // Puts the generators back that a pass has drawn from.
@@ -93,6 +98,7 @@ class RecomputePass {
     } else if (record.op->has(PART_OF_UNIT)) {
       stack.emplace_back(std::exchange(parts_.at(index - first_part_), {}));
     } else {
+      const at::AutoGradMode as_then(record.with_gradients);
       record.op->handle.callBoxed(&stack);
     }
     if (record.op->has(EXCHANGE)) {

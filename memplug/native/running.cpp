@@ -6,6 +6,7 @@
 
 #include "as_written.h"
 #include "clock.h"
+#include "layouts.h"
 #include "saved_type.h"
 
 namespace py = pybind11;
@@ -66,6 +67,7 @@ py::object Running::run(
     py::object region_object,
     py::object times,
     py::object surroundings,
+    py::object state,
     py::object call,
     const py::tuple& arguments,
     const py::dict& keywords) {
@@ -80,10 +82,14 @@ py::object Running::run(
         std::move(executor),
         std::move(region_object),
         std::move(times));
-    frame->forward.holds = region->may_stray() && !frame->executor_.attr("is_alone")().cast<bool>();
+    frame->is_unrepeatable = !state.is_none() && py::bool_(state.attr("unknown"));
+    frame->forward.holds =
+        frame->is_unrepeatable || (region->may_stray() && !frame->executor_.attr("is_alone")().cast<bool>());
+    frame->forward.holds_meanwhile = region->asks.value_or(true);
     region->is_undecided = false;
     frame->ambient.emplace(flow->device);
     frame->surroundings = std::move(surroundings);
+    frame->state = std::move(state);
     frame->call = std::move(call);
     frame->enter(arguments, keywords);
     flow->begin(frame);
@@ -126,10 +132,10 @@ Running::Item Running::item_of(py::handle object) {
     return {py::reinterpret_borrow<py::object>(object), nullptr, nullptr};
   }
   const at::Tensor& value = tensor_of(object);
-  given_bytes += static_cast<int64_t>(value.nbytes());
+  given_bytes += memory_bytes(value);
   const bool swaps = region->swaps_input && value.requires_grad() && !value.is_leaf();
   auto swapped = Frame::enter(value, swaps);
-  const int32_t storage = value.has_storage() ? forward.storages.find(value) : -1;
+  const int32_t storage = is_wrapped(value) ? -1 : forward.storages.find(value);
   const bool is_subclass = !THPVariable_CheckExact(object.ptr()), parameter = is_subclass && is_parameter(value);
   py::object type = parameter ? py::object() : type_of(object);
   if (swapped != nullptr) {
@@ -168,9 +174,13 @@ void Running::over() {
     flow->keep(*region, tape);
     flow->strayed += tape->fingerprint() != region->planned_from ? 1 : 0;
   } else if (!(region->opaque && region->seen)) {
-    executor_.attr("note_opaque")(region_object_, forward.opaque(), keeps);
+    executor_.attr("note_opaque")(region_object_, forward.opaque(), why_it_keeps());
+  }
+  if (!is_opaque || keeps) {
+    state = py::none();
   }
   region->seen = region->seen || !is_opaque || region->opaque; // else it may be none with its units, from now on
+  region->asks = region->asks.value_or(false);
   ++region->forwards;
   region->communicates = region->communicates || communicates;
   region->given_bytes.push_back(given_bytes);
@@ -179,55 +189,16 @@ void Running::over() {
   }
 }
 
+std::string Running::why_it_keeps() const {
+  if (!keeps) {
+    return "";
+  }
+  return is_unrepeatable ? state.attr("unknown").cast<std::string>() : "it communicates";
+}
+
 void Running::time(size_t index, bool over) {
   const py::gil_scoped_acquire locked;
   times.attr("time")(index, over);
-}
-
-void Running::before_write(int32_t storage, const at::Tensor& tensor) {
-  const py::gil_scoped_acquire locked;
-  remember(tensor);
-  Frame::before_write(storage, tensor);
-}
-
-void Running::before_write_elsewhere(const at::Tensor& tensor) {
-  Frame::before_write_elsewhere(tensor);
-  remember(tensor);
-}
-
-void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
-  if (executor_.attr("is_scratch")(wrapped(tensor)).cast<bool>()) {
-    changing.insert(storage);
-    return;
-  }
-  if (forward.is_literal(storage)) { // the forward alone has it: a pass may write to a copy of what it was
-    const auto former = std::make_shared<Held>(tensor, false);
-    former->before_write();
-    written.emplace(storage, former);
-    return;
-  }
-  if (written.count(storage) > 0) { // an argument
-    return;
-  }
-  changing.insert(storage);
-  if (buffers.is_none()) {
-    buffers = executor_.attr("written_buffers")();
-  }
-  buffers.attr("note")(wrapped(tensor));
-}
-
-// Arguments of that memory, which is about to change, stay as they are.
-void Running::remember(const at::Tensor& tensor) {
-  for (const Item& item : items_) {
-    const at::Tensor* const held = item.held != nullptr ? &item.held->tensor : nullptr;
-    if (held != nullptr && held->has_storage() && !held->key_set().has(c10::DispatchKey::Python) &&
-        held->is_alias_of(tensor)) {
-      item.held->before_write();
-      if (input_of(item.storage) == nullptr) { // else another argument is that memory, swapped
-        written.emplace(item.storage, item.held);
-      }
-    }
-  }
 }
 
 void Running::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
@@ -272,6 +243,11 @@ void Running::explain() {
   py::error_already_set error; // takes it: what follows may ask Python
   if (error.matches(py::module_::import("torch").attr("OutOfMemoryError"))) {
     executor_.attr("explain")("recompute", region_object_, error.value());
+  }
+  if (error.matches(PyExc_RuntimeError)) {
+    const py::object raised = executor_.attr("with_region")(region_object_, error.value());
+    PyErr_SetObject(py::type::handle_of(raised).ptr(), raised.ptr());
+    return;
   }
   error.restore();
 }

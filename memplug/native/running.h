@@ -33,6 +33,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       pybind11::object times);
 
   // Runs the region's own forward and returns what it returns. `surroundings`: of the framework, for Python's `Ambient`.
+  // `state`: a memplug.tokenwise.regions.state.State, or None: taken where the forward may be opaque.
   static pybind11::object run(
       const std::shared_ptr<Flow>& flow,
       const std::shared_ptr<Region>& region,
@@ -40,6 +41,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       pybind11::object region_object,
       pybind11::object times,
       pybind11::object surroundings,
+      pybind11::object state,
       pybind11::object call,
       const pybind11::tuple& arguments,
       const pybind11::dict& keywords);
@@ -93,6 +95,9 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // For such a pass: what each unit needs to run again as it ran, in order.
   pybind11::list unit_states() const; // (unit, what it needs to run again), in order
 
+  // For such a pass: leaves of autograd's graph that the forward met, and whether each had a gradient then.
+  pybind11::list leaves() const;
+
   // Such a pass has read them.
   void consume_inputs();
 
@@ -100,10 +105,12 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   pybind11::object call, surroundings;
   pybind11::object times; // or None
   int64_t given_bytes = 0; // of all tensors among the arguments
+  pybind11::object state = pybind11::none(); // see `run`; None of a forward that is not opaque
   pybind11::object buffers; // a memplug.tokenwise.regions.buffers.Buffers, or None: what the forward wrote to in place
 
  protected:
   void before_foreign_write(int32_t storage, const at::Tensor& tensor) override;
+  void before_accumulating(const at::Tensor& gradient) override;
 
  private:
   // Of the arguments: a tensor that was swapped or is held, or another value.
@@ -122,7 +129,9 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       size_t index, const std::vector<at::Tensor>& given, const std::vector<bool>& needed);
   Item item_of(pybind11::handle value);
   void remember(const at::Tensor& tensor);
+  void note(const at::Tensor& tensor);
   void over();
+  std::string why_it_keeps() const; // empty: it does not
 
   std::exception_ptr failed_; // of a pass that was begun, until `replay` throws it
   pybind11::object executor_, region_object_;

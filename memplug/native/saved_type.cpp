@@ -110,6 +110,9 @@ PyObject* unpack(PyObject*, PyObject* object) {
           saved.version);
       return nullptr;
     }
+    if (!frame.is_over()) {
+      return THPVariable_Wrap(frame.early(self->index));
+    }
     if (saved.way != Forward::Way::HELD) {
       const Suspension own;
       if (const at::Tensor again = frame.forward.held_again(self->index); again.defined()) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "forward.h"
+#include "layouts.h"
 #include "versions.h"
 
 namespace memplug {
@@ -23,7 +24,7 @@ Forward::~Forward() {
 void Forward::save(const at::Tensor& tensor, bool held) {
   Saved found;
   found.use = {{0}, -1, {}};
-  if (held || !tensor.has_storage() || tensor.key_set().has(c10::DispatchKey::Python)) {
+  if (held || !is_plain(tensor)) {
     found.held = without_graph(tensor);
   } else {
     int32_t storage = storages.find(tensor);
@@ -40,7 +41,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
       count(storage);
     }
     found.use = {{0}, storage, Geometry::of(tensor, storages.origins[storage])};
-    if (holds) {
+    if (holds || holds_meanwhile) {
       found.kept = without_graph(tensor);
     }
   }
@@ -108,12 +109,13 @@ at::Tensor Forward::given_again(int32_t storage, bool regathered, bool changes) 
   if (!changes) {
     check_version(memory.tensor, memory.version, "tensor that its region reads");
   }
+  if (is_irregular(memory.tensor)) {
+    return memory.tensor;
+  }
   const size_t nbytes = regathered ? memory.tensor.nbytes() : memory.tensor.storage().nbytes();
-  TORCH_CHECK(
-      static_cast<int64_t>(nbytes) >= storages.nbytes[storage],
-      "memplug: the memory of a ",
-      memory.tensor.sizes(),
-      " tensor that a region reads was taken away between its forward and its backward");
+  if (static_cast<int64_t>(nbytes) < storages.nbytes[storage]) {
+    throw Failure(Failure::GIVEN_WAS_TAKEN, memory.tensor.sizes());
+  }
   return memory.tensor;
 }
 

@@ -96,7 +96,7 @@ void add_to_sequence(int32_t number) {
 }
 
 std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& function) {
-  if (!deaf && in_program()) {
+  if (!deaf && in_model()) {
     const int32_t number = number_of(function);
     if (number != NOT_AN_OPERATOR) {
       add_to_sequence(number);
@@ -133,7 +133,7 @@ std::unique_ptr<at::ObserverContext> on_recorded_operator(const at::RecordFuncti
   if (deaf || !trains()) {
     return nullptr;
   }
-  if (in_program()) {
+  if (in_model()) {
     add_to_sequence(number);
   }
   auto& r = recording();

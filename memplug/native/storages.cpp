@@ -1,8 +1,30 @@
 #include "storages.h"
 
+#include "layouts.h"
+
 namespace memplug {
 
+int64_t memory_bytes(const at::Tensor& tensor) {
+  if (tensor.has_storage()) {
+    return static_cast<int64_t>(is_irregular(tensor) ? tensor.storage().nbytes() : tensor.nbytes());
+  }
+  if (tensor.is_sparse()) {
+    return static_cast<int64_t>(tensor._values().nbytes() + tensor._indices().nbytes());
+  }
+  if (!tensor.is_sparse_csr()) {
+    return 0;
+  }
+  const bool by_rows = tensor.layout() == at::kSparseCsr || tensor.layout() == at::kSparseBsr;
+  const at::Tensor compressed = by_rows ? tensor.crow_indices() : tensor.ccol_indices();
+  const at::Tensor others = by_rows ? tensor.col_indices() : tensor.row_indices();
+  return static_cast<int64_t>(tensor.values().nbytes() + compressed.nbytes() + others.nbytes());
+}
+
 int32_t Storages::find(const at::Tensor& tensor) const {
+  if (is_irregular(tensor)) {
+    const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
+    return found != numbers_.end() ? found->second : -1;
+  }
   const c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
   if (!ranges_.empty()) {
     if (const auto ranges = ranges_.find(storage); ranges != ranges_.end()) {
@@ -20,8 +42,17 @@ int32_t Storages::find(const at::Tensor& tensor) const {
 }
 
 int32_t Storages::add(const at::Tensor& tensor, bool is_given) {
-  const auto& storage = tensor.storage();
   const auto number = static_cast<int32_t>(size());
+  if (is_irregular(tensor)) {
+    numbers_[tensor.unsafeGetTensorImpl()] = number;
+    irregular_.emplace_back(tensor.getIntrusivePtr());
+    given.push_back(is_given);
+    regathered.push_back(false);
+    origins.push_back(0);
+    nbytes.push_back(0);
+    return number;
+  }
+  const auto& storage = tensor.storage();
   const bool is_regathered = is_given && regathered_ != nullptr && tensor.is_leaf() && regathered_(tensor);
   if (is_regathered) {
     const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());
@@ -48,6 +79,7 @@ void Storages::forget() {
   numbers_.clear();
   ranges_.clear();
   addresses_.clear();
+  irregular_.clear();
 }
 
 } // namespace memplug

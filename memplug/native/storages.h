@@ -49,9 +49,11 @@ class Storages {
   };
 
   Regathered regathered_;
-  ska::flat_hash_map<const c10::StorageImpl*, int32_t> numbers_;
+  ska::flat_hash_map<const void*, int32_t> numbers_; // by storage, or by tensor where that is irregular (layouts.h)
   ska::flat_hash_map<const c10::StorageImpl*, std::vector<Range>> ranges_;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> addresses_; // no storage gets that of one that is gone
+  // nothing gets the address of what is gone
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> addresses_;
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> irregular_;
 };
 
 } // namespace memplug

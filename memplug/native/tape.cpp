@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "exchange.h"
+#include "layouts.h"
 
 namespace memplug {
 namespace {
@@ -125,6 +126,9 @@ bool equal(const c10::IValue& one, const c10::IValue& other) {
 }
 
 Geometry Geometry::of(const at::Tensor& tensor, int64_t origin) {
+  if (is_irregular(tensor)) {
+    return {{}, {}, 0, tensor.scalar_type(), false, false, false};
+  }
   const auto size = tensor.sizes(), stride = tensor.strides();
   return {
       {size.begin(), size.end()},
@@ -136,13 +140,16 @@ Geometry Geometry::of(const at::Tensor& tensor, int64_t origin) {
 }
 
 bool Geometry::is_of(const at::Tensor& tensor, int64_t origin) const {
+  if (!lies || is_irregular(tensor)) {
+    return lies != is_irregular(tensor) && dtype == tensor.scalar_type();
+  }
   return dtype == tensor.scalar_type() && offset == tensor.storage_offset() - origin && conj == tensor.is_conj() &&
       neg == tensor.is_neg() && c10::IntArrayRef(size) == tensor.sizes() &&
       c10::IntArrayRef(stride) == tensor.strides();
 }
 
 bool Geometry::operator==(const Geometry& other) const {
-  return dtype == other.dtype && offset == other.offset && conj == other.conj && neg == other.neg &&
+  return dtype == other.dtype && offset == other.offset && conj == other.conj && neg == other.neg && lies == other.lies &&
       c10::IntArrayRef(size) == c10::IntArrayRef(other.size) &&
       c10::IntArrayRef(stride) == c10::IntArrayRef(other.stride);
 }
@@ -172,7 +179,7 @@ bool Record::writes(int32_t storage) const {
 }
 
 bool Record::operator==(const Record& other) const {
-  return op == other.op && form == other.form && root == other.root && draws == other.draws &&
+  return op == other.op && form == other.form && root == other.root && draws == other.draws && with_gradients == other.with_gradients &&
       inputs == other.inputs && outputs == other.outputs &&
       std::equal(arguments.begin(), arguments.end(), other.arguments.begin(), other.arguments.end(), equal);
 }

@@ -23,6 +23,7 @@ struct Geometry {
   int64_t offset; // elements
   at::ScalarType dtype;
   bool conj, neg; // its values are read conjugated, negated
+  bool lies = true; // else it is irregular (layouts.h), and all but the dtype is left open
 
   static Geometry of(const at::Tensor& tensor, int64_t origin = 0);
   bool is_of(const at::Tensor& tensor, int64_t origin = 0) const; // its offset counts from there
@@ -53,6 +54,7 @@ struct Record {
   Form form;
   bool root; // it runs whether or not anything reads what it makes
   bool draws;
+  bool with_gradients; // were enabled, by which some kernels choose what they return
   std::vector<c10::IValue> arguments; // as `without_tensors`: tensors' lists have as many undefined ones
   std::vector<Use> inputs, outputs;
   std::vector<int32_t> made; // storages; an exchange makes those that it writes to
@@ -79,6 +81,10 @@ enum Opaque : uint32_t {
   UNFILLED = 1 << 2, // nothing was seen to fill memory that was asked for (unfilled.h)
   FAILED = 1 << 3, // an operator raised
   RESHAPED = 1 << 4, // a tensor was given other memory, or another layout, in place
+  TRANSFORMED = 1 << 5, // a function transform, or forward-mode differentiation
+  IRREGULAR = 1 << 6, // an operator made a tensor whose elements no geometry tells of (layouts.h)
+  NESTED = 1 << 7, // another region ran inside
+  ASKED = 1 << 8, // it asked for a gradient itself, which another thread computed
 };
 
 // Storages have running numbers. Those that no operator of the tape made (inputs, parameters, constants) are given, and so

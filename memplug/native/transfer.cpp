@@ -233,7 +233,10 @@ bool Transfer::reserve(size_t count, int64_t nbytes) {
   if (closed || count == 0 || nbytes == 0) {
     return true;
   }
-  const StreamRef stream = compute_streams_.empty() ? streams_->current() : compute_streams_.front();
+  const StreamRef current = streams_->current(), stream = compute_streams_.empty() ? current : compute_streams_.front();
+  if (!streams_->same(stream, current)) { // its free memory was last used by what the caller's stream is ordered after
+    streams_->wait(stream, streams_->record(current), Wait::PREFETCH_FOR_COMPUTE);
+  }
   try {
     rounding_ = std::make_unique<RoundingBuffers>(*streams_, stream, count, nbytes);
   } catch (const c10::Error&) {

@@ -36,7 +36,15 @@ namespace memplug {
 
 // An error that memplug/tokenwise/regions/core.py says in words; `what()` is the size of the tensor concerned.
 struct Failure : std::runtime_error {
-  enum Kind : uint8_t { KEPT_WAS_WRITTEN, SWAPPED_WAS_WRITTEN, GIVEN_WAS_WRITTEN, DETACHED };
+  enum Kind : uint8_t {
+    KEPT_WAS_WRITTEN,
+    SWAPPED_WAS_WRITTEN,
+    GIVEN_WAS_WRITTEN,
+    DETACHED,
+    IRREGULAR_WAS_WRITTEN,
+    ASKED_EARLY,
+    GIVEN_WAS_TAKEN
+  };
   Failure(Kind kind, at::IntArrayRef size);
 
   Kind kind;
@@ -53,6 +61,10 @@ struct Swapped {
 
   bool whole() const {
     return rows == geometry.size[0];
+  }
+  // On the host alone; not where a backward that kept no graph was done with a tensor that had no copy.
+  bool is_away() const {
+    return !tensor.defined() && slot.has_value();
   }
   at::Tensor host_rows() const; // in the memory order of the device tensor
   at::Tensor device_rows() const;

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "clock.h"
+#include "layouts.h"
 #include "running.h"
 #include "saved_type.h"
 #include "versions.h"
@@ -34,11 +35,6 @@ const Operator& named(const char* name, const std::string& overload) {
   const Operator* const op = operator_named(name, overload);
   TORCH_INTERNAL_ASSERT(op != nullptr, "memplug: no operator ", name, ".", overload);
   return *op;
-}
-
-// Memory that a tape can name.
-bool is_plain(const at::Tensor& tensor) {
-  return tensor.has_storage() && !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
 // What a unit is given that a tape can name: its tensors, but for parameters.

@@ -26,11 +26,13 @@ class Learnt:
         communicates: recompute passes launch collectives, which all ranks must do alike.
         offloads_late: its backward runs before its tensors have to be released, so they leave only if they have to.
         unneeded: operators whose captured outputs no backward asked for, by index; as `Decision.operator`.
+        asks: its forward asks for a gradient itself, for which it needs what autograd has saved so far.
     """
 
     communicates: bool
     offloads_late: bool
     unneeded: dict[int, str]
+    asks: bool
 
 
 @dataclass(frozen=True)

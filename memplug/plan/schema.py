@@ -8,7 +8,7 @@ from typing import Any
 from memplug.plan.decisions import Decisions
 from memplug.plan.layout.problem import Problem, Solution, fragmentation
 
-FORMAT = 5
+FORMAT = 6
 """Version of the files that `plan_file.save` writes."""
 
 

@@ -197,7 +197,11 @@ class Recorder:
             try:
                 self._native.install_cpu()
             except RuntimeError as error:
-                raise RecorderError(f"requests for memory cannot be recorded: {error}") from None
+                raise RecorderError(
+                    f"requests for memory cannot be recorded: {error}",
+                    "Leave out the library that changes the CPU's allocator, or set "
+                    '"arena": {"enabled": false}, which needs no record of them.',
+                ) from None
             self._native.begin_requests(-1)
         elif self.device.type != "cuda":
             self._native.install_other()

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ from memplug.arena.technique import PlannedAddresses
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
+from memplug.errors import RanksError
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program
 from memplug.profile.trace import Trace
@@ -54,6 +56,8 @@ from memplug.swap.technique import SwapsWhole
 from memplug.tokenwise.regions.region import Region
 from memplug.tokenwise.technique import TokenWise
 
+log = logging.getLogger("memplug")
+
 RECENT_STEPS = 50
 TIMELINE_FOLDER = "memplug_timeline"
 WATCHED_STEPS = 8  # one in so many is watched while stable; of the others, autograd's node count and sizes are compared
@@ -67,6 +71,7 @@ class Boundary:
         regions: all of the session's, in forward order.
         device: where they run.
         regathers: forward gathers parameters (ZeRO 3).
+        ranks: that train the model.
         explain: an error of the device's memory passes, in a phase of a region.
         request_failed: what is known as a request for device memory fails for good; on any thread.
 
@@ -78,6 +83,7 @@ class Boundary:
         watches: operators of steps are compared, if the recorder can be had.
         steps: that ended.
         planned_steps: of these, those that ran by decisions from their beginning.
+        apart: why the ranks decide nothing together any more; "" while they do.
     """
 
     def __init__(
@@ -86,10 +92,11 @@ class Boundary:
         regions: Sequence[Region],
         device: Device,
         regathers: bool,
+        ranks: Ranks,
         explain: Callable[[str, Region, BaseException], None],
         request_failed: Callable[[], str],
     ):
-        self._config, self._device, self._ranks = config, device, Ranks()
+        self._config, self._device, self._ranks = config, device, ranks
         self._request_failed = request_failed
         self.tokenwise = TokenWise(
             *(config, regions, device, regathers, explain, self.unrecorded, self._ranks),
@@ -105,6 +112,7 @@ class Boundary:
         self.claim: Claim | None = None
         self.kept: KeptPlans | None = None
         self.steps = self.planned_steps = 0
+        self.apart = ""
         self._timelines = 0
         self._in_program = False  # of a step: its first forward with gradients has begun
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
@@ -159,6 +167,7 @@ class Boundary:
             self.kept.close(self.followers, self._parts, self.recording)
         self.adjuster.close()
         self.tokenwise.close()
+        self._ranks.close()
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 
@@ -189,10 +198,9 @@ class Boundary:
         operators, nodes = self._take()
         if recording is not None:
             recording.end_step()
-        tokenwise.share_host(adjuster.stage is Stage.STABLE)
-        if tokenwise.plans:
-            self._compare(Program(operators, tokenwise.sizes, nodes, tokenwise.plain.unseen))
-        tokenwise.check.end_step()
+        self.planned_steps += adjuster.decisions is not None
+        if not self.apart:
+            self._agree(Program(operators, tokenwise.sizes, nodes, tokenwise.plain.unseen))
         if recording is not None:
             if not recording.able:
                 self.followers.close("steps cannot be recorded")
@@ -206,11 +214,29 @@ class Boundary:
         self._in_program = False
         self._begin_recording()
 
-    def _compare(self, program: Program) -> None:
-        planned = self.adjuster.decisions is not None
-        self.planned_steps += planned
-        self.tokenwise.compare(program, self.adjuster.programs.current.baseline if planned else None)
-        self.adjuster.end_step(self.steps, program)
+    def _agree(self, program: Program) -> None:
+        """All that ranks decide together. Where one of them is missing, all others stop in the same place, with the
+        decisions that are in force: any later ones would not be the same everywhere.
+        """
+        adjuster, tokenwise = self.adjuster, self.tokenwise
+        try:
+            tokenwise.share_host(adjuster.stage is Stage.STABLE)
+            if tokenwise.plans:
+                tokenwise.compare(program, adjuster.programs.current.baseline if adjuster.decisions else None)
+                adjuster.end_step(self.steps, program)
+            tokenwise.check.end_step()
+        except RanksError as error:
+            self.apart = error.problem
+            tokenwise.stay()
+            adjuster.stay(self.steps, self.apart)
+            if self._ranks.is_first_to_say():
+                log.warning(
+                    "memplug: step %d: nothing is planned any more, and what was decided stays on all ranks: %s. "
+                    "Ranks that train one model end as many steps; attach anew where they do again, or give ranks that "
+                    "do not train together a `group` each",
+                    self.steps,
+                    self.apart,
+                )
 
     def _settle(self) -> None:
         """What the next step is to run by is in force."""

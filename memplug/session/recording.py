@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,7 +146,8 @@ class Recording:
         self.recorder.stop()
 
     def _save(self, file: Path) -> None:
-        replaced = ", in place of an earlier one" if file.exists() else ""
+        # unlike Path's own `exists`, this one raises nothing where the folder cannot be looked into
+        replaced = ", in place of an earlier one" if os.path.exists(file) else ""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             save(self.trace, file)
@@ -165,4 +167,4 @@ def of_rank(file: Path) -> Path:
 def unused(file: Path) -> Path:
     """The file, or where an earlier run left one of that name, the first free one of "trace-2.npz", "trace-3.npz"."""
     others = (file.with_name(f"{file.stem}-{run}{file.suffix}") for run in itertools.count(2))
-    return next(name for name in itertools.chain([file], others) if not of_rank(name).exists())
+    return next(name for name in itertools.chain([file], others) if not os.path.exists(of_rank(name)))

@@ -68,9 +68,11 @@ def predicted(decisions: Decisions | None, predictions: Predictions, rounding: R
 def arena(serving: PlannedAddresses | None, why: str) -> dict[str, Any]:
     """What the planned arena did so far, holds now and promises.
 
-    `arena_fallback` counts requests that the native allocator got although a plan was there, `arena_step_served` is the
-    share of the last step's requests that the arena had bytes for, `arena_peak_bytes` the most in use of it since the
-    last plan, in whole blocks; `native_bytes` is what the native allocator has in use, None on the CPU.
+    `arena_fallback` counts requests that the native allocator got although a plan was there, `arena_lasting` besides
+    those that it got as their blocks outlive the step. `arena_step_served` is the share of the last step's other
+    requests that the arena had bytes for, `arena_peak_bytes` the most in use of it since the last plan, in whole
+    blocks. `arena_leftover_bytes` are held by blocks of earlier steps that the plan did not know to last;
+    `native_bytes` is what the native allocator has in use, None on the CPU.
 
     Args:
         serving: None: there is no arena, or none yet.
@@ -98,6 +100,9 @@ def arena(serving: PlannedAddresses | None, why: str) -> dict[str, Any]:
         "arena_reusable_bytes": counters.reusable_bytes,
         "arena_fallback": counters.fallback,
         "arena_fallback_bytes": counters.native_bytes,
+        "arena_lasting": counters.lasting,
+        "arena_lasting_bytes": counters.lasting_bytes,
+        "arena_leftover_bytes": counters.leftover_bytes,
         "native_bytes": serving.native_bytes if serving else None,
         "arena_step_served": step.served / asked if asked else None,
     }

@@ -25,6 +25,7 @@ from memplug.profile.trace import Trace
 from memplug.session import closing, out_of_memory, report
 from memplug.session.boundary import Boundary
 from memplug.session.recording import Recording, of_rank
+from memplug.stages.ranks import Ranks
 from memplug.stages.table import Stage
 from memplug.tokenwise import budgets
 from memplug.tokenwise.regions.region import Region
@@ -42,10 +43,19 @@ class Session:
         regions: the modules' regions, in forward order.
         device: where they run.
         regathers: forward gathers parameters (ZeRO 3).
+        ranks: that train the model; by default all.
     """
 
-    def __init__(self, config: MemplugConfig, regions: Sequence[Region], device: Device, regathers: bool = False):
+    def __init__(
+        self,
+        config: MemplugConfig,
+        regions: Sequence[Region],
+        device: Device,
+        regathers: bool = False,
+        ranks: Ranks | None = None,
+    ):
         self.config = config
+        self.ranks = Ranks() if ranks is None else ranks
         self.regions = list(regions)
         self.device = device
         request_failed = weakref.WeakMethod(self._request_failed)  # the native core keeps it
@@ -54,6 +64,7 @@ class Session:
             self.regions,
             device,
             regathers,
+            self.ranks,
             self._explain,
             lambda: "" if (explain := request_failed()) is None else explain(),
         )
@@ -119,7 +130,8 @@ class Session:
         `swapped_share` is how much of what was to be swapped still is, below 1 once the host memory of a rank has run
         out; `step_s` is the median of the last steps, from one `step()` to the next; `predicted_*` come from the plan
         and are None before there is one, the peak with the rounding buffers that are reserved now; `program` is the
-        index of the current one among the `programs` remembered, and `replans` counts how often a plan was made.
+        index of the current one among the `programs` remembered, and `replans` counts how often a plan was made;
+        `planning_stopped_because` says which rank did not end as many steps as others.
         `offloaded_step_bytes` were offloaded in the second step under the latest plan, or the first after it that is
         as large as the one that it was made from; the plan says `expected_step_bytes`.
         `alpha_by_link` and `alpha_by_host` are the largest fractions that the link hides behind each region's forward,
@@ -140,6 +152,7 @@ class Session:
             "programs": len(programs),
             "replans": adjuster.replans,
             "planned_steps": boundary.planned_steps,
+            "planning_stopped_because": boundary.apart or None,
             "swapped_fraction": report.swapped_fraction(self.config, self.solution, self.regions),
             "swapped_share": self.executor.flow.share,
             "step_s": boundary.step_s,

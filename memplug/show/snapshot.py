@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from memplug.profile.allocator_history import ADDRESSES, MADE_UP
 from memplug.profile.trace import Event, Trace
 from memplug.show.groups import BEFORE, PASSES, phase_words
 
@@ -70,7 +71,7 @@ class _Writer:
             for stream, space in used.items()
         ]
         segments = [self._segment(stream, space) for stream, space in used.items()]
-        return {"segments": segments, "device_traces": [[*made, *events]]}
+        return {"segments": segments, "device_traces": [[*made, *events]], ADDRESSES: MADE_UP}
 
     def _place_earlier(self) -> None:
         rows, first_stream = self.trace.events, min(self.spaces)

@@ -65,21 +65,17 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         *recorded_rows(facts["fingerprint"]),
         ("steps", _steps_in_words(facts)),
         ("operators", _operators_in_words(facts)),
-        (
-            "requests",
-            f"{facts['requests']:,} for {size(facts['requested_bytes'])} in all, "
-            f"the largest {size(facts['largest_request_bytes'])}, on {count(facts['streams'], 'stream')}",
-        ),
+        ("requests", requests_in_words(facts)),
         (BEFORE, f"{size(facts['base_bytes'])} in use" if facts["base_bytes"] else "nothing in use, or unknown"),
         ("peak", f"{size(facts['peak_bytes'])} in use ({facts['peak_bytes']:,} bytes)"),
         ("  where", str(Moment(**facts["peak_at"]))),
         ("  allocator's counter", _counter_in_words(facts)),
         *held_rows("  by phase", facts["peak_bytes_by_phase"], facts["peak_bytes"]),
         *held_rows("  by layer", facts["peak_bytes_by_layer"], facts["peak_bytes"]),
-        ("live at the end", _of_requests(facts, "live_at_end")),
-        ("freed by another thread", _of_requests(facts, "freed_by_another_thread")),
+        ("live at the end", of_requests(facts, "live_at_end")),
+        ("freed by another thread", of_requests(facts, "freed_by_another_thread")),
         ("freed, from before", count(facts["earlier_requests_freed"], "request")),
-        ("in dynamic layers", f"{_of_requests(facts, 'dynamic')}, {facts['dynamic_share']:.1%} of all bytes"),
+        ("in dynamic layers", f"{of_requests(facts, 'dynamic')}, {facts['dynamic_share']:.1%} of all bytes"),
         *_top_rows(facts["top_operators"]),
     ]
 
@@ -156,7 +152,16 @@ def held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[st
     ]
 
 
-def _of_requests(facts: dict[str, Any], name: str) -> str:
+def requests_in_words(facts: dict[str, Any]) -> str:
+    """Returns how many requests there were, and for how much."""
+    return (
+        f"{facts['requests']:,} for {size(facts['requested_bytes'])} in all, "
+        f"the largest {size(facts['largest_request_bytes'])}, on {count(facts['streams'], 'stream')}"
+    )
+
+
+def of_requests(facts: dict[str, Any], name: str) -> str:
+    """Returns the number and the bytes of those requests in words: of the keys that begin with `name`."""
     return f"{count(facts[f'{name}_requests'], 'request')}, {size(facts[f'{name}_bytes'])}"
 
 

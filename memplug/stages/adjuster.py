@@ -17,7 +17,7 @@ from memplug.errors import LayoutError
 from memplug.plan.decisions import Decisions
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program, difference, similar
-from memplug.stages.programs import MOST_PROGRAMS, Programs, Remembered
+from memplug.stages.programs import ALIKE, MOST_PROGRAMS, Programs, Remembered
 from memplug.stages.ranks import Ranks
 from memplug.stages.table import Event, Stage, after
 from memplug.stages.technique import AgreedTechnique
@@ -81,6 +81,8 @@ class Adjuster:
         self._proposed: Decisions | None = None
         self._ballot: _Ballot | None = None
         self._passing: tuple[Remembered, Decisions] | None = None
+        self._is_proven = False  # a watched step was of the program under the settings in force
+        self._turned: tuple[Remembered, Remembered] | None = None  # a program, and what it became by a plan
         self._step = 0
         self._similar_steps = 0  # Algorithm 1's StableStep
         self._changes = 0  # since the last stable stage
@@ -148,6 +150,15 @@ class Adjuster:
         """What runs from step to step while stable; else None."""
         return Lasting(self.programs.current, self.decisions) if self.stage is Stage.STABLE else None
 
+    def stay(self, step: int, why: str) -> None:
+        """Nothing is voted on any more: what runs now does from now on."""
+        self._ballot = self._passing = None
+        self._similar_steps = 0
+        if self.stage is Stage.GEN_POLICY:
+            self.stage = Stage.WARM_UP
+        current = self.programs.current
+        self.history.append((step, self.stage, current.index if current else 0, f"planning stopped: {why}"))
+
     def close(self) -> None:
         """The session is detached."""
         self.stage, self._ballot = Stage.DETACHED, None
@@ -169,13 +180,18 @@ class Adjuster:
             self._similar_steps = 1  # as in a first run
 
     def _call(self, program: Program) -> _Ballot:
-        return _Ballot(program, self._ranks.vote(self.programs.vote(program)))
+        mask, planned = self.programs.vote(program), self.stage is not Stage.WARM_UP
+        if planned and not self._is_proven and self.programs.is_alike(program):
+            mask |= ALIKE
+        return _Ballot(program, self._ranks.vote(mask))
 
     def _follow(self, ballot: _Ballot) -> Event:
         """Take one step's program, as agreed by all ranks, along the table."""
-        seen = self.programs.agreed(ballot.agreed())
+        mask = ballot.agreed()
+        seen = self.programs.agreed(mask)
         if seen is None:
             seen = self.programs.remember(ballot.program)
+        self._note_turns(seen, bool(mask & ALIKE))
         event = self._judge(seen)
         before, self.stage = self.stage, after(self.stage, event)
         passing, self._passing = self._passing, None
@@ -190,14 +206,28 @@ class Adjuster:
                 self._propose()
         elif event is Event.SETTLED:
             self._adopt()
+        elif before is Stage.STABLE and ballot.program.operators is not None:
+            self._is_proven = True
         return event
+
+    def _note_turns(self, seen: Remembered, alike: bool) -> None:
+        """A step that is another program by its operators alone, as soon as a plan is tried or adopted, and is the
+        former one again as soon as that is withdrawn: the plan itself did that. It would do so for ever.
+        """
+        current, turned = self.programs.current, self._turned
+        if turned is not None and seen is turned[0]:
+            self._turned = None
+            if seen.note_turn(turned[1]):
+                self._stay_safest(seen)
+        elif alike and seen is not current and not seen.is_settled:
+            self._turned = current, seen
 
     def _judge(self, seen: Remembered) -> Event:
         current = self.programs.current
         if current is None:
             self.programs.enter(seen)
         elif seen is not current:
-            return Event.KNOWN if seen.decisions else Event.CHANGED
+            return Event.KNOWN if seen.is_settled else Event.CHANGED
         self._similar_steps += 1
         profiler = self._profiler
         if self.stage is Stage.GEN_POLICY:
@@ -213,6 +243,7 @@ class Adjuster:
         current, tries = self.programs.current, self._profiler.policy_steps
         self._technique.may_keep = not self.programs.indifferent
         self._technique.propose(None)
+        self._is_proven, self._turned = False, None
         seen = f"{_named(current)} ran {self._similar_steps} times"
         then = f", then up to {tries} plans are tried" if tries else ""
         self._note(Stage.WARM_UP, f"{seen}: one step with device times around every operator{then}")
@@ -232,10 +263,13 @@ class Adjuster:
 
     def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Decisions] | None) -> None:
         """To stable, on the plan that the program has already."""
-        if passing is not None:
+        if passing is not None and known.decisions is not None:
             passed, decisions = passing  # it came and went under this plan, and did no harm
             passed.decisions, passed.borrowed = decisions, True
         self._run(known, known.decisions)
+        if known.decisions is None:
+            self._note(before, f"{_named(known)} again, at the safest setting")
+            return
         plan = "the plan that it came and went under" if known.borrowed else "its plan"
         self._note(before, f"{_named(known)} again, under {plan}")
 
@@ -272,7 +306,7 @@ class Adjuster:
             self._technique.install(decisions)
         self.decisions = decisions
         self.programs.enter(program)
-        self._similar_steps = 0
+        self._similar_steps, self._is_proven = 0, False
         self._changes = 0 if decisions is not None else self._changes
 
     # -- what it says --------------------------------------------------------------------------------------------------
@@ -296,6 +330,17 @@ class Adjuster:
                 '"profiler": {"length_tolerance"}, or pad to fewer lengths',
                 self._step,
                 change,
+            )
+
+    def _stay_safest(self, program: Remembered) -> None:
+        if self._ranks.first:
+            log.warning(
+                "memplug: step %d: each plan for %s makes another program of it, whose operators differ though its "
+                "inputs do not. No more plans are made for it: it stays at the safest setting, which swaps the inputs "
+                'of regions and recomputes the rest. Raise "profiler": {"length_tolerance"}, or set '
+                '"tokenwise": {"alpha"} to a number',
+                self._step,
+                _named(program),
             )
 
 

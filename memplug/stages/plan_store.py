@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -59,7 +60,9 @@ class PlanStore:
             unfit: why a plan cannot be used here; "": it can.
         """
         own, refused = self._own(unfit)
-        everyone: list[tuple[str, list[_Key], str]] = self._ranks.gather((self._run, sorted(own), refused))
+        everyone: list[tuple[str, list[_Key], str]] = self._ranks.gather(
+            (self._run, sorted(own), refused), patient=True
+        )
         self._run = everyone[0][0]
         self.refused = next((why for _, _, why in everyone if why), "")
         common = set.intersection(*(set(keys) for _, keys, _ in everyone))
@@ -95,7 +98,7 @@ class PlanStore:
 
     def _own(self, unfit: Callable[[MemoryPlan], str]) -> tuple[dict[_Key, tuple[Path, MemoryPlan]], str]:
         """Plans of this rank, and why there are none."""
-        if self._folder is None or not self._folder.is_dir():
+        if self._folder is None or not os.path.isdir(self._folder):  # which raises nothing
             return {}, ""
         refused, own = "", {}
         for file in self._folder.glob(f"{self._job.job.digest()}-*{self._suffix(self._job.rank)}"):
@@ -115,7 +118,7 @@ class PlanStore:
     def _nearest(self) -> str:
         """How this job differs from the one of the nearest plan; "" where there are no plans."""
         files = [file for file in self._folder.glob("*.json") if plan_file.is_plan(file)]
-        latest = sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)[:MOST_COMPARED]
+        latest = sorted(files, key=_modified_s, reverse=True)[:MOST_COMPARED]
         differing = []
         for file in latest:
             try:
@@ -130,6 +133,14 @@ class PlanStore:
         if not changes:
             return f"{file} is of another rank than {self._job.rank}"
         return f"{file} is of another job: {'; '.join(changes)}"
+
+
+def _modified_s(file: Path) -> float:
+    """Returns when a file was written last, in seconds; 0 where it is gone, as another run may remove it."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _unsound(plan: MemoryPlan, job: Fingerprint) -> str:

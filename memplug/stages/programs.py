@@ -9,6 +9,7 @@ others with it: no program is left that all of them see.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memplug.profile.similarity import Program, similar
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
 MOST_PROGRAMS = 32
 """Remembered at a time, so that a vote is one number. More sequence lengths than that are not worth a plan each."""
+
+ALIKE = 1 << MOST_PROGRAMS
+"""Of a vote: in its inputs and nodes the step is like the current program, whatever its operators are."""
+
+MOST_TURNS = 2
+"""Of a program, after which it is planned for no more: a plan that turns it into another one would be made for ever."""
 
 
 class Remembered:
@@ -30,6 +37,7 @@ class Remembered:
         decisions: how to run it; None until it was planned for.
         borrowed: the decisions were made for another program, under which this one came and went in a single step.
         told: what the log has said of it.
+        turns: how often a step under a plan for it looked like the same other program, until the plan was withdrawn.
     """
 
     def __init__(self, index: int, baseline: Program):
@@ -38,6 +46,24 @@ class Remembered:
         self.decisions: Decisions | None = None
         self.borrowed = False
         self.told: set[object] = set()
+        self.turns = 0
+        self._became: Remembered | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """It is known how to run it: by decisions, or at the safest setting for good."""
+        return self.decisions is not None or self.turns >= MOST_TURNS
+
+    def note_turn(self, other: Remembered) -> bool:
+        """It became another program by a plan, and is back without it. Returns whether it is to be planned for no
+        more.
+        """
+        self.turns = self.turns + 1 if self._became is other else 1
+        self._became = other
+        if self.turns < MOST_TURNS:
+            return False
+        self.decisions = None
+        return True
 
 
 class Programs:
@@ -80,6 +106,10 @@ class Programs:
             self._voted = program, sum(bits)
         return self._voted[1]
 
+    def is_alike(self, program: Program) -> bool:
+        """Whether a step is like the current program but for its operators."""
+        return similar(replace(program, operators=None), self.current.baseline, *self.limits)
+
     def agreed(self, mask: int) -> Remembered | None:
         """The program of a step, by the votes of all ranks; None: one that is not remembered.
 
@@ -87,7 +117,7 @@ class Programs:
         that has none, since a step that was not watched may be either. Else the latest.
         """
         seen = [one for one in self._all if mask >> one.index & 1]
-        seen = [one for one in seen if one.decisions is not None] or seen
+        seen = [one for one in seen if one.is_settled] or seen
         if self.current in seen:
             return self.current
         return max(seen, key=self._by_age.index, default=None)

@@ -1,28 +1,55 @@
-"""How all ranks of a run agree: votes, which training does not wait for, and objects. On the CPU, over gloo."""
+"""How the ranks that train a model agree: votes, which training does not wait for, and objects."""
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from memplug.errors import RanksError
+from memplug.stages.ballots import Ballots, meet
 
 VIRTUAL = "virtual"  # backend of a group whose other ranks are not there (memplug/device/virtual/ranks.py)
+LIMIT_S = 60.0  # that a rank waits at the end of a step for one that has not ended it
+PARTING_LIMIT_S = 5.0  # where ranks are known to end after more or fewer steps
 
 
 class Ranks:
-    """Every method is called by all ranks, in the same order."""
+    """Every method but `close` is called by all ranks, in the same order.
 
-    def __init__(self) -> None:
-        self._group: dist.ProcessGroup | None = None
+    A rank that waits too long for another one, or casts a vote that another one, which has detached or died, does not,
+    gets a `RanksError`, from then on in every call; the last votes that counted are the same ones on all ranks.
+
+    Args:
+        members: the ranks of the world that train the model; None: all of them.
+        may_part: whether some of them may end before others, now.
+    """
+
+    def __init__(self, members: Sequence[int] | None = None, may_part: Callable[[], bool] = lambda: False) -> None:
+        self._given, self._may_part = members, may_part
+        self._ballots: Ballots | None = None
+        self._is_closed = False
+        self._timeout_s = 0.0  # of the default group, once they have met
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Ranks of the world, in the order of what they `gather`."""
+        if self._given is not None:
+            return self._given
+        return range(dist.get_world_size() if dist.is_initialized() else 1)
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, or the only process; where no group is there (yet, or any more), as launchers say."""
+        """Whether this is the first rank, or the only process; where no group is there (yet, or any more), as launchers
+        say.
+        """
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-        return rank == 0
+        return rank == (0 if self._given is None else self._given[0])
 
     @property
     def are_known(self) -> bool:
@@ -32,7 +59,7 @@ class Ranks:
     @property
     def rank(self) -> int:
         """Of this process, among those that `gather`."""
-        return 0 if self._alone else dist.get_rank()
+        return 0 if self._alone else self.members.index(dist.get_rank())
 
     @property
     def are_made_up(self) -> bool:
@@ -41,45 +68,51 @@ class Ranks:
 
     def vote(self, mask: int) -> Callable[[], int]:
         """Start the bitwise and of a non-negative number over all ranks; returns what waits for the result."""
-        return self._reduce(mask, torch.int64, dist.ReduceOp.BAND)
+        return self._cast(mask, functools.partial(functools.reduce, operator.and_), mask)
 
     def least(self, value: float) -> Callable[[], float]:
         """Start the minimum of a number over all ranks; returns what waits for the result."""
-        return self._reduce(value, torch.float64, dist.ReduceOp.MIN)
+        return self._cast(value, min, value)
 
-    def _reduce(self, value: Any, dtype: torch.dtype, operation: Any) -> Callable[[], Any]:
-        if self._alone:
-            return lambda: value
-        values = torch.tensor([value], dtype=dtype, device="cpu")
-        work = dist.all_reduce(values, operation, self._made_group(), async_op=True)
+    def gather(self, value: Any, patient: bool = False) -> list[Any]:
+        """What every rank passed, in rank order.
 
-        def agreed() -> Any:
-            work.wait()
-            return values.item()
+        Args:
+            patient: a rank may have much to do before it passes something, and does so for certain.
+        """
+        return self._cast(value, list, [value] * len(self.members), patient)()
 
-        return agreed
+    def close(self) -> None:
+        """This rank takes part in nothing any more."""
+        self._is_closed = True
+        if self._ballots is not None:
+            self._ballots.close()
 
-    def gather(self, value: Any) -> list[Any]:
-        """What every rank passed, in rank order."""
-        if self._alone:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, self._made_group())
-        return values
+    def is_first_to_say(self) -> bool:
+        """Whether no other rank has said yet why there are no more votes."""
+        return self._ballots is None or self._ballots.is_first_to_say()
+
+    def _cast(
+        self, value: Any, combine: Callable[[list[Any]], Any], alone: Any, patient: bool = False
+    ) -> Callable[[], Any]:
+        """`alone`: the result where there are no others."""
+        if self._ballots is None:
+            if self._alone or self.are_made_up:
+                return lambda: alone
+            self._meet()
+        limit_s = min(PARTING_LIMIT_S if self._may_part() else LIMIT_S, self._timeout_s / 2)
+        return self._ballots.cast(value, combine, self._timeout_s if patient else limit_s)
+
+    def _meet(self) -> None:
+        if self._is_closed:
+            raise RanksError("the session is detached")
+        store, rank = distributed_c10d._get_default_store(), dist.get_rank()
+        self._timeout_s = store.timeout.total_seconds()
+        try:
+            self._ballots = Ballots(meet(store, list(self.members), rank, self._timeout_s))
+        except RuntimeError as error:
+            raise RanksError(f"torch's store is gone, with the rank that has it: {error}") from error
 
     @property
     def _alone(self) -> bool:
-        return not dist.is_initialized() or dist.get_world_size() == 1
-
-    def _made_group(self) -> dist.ProcessGroup:
-        """All ranks on a backend that works on the CPU: NCCL would order a vote among the device's own work, and has
-        no bitwise and.
-        """
-        if self._group is None:
-            self._group = dist.group.WORLD if _uses_gloo(dist.group.WORLD) else dist.new_group(backend="gloo")
-        return self._group
-
-
-def _uses_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether a group has gloo for tensors on the CPU."""
-    return "cpu:gloo" in dist.get_backend_config(group).split(",")
+        return not dist.is_initialized() or len(self.members) == 1

@@ -10,18 +10,20 @@ from typing import Any
 from memplug.tokenwise.regions.region import Region
 
 
-def is_agreed(regions: Sequence[Region], gather: Callable[[Any], list[Any]]) -> bool:
+def is_agreed(regions: Sequence[Region], gather: Callable[[Any], list[Any]], members: Sequence[int]) -> bool:
     """Whether every region with such units ran the same operators on all ranks that these talk to: regions that did
     share a plan. The same answer on every rank.
 
     Args:
         regions: with the keys of their operator sequences.
         gather: returns what every rank passed, in rank order (`all_gather_object`); called by all ranks alike.
+        members: ranks of the world that gather, in that order; with any other, nothing is agreed.
     """
     sharing = [region for region in regions if region.native.shares]
-    everyone = gather({region.name: region.key for region in sharing})
+    everyone = dict(zip(members, gather({region.name: region.key for region in sharing}), strict=True))
     own = all(
-        region.partners is not None and all(everyone[rank].get(region.name) == region.key for rank in region.partners)
+        region.partners is not None
+        and all(everyone.get(rank, {}).get(region.name) == region.key for rank in region.partners)
         for region in sharing
     )
     return all(gather(own))

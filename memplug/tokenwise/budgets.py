@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from memplug.config import MemplugConfig
@@ -30,7 +30,7 @@ LOCAL_SIZES = (
 def host_budget_bytes(config: MemplugConfig, device: Device) -> int:
     """Bound of the pinned pool of a process with that device."""
     if config.host_budget_gib != "auto":
-        return int(config.host_budget_gib * GIB)
+        return int(min(config.host_budget_gib * GIB, capacity.MOST_BYTES))
     processes = next((os.environ[name] for name in LOCAL_SIZES if os.environ.get(name, "").isdigit()), "1")
     return int(device.host_available_bytes() * HOST_SHARE / int(processes))
 
@@ -84,13 +84,17 @@ def device_bytes(config: MemplugConfig, device: Device) -> int | None:
 
 
 def require_device_bytes(
-    config: MemplugConfig, observed_peak_bytes: int | None, gather: Callable[[Any], list[Any]]
+    config: MemplugConfig,
+    observed_peak_bytes: int | None,
+    gather: Callable[[Any], list[Any]],
+    members: Sequence[int],
 ) -> None:
     """Raises on all ranks alike, which all call it, where one of them has to take more than its block grants.
 
     Args:
         observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown, and not checked.
         gather: returns what every rank passed, in rank order.
+        members: ranks of the world, in that order.
 
     Raises:
         BudgetError: of the one that takes the most.
@@ -98,7 +102,7 @@ def require_device_bytes(
     everyone = gather((observed_peak_bytes or 0, config.device_budget_gib))
     short = [
         (peak_bytes / GIB, rank, asked_gib)
-        for rank, (peak_bytes, asked_gib) in enumerate(everyone)
+        for rank, (peak_bytes, asked_gib) in zip(members, everyone, strict=True)
         if asked_gib != "auto" and peak_bytes > asked_gib * GIB
     ]
     if short:

@@ -62,11 +62,16 @@ class AlphaCheck:
         known = all(everyone)
         self._is_over = known or self._steps == LAST_STEP
         if self._is_over:
-            self._executor.time_forwards(None)
-            self._observer.clear()
+            self.stop()
         if known:
             self.by_link, self.by_host = (min(fractions) for fractions in zip(*everyone, strict=True))
             self._compare(self.by_link, self.by_host)
+
+    def stop(self) -> None:
+        """Nothing is timed any more."""
+        self._is_over = True
+        self._executor.time_forwards(None)
+        self._observer.clear()
 
     def _fitting(self) -> tuple[float, float] | None:
         """What fits link and host of this rank; None where no region has run."""

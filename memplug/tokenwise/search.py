@@ -147,7 +147,7 @@ class Search:
         """
         device = self.executor.device
         groups = planning.group_regions(self.regions, self.observer)
-        self.observer.settle(is_agreed(self.regions, self._gather))
+        self.observer.settle(is_agreed(self.regions, self._gather, self._ranks.members))
         described = planning.describe(groups, self.observer, self.executor) if groups else []
         step = self._step_trace() if peak_bytes is not None else None
         times = in_flight.times(step, self.regions, self.config.tokenwise.buffers) if step is not None else None
@@ -161,7 +161,7 @@ class Search:
         if task is None:
             return False
         if not self.config.swap.enabled:  # else the swap list says what is possible
-            budgets.require_device_bytes(self.config, peak_bytes, self._gather)
+            budgets.require_device_bytes(self.config, peak_bytes, self._gather, self._ranks.members)
         total_bytes = budgets.peak_bytes(device) if peak_bytes is None else peak_bytes
         self._decisions_of = functools.partial(
             planning.decisions_of,
@@ -183,7 +183,8 @@ class Search:
             return False
         task, self._task = self._task, None
         solved = self._beside.take() if self._beside.is_busy else None
-        solutions = candidates.choose(task, solved, self._gather)
+        # the one that solves may do so now
+        solutions = candidates.choose(task, solved, functools.partial(self._gather, patient=True))
         self._candidates = [self._decisions_of(one) for one in solutions]
         self.executor.pool.reserve(max(one.host_bytes for one in solutions))
         self.stop()

@@ -189,6 +189,11 @@ class TokenWise(AgreedTechnique[Decisions]):
                 region.native.seen = False
         self.decisions = None
 
+    def stay(self) -> None:
+        """Ranks decide nothing together any more: regions run on as they do."""
+        self._stop_search()
+        self.check.stop()
+
     def close(self) -> None:
         """The session is detached."""
         self._stop_search()
@@ -233,4 +238,4 @@ class TokenWise(AgreedTechnique[Decisions]):
 
 def _learnt(region: Region) -> Learnt:
     native = region.native
-    return Learnt(native.communicates, native.offloads_late, native.unneeded)
+    return Learnt(native.communicates, native.offloads_late, native.unneeded, native.asks)

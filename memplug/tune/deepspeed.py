@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from memplug.ds_json.keys import present
 from memplug.tune.estimate import IN_FLIGHT, Chunk
 from memplug.tune.search import Configuration
 
@@ -38,7 +39,7 @@ def deepspeed_json(
     device_budget_bytes: float,
     host_budget_bytes: float,
 ) -> dict[str, Any]:
-    """The user's JSON with what a configuration sets; what is in it and is not "auto" stays.
+    """Returns the user's JSON with what a configuration sets; what is not "auto" in it stays, under present names.
 
     Args:
         chunks: of the model.
@@ -46,7 +47,7 @@ def deepspeed_json(
         host_budget_bytes: that a rank may take of host memory for activations that are swapped.
     """
     layout = at.layout
-    made = copy.deepcopy(dict(ds_config))
+    made = copy.deepcopy(present(ds_config))
     _set(made, "train_micro_batch_size_per_gpu", layout.micro_batch)
     _set(made, "gradient_accumulation_steps", layout.accumulation)
     _set(made, "train_batch_size", layout.micro_batch * layout.accumulation * gpus)

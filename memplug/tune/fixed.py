@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from memplug.block import MemplugConfig
+from memplug.ds_json.keys import present
 from memplug.errors import TuneError
 from memplug.tune.search import Offload
 
@@ -52,8 +54,10 @@ class Fixed:
         """What a whole DeepSpeed configuration and its block fix, and the command line.
 
         Raises:
+            ConfigError: A setting has its former and its present name.
             TuneError: it trains in another precision than 16 bits, offloads to NVMe, or a value is none of DeepSpeed's.
         """
+        ds_config = present(ds_config)
         zero = _section(ds_config, "zero_optimization")
         if all(_section(ds_config, each).get("enabled") is False for each in ("bf16", "fp16")) or (
             _section(ds_config, "bf16").get("enabled") is False and not _section(ds_config, "fp16").get("enabled")
@@ -173,7 +177,8 @@ def _number(config: Mapping[str, Any], key: str, least: int) -> int | None:
     found = _given(config, key)
     if found is None:
         return None
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or found < least or found != int(found):
+    is_number = isinstance(found, (int, float)) and not isinstance(found, bool) and math.isfinite(found)
+    if not is_number or found < least or found != int(found):
         raise TuneError(f"{key} is {found!r} in the DeepSpeed JSON", f'Give it a whole number from {least}, or "auto".')
     return int(found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ def tune(
     """
     block = read_ds_config(ds_config)
     fixed = Fixed.of(ds_config, block, micro_batch)
+    if not 0 <= host_bytes < math.inf:
+        raise TuneError(f"host memory is {host_bytes} bytes", "Give a number from 0, of the machine's memory.")
     tokens = seq_len or shape.fields.get("max_position_embeddings", SEQ_LEN)
     fixed.layouts()  # refuses what does not go together, before a model is run
     sizes = {size for size, _ in fixed.batches(machine.gpus)}

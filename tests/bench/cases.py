@@ -11,6 +11,7 @@ No torch here: the parent process stays small.
 | `deepspeed` | `deepspeed.checkpointing` around every layer, `cpu_checkpointing` on CUDA only |
 | `offload` | Megatron-Core's fine-grained offloading around attention and norms, the MLP recomputed |
 | `memplug`, `memplug:A` | this package; alpha is "auto", or the number A |
+| `memplug_torch`, `memplug_torch:A` | the same without its arena: torch's own allocator |
 
 On the CPU `cpu_checkpointing` is off, since there DeepSpeed 0.19 empties what it has just saved.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MODES = ("keep_all", "full", "selective", "save_on_cpu", "deepspeed", "memplug")
+OWN = ("memplug", "memplug_torch")
 HOSTS = ("transformers", "megatron", "megatron-te")
 OWN_MODES = {  # all but the last are Megatron-Core's own; it offloads layers of Transformer Engine alone
     "megatron": ("keep_all", "full", "selective", "memplug"),
@@ -32,8 +34,8 @@ MODELS = ("tiny", "7b", "13b")
 def is_mode(name: str) -> bool:
     """Whether `name` is in the table above."""
     base, _, alpha = name.partition(":")
-    return name in (*MODES, "offload") or (
-        base == "memplug" and alpha.replace(".", "", 1).isdigit() and float(alpha) <= 1
+    return name in (*MODES, *OWN, "offload") or (
+        base in OWN and alpha.replace(".", "", 1).isdigit() and float(alpha) <= 1
     )
 
 

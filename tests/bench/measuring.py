@@ -23,6 +23,9 @@ class Measures(Protocol):
     def peaks(self, run: Any) -> tuple[int, int | None]:
         """Bytes allocated, and reserved, at most; runs one more step."""
 
+    def unused(self) -> int | None:
+        """Returns the free bytes of segments that hold a tensor, which no `free` gives back; None: not counted."""
+
     def free(self) -> None:
         """Give back what no tensor has."""
 
@@ -54,6 +57,9 @@ class OnCuda:
         run.step()
         return found
 
+    def unused(self) -> int:
+        return torch.cuda.memory_stats()["inactive_split_bytes.all.current"]
+
     def free(self) -> None:
         torch.cuda.empty_cache()
 
@@ -71,6 +77,9 @@ class OnCpu:
 
     def peaks(self, run: Any) -> tuple[int, None]:
         return memory.cpu_peak_bytes(run.step, run.slabs), None
+
+    def unused(self) -> None:
+        return None
 
     def free(self) -> None:
         pass
@@ -97,6 +106,9 @@ class OnVirtual:
         found = self.device.usage()
         run.step()
         return found.allocated_peak, found.reserved_peak
+
+    def unused(self) -> None:
+        return None
 
     def free(self) -> None:
         self.device.empty_cache()

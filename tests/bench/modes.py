@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import memplug
-from tests.bench.cases import Case
+from tests.bench.cases import OWN, Case
 from tests.support.folders import ROOT
 
 SHAPES = ROOT / "configs" / "models"
@@ -121,7 +121,7 @@ def prepared(mode: str, case: Case) -> Iterator[Run]:
         run.attention = functools.partial(sdpa_kernel, backend)
     base, _, alpha = mode.partition(":")
     try:
-        if case.host == "transformers" or base == "memplug":
+        if case.host == "transformers" or base in OWN:
             _PREPARE[base](run, case, alpha)
         yield run
     finally:
@@ -160,10 +160,11 @@ def _deepspeed(run: Run, case: Case, alpha: str) -> None:
     run.apply = deepspeed.checkpointing.checkpoint
 
 
-def _memplug(run: Run, case: Case, alpha: str) -> None:
+def _memplug(run: Run, case: Case, alpha: str, arena: bool = True) -> None:
     tokenwise = {"alpha": float(alpha) if alpha else "auto", "min_offload_bytes": case.min_offload_bytes}
     profiler = {"warmup_steps": 0, "policy_steps": 5, "wait_for_plans": True}
     block = {"enabled": True, "plan_dir": False, "profiler": profiler, "tokenwise": tokenwise}
+    block["arena"] = {"enabled": arena}
     if case.budget_bytes is not None:
         block["device_budget_gib"] = case.budget_bytes / 2**30
     if case.is_virtual:
@@ -179,4 +180,5 @@ _PREPARE: dict[str, Callable[[Run, Case, str], None]] = {
     "save_on_cpu": _save_on_cpu,
     "deepspeed": _deepspeed,
     "memplug": _memplug,
+    "memplug_torch": functools.partial(_memplug, arena=False),
 }

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import worker
-from tests.bench.cases import ATTENTION, HOSTS, MODELS, MODES, OWN_MODES, Case, gradient_error, is_mode
+from tests.bench.cases import ATTENTION, HOSTS, MODELS, MODES, OWN, OWN_MODES, Case, gradient_error, is_mode
 from tests.bench.table import Row, figures, render, write_rows
 
 BENCH = "step_time"
@@ -55,7 +55,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", help="lengths of the sequence [cuda: 8192 32768 65536 131072; cpu: 512 2048]")
     add("--layers", type=int, nargs="+", help="decoder layers: one number, or one per length [cuda: 16 8 8 4; cpu: 4]")
-    add("--modes", nargs="+", help=f"of {' '.join(MODES)} and memplug:ALPHA [all; on cuda see above]")
+    add("--modes", nargs="+", help=f"of {' '.join(MODES)}, memplug:ALPHA and memplug_torch [all but it; see above]")
     add(
         "--host", choices=HOSTS, default=HOSTS[0], help="whose layers; Megatron-Core's are beside its own recomputation"
     )
@@ -75,7 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown mode {unknown[0]}")
     modes = OWN_MODES.get(args.host, MODES)
-    foreign = [mode for mode in args.modes or () if mode.partition(":")[0] not in modes]
+    foreign = [mode for mode in args.modes or () if mode.partition(":")[0] not in (*modes, *OWN)]
     if foreign:
         parser.error(f"the mode {foreign[0]} is not one for these layers: {' '.join(modes)}")
     if args.host in OWN_MODES:
@@ -197,6 +197,8 @@ METRICS = {
     "peak_allocated_bytes": "bytes",
     "peak_reserved_bytes": "bytes",
     "host_bytes": "bytes",
+    "arena_bytes": "bytes",
+    "reserved_unused_bytes": "bytes",
     "gradient_error": "1",
     "gradients_ok": "1",
     "extrapolated_from": "layers",

@@ -93,7 +93,8 @@ def measure(mode: str, case: Case, steps: int) -> dict[str, Any]:
 
     Returns:
         outcome "ok", step_s, steps, peak_allocated_bytes, peak_reserved_bytes (None on the CPU), host_bytes (None where
-        the mode has no pinned memory), gradients (None on the virtual device).
+        the mode has no pinned memory), arena_bytes (None without), reserved_unused_bytes (after the last step, in
+        segments of torch's allocator that hold tensors; None but on CUDA), gradients (None on the virtual device).
     """
     from tests.bench import measuring, modes
 
@@ -109,6 +110,7 @@ def measure(mode: str, case: Case, steps: int) -> dict[str, Any]:
             times.append(on.seconds(run))
         run.clear_gradients()
         peak, reserved = on.peaks(run)
+        unused = on.unused()
         result = {
             "outcome": "ok",
             "step_s": statistics.median(times),
@@ -116,6 +118,8 @@ def measure(mode: str, case: Case, steps: int) -> dict[str, Any]:
             "peak_allocated_bytes": peak,
             "peak_reserved_bytes": reserved,
             "host_bytes": _host_bytes(run, mode, case),
+            "arena_bytes": run.session.report()["arena_bytes"] if run.session is not None else None,
+            "reserved_unused_bytes": unused,
             "gradients": None if case.is_virtual else run.gradients(),
         }
         if run.session is not None:

@@ -40,6 +40,18 @@ def test_the_table_and_the_files_say_the_same(tmp_path: Path) -> None:
     assert len(list((tmp_path / "plans").glob("*.json"))) == 1
 
 
+def test_an_arena_that_is_unknown_has_a_reason_beside_it(tmp_path: Path) -> None:
+    block = {"enabled": True, "arena": {"enabled": False}}
+    (tmp_path / "ds.json").write_text(json.dumps({"memplug": block}))
+    words = ["estimate", tmp_path / "ds.json", "--model", MODEL, "--no-limits", "--json", tmp_path / "found.json"]
+    for mode in ("keep", "memplug"):
+        told = run_command(tmp_path, [*words, "--mode", mode])
+        assert told.exit_code == 0, told.stderr
+        found = json.loads((tmp_path / "found.json").read_text())["modes"][mode]
+        assert found["arena_reserved_bytes"] is None and found["arena_off_because"]
+        assert f"{mode}: reserved with the arena unknown: {found['arena_off_because']}" in told.stderr
+
+
 def test_a_loss_in_tiles_takes_less_memory_and_is_hugging_faces_alone(tmp_path: Path) -> None:
     words = ["estimate", "--model", MODEL, "--mode", "keep", "--no-limits", "--json", tmp_path / "found.json"]
     peaks = []

@@ -39,15 +39,10 @@ WAITS = {
         "      device_.wait(stream, pending_.back().event);\n",
         "side checked",
     ),
-    "checks: memory that was reserved is filled": (
+    "memory that was reserved, its users before, and that it is filled": (
         "arena_plan.cpp",
-        "  if (checks_) {\n    device_.synchronize();\n  }\n",
-        "side checked",
-    ),
-    "memory that was reserved, and its users before": (
-        "arena_plan.cpp",
-        "  if (!made.empty()) { // any stream may be the first to use it\n    device_.synchronize();\n  }\n",
-        "aside",
+        "  device_.synchronize(); // any stream may be the first to use it\n",
+        "aside checked",
     ),
     "memory that goes back, and the streams of the plan": (
         "arena_plan.cpp",

@@ -71,6 +71,31 @@ def test_forwards_in_flight_on_two_streams_have_the_gradients_without_memplug(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("schedule", [Schedule("lazy"), Schedule("copyfirst")], ids=str)
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_rounding_buffers_are_ordered_after_the_stream_that_ends_the_step(alpha: float, schedule: Schedule) -> None:
+    """Gradients are made on two streams, and read and freed on a third, which alone is ordered after that."""
+    network, generator = model(), torch.Generator().manual_seed(3)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    session = memplug.attach(network, block(alpha, arena={"enabled": False}))
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    with scheduled(schedule):
+        for _ in range(4):
+            for stream in streams:
+                x = tokens(generator)
+                stream.wait_stream(torch.cuda.default_stream())
+                x.record_stream(stream)
+                with torch.cuda.stream(stream):
+                    network(x, labels=x).loss.backward()
+                torch.cuda.default_stream().wait_stream(stream)
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+        torch.cuda.synchronize()
+        assert session.report()["buffer_bytes"] > 0 and session.report()["arena"] == "off"
+        session.detach()
+
+
 @pytest.mark.parametrize("parts", [ALONE, {}], ids=["alone", "with recorder and arena"])
 def test_a_session_that_is_dropped_gives_all_that_it_held_back_once_its_copies_are_done(parts: dict) -> None:
     gc.collect()

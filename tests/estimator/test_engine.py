@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memplug.errors import EstimateError
-from memplug.estimator.engine import dtype_of, micro_batch_of, settings_of
+from memplug.estimator.engine import _refuse_as_deepspeed, dtype_of, micro_batch_of, settings_of
 
 FUSED = {"torch_adam": True, "fused": True}
 
@@ -75,7 +75,8 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:
         ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, "bf16", "bf16"),
         ({"bf16": "auto"}, "bf16", "bf16"),
         ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}, "fp16", "fp16"),
-        ({"bfloat16": {"enabled": True}}, "bf16", "bfloat16"),
+        ({"bfloat16": {"enabled": True}}, "bf16", "bf16"),
+        ({"bfloat16": {"enabled": True}, "bf16": {"enabled": False}}, "fp32", None),
         ({"bf16": {"enabled": False}}, "fp32", None),
     ],
 )
@@ -89,9 +90,22 @@ def test_the_dtype_is_deepspeeds_and_bf16_where_it_is_open(
 
 
 @pytest.mark.parametrize(
-    "zero", [{"offload_param": {"device": "cpu"}}, {"cpu_offload": True}, {"offload_optimizer": {"device": "nvme"}}]
+    "zero",
+    [
+        {"offload_param": {"device": "cpu"}},
+        {"cpu_offload": True},
+        {"stage": 3, "cpu_offload_param": True},
+        {"offload_optimizer": {"device": "nvme"}},
+        {"zenflow": {"topk_ratio": 0.1}},
+    ],
 )
 def test_what_leaves_work_to_the_host_is_refused(zero: dict[str, Any]) -> None:
     with pytest.raises(EstimateError, match="leaves work to the host"):
         settings_of({"zero_optimization": zero}, 1, 2)
     settings_of({"zero_optimization": {"offload_optimizer": None, "offload_param": {"device": "none"}}}, 1, 2)
+
+
+def test_what_deepspeed_refuses_is_refused_with_its_words() -> None:
+    _refuse_as_deepspeed({"train_batch_size": 1, "zero_optimization": {"stage": 3}})
+    with pytest.raises(EstimateError, match="DeepSpeed refuses the configuration: .*cpu_offload_params"):
+        _refuse_as_deepspeed({"train_batch_size": 1, "zero_optimization": {"cpu_offload_params": True}})

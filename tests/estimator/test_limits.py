@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memplug.config import load_config
 from memplug.device.capacity import DEVICE_SHARE
 from memplug.device.virtual import Hardware
+from memplug.estimator import limits
 from memplug.estimator.limits import FEW_LAYERS, MOST_CHECKS, PRECISION, capacity_bytes, largest
+from memplug.estimator.shapes import Shape
+from memplug.estimator.workload import Workload
 
 BYTES = st.integers(1, 10**9)
 
@@ -49,3 +53,12 @@ def test_what_a_step_may_take_is_memplugs_budget_and_never_more_than_the_gpu_has
     assert capacity_bytes(gpu, asked["auto"], "memplug") == DEVICE_SHARE * gpu.memory_bytes
     assert capacity_bytes(gpu, asked[40], "memplug") == 40 * 2**30
     assert capacity_bytes(gpu, asked[4000], "memplug") == capacity_bytes(gpu, asked[40], "full") == gpu.memory_bytes
+
+
+def test_each_step_of_a_search_is_told_with_how_many_there_are_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "least_bytes", lambda workload, *args: workload.layers * workload.seq_len * 2.0**20)
+    workload, told = Workload(shape=Shape({}), layers=32, seq_len=4096), []
+    limits.longest(workload, load_config({"enabled": True}), Hardware.named("h200"), "memplug", say=told.append)
+    assert told[0] == "limits of memplug, step 1 of at most 8: a sequence of 4,096 tokens, 2 layers"
+    assert 5 <= len(told) <= 8 and f"step {len(told)} of at most 8" in told[-1] and "32 layers" in told[-1]
+    assert limits.largest_batch(workload, load_config({"enabled": True}), Hardware.named("h200"), "keep") >= 1

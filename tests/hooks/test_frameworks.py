@@ -65,9 +65,9 @@ class Toy(Framework):
         return target.engine.shards
 
     def prepare(self, target: Target, name: str) -> Callable[..., Any]:
-        def note(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def note(module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
             self.prepared.append(name)
-            return args, kwargs
+            return call, args, kwargs
 
         return note
 

@@ -169,11 +169,12 @@ def test_lists_that_are_not_the_chunks_of_one_model_are_refused():
 
 
 def test_ranks_with_other_blocks_are_refused_by_all_of_them():
-    def gather(ranks: Any, own: dict[str, Any]) -> list[dict[str, Any]]:
+    def gather(ranks: Any, own: dict[str, Any], patient: bool) -> list[dict[str, Any]]:
         return [own, {**own, "tokenwise": {**own["tokenwise"], "alpha": 0.5}}]
 
     with (
         mock.patch("memplug.stages.ranks.Ranks.gather", gather),
+        mock.patch("memplug.stages.ranks.Ranks.members", [0, 1]),
         pytest.raises(ConfigError, match="tokenwise") as caught,
     ):
         memplug.attach(Model(), BLOCK)

@@ -57,9 +57,73 @@ void what_an_earlier_plan_kept_frees_nothing_of_a_later_one() {
   void* const former = ask(arena, 1);
   arena.load(keeping());
   arena.begin_step();
-  CHECK(former != nullptr && ask(arena, 1) != nullptr);
+  CHECK(former != nullptr && device.reserved.size() == 1 && ask(arena, 1) == nullptr); // it holds the one slot
   arena.give_back(former);
+  void* const later = ask(arena, 1);
+  CHECK(later == former && !arena.give_back(static_cast<char*>(later) + UNIT));
+  arena.begin_step();
   CHECK(ask(arena, 1) == nullptr); // its one slot is taken
+}
+
+void a_block_that_outlives_its_step_is_the_only_one_of_its_request() {
+  Simulated device;
+  Arena arena(device, false);
+  arena.load(plan_of({planned(0, 2), planned(0, 3, 1)}, 3));
+  arena.begin_step();
+  void* const first = ask(arena, 2);
+  for (int step = 0; step < 3; ++step) {
+    arena.begin_step();
+    CHECK(first != nullptr && ask(arena, 2) == nullptr);
+    CHECK(ask(arena, 3, 1) == nullptr); // its bytes are held
+  }
+  CHECK(arena.counters().lasting == 3 && arena.counters().occupied == 3 && arena.counters().leftover_bytes == 2 * UNIT);
+  CHECK(arena.leftovers() == (std::vector<std::pair<int64_t, int64_t>>{{0, 2 * UNIT}}));
+  arena.extend(4 * UNIT);
+  arena.begin_step();
+  void* const displaced = ask(arena, 3, 1);
+  CHECK(displaced != nullptr && at(arena, displaced) == 0 && displaced != first && arena.give_back(displaced));
+  arena.extend(0);
+  CHECK(device.reserved.size() == 1);
+  arena.load(plan_of({planned(0, 2), planned(0, 2, 1)}, 2)); // known to the next plan too, in the same memory
+  arena.begin_step();
+  CHECK(device.reserved.size() == 1 && ask(arena, 2) == nullptr);
+  arena.give_back(first);
+  int steps = 0;
+  for (arena.begin_step(); ask(arena, 2) == nullptr; arena.begin_step()) {
+    CHECK(++steps < 100); // it is tried again
+  }
+  CHECK(steps > 8);
+}
+
+void a_block_that_is_freed_a_little_late_changes_nothing() {
+  Simulated device;
+  Arena arena(device, false);
+  arena.load(plan_of({planned(0, 2)}, 2));
+  for (int step = 0; step < 4; ++step) {
+    arena.begin_step();
+    void* const block = ask(arena, 2);
+    CHECK(block != nullptr);
+    arena.begin_step();
+    CHECK(arena.give_back(block));
+  }
+  CHECK(arena.counters().lasting == 0);
+}
+
+void what_is_kept_in_numbers_is_not_put_where_a_step_passes() {
+  Simulated device;
+  Arena arena(device, false);
+  arena.load(plan_of({planned(0, 40)}, 40));
+  arena.begin_step();
+  int served = 0;
+  for (int i = 0; i < 30; ++i) {
+    served += ask(arena, 1, 9, MAIN, Reuse::WITHOUT_GRADIENTS) != nullptr;
+  }
+  CHECK(served == 8 && arena.counters().without_gradients == 22);
+  for (int size = 2; size < 40; ++size) { // each of another size, one a step
+    arena.begin_step();
+    served += ask(arena, 1 + size % 3 * 2, 17, MAIN, Reuse::BETWEEN) != nullptr;
+  }
+  CHECK(served <= 8 + 3);
 }
 
 void a_later_arena_that_cannot_be_reserved_leaves_nothing_of_the_earlier_one() {
@@ -284,6 +348,9 @@ int main(int count, char** arguments) {
   what_is_in_use_outlives_its_plan();
   memory_goes_when_the_last_block_does();
   what_an_earlier_plan_kept_frees_nothing_of_a_later_one();
+  a_block_that_outlives_its_step_is_the_only_one_of_its_request();
+  a_block_that_is_freed_a_little_late_changes_nothing();
+  what_is_kept_in_numbers_is_not_put_where_a_step_passes();
   a_later_arena_that_cannot_be_reserved_leaves_nothing_of_the_earlier_one();
   an_arena_that_cannot_be_reserved_serves_nothing_and_leaks_nothing();
   memory_is_ordered_after_its_users_before_the_arena_and_theirs_after_it();

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memplug.errors import RecomputeError
 from memplug.tokenwise.regions import core as native
 from memplug.tokenwise.regions.tape import records_of
 from tests.support import forwards
@@ -227,7 +228,7 @@ def test_memory_that_was_taken_away_is_an_error_and_no_crash(core: Any) -> None:
     weight = torch.randn(1000, 1000)
     run = Run(core, lambda: (torch.ones(1000, 1000).requires_grad_() @ weight).exp())
     weight.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="was taken away"):
+    with pytest.raises(RecomputeError, match="was taken away"):
         run.restored({}, pytest.fail)
 
 

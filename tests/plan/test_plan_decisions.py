@@ -37,7 +37,7 @@ def decided_plan():
         bound="none",
     )
     decisions = {3: Decision("aten::mm", 0.5), 4: Decision("aten::add.Tensor", 1.0, keep=True)}
-    learnt = Learnt(communicates=True, offloads_late=False, unneeded={5: "aten::mm"})
+    learnt = Learnt(communicates=True, offloads_late=False, unneeded={5: "aten::mm"}, asks=True)
     settings = {
         "layers.0": Setting("key", 0.25, decisions, planned_from=2**64 - 5, learnt=learnt),
         "layers.1": Setting("key", plain_bytes=7),

@@ -11,6 +11,7 @@ from torch import nn
 
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint
+from memplug.tokenwise.regions.core import in_framework
 from tests.support.recording import (
     in_thread,
     nested,
@@ -21,10 +22,12 @@ from tests.support.recording import (
     recorder,
     sequence,
     trainer,
+    without_accumulation,
 )
 
 __all__ = ["nothing_left", "recorder"]
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.device]
+
 
 # -- which operators ---------------------------------------------------------------------------------------------------
 
@@ -38,10 +41,10 @@ def test_a_recorded_step_is_the_operators_that_the_profiler_reports_in_their_ord
 
 
 def test_the_sequence_is_forward_and_backward_as_the_profiler_reports_them(recorder: Recorder) -> None:
-    """The optimizer, like all that runs without gradients, is no part of it."""
+    """The optimizer, like all that runs without gradients, is no part of it, nor is what accumulates gradients."""
     step, passes = trainer(), trainer(optimizes=False)
     seen = sequence(recorder, step)
-    assert seen == sequence(recorder, passes) == profiled_operators(passes)
+    assert seen == sequence(recorder, passes) == without_accumulation(profiled_operators(passes))
     assert {"aten::addmm", "aten::native_layer_norm_backward"} <= set(seen) and "aten::addcdiv_" not in seen
 
 
@@ -89,7 +92,7 @@ def test_a_step_is_the_same_while_it_is_recorded_and_its_trace_names_it(recorder
     recorder.take()
     trace = record(recorder, step, detail)
     names = recorder.names
-    assert [names[number] for number in recorder.take()] == expected == operator_names(trace)
+    assert [names[number] for number in recorder.take()] == expected == without_accumulation(operator_names(trace))
 
 
 def test_equal_steps_are_equal_and_one_layer_more_is_not(recorder: Recorder) -> None:
@@ -145,6 +148,52 @@ def test_watching_goes_on_after_a_recording_as_before_it_or_as_was_said_in_it(re
         x.exp()
         numbers = recorder.take()
         assert numbers is None if not after else [recorder.names[number] for number in numbers] == ["aten::exp"]
+
+
+# -- a framework's own -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 64])
+def test_gradient_hooks_are_no_part_of_the_sequence(recorder: Recorder, ranks: int) -> None:
+    """Frameworks reduce and partition gradients in them, in loops over ranks; in callbacks behind a backward, too."""
+    x = torch.ones(3, requires_grad=True)
+
+    def partition(parameter: torch.Tensor) -> None:
+        parts = [parameter.grad.sinh() for _ in range(ranks)]
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: [part.cosh() for part in parts])
+
+    def step() -> None:
+        x.grad = None
+        x.exp().sum().backward()
+
+    plain = sequence(recorder, step)
+    hook = x.register_post_accumulate_grad_hook(partition)
+    assert sequence(recorder, step) == plain and "aten::exp" in plain and "aten::mul.Tensor" in plain
+    hook.remove()
+
+
+def test_what_a_framework_gathers_is_no_part_of_the_sequence_in_forward_and_backward(recorder: Recorder) -> None:
+    class Gathers(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.detach()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            with in_framework(), in_framework():
+                gradient.sinh()
+            return gradient.cosh()
+
+    def step() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with contextlib.suppress(KeyError), in_framework():
+            x.sin()
+            raise KeyError
+        Gathers.apply(x.exp()).sum().backward()
+
+    seen = sequence(recorder, step)
+    assert "aten::exp" in seen and "aten::cosh" in seen and not {"aten::sin", "aten::sinh"} & set(seen)
+    assert {"aten::sin", "aten::sinh"} <= set(operator_names(record(recorder, step))), "a trace has all of it"
 
 
 # -- suspended ---------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from tests.support.recording import (
     recorder,
     sequence,
     trainer,
+    without_accumulation,
 )
 
 __all__ = ["nothing_left", "recorder"]
@@ -184,7 +185,8 @@ def test_an_interrupted_step_leaves_the_next_one_as_it_was(
         interrupted()
     assert recorder.end(Fingerprint(), ()).replays_exactly() is True
     after = record(recorder, step, detail)
-    assert operator_names(after) == operator_names(expected) == sequence(recorder, step)
+    assert operator_names(after) == operator_names(expected)
+    assert without_accumulation(operator_names(after)) == sequence(recorder, step)
     assert np.array_equal(after.uses, expected.uses)
     assert set(after.phases) == set(expected.phases)
 

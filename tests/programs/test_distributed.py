@@ -176,7 +176,7 @@ def test_a_change_that_one_rank_alone_sees_moves_all_ranks_at_the_same_step(stag
 
 
 def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
-    """The first steps of ZeRO 3 differ, since it learns what to fetch; then the program repeats."""
+    """ZeRO 3 learns in its first steps what to fetch, which is no part of the program."""
     profiler = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
     cases = {
         f"{stage} {way}": {"stage": stage, "lengths": [[12] * 12] * 2, "memplug": profiler if way == "on" else None}
@@ -190,7 +190,7 @@ def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
             assert results[f"{stage} on"]["losses"] == results[f"{stage} off"]["losses"]
             assert results[f"{stage} on"]["stages"][-4:] == ["stable"] * 4
         assert ranks[0][f"{stage} on"]["stages"] == ranks[1][f"{stage} on"]["stages"]
-    assert ranks[0]["3 on"]["report"]["programs"] > ranks[0]["1 on"]["report"]["programs"] == 1
+    assert ranks[0]["3 on"]["report"]["programs"] == ranks[0]["1 on"]["report"]["programs"] == 1
 
 
 @STAGES
@@ -198,7 +198,7 @@ def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(stage: int
     """A validation by rank 1."""
     operators = [1] * 8 + [2] + [1] * 4 + [2] + [1] * 4
     case = {"lengths": [[12] * 18] * 2, "operators": [[1] * 18, operators]}
-    for result in adapt(tmp_path, stage, default=case, own={**case, "ways": ["own group", "by alpha"]}):
+    for result in adapt(tmp_path, stage, default=case, own={**case, "ways": ["by alpha"]}):
         assert set(result["stages"][8:]) == {"stable"}
         assert result["report"]["replans"] == 1 and result["report"]["program"] == 0
 

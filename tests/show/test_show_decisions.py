@@ -29,7 +29,7 @@ from tests.support.layouts import problem_of, stacked
 
 SWAP, HALF, KEEP = Decision("aten::mm", 1.0), Decision("aten::mm", 0.5), Decision("aten::mm", 1.0, keep=True)
 MIB = 2**20
-LATE = Learnt(communicates=False, offloads_late=True, unneeded={})
+LATE = Learnt(communicates=False, offloads_late=True, unneeded={}, asks=False)
 
 
 def swapping(mib: int = 3, **fields) -> Setting:

@@ -26,7 +26,7 @@ class OtherRanks:
         self.are_made_up = are_made_up
         self._answers = answers or []
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, patient: bool) -> list[Any]:
         return [value, *self._answers]
 
 

@@ -15,7 +15,7 @@ from memplug.stages import adjuster as adjuster_module
 from memplug.stages.table import Stage
 from tests.support.blocks import LAYERS, Stack
 from tests.support.hosts import block
-from tests.support.stepping import Played, is_safest, led, plans_by_alpha, played, settings
+from tests.support.stepping import Led, Played, is_safest, led, plans_by_alpha, played, settings
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("keeps_nothing")]
 
@@ -332,3 +332,44 @@ def test_a_watched_step_that_differs_costs_nothing_though_the_next_one_is_not_wa
             run.step(operators=ONE)
             assert run.plans[-8:] == [decisions] * 8 and run.session.stage is STABLE
         assert run.session.report()["programs"] == 2 and run.session.report()["replans"] == 1
+
+
+# -- a plan that makes another program ---------------------------------------------------------------------------------
+
+
+def turns(run: Led, steps: int, where: Stage) -> None:
+    """Steps whose operators are others as soon as a plan is tried, or is in force, as `where` says."""
+    for _ in range(steps):
+        planned = not is_safest(run.session) and run.session.stage is where
+        run.step(operators=OTHER if planned else ONE)
+
+
+@pytest.mark.parametrize(("tries", "where"), [(4, GEN_POLICY), (0, STABLE)])
+def test_a_plan_that_makes_another_program_is_withdrawn_twice_and_the_safest_setting_stays(
+    tries: int, where: Stage, plans_by_alpha: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with led(policy_steps=tries, warmup_steps=1) as run:
+        turns(run, 40, where)
+        changes = len(run.session.history)
+        assert run.session.stage is STABLE and is_safest(run.session)
+        (warning,) = told(caplog, logging.WARNING)
+        assert "each plan for program" in warning and "length_tolerance" in warning
+        turns(run, 20, where)
+        assert len(run.session.history) == changes and is_safest(run.session)
+        run.step(9, OTHER, times=3)
+        run.reach_stable(9, OTHER)
+        run.step(9, OTHER)
+        assert not is_safest(run.session), "a program that is really another one is planned for"
+        run.step(operators=ONE, times=2)
+        assert run.session.stage is STABLE and is_safest(run.session)
+
+
+def test_other_inputs_in_the_first_step_of_a_plan_are_another_program_however_often(plans_by_alpha: None) -> None:
+    with led(policy_steps=4, warmup_steps=1) as run:
+        for _ in range(3):
+            while run.session.stage is not GEN_POLICY or is_safest(run.session):
+                run.step(operators=ONE)
+            run.step(9, operators=OTHER)
+        run.reach_stable(operators=ONE)
+        run.step(operators=ONE)
+        assert not is_safest(run.session)

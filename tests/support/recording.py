@@ -49,6 +49,11 @@ def operator_names(trace: Trace) -> list[str]:
     return [trace.names[name] for name in trace.operators["name"]]
 
 
+def without_accumulation(names: list[str]) -> list[str]:
+    """Returns the operators by which steps of `trainer` are compared; its parameters have no gradients before it."""
+    return [name for name in names if name != "aten::detach"]
+
+
 def request_sizes(trace: Trace) -> list[int]:
     """Bytes of every malloc, and negative ones of every free."""
     return np.diff(trace.live_bytes, prepend=trace.base_bytes).tolist()
@@ -186,7 +191,7 @@ import torch
 from memplug import native
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint
-from tests.support.recording import callbacks, cpu_allocator, record, sequence, trainer
+from tests.support.recording import callbacks, cpu_allocator, record, sequence, trainer, without_accumulation
 
 allocator = cpu_allocator()
 """

@@ -297,7 +297,8 @@ DEEPSPEED = Package(
     uses={
         "memplug/hooks/deepspeed.py": (
             "deepspeed:initialize(model, config)",
-            *members(_ENGINE, "step", "backward", "destroy", "zero_optimization_stage", "gradient_accumulation_steps"),
+            *members(_ENGINE, "step", "backward", "destroy", "allreduce_gradients"),
+            *members(_ENGINE, "zero_optimization_stage", "gradient_accumulation_steps"),
             *members(_ENGINE, "global_steps", "global_samples", "monitor", "device", "optimizer"),
             Text("self.__dict__['module'] =", "deepspeed/runtime/engine.py"),
             *members(_ENGINE, "basic_optimizer", "config"),

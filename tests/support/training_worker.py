@@ -10,8 +10,8 @@ object: name -> {"stage": of ZeRO, "memplug": the block or null}, and where want
 Where wanted, "fields" are further ones of the DeepSpeed configuration, and "layers" how many the model has; on CUDA
 that is simulated, "schedules" are a policy and a seed for each micro-batch.
 
-"ways" may name "by alpha", where plans to try are to be different for certain, and "own group", where the ranks'
-default group is to look as if it could not reduce on the CPU.
+"ways" may name "by alpha", where plans to try are to be different for certain, and "keeps nothing", where there is no
+room on the device.
 
 `FOLDER/RANK.json` gets name -> {"losses", "gathered": parameters that are whole after training, "digest": of what the
 optimizer holds, "violations": that the simulator told, "report", "history", "stages": after each micro-batch,
@@ -39,7 +39,6 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
     ways = {
         "by alpha": mock.patch("memplug.tokenwise.candidates._solve_around", solve_by_alpha),
         "keeps nothing": mock.patch("memplug.tokenwise.budgets.device_room_bytes", lambda *args: 0),
-        "own group": mock.patch("memplug.stages.ranks._uses_gloo", lambda group: False),
     }
     with contextlib.ExitStack() as stack:
         for way in case.get("ways", []):

@@ -35,7 +35,7 @@ def answers(ranks: Sequence[Sequence[Any]]) -> list[bool]:
             barrier.wait()
             return list(given)
 
-        found[rank] = is_agreed(ranks[rank], gather)
+        found[rank] = is_agreed(ranks[rank], gather, range(len(ranks)))
 
     threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(len(ranks))]
     for thread in threads:

@@ -90,7 +90,8 @@ def require(*ranks: tuple[float | None, float | str]) -> None:
 
     peak_gib, budget_gib = ranks[0]
     config = MemplugConfig(enabled=True, device_budget_gib=budget_gib)
-    budgets.require_device_bytes(config, None if peak_gib is None else int(peak_gib * GIB), gather)
+    peak_bytes = None if peak_gib is None else int(peak_gib * GIB)
+    budgets.require_device_bytes(config, peak_bytes, gather, range(len(ranks)))
 
 
 def test_a_budget_that_no_plan_keeps_to_is_refused_with_the_least_that_is_possible() -> None:

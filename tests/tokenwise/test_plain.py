@@ -14,6 +14,7 @@ import torch
 import memplug
 from memplug.plan import plain
 from memplug.plan import tokenwise as plan
+from memplug.session.boundary import WATCHED_STEPS
 from memplug.stages.table import Stage
 from memplug.tokenwise import candidates
 from memplug.tokenwise.predictions import TOLERANCE
@@ -157,8 +158,43 @@ def test_steps_of_a_plain_program_are_told_from_those_of_another() -> None:
         assert [training.step(tokens) for tokens in (6, 6, 3, 6, 6)] == [4, 4, 0, 0, 0], "agreed on a step later"
 
 
+class Branches(Block):
+    """Takes another branch where it is told to, with as many nodes."""
+
+    tanh = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        for _ in range(24):
+            y = y.tanh() if self.tanh else y.sigmoid()
+        return y
+
+
+def freeze(layers: list[Branches]) -> None:
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+
+
+def turn(layers: list[Branches]) -> None:
+    for layer in layers:
+        layer.tanh = True
+
+
+@pytest.mark.parametrize(("change", "tokens"), [(freeze, 6), (turn, 6), (lambda layers: None, 5), (None, 6)])
+def test_a_step_that_really_differs_is_noticed_while_regions_are_plain(change: Any, tokens: int) -> None:
+    training = Training(Branches, device_budget_gib=1)
+    with training.session as session:
+        training.reach_stable()
+        for model in (training.model, training.reference) if change is not None else ():
+            change([module for module in model.modules() if isinstance(module, Branches)])
+        for _ in range(2 * WATCHED_STEPS):
+            training.step(tokens)
+        assert session.report()["programs"] == (2 if change is not None else 1)
+        assert session.stage is Stage.STABLE
+
+
 def test_a_region_whose_arguments_have_to_be_changed_keeps_its_class() -> None:
-    """Hugging Face's models make a key-value cache by default, which regions run without."""
+    """Hugging Face's models make a key-value cache by default, of which each run of a region has a copy."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, vocab_size=32

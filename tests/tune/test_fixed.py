@@ -50,6 +50,10 @@ def test_absent_and_auto_leave_everything_free_and_zero_0_is_not_searched() -> N
         ({"offload_optimizer": {"device": "none"}}, {(1, "none"), (2, "none"), (3, "none")}),
         ({"offload_param": {"device": "cpu"}}, {(3, "parameters")}),
         ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, {(3, "optimizer"), (3, "parameters")}),
+        ({"stage": 2, "cpu_offload": True}, {(2, "optimizer")}),
+        ({"stage": 2, "cpu_offload": False}, {(2, "none")}),
+        ({"cpu_offload": True, "cpu_offload_param": True}, {(3, "parameters")}),
+        (True, {(1, "none"), (1, "optimizer")}),
     ],
 )
 def test_a_stage_and_a_device_that_are_given_stay(zero: dict[str, Any], expected: set[tuple[int, str]]) -> None:

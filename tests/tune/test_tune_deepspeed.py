@@ -41,6 +41,15 @@ def test_batches_precision_stage_and_budgets_are_set() -> None:
     assert read_ds_config(found).device_budget_gib == 10
 
 
+def test_former_names_become_present_ones_that_deepspeed_reads_alike() -> None:
+    given = {"bfloat16": {"enabled": True}, "zero_optimization": {"cpu_offload": True, "max_reuse_distance": 9}}
+    found = made(configuration(3, "optimizer"), given)
+    zero = found["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True} and "cpu_offload" not in zero
+    assert zero["stage3_max_reuse_distance"] == 9 and "max_reuse_distance" not in zero
+    assert found["bf16"] == {"enabled": True} and "bfloat16" not in found
+
+
 def test_what_the_user_has_stays_and_auto_does_not() -> None:
     given = {
         "train_batch_size": "auto",

@@ -256,7 +256,10 @@ def _started() -> Any:
     try:
         torch.ones(1, device=NAME, requires_grad=True).backward()
     except RuntimeError as error:
-        raise HardwareError("the virtual device has to be made before the first backward of the process") from error
+        raise HardwareError(
+            "the virtual device has to be made before the first backward of the process",
+            "Make the estimate before anything is trained, or in a process of its own.",
+        ) from error
     atexit.register(_settle, core, os.getpid())
     return core
 

@@ -120,7 +120,7 @@ class Hardware:
         """
         try:
             found = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise HardwareError(f"{file}: {error}") from error
         names = [field.name for field in fields(cls)]
         if not isinstance(found, Mapping) or set(found) != set(names):
@@ -148,7 +148,7 @@ class Hardware:
         """
         known = tuple(self.attention_forward_flops)
         if backend is not None and backend not in known:
-            raise HardwareError(f"{self.name} has no attention {backend!r}: {', '.join(known)}")
+            raise HardwareError(f"{self.name} has no attention {backend!r}: {', '.join(known)}", "Name one of those.")
         return backend or known[0]
 
 
@@ -161,7 +161,7 @@ def _value(entry: Any, where: str) -> Any:
 
 
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise HardwareError(f"{where} is to have a value above 0")
     return float(value)
 

@@ -97,6 +97,48 @@ def problem_of(
     )
 
 
+def problem_of_all(trace: Trace, alignment_bytes: int = GRANULARITY_BYTES) -> Problem:
+    """Returns what is to be placed of a whole recording, which need not be one step: a buffer for each request, in use
+    from its malloc up to its free or to the end, and one for each block that was there before.
+
+    Args:
+        trace: Its `base_bytes` have all that was in use before; frees from before have their sizes.
+        alignment_bytes: Above 0; sizes are rounded up to it.
+
+    Returns:
+        The clock is one more than the index into `trace.events`, so that blocks from before are in use at 0. Ids of
+        requests are their running numbers; blocks from before have -1, -2 and so on.
+
+    Raises:
+        LayoutError: More bytes than can be placed, or more streams than there can be.
+    """
+    requests, events, end = trace.requests, trace.events, len(trace.events) + 1
+    requests = requests[requests["nbytes"] > 0]
+    frees = earlier_frees(trace)
+    frees = frees[events["nbytes"][frees] > 0]
+    rest = trace.base_bytes - int(events["nbytes"][frees].sum())
+    table = np.zeros(len(requests) + len(frees) + (rest > 0), BUFFER)
+    for column in ("lower_phase", "upper_phase", "lower_layer", "upper_layer"):
+        table[column] = -1
+    asked, freed = table[: len(requests)], table[len(requests) : len(requests) + len(frees)]
+    asked["lower"] = requests["malloc_event"] + 1
+    asked["upper"] = np.where(still_live(requests), end, requests["free_event"] + 1)
+    asked["size"], asked["stream"] = requests["nbytes"], requests["stream"]
+    asked["lower_phase"], asked["lower_layer"] = requests["malloc_phase"], requests["malloc_layer"]
+    freed["upper"], freed["size"], freed["stream"] = frees + 1, events["nbytes"][frees], events["stream"][frees]
+    if rest > 0:
+        table["upper"][-1], table["size"][-1] = end, rest
+    table["size"] = -(-table["size"] // alignment_bytes) * alignment_bytes
+    table["alignment"] = alignment_bytes
+    return Problem(
+        buffers=table,
+        ids=np.concatenate([requests["number"], -1 - np.arange(len(table) - len(requests))]),
+        phases=trace.phases,
+        layers=trace.layers,
+        fingerprint=trace.fingerprint,
+    )
+
+
 def _left_by_the_step_before(
     step: Trace, table: np.ndarray, malloc_events: np.ndarray, alignment_bytes: int, margin_bytes: int
 ) -> np.ndarray:

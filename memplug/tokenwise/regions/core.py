@@ -7,10 +7,11 @@ import functools
 import gc
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from memplug import native
-from memplug.errors import ConflictError, InPlaceError, NativeError
+from memplug.errors import ConflictError, InPlaceError, NativeError, RecomputeError
 from memplug.tokenwise.regions import operators
 
 log = logging.getLogger("memplug")
@@ -47,6 +48,12 @@ def paused() -> Iterator[None]:
         known.resume()
 
 
+def in_framework() -> AbstractContextManager[Any]:
+    """Operators inside are a framework's own (gathering, reducing), by which steps are not compared."""
+    known = core()
+    return contextlib.nullcontext() if known is None else known.InFramework()
+
+
 def fail(kind: int, size: str) -> NoReturn:
     """Raise what a failure of the core means, by `Failure::Kind` in memplug/native/transfer.h."""
     if kind == 0:
@@ -59,6 +66,25 @@ def fail(kind: int, size: str) -> NoReturn:
         raise InPlaceError(
             f"a function with kernels of its own wrote to a {size} tensor from outside of its region, which is not "
             "undone"
+        )
+    if kind == 4:
+        raise InPlaceError(
+            "a sparse, nested or quantized tensor from outside of a region was modified in place inside of it, which "
+            "is not undone",
+            'Modify a clone of it, or leave the module out of "tokenwise.regions".',
+        )
+    if kind == 5:
+        raise RecomputeError(
+            f"a region asks for a gradient in its own forward, which its forwards before did not, and the {size} "
+            "tensor that this needs is gone",
+            "Run the step again: from now on the region keeps what it needs until its forward is over.",
+        )
+    if kind == 6:
+        raise RecomputeError(
+            f"the memory of a {size} tensor that a region reads was taken away between its forward and its backward",
+            "Leave parameters and inputs of a region as they are until its backward is over: no `.data = ...`, no "
+            "`model.to(...)`, no storage that is resized; a wrapper that frees weights in between has to gather them "
+            "again for backward, as FSDP2 does for each layer that it wraps.",
         )
     raise ConflictError(
         "backward ran through a graph after its memplug session was detached, and its rows are gone",

@@ -27,23 +27,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from memplug.device.device import Device
 from memplug.device.host_pool import HostPool
-from memplug.errors import RecomputeError
-from memplug.tokenwise.regions.buffers import Buffers
+from memplug.errors import InPlaceError, MemplugError, RecomputeError
+from memplug.tokenwise.regions.buffers import IN_PLACE, Buffers
 from memplug.tokenwise.regions.checkpointed import Checkpointed, Copies
 from memplug.tokenwise.regions.core import core
 from memplug.tokenwise.regions.hidden import HiddenFunctions
 from memplug.tokenwise.regions.hooks import Hooks
 from memplug.tokenwise.regions.region import Region
 from memplug.tokenwise.regions.rerun import as_before, rerun
+from memplug.tokenwise.regions.state import State
 from memplug.tokenwise.regions.tape import Tape, named
 from memplug.tokenwise.regions.times import Times
 from memplug.tokenwise.regions.units import run_again
 from memplug.tokenwise.regions.watch import AddressMode
 
 log = logging.getLogger("memplug")
+
+
+_REFUSED_BY_TORCH = "don't yet support saved tensor hooks"
 
 
 class _OfThread(threading.local):
@@ -118,7 +123,7 @@ class Executor:
         self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
         self.on_timed: Callable[[Region, Any, Tape], None] | None = None
         self._warned = False
-        self._told_of_capture = False
+        self._told_of_capture = self._told_of_transform = False
 
     def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
         """Take device times around every operator of a region, from the next forward on, each of which the listener is
@@ -145,7 +150,7 @@ class Executor:
 
     def run(self, region: Region, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
-        if not torch.is_grad_enabled() or self._is_captured():
+        if not torch.is_grad_enabled() or self._is_captured() or self._is_transformed():
             return call(*args, **kwargs)
         if region.is_plain and self._runs_plain(region, args, kwargs):
             return call(*args, **kwargs)
@@ -158,6 +163,13 @@ class Executor:
                 out = run(region, call, args, kwargs)
         except torch.OutOfMemoryError as error:
             self.hooks.explain("forward", region, error)
+            raise
+        except RuntimeError as error:
+            if _REFUSED_BY_TORCH in str(error) and hasattr(error, "add_note"):
+                error.add_note(
+                    f"memplug: region {region.name} runs under such hooks, and takes gradients by a function "
+                    'transform: use torch.autograd.grad there, or leave the module out of "tokenwise.regions"'
+                )
             raise
         self._warn_if_full()
         return out
@@ -186,9 +198,10 @@ class Executor:
         """
         times = Times(self.device) if self.on_timed is not None else None
         surroundings = [take() for take in self.hooks.surroundings]
+        state = _state_before(region, call, args, kwargs)
         watched = contextlib.nullcontext() if region.native.repeats else AddressMode(self.core)
         with watched:
-            return self.flow.run(region.native, self, region, times, surroundings, call, args, kwargs)
+            return self.flow.run(region.native, self, region, times, surroundings, state, call, args, kwargs)
 
     def _run_unobserved(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not region.opaque:
@@ -221,12 +234,24 @@ class Executor:
         """An error of the device's memory passes."""
         self.hooks.explain(phase, region, error)
 
+    @staticmethod
+    def with_region(region: Region, error: RuntimeError) -> RuntimeError:
+        """Returns the error that backward raises: with the region's name and an advice, where a tensor was modified."""
+        if IN_PLACE not in str(error) or isinstance(error, MemplugError):
+            return error
+        named = InPlaceError(
+            f"region {region.name}: {error}",
+            "Between a forward with gradients and its backward, write to nothing that the forward was given, such as a "
+            "buffer or a static key-value cache: give the other code a copy, or run backward first.",
+        )
+        return named.with_traceback(error.__traceback__)
+
     def is_alone(self) -> bool:
         """There is one rank."""
         return not (dist.is_initialized() and dist.get_world_size() > 1)
 
-    def note_opaque(self, region: Region, why: int | str, keeps: bool = False) -> None:
-        """No tape tells what the region does: the reason, or bits of reasons. `keeps`: see memplug/native/frame.h."""
+    def note_opaque(self, region: Region, why: int | str, why_it_keeps: str = "") -> None:
+        """No tape tells what the region does: the reason, or bits of it. `why_it_keeps`: "" where it runs again."""
         if not isinstance(why, str):
             if self.functions.found_some():
                 return  # they are units from the next forward on
@@ -238,8 +263,8 @@ class Executor:
                 "memplug: region %s is opaque (%s): %s",
                 region.name,
                 region.opaque,
-                "it communicates, so that all that it saves stays on the device"
-                if keeps
+                f"{why_it_keeps}, so that all that it saves stays on the device"
+                if why_it_keeps
                 else "its input is swapped, all else is recomputed by running its module",
             )
 
@@ -286,7 +311,13 @@ class Executor:
             self.divergences += 1
             if self.divergences == 1:
                 log.warning("memplug: region %s is recomputed in full: %s", region.name, str(divergence))
+            self._replay_in_full(region, replay)
+
+    def _replay_in_full(self, region: Region, replay: Callable[[], None]) -> None:
+        try:
             replay()
+        except self.core.Diverged as divergence:
+            raise RecomputeError(f"region {region.name}: {divergence}") from None
 
     def close(self) -> None:
         """Wait for all copies and give back the host memory. Graphs still in flight can no longer run backward."""
@@ -306,6 +337,20 @@ class Executor:
             )
         return True
 
+    def _is_transformed(self) -> bool:
+        """Whether a transform of torch.func, or forward-mode differentiation, is under way: its tensors have no memory
+        of their own to swap.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
+            return False
+        if not self._told_of_transform:
+            self._told_of_transform = True
+            log.warning(
+                "memplug: regions inside of a function transform or of forward-mode differentiation run as they are: "
+                "nothing of them is swapped or recomputed"
+            )
+        return True
+
     @property
     def opaque_regions(self) -> int:
         """How many regions no tape tells of."""
@@ -318,3 +363,13 @@ class Executor:
                 "memplug: the host budget of %.2f GiB is used up: later regions swap fewer rows and recompute more",
                 self.pool.budget_bytes / 2**30,
             )
+
+
+def _state_before(region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> State | None:
+    """Returns the Python state that a forward which may be opaque is about to find; None: it repeats a template."""
+    if region.native.repeats or region.unknown_state is not None:
+        return None if region.native.repeats else region.unknown_state
+    state = State.of(call, args, kwargs)
+    if state.unknown:
+        region.unknown_state = state
+    return state

@@ -87,6 +87,7 @@ _EMPTY = {
     *(f"aten::{name}" for name in ("new_empty", "new_empty_strided")),
 }
 _RESHAPES = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data", "aten::swap_"}
+_DUAL = {"aten::_make_dual", "aten::_make_dual_copy"}
 _DETACH = "aten::detach_"  # in place, and takes a tensor out of the graph, which is all
 _LIFT = "aten::lift_fresh"  # ends torch.tensor([1, 2]) (memplug/native/literals.cpp)
 _WAIT = "_c10d_functional::wait_tensor"
@@ -278,6 +279,7 @@ def describe(name: str, overload: str) -> int:
         name == PART_OF_UNIT and overload.endswith("shared"),
         name == _LIFT,
         name in _STATISTICS,
+        name in _DUAL,
     )
     return sum(1 << bit for bit, holds in enumerate(traits) if holds)
 

@@ -20,6 +20,7 @@ class Region:
         key: of what it ran last, see `Setting`.
         setting: what it runs by, from the next forward on.
         partners: ranks that its units talk to past torch's operators; None: not known.
+        unknown_state: of `memplug.tokenwise.regions.state`, where it depends on state that cannot be put back.
         native: the same for the native core, and what that found out (memplug/native/region.h).
     """
 
@@ -28,6 +29,7 @@ class Region:
         self.native: Any = known.Region(kind) if known is not None else _Alone()
         self.name, self.kind = name, kind
         self._opaque = ""
+        self.unknown_state: Any = None
         self.partners: frozenset[int] | None = frozenset()
         self.set(Setting(kind, rows, is_agreed=is_agreed))
 
@@ -41,7 +43,7 @@ class Region:
         native.forward_bytes, native.planned_from = setting.forward_bytes, setting.planned_from
         if setting.learnt is not None:
             native.seen, native.communicates = True, setting.learnt.communicates
-            native.offloads_late = setting.learnt.offloads_late
+            native.offloads_late, native.asks = setting.learnt.offloads_late, setting.learnt.asks
             for index, name in setting.learnt.unneeded.items():
                 native.leave_out(index, name)
 

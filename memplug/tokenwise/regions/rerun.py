@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from memplug.errors import RecomputeError
 from memplug.tokenwise.regions.ambient import restored
+from memplug.tokenwise.regions.state import State
 from memplug.tokenwise.regions.tape import named
 
 if TYPE_CHECKING:
@@ -33,9 +37,9 @@ def rerun(executor: Executor, frame: Any, region: Region) -> None:
             "it were alike and were not: run again on this rank alone, it would leave the others waiting",
             'Leave the module out of "tokenwise.regions".',
         )
-    count = 0
+    count, asks = 0, region.native.asks
 
-    def pack(tensor: torch.Tensor) -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor | None:
         nonlocal count
         if count < frame.saved and frame.has_to_restore(count):
             size, dtype = frame.saved_as(count)
@@ -46,12 +50,17 @@ def rerun(executor: Executor, frame: Any, region: Region) -> None:
                 )
             frame.restore(count, tensor.detach())
         count += 1
+        return tensor.detach() if asks else None
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, held_meanwhile)
     ambient = restored(executor.device, frame.surroundings, *frame.ambient)
-    with executor.rerunning(frame.unit_states), as_before(frame.buffers), ambient, torch.enable_grad(), hooks:
-        args, kwargs = frame.arguments()
-        frame.call(*args, **kwargs)
+    states = executor.rerunning(frame.unit_states)
+    leaves = frame.leaves if asks else []
+    with no_transforms(), states, as_before(frame.buffers), _gradients_as_before(leaves), ambient:
+        with torch.enable_grad(), hooks:
+            args, kwargs = frame.arguments()
+            with _names_as_before(frame, region, args, kwargs):
+                frame.call(*args, **kwargs)
     if count != frame.saved:
         raise RecomputeError(
             f"region {region.name}: forward saved {frame.saved} tensors for backward, the recompute pass {count}"
@@ -59,10 +68,55 @@ def rerun(executor: Executor, frame: Any, region: Region) -> None:
     frame.consume_inputs()
 
 
+@contextlib.contextmanager
+def _names_as_before(frame: Any, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Every name is what the forward found, meanwhile. Where a forward became opaque all of a sudden this is not known:
+    the module may change none, then.
+    """
+    if frame.state is not None:
+        with frame.state.as_before():
+            yield
+        return
+    now = State.of(frame.call, args, kwargs, for_backward=False)
+    changed = bool(now.unknown)
+    try:
+        yield
+    finally:
+        changed |= now.put_back()
+    if changed:
+        raise RecomputeError(
+            f"region {region.name} changes attributes in its forward, and a forward was opaque ({named(frame.opaque)}) "
+            "where those before it were alike and were not: it cannot be run again as it ran",
+            'Leave the module out of "tokenwise.regions".',
+        )
+
+
 def as_before(buffers: Any) -> Any:
     """A context in which every buffer has the value that the forward found; None: it wrote to none."""
     return contextlib.nullcontext() if buffers is None else buffers.as_before()
 
 
-def _never(packed: Any) -> torch.Tensor:
-    raise AssertionError("the recompute pass's own graph is never run")
+@contextlib.contextmanager
+def _gradients_as_before(leaves: Sequence[tuple[torch.Tensor, bool]]) -> Iterator[None]:
+    """A context in which leaves that had no gradient have none, for a module that accumulates gradients itself."""
+    now = [(leaf, leaf.grad) for leaf, had_gradient in leaves if not had_gradient]
+    for leaf, _ in now:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in now:
+            leaf.grad = gradient
+
+
+def held_meanwhile(packed: torch.Tensor | None) -> torch.Tensor:
+    """Returns a saved tensor of a pass whose module asks for a gradient itself; nothing else runs the pass's graph."""
+    assert packed is not None, "a region that never asked for a gradient does so when it runs again"
+    return packed
+
+
+def no_transforms() -> AbstractContextManager[None]:
+    """Returns a context without the function transforms that backward runs in, such as that of batched gradients."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    return temporarily_clear_interpreter_stack()

@@ -33,6 +33,10 @@ REASONS = {
     1 << 2: "memory that no operator was seen to fill",
     1 << 3: "an operator that raised",
     1 << 4: "a tensor that was given other memory in place",
+    1 << 5: "a function transform or forward-mode differentiation inside of it",
+    1 << 6: "an operator that made a sparse, nested or quantized tensor",
+    1 << 7: "another region that runs inside of it",
+    1 << 8: "a gradient that it asks for itself, computed on another thread",
 }
 """Why a region is opaque, by the bits of `Opaque` in memplug/native/tape.h."""
 

@@ -16,6 +16,7 @@ import torch
 from memplug.errors import RecomputeError
 from memplug.tokenwise.regions.ambient import restored
 from memplug.tokenwise.regions.operators import Kind
+from memplug.tokenwise.regions.rerun import held_meanwhile
 
 if TYPE_CHECKING:
     from memplug.tokenwise.regions.executor import Executor
@@ -124,10 +125,12 @@ def run_again(
     wanted = {source[1] for source in sources if source is not None and source[0]}
     saved: list[torch.Tensor | None] = []
 
-    def pack(tensor: torch.Tensor) -> None:
-        saved.append(tensor.detach() if len(saved) in wanted else None)
+    def pack(tensor: torch.Tensor) -> torch.Tensor | None:
+        plain = tensor.detach() if len(saved) in wanted or region.native.asks else None
+        saved.append(plain if len(saved) in wanted else None)
+        return plain
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, held_meanwhile)
     around = _NOTHING if ambient is None else restored(executor.device, surroundings, *ambient)
     with executor.rerunning(), around, hooks, unit.again(state):
         out = call(*args, **kwargs)
@@ -137,7 +140,3 @@ def run_again(
         )
     returned = executor.core.tensors_in(out)
     return [None if source is None else (saved if source[0] else returned)[source[1]] for source in sources]
-
-
-def _never(packed: Any) -> torch.Tensor:
-    raise AssertionError("the graph of a recompute pass is never run")

@@ -1,0 +1,248 @@
+"""Reads the file that DeepSpeed's configuration is in, or one of Accelerate's or of training arguments that names it;
+remarks on what other readers of it take otherwise.
+
+| reader | comments, trailing commas, missing quotes | a key twice | NaN | byte order mark |
+|---|---|---|---|---|
+| DeepSpeed, of a path (hjson) | reads | refuses | takes for text, or refuses | reads |
+| Trainer, Accelerate (json) | refuse | take the last one | read | refuse |
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memplug.ds_json import places
+from memplug.ds_json.misplaced import blocks
+from memplug.errors import ConfigError
+
+_log = logging.getLogger("memplug")
+
+_NAN = re.compile(r'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN)')
+_MARK = "\ufeff"
+_YAML = (".yaml", ".yml")
+_ACCELERATE = ("compute_environment", "distributed_type", "deepspeed_config")  # none of them is a key of DeepSpeed's
+# Accelerate takes a file of any name for YAML that is not called .json.
+_LIKE_YAML = re.compile(rf"(?!\s*{{).*^(?:{'|'.join(_ACCELERATE)}):", re.M | re.S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DsJson:
+    """DeepSpeed's configuration, as it is in a file.
+
+    Attributes:
+        path: Of the file that it is in, which another file may name.
+        content: All of it.
+        remarks: On what DeepSpeed, or Trainer and Accelerate, read otherwise or refuse.
+    """
+
+    path: Path
+    content: dict[str, Any]
+    remarks: tuple[str, ...] = ()
+
+
+def read_json(source: str | Path) -> dict[str, Any]:
+    """Returns the content of `read`."""
+    return read(source).content
+
+
+def read(source: str | Path) -> DsJson:
+    """Reads a whole DeepSpeed JSON; comments and trailing commas pass where DeepSpeed's own reader takes them.
+
+    In its place a file of Accelerate may be given (YAML or JSON; its `deepspeed_config_file` is read), or one of
+    training arguments (its `deepspeed`). A "memplug" block in such a file is a logged warning.
+
+    Raises:
+        ConfigError: A file cannot be read, is not a JSON object, has a key twice, or names no DeepSpeed JSON.
+    """
+    path = Path(source)
+    text = _text(path)
+    try:
+        if path.suffix.lower() in _YAML or _LIKE_YAML.match(text):
+            content, lines = _yaml(path, text)
+            return _named(path, content, lines.get)
+        content, remarks = _json(path, text)
+        if _names_another(content):
+            return _named(path, content, lambda key: places.line_of(text, key))
+    except RecursionError:
+        raise ConfigError([f"{path}: nested too deeply"], "Make the file one flat JSON object.") from None
+    return DsJson(path=path, content=content, remarks=tuple(remarks))
+
+
+def shown(value: object) -> str:
+    """Returns a value as the user wrote it, with JSON's true and null, in at most 80 characters."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = "no such file" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
+        raise ConfigError([f"{path}: {problem}"], "Give the path of your DeepSpeed JSON.") from None
+
+
+def _json(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
+    """Returns the object that a text is, and remarks.
+
+    Raises:
+        ConfigError: The text is none, or has a key twice.
+    """
+    remarks: list[str] = []
+    twice: list[str] = []
+
+    def objects(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice.extend(key for key in made if keys.count(key) > 1)
+        return made
+
+    if text.startswith(_MARK):
+        text = text.removeprefix(_MARK)
+        remarks.append(
+            f"{path}, line 1: begins with a byte order mark, which Trainer and Accelerate refuse: leave it out"
+        )
+    try:
+        content = json.loads(text, object_pairs_hook=objects)
+        for found in filter(lambda match: match[1], _NAN.finditer(text)):
+            line = text.count("\n", 0, found.start()) + 1
+            remarks.append(
+                f"{path}, line {line}: {found[1]} is not JSON: DeepSpeed takes it for text, or refuses the file"
+            )
+    except ValueError as error:
+        twice.clear()
+        content = _hjson(path, text, error, objects)
+        remarks.append(f"{path}, {_spot(text, error)}, which DeepSpeed reads, and Trainer and Accelerate refuse")
+    if not isinstance(content, dict):
+        advice = 'Make the file one JSON object: {"train_batch_size": ..., "memplug": {"enabled": true}}.'
+        raise ConfigError([f"{path}: holds {shown(content)}, not a JSON object"], advice)
+    if twice:
+        # A key that the walk through the text misses is named without its lines.
+        found = places.repeated(text) or [(key, []) for key in dict.fromkeys(twice)]
+        raise _given_twice(path, found)
+    return content, remarks
+
+
+def _hjson(path: Path, text: str, error: ValueError, objects: Callable[[list], dict]) -> Any:
+    """Returns what DeepSpeed's reader makes of a text that is not JSON.
+
+    Raises:
+        ConfigError: It takes it neither, or is not installed.
+    """
+    place, hint = "the first place that is not JSON", ""
+    if isinstance(error, json.JSONDecodeError):
+        place = f"line {error.lineno}, column {error.colno}"
+    try:
+        import hjson
+
+        content = hjson.loads(text, object_pairs_hook=objects) if text.strip() else None
+        if isinstance(content, dict):
+            return content
+    except RecursionError:
+        raise
+    except Exception as other:  # besides its own error, hjson lets an IndexError out
+        line = getattr(other, "lineno", None)
+        if line not in (None, getattr(error, "lineno", None)):
+            hint = f"; DeepSpeed's reader, which takes more, stops at line {line}: {other.msg}"
+    message = f"{error.msg} at {place}" if isinstance(error, json.JSONDecodeError) else str(error)
+    raise ConfigError([f"{path}: not JSON: {message}{hint}"], f"Correct the file at {place}.") from None
+
+
+def _spot(text: str, error: ValueError) -> str:
+    """Returns the first place that is not JSON, and the line that it is in."""
+    if not isinstance(error, json.JSONDecodeError):
+        return f"not JSON ({error})"
+    line = text.splitlines()[error.lineno - 1].strip() if text.splitlines()[error.lineno - 1 :] else ""
+    return f"line {error.lineno}: {shown(line)} is not JSON ({error.msg}, column {error.colno})"
+
+
+def _given_twice(path: Path, found: list[tuple[str, list[int]]]) -> ConfigError:
+    problems = []
+    for key, lines in found:
+        numbers = [str(line) for line in dict.fromkeys(lines)]
+        at = f", at line{'s' if len(numbers) > 1 else ''} {' and '.join(numbers)}" if numbers else ""
+        problems.append(f'{path}: "{key}" is given more than once{at}')
+    return ConfigError(
+        problems, "Leave one of them: DeepSpeed refuses the file, and Trainer and Accelerate take the last one."
+    )
+
+
+def _yaml(path: Path, text: str) -> tuple[Any, dict[str, int]]:
+    """Returns what a YAML holds, and the line of each of its keys.
+
+    Raises:
+        ConfigError: It is none, has a key twice, or PyYAML is not installed.
+    """
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(
+            [f"{path}: PyYAML cannot be imported: {error}"], "`pip install pyyaml`, or give the DeepSpeed JSON itself."
+        ) from None
+    try:
+        root, content = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+        json.dumps(content, default=repr, skipkeys=True)  # refuses an anchor inside of itself
+    except (yaml.YAMLError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError([f"{path}: not YAML: {said}"], "Correct the file at that place.") from None
+    lines: dict[str, list[int]] = {}
+    pending = [("", root)]
+    while pending:
+        inside, node = pending.pop()
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            here = f"{inside}.{key.value}".lstrip(".")
+            lines.setdefault(here, []).append(key.start_mark.line + 1)
+            pending.append((here, value))
+    twice = [(key, found) for key, found in lines.items() if len(found) > 1 and not key.endswith("<<")]
+    if twice:
+        raise _given_twice(path, twice)
+    return content, {key: found[-1] for key, found in lines.items()}
+
+
+def _names_another(content: Mapping[str, Any]) -> bool:
+    """Returns whether a JSON is Accelerate's, or holds training arguments."""
+    return any(key in content for key in _ACCELERATE) or isinstance(content.get("deepspeed"), (str, Mapping))
+
+
+def _named(path: Path, content: Any, line_of: Callable[[str], int | None]) -> DsJson:
+    """Reads the DeepSpeed JSON that a file of Accelerate's or of training arguments names, or holds.
+
+    Raises:
+        ConfigError: It names none, or one that cannot be read.
+    """
+    content = content if isinstance(content, Mapping) else {}
+    inline = content.get("deepspeed") if isinstance(content.get("deepspeed"), Mapping) else None
+    where = {key: value for key, value in content.items() if inline is None or key != "deepspeed"}
+    for block in blocks(where):
+        _log.warning(
+            '%s, line %s: "%s" is ignored: the "memplug" block belongs at the top level of the DeepSpeed JSON',
+            path,
+            line_of(block) or "unknown",
+            block,
+        )
+    if inline is not None:
+        return DsJson(path=path, content=dict(inline))
+    section = content.get("deepspeed_config")
+    named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else content.get("deepspeed")
+    if not isinstance(named, str) or named in ("", "none"):
+        raise ConfigError(
+            [f"{path}: is no DeepSpeed JSON, and names none"],
+            'Give the DeepSpeed JSON, with the "memplug" block in it, or name it: as "deepspeed_config_file" in the '
+            '"deepspeed_config" of a file of Accelerate, as "deepspeed" among training arguments.',
+        )
+    key = "deepspeed" if section is None else "deepspeed_config.deepspeed_config_file"
+    try:
+        # Readers of such files open what they name as DeepSpeed's JSON, whatever it is.
+        found, remarks = _json(Path(named), _text(Path(named)))
+        return DsJson(path=Path(named), content=found, remarks=tuple(remarks))
+    except ConfigError as error:
+        at = f"{path}, line {line_of(key) or 'unknown'}"
+        problems = [f"{problem} (named at {at})" for problem in error.problems]
+        raise ConfigError(problems, error.advice) from None

@@ -1,0 +1,212 @@
+// Blocks that outlive their step although the plan did not know: what they hold, and how the arena keeps them few.
+//
+// A request whose block is still in use when a later step begins is left to the native allocator from then on, told by its
+// kind: its place, size and stream, and for a planned one its number there. So a planned request leaves one block at
+// most, and others at one place, of all sizes, `MOST_AT_A_PLACE` and those of one step. Once the block is gone, the arena tries
+// again after a while, each time after a longer one. What the plan has for the bytes of a leftover is served from the annex.
+#include <algorithm>
+#include <utility>
+
+#include "arena.h"
+
+namespace memplug {
+namespace {
+
+constexpr int32_t MOST_ALIKE = 8; // live blocks of one kind in space that they were not planned for: more are being kept
+constexpr int32_t MOST_AT_A_PLACE = 16; // leftovers of all sizes
+constexpr uint32_t FIRST_PAUSE = 32; // steps; doubles with each leftover of the kind
+constexpr int32_t MOST_DOUBLINGS = 20;
+constexpr size_t MANY_MARKS = 4096;
+
+} // namespace
+
+Arena::Kind Arena::kind_of(int32_t row) const {
+  const PlannedRequest& request = plan_.requests[row];
+  const uint64_t place = key_of(request.phase, request.layer);
+  return {place, request.size, request.stream, row - spots_.at(place).begin};
+}
+
+bool Arena::lasts(const Kind& kind) const {
+  if (marks_.empty()) {
+    return false;
+  }
+  const auto found = marks_.find(kind);
+  if (found != marks_.end() && lasts(found->second)) {
+    return true;
+  }
+  const auto all = marks_.find({kind.place, 0, 0, ANY_SIZE});
+  return all != marks_.end() && all->second.held >= MOST_AT_A_PLACE;
+}
+
+void Arena::mark_rows() {
+  if (marks_.empty()) {
+    return;
+  }
+  for (size_t row = 0; row < rows_.size(); ++row) {
+    const auto found = marks_.find(kind_of(static_cast<int32_t>(row)));
+    rows_[row].mark = found != marks_.end() ? &found->second : nullptr;
+  }
+}
+
+// Every block of the part that is used again and again, and of the annex, is a leftover now.
+void Arena::note_leftovers() {
+  for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
+    const Live& live = live_[start];
+    others_[reused_->begin + offsets_[start]] = {
+        reused_->begin + live.end, live.nbytes, live.stream, reused_, kind_of(live.row), live.wanted};
+    live_starts_.remove(start);
+  }
+  for (auto& [begin, other] : others_) {
+    if (++other.steps == 1) {
+      note_leftover(other);
+    }
+  }
+  for (auto mark = marks_.begin(); marks_.size() > MANY_MARKS && mark != marks_.end();) {
+    const bool idle = mark->first.number < 0 && mark->second.held == 0 && mark->second.live == 0;
+    mark = idle ? marks_.erase(mark) : std::next(mark);
+  }
+}
+
+void Arena::note_leftover(const Other& other) {
+  const Kind& kind = other.kind;
+  Mark& mark = marks_[kind];
+  ++mark.held;
+  if (kind.number == NO_ROW) {
+    ++marks_[{kind.place, 0, 0, ANY_SIZE}].held;
+  } else if (const auto spot = spots_.find(kind.place); spot != spots_.end()) {
+    const int32_t row = spot->second.begin + kind.number;
+    if (row < spot->second.end && kind_of(row) == kind) {
+      rows_[row].mark = &mark;
+    }
+  }
+}
+
+// What another thread frees a little late, within the next step, is no sign of what follows.
+void Arena::note_end(const Other& other) {
+  const auto found = marks_.find(other.kind);
+  if (found == marks_.end()) { // forgotten
+    return;
+  }
+  Mark& mark = found->second;
+  mark.live -= other.counted;
+  if (other.steps > 0) {
+    mark.held = std::max(mark.held - 1, 0);
+    if (const auto all = marks_.find({other.kind.place, 0, 0, ANY_SIZE}); other.kind.number == NO_ROW && all != marks_.end()) {
+      all->second.held = std::max(all->second.held - 1, 0);
+    }
+  }
+  if (other.steps > 1) {
+    mark.until = step_ + (FIRST_PAUSE << std::min(mark.strikes++, MOST_DOUBLINGS));
+  } else if (other.kind.number == NO_ROW && mark.live == 0 && mark.held == 0 && mark.strikes == 0) {
+    marks_.erase(found);
+  }
+}
+
+void Arena::forget_leftovers() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (Row& row : rows_) {
+    row.mark = nullptr;
+  }
+  marks_.clear();
+  for (auto& [begin, other] : others_) {
+    other.counted = false;
+  }
+}
+
+std::vector<std::pair<int64_t, int64_t>> Arena::leftovers() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::pair<int64_t, int64_t>> found;
+  for (const auto& [begin, other] : others_) {
+    if (other.part == reused_ && other.steps > 1) {
+      found.emplace_back(begin - reused_->begin, other.end - reused_->begin);
+    }
+  }
+  return found;
+}
+
+// Whether blocks will hold the part for a while, so that it cannot be given back.
+bool Arena::is_pinned(const Part& part) const {
+  return part.role == Role::KEPT ? part.live > 0 : std::any_of(others_.begin(), others_.end(), [&](const auto& block) {
+    return block.second.part == &part && block.second.steps > 1;
+  });
+}
+
+// -- the annex --------------------------------------------------------------------------------------------------------
+
+void Arena::extend(int64_t nbytes) {
+  std::vector<std::unique_ptr<Part>> empty;
+  bool found;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (annex_ != nullptr) {
+      annex_->retired = true;
+    }
+    annex_ = find_part(Role::ANNEX, nbytes);
+    found = annex_ != nullptr;
+    if (found) {
+      annex_->retired = false;
+    }
+    empty = take_empty();
+  }
+  release(std::move(empty));
+  if (!found && nbytes > 0) {
+    Part* const part = add_part(nbytes, Role::ANNEX);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    annex_ = part;
+  }
+}
+
+// The smallest free stretch of the annex that is large enough.
+void* Arena::take_annex(const Kind& kind, size_t nbytes, Stream stream) {
+  char* const end = annex_->begin + annex_->nbytes;
+  char* from = annex_->begin;
+  char* best = nullptr;
+  int64_t smallest = 0;
+  for (auto other = others_.lower_bound(from); from < end; ++other) {
+    const bool last = other == others_.end() || other->first >= end;
+    const int64_t free = (last ? end : other->first) - from;
+    if (free >= kind.size && (best == nullptr || free < smallest)) {
+      best = from;
+      smallest = free;
+    }
+    if (last) {
+      break;
+    }
+    from = other->second.end;
+  }
+  return best != nullptr ? take_other(*annex_, best - annex_->begin, kind, nbytes, stream, ~uint64_t{0}) : nullptr;
+}
+
+// Validation, data, logging: what the plan comes to last; else as far up as possible.
+void* Arena::serve_reusable(const Kind& kind, size_t nbytes, Stream stream) {
+  if (reused_ == nullptr || !is_stream(0, stream)) {
+    return nullptr;
+  }
+  for (const int32_t group : plan_.reusable) {
+    if (void* found = take_reusable(group, kind, nbytes, stream)) {
+      return found;
+    }
+  }
+  const Stretch found = fitting(0, reused_->nbytes, kind.size, true);
+  if (found.second == found.first) {
+    return nullptr;
+  }
+  return take_other(*reused_, found.second - kind.size, kind, nbytes, stream, ~uint64_t{0});
+}
+
+// Space for what the plan does not know, but for what is kept in numbers.
+void* Arena::serve_between(const Kind& kind, size_t nbytes, Stream stream) {
+  const auto known = marks_.find(kind);
+  if (known != marks_.end() && known->second.live >= MOST_ALIKE) {
+    return nullptr;
+  }
+  void* found = serve_reusable(kind, nbytes, stream);
+  found = found == nullptr && annex_ != nullptr ? take_annex(kind, nbytes, stream) : found;
+  if (found != nullptr && kind.number == NO_ROW) {
+    ++marks_[kind].live;
+    others_[static_cast<char*>(found)].counted = true;
+  }
+  return found;
+}
+
+} // namespace memplug

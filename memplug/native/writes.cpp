@@ -1,0 +1,78 @@
+// What a forward writes to, and gradients that it accumulates: a pass that runs its module again finds both as they were.
+#include "clock.h"
+#include "layouts.h"
+#include "running.h"
+#include "saved_type.h"
+
+namespace py = pybind11;
+
+namespace memplug {
+
+void Running::before_write(int32_t storage, const at::Tensor& tensor) {
+  const py::gil_scoped_acquire locked;
+  remember(tensor);
+  Frame::before_write(storage, tensor);
+}
+
+void Running::before_write_elsewhere(const at::Tensor& tensor) {
+  Frame::before_write_elsewhere(tensor);
+  remember(tensor);
+}
+
+void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
+  if (executor_.attr("is_scratch")(wrapped(tensor)).cast<bool>()) {
+    changing.insert(storage);
+    return;
+  }
+  if (forward.is_literal(storage)) { // the forward alone has it: a pass may write to a copy of what it was
+    const auto former = std::make_shared<Held>(tensor, false);
+    former->before_write();
+    written.emplace(storage, former);
+    return;
+  }
+  if (written.count(storage) > 0) { // an argument
+    return;
+  }
+  changing.insert(storage);
+  note(tensor);
+}
+
+void Running::note(const at::Tensor& tensor) {
+  if (buffers.is_none()) {
+    buffers = executor_.attr("written_buffers")();
+  }
+  buffers.attr("note")(wrapped(tensor));
+}
+
+void Running::before_accumulating(const at::Tensor& gradient) {
+  const Suspension own;
+  const int32_t storage = is_plain(gradient) ? forward.storages.find(gradient) : -1;
+  if (is_plain(gradient) && changing.count(storage) == 0) {
+    note(gradient);
+  }
+}
+
+py::list Running::leaves() const {
+  py::list found;
+  for (const Given& each : forward.given) {
+    if (each.tensor.defined() && each.tensor.is_leaf() && each.tensor.requires_grad()) {
+      found.append(py::make_tuple(wrapped(each.tensor), each.had_gradient));
+    }
+  }
+  return found;
+}
+
+// Arguments of that memory, which is about to change, stay as they are.
+void Running::remember(const at::Tensor& tensor) {
+  for (const Item& item : items_) {
+    const at::Tensor* const held = item.held != nullptr ? &item.held->tensor : nullptr;
+    if (held != nullptr && is_plain(*held) && held->is_alias_of(tensor)) {
+      item.held->before_write();
+      if (input_of(item.storage) == nullptr) { // else another argument is that memory, swapped
+        written.emplace(item.storage, item.held);
+      }
+    }
+  }
+}
+
+} // namespace memplug

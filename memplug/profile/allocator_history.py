@@ -1,0 +1,282 @@
+"""Reads memory snapshots of torch's CUDA allocator (`torch.cuda.memory._dump_snapshot`): what was asked for and given
+back on a device, and what torch reserved for it.
+
+A snapshot has the last events of each device, in a ring that may have lost earlier ones, and the blocks in use at its
+end (torch/cuda/memory.py, `_snapshot`). So a block may have no beginning here, and is in use from the first event on;
+or no end, and is in use up to the last one.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memplug.errors import TraceError
+from memplug.files import opened
+from memplug.profile import plain_pickle
+from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Event, Fingerprint, Layer, Pass, Phase, Trace
+
+ADDRESSES, MADE_UP = "addresses", "made up by memplug"
+"""Key and value of a snapshot that was not torch's: see `show.snapshot`, which writes one of a trace."""
+
+_FREED = ("free_completed", "free_requested")  # by the first of them that there is; the memory is another's after it
+_RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+_DAMAGED = "Copy it again from where it was written, or write it again with torch.cuda.memory._dump_snapshot."
+_MOST_BYTES = 1 << 56  # of one block, or an address: no machine has more
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """What torch's allocator did on one device.
+
+    Attributes:
+        trace: Its requests, as asked for; layers are the places of the code that asked.
+        device: Its number.
+        devices: The numbers of all devices with events in the snapshot.
+        reserved_bytes: The most that torch had reserved of it; None where a snapshot does not say, or memplug made it.
+        missing: Events that the history must have lost between those that it has: recording was off for a while.
+        out_of_memory: How often a request failed.
+    """
+
+    trace: Trace
+    device: int
+    devices: tuple[int, ...]
+    reserved_bytes: int | None
+    missing: int
+    out_of_memory: int
+
+
+def is_snapshot(path: str | Path) -> bool:
+    """Returns whether a file is a pickle.
+
+    Raises:
+        TraceError: It cannot be read.
+    """
+    with opened(Path(path), "trace (.npz) or a snapshot", TraceError) as file:
+        return plain_pickle.is_pickle(file.read(2))
+
+
+def load(path: str | Path, device: int | None = None) -> History:
+    """Reads a snapshot as data: nothing in it is run.
+
+    Args:
+        path: Of the pickle.
+        device: Its number; None: the one with the most events.
+
+    Raises:
+        TraceError: The file cannot be read, is damaged or no snapshot, or has no events of that device.
+    """
+    path = Path(path)
+    with opened(path, "snapshot of torch's allocator", TraceError) as file:
+        content = file.read()
+    try:
+        return _history(plain_pickle.loads(content), device, len(content))
+    except TraceError as error:
+        raise TraceError(f"{path}: {error.problem}", error.advice) from error
+    except plain_pickle.NotPlainError as error:
+        raise TraceError(
+            f"{path}: not a snapshot of torch's allocator: {error}",
+            "Give a file of torch.cuda.memory._dump_snapshot, which holds numbers and text alone.",
+        ) from error
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise TraceError(f"{path}: damaged: {type(error).__name__}: {error}", _DAMAGED) from error
+
+
+def _history(snapshot: Any, device: int | None, file_bytes: int) -> History:
+    if not isinstance(snapshot, dict) or not isinstance(snapshot.get("device_traces"), list):
+        raise TraceError("not a snapshot of torch's allocator: it has no `device_traces`", _DAMAGED)
+    traces = snapshot["device_traces"]
+    devices = tuple(number for number, events in enumerate(traces) if events)
+    if not devices:
+        raise TraceError(
+            "the snapshot has no history, only what was in use at its end",
+            "Call torch.cuda.memory._record_memory_history() before the steps, and _dump_snapshot() after them.",
+        )
+    if device is None:
+        device = max(devices, key=lambda number: len(traces[number]))
+    if device not in devices:
+        raise TraceError(
+            f"the snapshot has no events of device {device}",
+            f"Choose one with events, of {', '.join(map(str, devices))}, or none: the one with the most is taken.",
+        )
+    segments = [segment for segment in snapshot.get("segments", ()) if segment.get("device", 0) == device]
+    replay = _Replay(traces[device])
+    replay.run()
+    replay.end(_blocks(segments, file_bytes), known=bool(segments))
+    reserved = sum(_size(segment["total_size"]) for segment in segments)
+    return History(
+        trace=replay.trace(),
+        device=device,
+        devices=devices,
+        reserved_bytes=None if snapshot.get(ADDRESSES) == MADE_UP else replay.most_reserved(reserved) or None,
+        missing=replay.missing,
+        out_of_memory=sum(entry["action"] == "oom" for entry in traces[device]),
+    )
+
+
+def _blocks(segments: Iterable[Mapping[str, Any]], file_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yields address and requested size of the blocks in use at the end.
+
+    Raises:
+        TraceError: There are more of them than the file can hold: they refer to each other.
+    """
+    seen = 0
+    for segment in segments:
+        address = _size(segment["address"])
+        seen += len(segment["blocks"]) + 1
+        if seen > file_bytes:
+            raise TraceError("damaged: it has more blocks than bytes", _DAMAGED)
+        for block in segment["blocks"]:
+            if str(block["state"]).startswith("active"):
+                yield _size(block.get("address", address)), _size(block.get("requested_size", block["size"]))
+            address += _size(block["size"])
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST_BYTES:
+        raise ValueError(f"{str(value)[:40]} is no address or size")
+    return value
+
+
+class _Replay:
+    """Goes through the events of a device with what is in use, and makes the rows of a trace."""
+
+    def __init__(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        actions = {entry["action"] for entry in entries}
+        self._entries = entries
+        self._freed = next((each for each in _FREED if each in actions), _FREED[0])
+        self._rows: list[tuple[int, int, int, int, int]] = []  # kind, request, bytes, stream, layer
+        self._live: dict[int, tuple[int, int, int]] = {}  # request, bytes and stream, by address
+        self._order: list[int] = []  # those addresses, rising
+        self._seen: set[int] = set()
+        self._streams: dict[Any, int] = {0: 0}
+        self._sites: dict[str, int] = {}
+        self._site_of: dict[int, int] = {}  # by the identity of a list of frames
+        self._changes: list[int] = []  # of reserved bytes
+        self._requests = 0
+        self.base_bytes = 0
+        self.missing = 0
+
+    def run(self) -> None:
+        for entry in self._entries:
+            action = entry["action"]
+            if action == "alloc":
+                self._alloc(entry)
+            elif action == self._freed:
+                self._free(entry)
+            elif action in _RESERVED:
+                size = _size(entry["size"])
+                self._changes.append(_RESERVED[action] * size)
+                if _RESERVED[action] < 0:
+                    self._lose(_size(entry["addr"]), size)
+
+    def end(self, blocks: Iterable[tuple[int, int]], *, known: bool) -> None:
+        """Takes what is in use at the end, where that is known: it was there all along if no event speaks of it."""
+        at_end = set()
+        for address, size in blocks:
+            at_end.add(address)
+            if address in self._live:
+                continue
+            if address in self._seen:
+                self.missing += 1
+            else:
+                self.base_bytes += size
+        for address in list(self._live) if known else ():
+            if address not in at_end:
+                self._drop(address)
+
+    def most_reserved(self, at_end: int) -> int:
+        """Returns the most bytes that were reserved, from those at the end and the changes before."""
+        most = reserved = at_end
+        for change in reversed(self._changes):
+            reserved -= change
+            most = max(most, reserved)
+        return most
+
+    def trace(self) -> Trace:
+        events = np.zeros(len(self._rows), REQUEST_EVENT)
+        columns = np.array(self._rows, np.int64).reshape(-1, 5).T
+        for name, column in zip(("kind", "request", "nbytes", "stream", "layer"), columns, strict=True):
+            events[name] = column
+        events["operator"] = -1
+        return Trace(
+            fingerprint=Fingerprint(),
+            names=(),
+            dtypes=(),
+            phases=(Phase(Pass.OTHER),),
+            layers=tuple(map(Layer, self._sites)),
+            operators=np.empty(0, OPERATOR),
+            uses=np.empty(0, USE),
+            tensors=np.empty(0, TENSOR),
+            events=events,
+            steps=(),
+            base_bytes=self.base_bytes,
+        )
+
+    def _alloc(self, entry: Mapping[str, Any]) -> None:
+        address, size = _size(entry["addr"]), _size(entry["size"])
+        self._lose(address, max(size, 1))
+        stream = self._stream(entry)
+        self._rows.append((Event.MALLOC, self._requests, size, stream, self._site(entry.get("frames") or ())))
+        self._live[address] = self._requests, size, stream
+        bisect.insort(self._order, address)
+        self._seen.add(address)
+        self._requests += 1
+
+    def _free(self, entry: Mapping[str, Any]) -> None:
+        address, size = _size(entry["addr"]), _size(entry["size"])
+        if address in self._live:
+            self._drop(address, missing=0)
+        elif address in self._seen:
+            self.missing += 1  # its malloc, after an earlier block there
+        else:
+            self._seen.add(address)
+            self.base_bytes += size
+            self._rows.append((Event.FREE, -1, size, self._stream(entry), -1))
+
+    def _lose(self, address: int, size: int) -> None:
+        """Frees what is in use in a range: its own free is missing."""
+        at = bisect.bisect_right(self._order, address)
+        if at and self._order[at - 1] + self._live[self._order[at - 1]][1] > address:
+            at -= 1
+        while at < len(self._order) and self._order[at] < address + size:
+            self._drop(self._order[at])
+
+    def _drop(self, address: int, missing: int = 1) -> None:
+        request, _, stream = self._live.pop(address)
+        del self._order[bisect.bisect_left(self._order, address)]
+        self._rows.append((Event.FREE, request, 0, stream, -1))
+        self.missing += missing
+
+    def _stream(self, entry: Mapping[str, Any]) -> int:
+        return self._streams.setdefault(entry.get("stream", 0), len(self._streams))
+
+    def _site(self, frames: Sequence[Mapping[str, Any]]) -> int:
+        """Returns the number of the place in the code that asked: the innermost one outside of torch; -1: unknown."""
+        # Most events share their frames: a pickle has them once.
+        if (known := self._site_of.get(id(frames))) is not None:
+            return known
+        name = next(map(_named, filter(_is_users, frames)), "") or next(map(_named, filter(_is_python, frames)), "")
+        found = self._site_of[id(frames)] = self._sites.setdefault(name, len(self._sites)) if name else -1
+        return found
+
+
+def _is_python(frame: Mapping[str, Any]) -> bool:
+    return str(frame.get("filename", "")).endswith(".py")
+
+
+def _is_users(frame: Mapping[str, Any]) -> bool:
+    name = str(frame.get("filename", "")).replace("\\", "/")
+    return name == "layer" or (name.endswith(".py") and "/torch/" not in name)
+
+
+def _named(frame: Mapping[str, Any]) -> str:
+    if frame["filename"] == "layer":  # in a snapshot of memplug's
+        return str(frame["name"])
+    file = str(frame["filename"]).replace("\\", "/").rsplit("/", 1)[-1]
+    return f"{file}:{frame['line']} {frame['name']}"

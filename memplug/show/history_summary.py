@@ -1,0 +1,90 @@
+"""A snapshot of torch's allocator in one object of plain values, and in words; and beside a plan of all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memplug.plan.layout.problem import fragmentation
+from memplug.plan.schema import MemoryPlan
+from memplug.profile.allocator_history import History
+from memplug.show import summary as of_trace
+from memplug.show.groups import BEFORE, OUTSIDE
+from memplug.show.words import count, size
+
+_UNKNOWN_CODE = "code that is not Python's, or unknown"
+_OF_TRACES = (
+    "fingerprint",
+    "steps",
+    "step_s",
+    "operators",
+    "operators_by_step",
+    "peak_bytes_by_phase",
+    "top_operators",
+)
+"""Keys of a trace's summary that a snapshot knows nothing of."""
+
+
+def summary(history: History) -> dict[str, Any]:
+    """Returns what a snapshot says, for `memplug show --json`: the keys of a trace's that it knows, and its own."""
+    found = of_trace.summary(history.trace)
+    by_code = {_UNKNOWN_CODE if name == OUTSIDE else name: held for name, held in found["peak_bytes_by_layer"].items()}
+    return {
+        "device": history.device,
+        "devices": list(history.devices),
+        "events": len(history.trace.events),
+        **{key: value for key, value in found.items() if key not in (*_OF_TRACES, "peak_bytes_by_layer")},
+        "peak_bytes_by_code": by_code,
+        **_of_torch(history),
+    }
+
+
+def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `summary` returned, as (name, value) in words."""
+    others = [str(number) for number in facts["devices"] if number != facts["device"]]
+    return [
+        ("device", f"{facts['device']}" + (f", of those with events; others: {', '.join(others)}" if others else "")),
+        ("requests", of_trace.requests_in_words(facts)),
+        (BEFORE, f"{size(facts['base_bytes'])} in use" if facts["base_bytes"] else "nothing in use"),
+        ("peak", f"{size(facts['peak_bytes'])} in use ({facts['peak_bytes']:,} bytes)"),
+        *of_trace.held_rows("  by code", facts["peak_bytes_by_code"], facts["peak_bytes"]),
+        ("in use at the end", of_trace.of_requests(facts, "live_at_end")),
+        ("freed, from before", count(facts["earlier_requests_freed"], "request")),
+        *_torch_rows(facts, facts["peak_bytes"]),
+    ]
+
+
+def beside(history: History, made: MemoryPlan) -> dict[str, Any]:
+    """Returns what torch's allocator did with the requests of a plan, as further keys of `memplug plan --json`."""
+    facts = _of_torch(history)
+    reserved = facts["torch_reserved_bytes"]
+    unused = None if reserved is None else max(0.0, fragmentation(made.problem.lower_bound, reserved))
+    return {**facts, "torch_fragmentation": unused}
+
+
+def rows_beside(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `beside` returned among the keys of a plan, as (name, value) in words."""
+    return _torch_rows(facts, facts["lower_bound_bytes"], facts["height_bytes"])
+
+
+def _of_torch(history: History) -> dict[str, Any]:
+    return {
+        "torch_reserved_bytes": history.reserved_bytes,
+        "torch_out_of_memory": history.out_of_memory,
+        "missing_events": history.missing,
+    }
+
+
+def _torch_rows(facts: dict[str, Any], needed: int, height: int | None = None) -> list[tuple[str, str]]:
+    reserved, failed = facts["torch_reserved_bytes"], facts["torch_out_of_memory"]
+    if reserved is None:
+        found = [("torch reserved", "unknown: the snapshot has no segments of torch, or memplug wrote it")]
+    else:
+        words = f"{size(reserved)} at most, {max(0.0, fragmentation(needed, reserved)):.4%} fragmentation"
+        if height is not None:
+            words += f": {size(abs(reserved - height))} {'more' if reserved >= height else 'less'} than this arena"
+        found = [("torch reserved", words)]
+    if failed:
+        found.append(("out of memory", count(failed, "request")))
+    if facts["missing_events"]:
+        found.append(("history", f"has gaps: {count(facts['missing_events'], 'event')} must be missing"))
+    return found

@@ -1,0 +1,298 @@
+"""What several ranks decide together, in torch's own store: a numbered log of ballots, the same for all of them.
+
+rank: its value ──► store ──the last one to come puts the values together──► verdict, which all ranks read
+
+A ballot has one verdict, and the store's compare-and-set keeps the first one: a rank that came too late, or died, finds
+or leaves "it ended here" where others found or left nothing else. So ranks never act on different verdicts, and none
+takes part in a collective that another one may be missing from. Everything is sent by a thread beside training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import pickle
+import queue
+import threading
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from memplug.errors import RanksError
+
+log = logging.getLogger("memplug")
+
+PATIENCE_S = 30.0  # that a rank waits for others without a word
+ANSWER_S = 10.0  # in which the store has to answer
+SHORTEST_POLL_S = 0.0002
+LONGEST_POLL_S = 0.005
+LONGEST_POLL_S_PER_RANK = 20e-6  # the store serves all ranks
+MEETING_POLL_S = 0.05
+KEPT_BALLOTS = 64  # in the store: far more than a rank has open at once
+
+Store = dist.Store
+_DECIDED, _ENDED = b"+", b"-"
+
+
+@dataclass(eq=False, slots=True)
+class _Ballot:
+    number: int
+    value: Any
+    combine: Callable[[list[Any]], Any]
+    decided: Future[Any] = field(default_factory=Future)
+    is_given_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Voters:
+    """Ranks that have met.
+
+    Attributes:
+        store: their own part of torch's store.
+        members: their ranks in the world.
+        own: index of this one among them.
+    """
+
+    store: Store
+    members: Sequence[int]
+    own: int
+
+    def missing(self, place: object) -> list[int]:
+        """Ranks that have left nothing at a place of the store."""
+        return [rank for index, rank in enumerate(self.members) if not self.store.check([f"{place}/{index}"])]
+
+    def leave(self, place: object, value: bytes | str = "") -> bool:
+        """Leave something there; whether this rank is the last one."""
+        self.store.set(f"{place}/{self.own}", value)
+        return self.store.add(f"{place}/count", 1) == len(self.members)
+
+    def is_first_to_say(self, place: object) -> bool:
+        """Whether no other rank has said yet what is to be said once."""
+        return self.store.add(f"{place}/said", 1) == 1
+
+
+class Ballots:
+    """The ballots of ranks that have met. All of them cast the same ones, in the same order.
+
+    Attributes:
+        ended: why there are no more; "" while there are.
+    """
+
+    def __init__(self, voters: Voters):
+        self._sending = _Sending(voters)
+        self._number = 0
+        thread = threading.Thread(target=self._sending.run, name="memplug ballots", daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, _close, self._sending.queue, thread)
+        """This rank casts no more ballots: those that others cast from now on have no verdict."""
+
+    @property
+    def ended(self) -> str:
+        return self._sending.ended
+
+    def cast(self, value: Any, combine: Callable[[list[Any]], Any], limit_s: float) -> Callable[[], Any]:
+        """Returns what waits for the verdict, `limit_s` at most.
+
+        Args:
+            value: this rank's, of any type that can be pickled.
+            combine: makes the verdict of all values, in the order of ranks; the same on all ranks.
+            limit_s: after which the ballots of all ranks end, where one is missing still.
+
+        Raises:
+            RanksError: by what is returned: the ballots have ended.
+        """
+        self._number += 1
+        ballot = _Ballot(self._number, value, combine)
+        self._sending.queue.put(ballot)
+        return lambda: self._wait(ballot, limit_s)
+
+    def is_first_to_say(self) -> bool:
+        """Whether no other rank has said yet why the ballots have ended."""
+        return self._sending.is_first_to_say()
+
+    def _wait(self, ballot: _Ballot, limit_s: float) -> Any:
+        quiet_s = min(PATIENCE_S, limit_s)
+        with contextlib.suppress(NotYet):
+            return ballot.decided.result(quiet_s)
+        if quiet_s < limit_s:
+            self._sending.queue.put(lambda: self._sending.tell_missing(ballot, limit_s))
+            with contextlib.suppress(NotYet):
+                return ballot.decided.result(limit_s - quiet_s)
+        ballot.is_given_up = True
+        try:
+            return ballot.decided.result(ANSWER_S)
+        except NotYet:
+            raise RanksError("torch's store does not answer any more") from None
+
+
+def _close(asked: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    asked.put(None)
+    thread.join(ANSWER_S)
+
+
+class _Sending:
+    """What the thread does; it knows nothing that holds a session."""
+
+    def __init__(self, voters: Voters):
+        self.queue: queue.SimpleQueue[_Ballot | Callable[[], None] | None] = queue.SimpleQueue()
+        self.ended = ""
+        self._voters, self._store = voters, voters.store
+        self._open: deque[_Ballot] = deque()
+        self._next = 1  # number of the next ballot to be cast
+        self._longest_poll_s = LONGEST_POLL_S + LONGEST_POLL_S_PER_RANK * len(voters.members)
+
+    def run(self) -> None:
+        """Until `close`, or the end of the process."""
+        poll_s = SHORTEST_POLL_S
+        while True:
+            try:
+                asked = self.queue.get(timeout=poll_s) if self._open else self.queue.get()
+            except queue.Empty:
+                poll_s = min(2 * poll_s, self._longest_poll_s)
+            else:
+                poll_s = SHORTEST_POLL_S
+                if asked is None:
+                    break
+                self._do(asked)
+            with self._lost():
+                self._read()
+        with contextlib.suppress(RuntimeError):  # the store is gone, and so are the others
+            self._end(self._next, f"rank {self._voters.members[self._voters.own]} takes no more steps with the others")
+        self._finish("the session is detached")
+
+    def tell_missing(self, ballot: _Ballot, limit_s: float) -> None:
+        """One rank says for whom all wait."""
+        missing = self._voters.missing(ballot.number)
+        if missing and self._voters.is_first_to_say(ballot.number):
+            log.warning(
+                "memplug: at the end of a step, ranks wait for %s since %.0f s, and for %.0f s more at most; then "
+                "planning stops",
+                named(missing),
+                PATIENCE_S,
+                limit_s - PATIENCE_S,
+            )
+
+    @contextlib.contextmanager
+    def _lost(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # of the store's own, whose process has ended
+            self._finish(f"torch's store is gone: {str(error).partition(chr(10))[0]}")
+
+    def _do(self, asked: _Ballot | Callable[[], None]) -> None:
+        if isinstance(asked, _Ballot):
+            self._open.append(asked)
+            self._next = asked.number + 1
+        with self._lost():
+            if self.ended:
+                self._finish(self.ended)
+            elif isinstance(asked, _Ballot):
+                self._cast(asked)
+            else:
+                asked()
+
+    def _cast(self, ballot: _Ballot) -> None:
+        number, count = ballot.number, len(self._voters.members)
+        if self._voters.leave(number, pickle.dumps(ballot.value)):
+            values = self._store.multi_get([f"{number}/{index}" for index in range(count)])
+            verdict = ballot.combine([pickle.loads(value) for value in values])
+            self._store.compare_set(f"{number}/verdict", "", _DECIDED + zlib.compress(pickle.dumps(verdict), 1))
+        old = number - KEPT_BALLOTS
+        if old > 0:
+            self._store.delete_key(f"{old}/{self._voters.own}")
+            if self._voters.own == 0:
+                self._store.delete_key(f"{old}/count")
+                self._store.delete_key(f"{old}/verdict")
+
+    def _read(self) -> None:
+        while self._open:
+            ballot = self._open[0]
+            place = f"{ballot.number}/verdict"
+            if ballot.is_given_up and not self._store.check([place]):
+                late = named(self._voters.missing(ballot.number))
+                self._end(ballot.number, f"{late} did not end the step that others had ended")
+            if not self._store.check([place]):
+                return
+            verdict = self._store.get(place)
+            if verdict[:1] == _ENDED:
+                self._finish(verdict[1:].decode())
+                return
+            self._open.popleft()
+            ballot.decided.set_result(pickle.loads(zlib.decompress(verdict[1:])))
+
+    def _end(self, number: int, why: str) -> None:
+        self._store.compare_set(f"{number}/verdict", "", _ENDED + why.encode())
+
+    def _finish(self, why: str) -> None:
+        self.ended = why
+        while self._open:
+            self._open.popleft().decided.set_exception(RanksError(why))
+
+    def is_first_to_say(self) -> bool:
+        """Whether no other rank has said yet why the ballots have ended."""
+        with contextlib.suppress(RuntimeError):
+            return self._voters.is_first_to_say("end")
+        return True
+
+
+def meet(store: Store, members: Sequence[int], rank: int, timeout_s: float) -> Voters:
+    """Wait until all these ranks call this, as often as this one has.
+
+    Args:
+        store: torch's own; this rank's connection to it, which others of its threads may hold, is not used.
+        members: ranks of the world, in the same order on all of them.
+        rank: of this process in the world.
+        timeout_s: after which a rank gives up, and so do all others.
+
+    Raises:
+        RanksError: it gave up, or another one did.
+    """
+    store = store.clone() if hasattr(store, "clone") else store
+    store = dist.PrefixStore(f"memplug/{hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]}", store)
+    times = store.add(f"times/{rank}", 1)
+    voters = Voters(dist.PrefixStore(str(times), store), members, members.index(rank))
+    if voters.leave("here"):
+        voters.store.compare_set("met", "", _DECIDED)
+    began, is_told = time.monotonic(), False
+    while not voters.store.check(["met"]):
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s:
+            missing = named(voters.missing("here"))
+            voters.store.compare_set("met", "", _ENDED + f"{missing} did not attach in {timeout_s:.0f} s".encode())
+        elif waited_s > PATIENCE_S and not is_told:
+            is_told = True
+            _tell_absent(voters)
+        else:
+            time.sleep(min(MEETING_POLL_S, SHORTEST_POLL_S + waited_s / 8))
+    met = voters.store.get("met")
+    if met != _DECIDED:
+        raise RanksError(f"the ranks that train this model did not meet: {met[1:].decode()}")
+    return voters
+
+
+def _tell_absent(voters: Voters) -> None:
+    missing = voters.missing("here")
+    if missing and voters.is_first_to_say("here"):
+        log.warning(
+            "memplug: rank %d waits in `memplug.attach` for %s, since the ranks that train a model attach to it "
+            "together. If those do not train it, say which do: memplug.attach(model, config, group=...)",
+            voters.members[voters.own],
+            named(missing),
+        )
+
+
+def named(ranks: Sequence[int]) -> str:
+    """For example "rank 3", "ranks 0, 1 and 5"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    *most, last = ranks or ["?"]
+    return f"ranks {', '.join(map(str, most))} and {last}" if most else "no rank"

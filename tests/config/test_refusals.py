@@ -1,0 +1,155 @@
+"""Unusable files, numbers and folders of users end in a MemplugError with advice, or in a warning beside training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from memplug.arena.arena import Arena
+from memplug.config import load_config
+from memplug.device.virtual import Hardware
+from memplug.errors import (
+    ArenaError,
+    ConfigError,
+    EstimateError,
+    HardwareError,
+    MemplugError,
+    RecomputeError,
+    TuneError,
+)
+from memplug.estimator.shapes import Shape
+from memplug.files import opened
+from memplug.tune import tuning
+from memplug.tune.fixed import Fixed
+from memplug.tune.machine import Machine
+from tests.support.folders import ROOT
+
+TOO_DEEP = "[" * 100_000
+TOO_LONG = "x" * 300  # for the name of a file: no system can look whether there is one
+BLOCK = {
+    "enabled": True,
+    "plan_dir": False,
+    "profiler": {"warmup_steps": 0, "policy_steps": 1, "wait_for_plans": True},
+    "tokenwise": {"regions": ["[0-9]"], "min_offload_bytes": 1},
+}
+
+
+def train(block: dict[str, Any], steps: int = 8) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)))
+    with memplug.attach(model, {**BLOCK, **block}) as session:
+        for _ in range(steps):
+            model(torch.ones(4, 16)).sum().backward()
+            session.step()
+
+
+def test_json_that_is_nested_too_deeply(tmp_path: Path):
+    file = tmp_path / "ds.json"
+    file.write_text(TOO_DEEP)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_config(file)
+    with pytest.raises(HardwareError):
+        Hardware.read(file)
+
+
+def test_path_with_a_null_byte():
+    with pytest.raises(MemplugError, match="null"):
+        opened(Path("a\0b"), "plan", MemplugError)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_profile_of_a_gpu_with_a_number_that_is_none(value: float, tmp_path: Path):
+    profile = json.loads((ROOT / "configs/hardware/h100.json").read_text())
+    profile["memory_bytes"]["value"] = value
+    file = tmp_path / "gpu.json"
+    file.write_text(json.dumps(profile))
+    with pytest.raises(HardwareError, match="memory_bytes"):
+        Hardware.read(file)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_number_of_a_deepspeed_json_that_is_none(value: float):
+    with pytest.raises(TuneError, match="train_batch_size"):
+        Fixed.of({"train_batch_size": value}, load_config(None), None)
+
+
+@pytest.mark.parametrize("host_bytes", [math.inf, math.nan, -1.0])
+def test_host_memory_that_no_machine_has(host_bytes: float):
+    machine = Machine(hardware=Hardware.named("h100"), gpus=1)
+    with pytest.raises(TuneError, match="host memory"):
+        tuning.tune({}, Shape.read(ROOT / "configs/models/tiny.yaml"), machine, host_bytes)
+
+
+@pytest.mark.parametrize("host_bytes", [math.nan, -1.0])
+def test_host_memory_that_no_estimate_is_for(host_bytes: float):
+    with pytest.raises(EstimateError, match="host memory"):
+        memplug.estimate(nn.Identity, tuple, {"enabled": True}, modes=["keep"], host_bytes=host_bytes)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "hidden_act: none of them",
+        "head_dim: 0",
+        "rope_scaling: {rope_type: none, factor: 2.0}",
+        "rms_norm_eps: [1]",
+    ],
+)
+def test_shape_that_transformers_makes_no_model_of(field: str, tmp_path: Path):
+    tiny = (ROOT / "configs/models/tiny.yaml").read_text().splitlines()
+    kept = [line for line in tiny if line.split(":")[0] != field.split(":")[0]]
+    file = tmp_path / "model.yaml"
+    file.write_text("\n".join([*kept, field]))
+    with pytest.raises(EstimateError, match="transformers makes no Llama of it"):
+        Shape.read(file)
+
+
+@pytest.mark.parametrize("budget", ["host_budget_gib", "device_budget_gib"])
+def test_budgets_may_be_as_large_as_any_number(budget: str):
+    train({budget: 1e300})
+
+
+def test_plan_folder_that_cannot_be_looked_into(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "memplug"):
+        train({"plan_dir": str(tmp_path / TOO_LONG)})
+    assert "plan" in caplog.text
+
+
+def test_timeline_folder_that_cannot_be_looked_into(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "memplug"):
+        train({"report": {"timeline": str(tmp_path / TOO_LONG)}})
+    assert "was not saved" in caplog.text
+
+
+@pytest.mark.parametrize("take", ["resize", "data"])
+def test_memory_that_is_taken_before_backward(take: str):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)))
+    with memplug.attach(model, {**BLOCK, "tokenwise": {**BLOCK["tokenwise"], "alpha": 0.0}}):
+        loss, weight = model(torch.ones(4, 16)).sum(), model[1][0].weight
+        if take == "resize":
+            weight.untyped_storage().resize_(0)
+        else:
+            weight.data = torch.empty(0)
+        with pytest.raises(RecomputeError, match="was taken away") as raised:
+            loss.backward()
+    assert "until its backward is over" in raised.value.advice
+
+
+def test_arena_says_who_has_the_allocator(monkeypatch: pytest.MonkeyPatch):
+    arena = Arena("cpu")
+
+    def refuse(on: bool) -> None:
+        raise RuntimeError("the CPU's allocator was set by another library with a higher priority")
+
+    monkeypatch.setattr(arena, "_stand_in_front", refuse)
+    with pytest.raises(ArenaError, match="set by another library") as raised:
+        arena.serve(SimpleNamespace(reused_bytes=512, kept_bytes=0))
+    assert "device_budget_gib" not in raised.value.advice

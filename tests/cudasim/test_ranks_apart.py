@@ -1,0 +1,44 @@
+"""Ranks on simulated CUDA, over NCCL's stand-in, that do not all train, or do not end as many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cudasim.forked import ranks_on_cuda
+from tests.stages.test_ranks_apart import BLOCKS, STOPS, assert_equal, run, same_decisions, warnings
+
+pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Callable[..., str]]:
+    """Runs a module on ranks."""
+    with ranks_on_cuda("deepspeed") as launch:
+        yield launch
+
+
+@pytest.mark.parametrize("alpha", ["auto", "1"])
+def test_join_trains_as_without_memplug(alpha: str, tmp_path: Path, launch: Callable[..., str]) -> None:
+    ranks = run(tmp_path, 2, launch, kind="join", epochs=2, block=BLOCKS[alpha], backend="nccl")
+    for rank in ranks:
+        assert_equal(rank, exactly=alpha == "1")
+    assert same_decisions([rank["with"] for rank in ranks])
+    assert len(warnings(ranks, STOPS)) == 1
+
+
+@pytest.mark.parametrize("by", ["list", "wrapper"])
+def test_only_the_ranks_of_the_group_attach(by: str, tmp_path: Path, launch: Callable[..., str]) -> None:
+    one, other = run(tmp_path, 2, launch, kind="subset", by=by, ranks=[0], backend="nccl")
+    assert_equal(one)
+    assert one["with"]["stopped"] is None and one["warnings"] == other["warnings"] == []
+
+
+def test_ranks_that_end_more_steps_go_on_with_what_was_decided(tmp_path: Path, launch: Callable[..., str]) -> None:
+    ranks = run(tmp_path, 2, launch, kind="uneven", backend="nccl")
+    for rank in ranks:
+        assert_equal(rank)
+    assert same_decisions([rank["with"] for rank in ranks])
+    assert len(warnings(ranks, STOPS)) == 1

@@ -1,0 +1,1 @@
+"""Of DeepSpeed's JSON: files, lines and keys."""

@@ -1,0 +1,63 @@
+"""Lines of keys, in JSON and in what DeepSpeed reads besides."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplug.ds_json.places import line_of, repeated
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"a": 1, "b": {"a": 2}, "c": [{"a": 3}, {"a": 4}]}', []),
+        ('{"a": 1,\n"b": 2,\n"a": 3}', [("a", [1, 3])]),
+        ('{"a": {"b": [0, {"c": 1,\n\n"c": 2}]}}', [("a.b[1].c", [1, 3])]),
+        ('{"a": "x\\": {\\n", /* "a": 0 */ // "a": 0\n "a": [\n]\n, "a": {}}', [("a", [1, 2, 4])]),
+        ("# a: 0\na: 1\nb: '''\na: 2\n'''\n'a': tr ue, }\n", [("a", [2, 6])]),
+        ('{"\\u0061": 1, "a": 2}', [("a", [1, 1])]),
+        ('\ufeff{"a": 1,\r\n"a": 2}', [("a", [1, 2])]),
+        ('{"a": 1, "a" 2}', [("a", [1, 1])]),
+        ('{"a": 1\n"b": x, y}\n"a": 2\n}', [("a", [1, 3])]),
+    ],
+    ids=str,
+)
+def test_keys_that_an_object_has_twice_are_found_with_their_lines(text, found):
+    assert repeated(text) == found
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(st.dictionaries(st.text(), VALUES, max_size=4), st.integers(0, 2))
+def test_no_json_is_said_to_have_a_key_twice_that_it_has_once(value, indent):
+    assert repeated(json.dumps(value, indent=indent or None)) == []
+    assert repeated(json.dumps(value, ensure_ascii=False)) == []
+
+
+@given(st.lists(st.text("abc", min_size=1), unique=True, max_size=8), VALUES)
+def test_every_key_of_a_json_is_in_its_line(keys, value):
+    text = "{\n" + ",\n".join(f'"{key}": {json.dumps([value])}' for key in keys) + "}"
+    assert [line_of(text, key) for key in keys] == [number + 2 for number in range(len(keys))]
+
+
+@given(st.text("{}[]:,\"'#/*\\ \nax1"))
+def test_any_text_comes_to_an_end(text):
+    repeated(text)
+
+
+def test_long_comments_and_blanks_without_an_end_take_no_time():
+    for text in (
+        '{"a"' + " " * 50_000,
+        '{"a"' + "#" * 50_000 + "\n",
+        '{"a": /*' + "/" * 50_000,
+        '{"a": "' + "\\" * 50_001,
+    ):
+        assert line_of(text, "a") in (1, None)

@@ -1,0 +1,185 @@
+"""Key-value caches that layers are given in training: as without memplug, and the memory goes with the region."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache, T5Config, T5ForConditionalGeneration
+
+import memplug
+from memplug.errors import ConflictError, InPlaceError
+from tests.support.blocks import alphas, assert_same, gradients
+from tests.support.hosts import block, tiny_llama, tokens
+
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("keeps_nothing")]
+
+REGIONS = {"layers": "auto", "attention": ["model.layers.*.self_attn"]}
+regions = pytest.mark.parametrize("regions", REGIONS.values(), ids=list(REGIONS))
+
+
+class Prefixed(nn.Module):
+    """Prefix tuning: each layer's cache begins with keys and values that are trained."""
+
+    def __init__(self, **fields: Any):
+        super().__init__()
+        self.model = tiny_llama(attn_implementation="eager", **fields)
+        self.prefix = nn.Parameter(torch.randn(3, 2, 2, 2, 5, 8))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        cache = DynamicCache(config=self.model.config)
+        for layer, (keys, values) in enumerate(self.prefix * 2):
+            cache.update(keys, values, layer)
+        return self.model(input_ids=x, labels=x, past_key_values=cache)
+
+
+def losses_and_gradients(model: nn.Module, session: Any = None) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    found = []
+    for seed in range(3):
+        loss = model(tokens(seed)).loss
+        loss.backward()
+        found.append((loss.detach(), gradients(model)))
+        if session is not None:
+            session.step()
+    return found
+
+
+@alphas
+@pytest.mark.parametrize("kind", ["causal", "encoder-decoder"])
+def test_prefix_tuning_of_peft_trains(kind: str, alpha: Any) -> None:
+    peft = pytest.importorskip("peft")
+
+    class Tuned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+            t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+            model, task = (tiny_llama(), "CAUSAL_LM") if kind == "causal" else (t5, "SEQ_2_SEQ_LM")
+            self.model = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=4))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.model(input_ids=x, labels=x)
+
+    plain, model = losses_and_gradients(Tuned()), Tuned()
+    with memplug.attach(model, block(alpha=alpha)) as session:
+        for (loss, gradient), (expected, others) in zip(losses_and_gradients(model, session), plain, strict=True):
+            assert torch.equal(loss, expected)
+            assert_same(gradient, others, exact=alpha in (0, 1))
+
+
+def opaque(session: Any) -> None:
+    for region in session.regions:
+        region.opaque = "the test says so"
+
+
+@alphas
+@regions
+@pytest.mark.parametrize("is_opaque", [False, True])
+def test_a_prefix_that_is_trained_is_an_input(alpha: Any, regions: Any, is_opaque: bool) -> None:
+    plain, model = losses_and_gradients(Prefixed()), Prefixed()
+    assert all(gradient["prefix"].abs().max() > 0 for _, gradient in plain)
+    with memplug.attach(
+        model, block(alpha=alpha, regions=regions if regions == "auto" else [f"model.{regions[0]}"])
+    ) as on:
+        if is_opaque:
+            opaque(on)
+        for (loss, gradient), (expected, others) in zip(losses_and_gradients(model, on), plain, strict=True):
+            assert torch.equal(loss, expected)
+            assert_same(gradient, others, exact=alpha in (0, 1))
+
+
+@alphas
+def test_a_layer_is_given_a_cache_where_the_model_makes_one(alpha: Any) -> None:
+    """Keys of a cache are contiguous, and a matmul may round otherwise."""
+    seen = []
+
+    class Seeing(DynamicCache):
+        def update(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(self.get_seq_length(args[2]))
+            return super().update(*args, **kwargs)
+
+    model, x = tiny_llama(), tokens()
+    with memplug.attach(model, block(alpha=alpha)):
+        model(input_ids=x, labels=x, past_key_values=Seeing()).loss.backward()
+        assert seen == [0, 0, 0]
+
+
+def test_a_cache_knows_its_length_and_takes_no_memory() -> None:
+    model, x = tiny_llama(), tokens()
+    with memplug.attach(model, block()):
+        out = model(input_ids=x, labels=x)
+        cache = out.past_key_values
+        assert [cache.get_seq_length(layer) for layer in range(3)] == [x.shape[1]] * 3
+        assert all(layer.keys.is_meta and layer.values.is_meta for layer in cache.layers)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert_same_training(model, x, cache)
+
+
+def assert_same_training(model: nn.Module, x: torch.Tensor, cache: Any, plain_cache: Any = None) -> None:
+    plain = tiny_llama()
+    expected = plain(input_ids=x, labels=x, past_key_values=plain_cache).loss
+    expected.backward()
+    loss = model(input_ids=x, labels=x, past_key_values=cache).loss
+    loss.backward()
+    assert torch.equal(loss, expected)
+    assert_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("is_opaque", [False, True])
+def test_a_cache_that_was_filled_without_gradients_is_attended_to(is_opaque: bool) -> None:
+    model, x = tiny_llama(), tokens()
+    with memplug.attach(model, block()) as session:
+        if is_opaque:
+            opaque(session)
+        with torch.no_grad():
+            cache = model(input_ids=x, use_cache=True).past_key_values
+        assert_same_training(model, x, cache, copy.deepcopy(cache))
+
+
+@pytest.mark.parametrize("gradients_on", [True, False])
+def test_a_cache_of_a_forward_with_gradients_cannot_be_used_again(gradients_on: bool) -> None:
+    model, x = tiny_llama(), tokens()
+    with memplug.attach(model, block()):
+        out = model(input_ids=x, labels=x)
+        with torch.set_grad_enabled(gradients_on), pytest.raises(ConflictError, match=r"model\.layers\.0 was") as error:
+            model(input_ids=x, past_key_values=out.past_key_values)
+        assert "a cache of its own" in error.value.advice
+        out.loss.backward()
+
+
+@pytest.mark.parametrize("is_opaque", [False, True])
+def test_a_static_cache_is_written_to_as_without_memplug(is_opaque: bool) -> None:
+    def prefilled(model: nn.Module) -> StaticCache:
+        cache = StaticCache(model.config, max_cache_len=32)
+        with torch.no_grad():
+            model(input_ids=tokens(1), past_key_values=cache)
+        return cache
+
+    model, plain, x = tiny_llama(), tiny_llama(), tokens()
+    theirs = prefilled(plain)
+    with memplug.attach(model, block()) as session:
+        if is_opaque:
+            opaque(session)
+        cache = prefilled(model)
+        assert_same_training(model, x, cache, theirs)
+        for one, other in zip(cache.layers, prefilled(plain).layers, strict=True):
+            assert torch.equal(one.keys[:, :, :12], other.keys[:, :, :12])
+
+
+def test_a_cache_written_to_before_backward_is_an_error_that_names_the_region() -> None:
+    model, x = LlamaForCausalLM(LlamaConfig(**{**tiny_llama().config.to_dict(), "num_key_value_heads": 4})), tokens()
+    cache = StaticCache(model.config, max_cache_len=48)
+    with memplug.attach(model, block()):
+        with torch.no_grad():
+            model(input_ids=x, past_key_values=cache)
+        loss = model(input_ids=x, labels=x, past_key_values=cache).loss
+        with torch.no_grad():
+            model(input_ids=x, past_key_values=cache)
+        with pytest.raises(RuntimeError, match=r"region model\.layers\.2: .* by an inplace operation") as error:
+            loss.backward()
+        assert isinstance(error.value, InPlaceError) and "key-value cache" in error.value.advice

@@ -1,0 +1,98 @@
+"""Every family of transformers trains as without memplug, called as it is by default (`use_cache` included)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import memplug
+from memplug.errors import RegionError
+from tests.support import families
+from tests.support.families import Cannot, Family
+
+FAMILIES = families.families()
+STATEFUL = ("gemma3n_text", "gemma4_text", "qwen3_next", "nemotron_h", "jamba", "zamba2", "minimax", "mt5", "bart")
+"""Of which caches hold more than keys and values, or whose layers share them or round otherwise without."""
+Steps = list[tuple[torch.Tensor, dict[str, torch.Tensor | None]]]
+
+
+def cases() -> list[Any]:
+    """Returns all families; those that are neither named above nor each sixteenth are long."""
+    chosen = {str(family) for family in FAMILIES[::16]} | {str(each) for each in FAMILIES if each.name in STATEFUL}
+    return [
+        pytest.param(family, id=str(family), marks=[] if str(family) in chosen else pytest.mark.long)
+        for family in FAMILIES
+    ]
+
+
+def block(alpha: float | str, regions: Any = "auto") -> dict[str, Any]:
+    """Returns a block that swaps the smallest tensors."""
+    tokenwise = {"alpha": alpha, "min_offload_bytes": 1, "regions": regions}
+    return {"enabled": True, "plan_dir": False, "arena": {"enabled": False}, "tokenwise": tokenwise}
+
+
+def plain(family: Family) -> Steps:
+    """Returns what comes without memplug. Raises `Cannot` where the family does not train then."""
+    model = family.make()
+    try:
+        return list(families.steps(model))
+    except Exception as error:
+        raise Cannot(f"without memplug {type(error).__name__}: {error}"[:200]) from error
+
+
+def attach(model: torch.nn.Module, alpha: float | str) -> Any:
+    """Returns a session; where memplug finds no layers, one of the lists of modules that its error names."""
+    try:
+        return memplug.attach(model, block(alpha))
+    except RegionError as error:
+        return memplug.attach(model, block(alpha, json.loads(re.search(r"\[.*\]", error.advice)[0])))
+
+
+def difference(found: Steps, expected: Steps) -> str:
+    """Returns where losses or gradients of two trainings first differ in a bit; "" where they do not."""
+    for step, ((loss, gradients), (other, others)) in enumerate(zip(found, expected, strict=True)):
+        if not torch.equal(loss.nan_to_num(), other.nan_to_num()):
+            return f"step {step}: loss {loss.item()}, expected {other.item()}"
+        for name, gradient in others.items():
+            one = gradients[name]
+            if (one is None) != (gradient is None) or (
+                gradient is not None and not torch.equal(one.nan_to_num(), gradient.nan_to_num())
+            ):
+                return f"step {step}: the gradient of {name}"
+    return ""
+
+
+@pytest.mark.parametrize("family", cases())
+@pytest.mark.filterwarnings("ignore")
+def test_a_family_trains_as_without_memplug(family: Family, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    try:
+        expected = plain(family)
+    except Cannot as error:
+        pytest.skip(str(error))
+    for alpha in (0, 1, "auto"):
+        model = family.make()
+        with attach(model, alpha) as session:
+            found = list(families.steps(model, session))
+            if difference(found, expected) and difference(plain(family), expected):
+                pytest.skip("without memplug it is another training each time")
+            assert not difference(found, expected), f"alpha {alpha}"
+            assert session.report()["forwards"], "a region ran"
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_most_families_can_be_made_tiny() -> None:
+    """So that those which cannot, and are skipped, stay few with another transformers."""
+    reasons = {}
+    for family in FAMILIES:
+        try:
+            family.make()
+        except Cannot as error:
+            reasons[str(family)] = str(error)
+    assert len(reasons) < 0.1 * len(FAMILIES), "\n".join(f"{name}: {reason}" for name, reason in reasons.items())

@@ -1,0 +1,142 @@
+"""Real ranks that do not all train, or do not end as many steps: nothing hangs, numbers are those without memplug."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.apart_worker import BATCHES, MORE
+from tests.support.forking import launch_forked
+
+pytestmark = pytest.mark.distributed
+
+BLOCKS = {
+    "auto": {"profiler": {"warmup_steps": 1, "policy_steps": 2, "wait_for_plans": True}},
+    "1": {"tokenwise": {"alpha": 1.0}},
+}
+LIMIT_S = 2.0
+STOPS = "nothing is planned any more"
+
+
+def run(folder: Path, processes: int, launch: Callable[..., str] = launch_forked, **case: Any) -> list[dict[str, Any]]:
+    """What each rank has found; one that died has found nothing."""
+    case = {"block": BLOCKS["auto"], "limit_s": LIMIT_S, "timeout_s": 40, **case}
+    arguments = ["tests.support.apart_worker", folder, json.dumps(case)]
+    launch(arguments, processes=processes, module=True, time_limit_s=100)
+    files = [folder / f"{rank}.json" for rank in range(processes)]
+    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+
+def warnings(ranks: list[dict[str, Any]], text: str) -> list[str]:
+    return [line for rank in ranks for line in rank.get("warnings", []) if text in line]
+
+
+def assert_equal(rank: dict[str, Any], exactly: bool = False) -> None:
+    """With memplug and without: to the bit, or where a plan may split matmuls, to their rounding."""
+    losses = rank["without"]["losses"]
+    assert rank["with"]["losses"] == (losses if exactly else pytest.approx(losses, rel=1e-5))
+    assert not exactly or rank["with"]["digest"] == rank["without"]["digest"]
+    assert rank["with"]["offloaded"] > 0
+
+
+def same_decisions(results: list[dict[str, Any]]) -> bool:
+    return all(one["settings"] == results[0]["settings"] and one["stage"] == results[0]["stage"] for one in results)
+
+
+@pytest.mark.parametrize(("processes", "alpha", "epochs"), [(2, "auto", 2), (2, "1", 1), (3, "1", 2)])
+def test_join_trains_as_without_memplug(processes: int, alpha: str, epochs: int, tmp_path: Path) -> None:
+    ranks = run(tmp_path, processes, kind="join", epochs=epochs, block=BLOCKS[alpha])
+    for number, rank in enumerate(ranks):
+        assert_equal(rank, exactly=alpha == "1")
+        assert len(rank["with"]["losses"]) == epochs * (BATCHES + MORE * number)
+    assert same_decisions([rank["with"] for rank in ranks])
+    (line,) = warnings(ranks, STOPS)
+    assert "rank 0 did not end the step" in line
+    assert alpha != "auto" or all(rank["with"]["replans"] == 1 for rank in ranks), "it was planned before"
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_ranks_that_end_more_steps_go_on_with_what_was_decided(processes: int, tmp_path: Path) -> None:
+    ranks = run(tmp_path, processes, kind="uneven")
+    for rank in ranks:
+        assert_equal(rank)
+    assert same_decisions([rank["with"] for rank in ranks])
+    assert len(warnings(ranks, STOPS)) == 1
+
+
+@pytest.mark.parametrize("step", [1, 3, 7], ids=["in warm-up", "as plans are tried", "in stable"])
+def test_a_rank_that_comes_too_late_decides_no_more_than_those_that_waited(step: int, tmp_path: Path) -> None:
+    ranks = run(tmp_path, 3, kind="late", step=step, patience_s=0.5)
+    for rank in ranks:
+        assert_equal(rank)
+        assert "rank 0" in rank["with"]["stopped"]
+    assert same_decisions([rank["with"] for rank in ranks])
+    assert len(warnings(ranks, STOPS)) == 1
+    (line,) = warnings(ranks, "ranks wait for rank 0")
+    assert "planning stops" in line
+
+
+@pytest.mark.parametrize("step", [1, 7], ids=["in warm-up", "in stable"])
+def test_a_rank_that_died_holds_the_others_no_longer_than_the_limit(step: int, tmp_path: Path) -> None:
+    *alive, dead = run(tmp_path, 3, kind="dies", step=step)
+    assert not dead
+    for rank in alive:
+        assert len(rank["losses"]) == BATCHES and rank["seconds"] < LIMIT_S + 5
+        assert "rank 2 did not end the step" in rank["stopped"]
+    assert same_decisions(alive)
+    assert len(warnings(alive, STOPS)) == 1
+
+
+def test_a_rank_that_detaches_is_not_waited_for_and_all_attach_anew(tmp_path: Path) -> None:
+    began = time.monotonic()
+    ranks = run(tmp_path, 3, kind="leaves", limit_s=50, timeout_s=100)
+    assert time.monotonic() - began < 40
+    for rank in ranks:
+        assert rank["again"]["replans"] == 1 and rank["again"]["stopped"] is None
+    assert ["rank 2 takes no more steps" in (rank["first"]["stopped"] or "") for rank in ranks] == [True, True, False]
+    assert len(warnings(ranks, STOPS)) == 1
+
+
+@pytest.mark.parametrize(
+    ("by", "ranks", "processes"), [("list", [0], 2), ("list", [1, 2], 3), ("group", [0, 2], 3), ("wrapper", [1, 2], 3)]
+)
+def test_only_the_ranks_of_the_group_attach(by: str, ranks: list[int], processes: int, tmp_path: Path) -> None:
+    found = run(tmp_path, processes, kind="subset", by=by, ranks=ranks)
+    for number, rank in enumerate(found):
+        assert ("with" in rank) is (number in ranks)
+        assert rank["warnings"] == []
+        if number in ranks:
+            assert_equal(rank)
+            assert rank["with"]["replans"] == 1 and rank["with"]["stopped"] is None
+    assert same_decisions([found[rank]["with"] for rank in ranks])
+
+
+def test_ranks_with_groups_of_their_own_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    for rank in run(tmp_path, 2, kind="roles"):
+        assert rank["replans"] == 1 and rank["stopped"] is None and rank["warnings"] == []
+
+
+def test_attaching_alone_says_for_whom_it_waits_and_gives_up(tmp_path: Path) -> None:
+    ranks = run(tmp_path, 3, kind="alone", after_s=6, timeout_s=3, patience_s=0.5)
+    for rank in ranks:
+        assert "ranks 1 and 2 did not attach in 3 s" in rank["error"] and "group=group" in rank["error"]
+    assert 2.5 < ranks[0]["seconds"] < 6 and ranks[1]["seconds"] < 2, "those that come later do not wait"
+    (line,) = warnings(ranks, "waits in `memplug.attach`")
+    assert "rank 0 waits" in line and "for ranks 1 and 2" in line
+
+
+def test_ranks_that_attach_late_are_waited_for(tmp_path: Path) -> None:
+    ranks = run(tmp_path, 2, kind="alone", after_s=2, patience_s=0.5)
+    assert [rank["error"] for rank in ranks] == [None, None]
+    assert len(warnings(ranks, "for rank 1")) == 1
+
+
+def test_a_rank_outside_of_the_group_is_refused(tmp_path: Path) -> None:
+    inside, outside = run(tmp_path, 2, kind="outsider")
+    assert inside["error"] is None
+    assert "on rank 1 of 2" in outside["error"] and "Attach only on the ranks of the group" in outside["error"]

@@ -1,0 +1,267 @@
+"""Ranks of one job that do not all train a model, or do not end as many steps, with memplug and without.
+
+Started by a launcher: `torchrun --nproc-per-node 3 -m tests.support.apart_worker FOLDER CASE`. `CASE` is a JSON object:
+
+* "kind": a function of this file;
+* "block": the "memplug" block;
+* "limit_s", "patience_s", "timeout_s": of a wait at the end of a step, of a silent one, and of the default group;
+* "backend": of the groups, gloo by default; with NCCL the ranks train on the device.
+
+`FOLDER/RANK.json` gets what the function returns, with the "warnings" of memplug.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+Case = dict[str, Any]
+BATCHES = 9  # of rank 0, in an epoch
+MORE = 3  # of each rank than of the one before it
+
+
+def device(case: Case) -> torch.device:
+    return torch.device("cuda", dist.get_rank()) if case.get("backend") == "nccl" else torch.device("cpu")
+
+
+def model_of(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)]
+    return nn.Sequential(*layers).to(device(case))
+
+
+def wrapped(case: Case, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """The model in DistributedDataParallel. On simulated CUDA a hook of Python's reduces, as NCCL's stand-in has no
+    futures, which the reducer's own asks for.
+    """
+    model = DistributedDataParallel(model_of(case), process_group=group)
+
+    def reduce(group, bucket):  # without types: torch compares them, and not as text
+        total = bucket.buffer()
+        dist.all_reduce(total, group=group)
+        done = torch.futures.Future(devices=[total.device])
+        done.set_result(total.div_(dist.get_world_size(group)))
+        return done
+
+    if case.get("backend") == "nccl":
+        model.register_comm_hook(group, reduce)
+    return model
+
+
+class Training:
+    """One model, with memplug where the block is asked for."""
+
+    def __init__(self, case: Case, model: nn.Module, block: dict[str, Any] | None, **attaching: Any):
+        import memplug
+
+        self.model, self.losses, self.device = model, [], device(case)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = {"enabled": False} if block is None else {"enabled": True, "plan_dir": False, **block}
+        if block is not None:
+            regions = [name for name, _ in model.named_modules() if name.removeprefix("module.") in "012" and name]
+            config["tokenwise"] = {"regions": regions, "min_offload_bytes": 256, **config.get("tokenwise", {})}
+        self.session = memplug.attach(model, config, **attaching)
+
+    def step(self) -> None:
+        batch = torch.Generator().manual_seed(1000 * dist.get_rank() + len(self.losses))
+        loss = self.model(torch.randn(4, 32, generator=batch).to(self.device)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.session.step()
+        self.losses.append(loss.detach())
+
+    def result(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            digest.update(parameter.detach().cpu().numpy().tobytes())
+        report = self.session.report()
+        return {
+            "losses": [loss.item() for loss in self.losses],
+            "digest": digest.hexdigest(),
+            "stage": report["stage"],
+            "stopped": report.get("planning_stopped_because"),
+            "planned_steps": report.get("planned_steps"),
+            "replans": report.get("replans"),
+            "offloaded": report.get("offloaded_bytes"),
+            "settings": [repr((region.is_plain, region.setting.rows)) for region in self.session.regions],
+        }
+
+
+def twice(case: Case, make: Callable[[dict[str, Any] | None], Training], train: Callable[[Training], None]) -> Case:
+    """Trained without memplug, then with it."""
+    found = {}
+    for name, block in {"without": None, "with": case["block"]}.items():
+        training = make(block)
+        with training.session:
+            train(training)
+            found[name] = training.result()
+    return found
+
+
+# -- kinds -------------------------------------------------------------------------------------------------------------
+
+
+def join(case: Case) -> Case:
+    """Epochs in `DistributedDataParallel.join`, of which each rank has more batches than the one before it."""
+
+    def train(training: Training) -> None:
+        for _ in range(case["epochs"]):
+            with training.model.join():
+                for _ in range(BATCHES + MORE * dist.get_rank()):
+                    training.step()
+
+    return twice(case, lambda block: Training(case, wrapped(case), block), train)
+
+
+def uneven(case: Case) -> Case:
+    """Each rank trains a model of its own, with more batches than the rank before it, and meets the others then."""
+
+    def train(training: Training) -> None:
+        for _ in range(BATCHES + MORE * dist.get_rank()):
+            training.step()
+        dist.barrier()
+
+    return twice(case, lambda block: Training(case, model_of(case), block), train)
+
+
+def late(case: Case) -> Case:
+    """The first rank is busy elsewhere for longer than others wait, in one of its steps, and goes on then."""
+
+    def train(training: Training) -> None:
+        for step in range(BATCHES):
+            if step == case["step"] and dist.get_rank() == 0:
+                time.sleep(2 * case["limit_s"])
+            training.step()
+        dist.barrier()
+
+    return twice(case, lambda block: Training(case, model_of(case), block), train)
+
+
+def leaves(case: Case) -> Case:
+    """The last rank detaches before the others, which attach anew with it then."""
+    model, last = model_of(case), dist.get_rank() == dist.get_world_size() - 1
+    training = Training(case, model, case["block"])
+    for _ in range(BATCHES - (2 if last else 0)):
+        training.step()
+    first = training.result()
+    training.session.detach()
+    again = Training(case, model, case["block"])
+    for _ in range(BATCHES):
+        again.step()
+    return {"first": first, "again": again.result()}
+
+
+def dies(case: Case) -> Case:
+    """The last rank is gone between two steps."""
+    training = Training(case, model_of(case), case["block"])
+    began = time.monotonic()
+    for step in range(BATCHES):
+        if step == case["step"] and dist.get_rank() == dist.get_world_size() - 1:
+            os._exit(0)
+        training.step()
+    return {**training.result(), "seconds": time.monotonic() - began}
+
+
+def subset(case: Case) -> Case:
+    """Some ranks train, and the others wait for them."""
+    group = dist.new_group(case["ranks"]) if case["by"] in ("group", "wrapper") else case["ranks"]
+    found = {}
+    if dist.get_rank() in case["ranks"]:
+        arguments = {} if case["by"] == "wrapper" else {"group": group}
+
+        def make(block: dict[str, Any] | None) -> Training:
+            model = wrapped(case, group) if case["by"] == "wrapper" else model_of(case)
+            return Training(case, model, block, **({} if block is None else arguments))
+
+        found = twice(case, make, lambda training: [training.step() for _ in range(BATCHES)])
+    dist.barrier()
+    return found
+
+
+def roles(case: Case) -> Case:
+    """Each rank trains alone, by a group of its own, and one has far fewer steps."""
+    training = Training(case, model_of(case), case["block"], group=[dist.get_rank()])
+    for _ in range(BATCHES + 20 * dist.get_rank()):
+        training.step()
+    return training.result()
+
+
+def alone(case: Case) -> Case:
+    """Only the first rank attaches in time, and no group says that it is alone."""
+    from memplug.errors import MemplugError
+
+    if dist.get_rank() > 0:
+        time.sleep(case["after_s"])
+    began = time.monotonic()
+    try:
+        Training(case, model_of(case), case["block"]).session.detach()
+    except MemplugError as error:
+        seconds = time.monotonic() - began
+        time.sleep(case["after_s"] if dist.get_rank() == 0 else 0)  # the others need its store
+        return {"error": str(error), "seconds": seconds}
+    return {"error": None}
+
+
+def outsider(case: Case) -> Case:
+    """Every rank attaches with a group that the last one is not in."""
+    from memplug.errors import MemplugError
+
+    group = dist.new_group([0])
+    try:
+        Training(case, model_of(case), case["block"], group=group).session.detach()
+    except MemplugError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Within, warnings of memplug are collected."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())
+    logger = logging.getLogger("memplug")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def main() -> None:
+    """Runs the case, and writes what came of it."""
+    case = json.loads(sys.argv[2])
+    if case.get("backend") == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(case.get("backend", "gloo"), timeout=datetime.timedelta(seconds=case.get("timeout_s", 60)))
+    with (
+        mock.patch("memplug.stages.ranks.LIMIT_S", case.get("limit_s", 20)),
+        mock.patch("memplug.stages.ballots.PATIENCE_S", case.get("patience_s", 30)),
+        logged() as warnings,
+    ):
+        found = globals()[case["kind"]](case)
+    result = {**found, "warnings": warnings}
+    (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

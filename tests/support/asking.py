@@ -1,0 +1,126 @@
+"""Layers whose forwards ask for gradients themselves: forces, training at test time, losses by tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.blocks import Layer
+
+
+class Force(Layer):
+    """The gradient of an energy is a part of the output, with a graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(self.norm(x))
+        (force,) = torch.autograd.grad(y.sin().sum(), y, create_graph=True)
+        return x + self.out(force)
+
+
+class KeepsGraph(Layer):
+    """The gradient has no graph, and the graph that it was computed by is used again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = self.norm(x)
+        y = self.inner(given).tanh()
+        for _ in range(2):
+            (gradient,) = torch.autograd.grad(y.square().sum(), given, retain_graph=True)
+            x = x + 0.1 * gradient
+        return x + self.out(y)
+
+
+class LearnsInside(Layer):
+    """Test-time training: steps of gradient descent on a weight, through which backward goes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.inner.weight
+        for _ in range(2):
+            (gradient,) = torch.autograd.grad(F.linear(x, weight).tanh().square().mean(), weight, create_graph=True)
+            weight = weight - 0.1 * gradient
+        return x + self.out(F.linear(x, weight))
+
+
+class Accumulates(Layer):
+    """Its own backward leaves gradients of its parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        target = y.detach().requires_grad_()
+        self.out(target).square().sum().backward()
+        return x + self.out(y * target.grad)
+
+
+class Checkpoints(Layer):
+    """What it asks for has to be recomputed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = self.norm(x)
+        y = checkpoint(lambda part: self.inner(part).tanh().sin(), given, use_reentrant=False)
+        (gradient,) = torch.autograd.grad(y.square().sum(), given, create_graph=True)
+        return x + gradient
+
+
+class ByTiles(torch.autograd.Function):
+    """A loss whose forward computes the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            given = [each.detach().requires_grad_() for each in (x, weight)]
+            loss = F.linear(*given).tanh().square().mean()
+            ctx.save_for_backward(*torch.autograd.grad(loss, given))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(gradient * each for each in ctx.saved_tensors)
+
+
+class Tiles(Layer):
+    """Uses such a loss as a factor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * ByTiles.apply(self.norm(x), self.inner.weight)
+
+
+class Jacobian(Layer):
+    """By torch's own function, with a graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.autograd.functional.jacobian(lambda y: self.inner(y).tanh().sum((0, 1)), x, create_graph=True)
+        return x + found.sum(0)
+
+
+class BatchedJacobian(Layer):
+    """All rows at once, under vmap."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.autograd.functional.jacobian(
+            lambda y: self.inner(y).tanh().sum((0, 1)), x, create_graph=True, vectorize=True
+        )
+        return x + found.sum(0)
+
+
+class Hessian(Layer):
+    """A product of a Hessian and a vector."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.autograd.functional.hvp(lambda y: self.inner(y).tanh().sum(), x, x, create_graph=True)[1]
+
+
+ASKING = [Force, KeepsGraph, LearnsInside, Accumulates, Checkpoints, Tiles, Jacobian, BatchedJacobian, Hessian]
+
+
+class Sometimes(Layer):
+    """Asks in forwards that are told to."""
+
+    asks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x).tanh()
+        if Sometimes.asks:
+            y = y * torch.autograd.grad(y.square().sum(), y, retain_graph=True)[0]
+        return x + self.out(y.sin())

@@ -1,0 +1,258 @@
+"""Layers whose forward changes Python state, and that state in a form that can be compared."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tests.support.blocks import Layer
+
+MEMPLUG = {"forward", "_memplug_region"}
+
+
+def described(value: Any) -> Any:
+    """Returns a value as something that `==` compares to the bit, attributes and containers included."""
+    for cls, describe in _DESCRIBED.items():
+        if isinstance(value, cls):
+            return describe(value)
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        return described(vars(value))
+    return value
+
+
+def _module(value: nn.Module) -> Any:
+    own = {name: each for name, each in vars(value).items() if name not in MEMPLUG and "hooks" not in name}
+    return type(value).__name__, described(own)
+
+
+def _each(values: Any) -> list[Any]:
+    return [described(value) for value in values]
+
+
+_DESCRIBED: dict[Any, Callable[[Any], Any]] = {
+    float: repr,  # as which even no numbers are equal
+    torch.Tensor: lambda value: (value.dtype, value.requires_grad, repr(value.tolist())),
+    nn.Module: _module,
+    dict: lambda value: [(key, described(each)) for key, each in value.items()],
+    (list, tuple, collections.deque): _each,
+    weakref.ref: lambda value: described(value()),
+    np.ndarray: lambda value: value.tolist(),
+    torch.Generator: lambda value: value.get_state().tolist(),
+    random.Random: lambda value: value.getstate(),
+    np.random.Generator: lambda value: value.bit_generator.state,
+    types.FunctionType: lambda value: _each(cell.cell_contents for cell in value.__closure__ or ()),
+}
+
+
+@dataclasses.dataclass
+class Tracker:
+    """An object of the model's own."""
+
+    calls: int = 0
+    means: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+class Slotted:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("last", "scale")
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+_DESCRIBED[Slotted] = lambda value: (value.scale, getattr(value, "last", None))
+
+
+def counter() -> Callable[[], int]:
+    """Returns a function that counts its calls in a variable of its closure."""
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+class Stateful(Layer):
+    """Scales what it makes by what `moves` returns, a number or a tensor, which also changes state.
+
+    Args:
+        opaque: whether its forward takes an address, which makes it opaque.
+    """
+
+    opaque = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin()
+
+    def begin(self) -> None:
+        """Make the state."""
+
+    def moves(self, y: torch.Tensor) -> Any:
+        """Returns the factor of this forward; `y`: without its graph."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        if self.opaque:
+            y.data_ptr()
+        factor = self.moves(y.detach())
+        return x + self.out((y * factor).sin())
+
+
+class Buffer(Stateful):
+    def begin(self) -> None:
+        self.register_buffer("mean", torch.ones(32))
+
+    def moves(self, y: torch.Tensor) -> Any:
+        self.mean = 0.5 * self.mean + 0.5 * y.mean((0, 1))
+        return self.mean
+
+
+class ThenInPlace(Buffer):
+    def moves(self, y: torch.Tensor) -> Any:
+        self.mean.mul_(1.5)
+        factor = super().moves(y).clone()
+        self.mean.add_(1)
+        return factor
+
+
+class Data(Buffer):
+    def moves(self, y: torch.Tensor) -> Any:
+        self.mean.data = 0.5 * self.mean + y.mean((0, 1))
+        return self.mean.clone()  # what autograd saved would be the next forward's
+
+
+class Number(Stateful):
+    def begin(self) -> None:
+        self.step, self.scale = 0, 1.0
+
+    def moves(self, y: torch.Tensor) -> Any:
+        self.step += 1
+        self.scale *= 1.25
+        return self.step * self.scale
+
+
+class History(Stateful):
+    def begin(self) -> None:
+        self.seen: list[Any] = []
+        self.by_step: dict[int, torch.Tensor] = collections.OrderedDict()
+        self.last: collections.deque[torch.Tensor] = collections.deque(maxlen=3)
+        self.sizes: set[int] = set()
+
+    def moves(self, y: torch.Tensor) -> Any:
+        self.seen.append(y.mean((0, 1)))
+        self.by_step[len(self.seen)] = self.seen[-1]
+        self.last.appendleft(self.seen[-1])
+        self.sizes.add(len(self.seen))
+        return sum(self.last) + len(self.by_step) + len(self.sizes)
+
+
+class Nested(Stateful):
+    def begin(self) -> None:
+        self.child = Number()
+        self.table = {"tracker": Tracker(), "slotted": (Slotted(),)}
+
+    def moves(self, y: torch.Tensor) -> Any:
+        tracker, (slotted,) = self.table.values()
+        tracker.calls += 1
+        tracker.means.append(y.mean())
+        slotted.scale = slotted.last = slotted.scale * 1.5
+        return self.child.moves(y) + tracker.calls + sum(tracker.means) + slotted.scale
+
+
+class Closure(Stateful):
+    def begin(self) -> None:
+        self.count = counter()
+
+    def moves(self, y: torch.Tensor) -> Any:
+        return self.count()
+
+
+class OfClass(Stateful):
+    calls = 0
+    log: list[int] = []
+
+    def begin(self) -> None:
+        OfClass.calls = 0
+        OfClass.log.clear()
+
+    def moves(self, y: torch.Tensor, default: list[int] = []) -> Any:  # noqa: B006
+        type(self).calls += 1
+        self.log.append(self.calls)
+        return self.calls + len(self.log) + len(default)
+
+
+class Graph(Stateful):
+    """Keeps a tensor with its graph for the next forward."""
+
+    def begin(self) -> None:
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        y.data_ptr()
+        before, self.last = self.last, y
+        return x + self.out((y * (1 if before is None else before.detach().mean())).sin())
+
+
+class Draws(Stateful):
+    """Draws from generators of its own, and from those of Python and NumPy."""
+
+    def begin(self) -> None:
+        self.torch = torch.Generator().manual_seed(1)
+        self.python, self.numpy = random.Random(1), np.random.default_rng(1)
+        self.load = np.zeros(2)
+
+    def moves(self, y: torch.Tensor) -> Any:
+        self.load += 1
+        mask = torch.rand(32, generator=self.torch)
+        return mask + self.python.random() + self.numpy.random() + random.random() + np.random.rand() + self.load.sum()
+
+
+class Renames(Stateful):
+    """Adds and drops names, and swaps a module for another."""
+
+    def begin(self) -> None:
+        self.old: float = 2.0
+        self.one, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.register_buffer("a", torch.ones(32))
+        self.register_buffer("b", torch.ones(32))
+
+    def moves(self, y: torch.Tensor) -> Any:
+        factor = getattr(self, "old", 1.0)
+        self.__dict__.pop("old", None)
+        self.new = factor + getattr(self, "new", 0)
+        self.one, self.other = self.other, self.one
+        first = self._buffers.pop("a")
+        self.register_buffer("a", first + 1)
+        return self.one(y).detach() * factor + self.new + self.a
+
+
+class Replaces(Stateful):
+    """Gives itself another parameter."""
+
+    def begin(self) -> None:
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def moves(self, y: torch.Tensor) -> Any:
+        self.scale = nn.Parameter(self.scale.detach() * 1.5)
+        return self.scale
+
+
+STATEFUL: list[type[Stateful]] = [
+    *(Buffer, ThenInPlace, Data, Number, History, Nested, Closure, OfClass, Graph, Draws, Renames, Replaces)
+]

@@ -1,0 +1,82 @@
+"""Regions whose forwards ask for gradients themselves train as without memplug."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from memplug.errors import RecomputeError
+from tests.support.asking import ASKING, Force, Sometimes
+from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
+
+pytestmark = pytest.mark.device
+asking = pytest.mark.parametrize("block", ASKING, ids=lambda block: block.__name__)
+
+
+@asking
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_gradients_hold_to_the_bit(block: type[Layer], alpha: float) -> None:
+    train_alike(block, alpha, steps=3)
+
+
+@asking
+def test_gradients_hold_where_the_module_runs_again(block: type[Layer]) -> None:
+    class Opaque(block):  # type: ignore[misc, valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.data_ptr()
+            return super().forward(x)
+
+    executor = train_alike(Opaque, 1.0, steps=3)
+    assert executor.opaque_regions == 3
+
+
+@asking
+@pytest.mark.parametrize("opaque", [False, True])
+def test_gradients_that_accumulate_over_micro_batches_hold(block: type[Layer], opaque: bool) -> None:
+    torch.manual_seed(0)
+    model = Stack(2, block)
+    reference = twin(model)
+    tokenwise(model, 1.0)
+    for region in model.regions:
+        region.opaque = "for this test" if opaque else ""
+    for x in torch.randn(3, 2, 6, 16):
+        for network in (model, reference):
+            network(x).backward()
+    assert_same(gradients(model), gradients(reference))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_backward_runs_through_a_gradient_of_the_whole_model(alpha: float) -> None:
+    torch.manual_seed(0)
+    model = Stack(2, Force)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    for step in range(3):
+        for network in (model, reference):
+            x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(step)).to(torch.get_default_device())
+            x.requires_grad_()
+            (force,) = torch.autograd.grad(network(x), x, create_graph=True)
+            force.square().sum().backward()
+        assert_same(gradients(model), gradients(reference))
+    assert_clean(executor)
+
+
+def test_a_region_that_begins_to_ask_is_an_error_and_the_next_step_holds(monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    model = Stack(2, Sometimes)
+    reference = twin(model)
+    tokenwise(model, 1.0)
+    x = torch.randn(2, 6, 16)
+    for _ in range(2):
+        model(x).backward()
+    gradients(model)
+    monkeypatch.setattr(Sometimes, "asks", True)
+    for _ in model.layers:
+        with pytest.raises(RecomputeError, match=r"asks for a gradient in its own forward(.|\n)*Run the step again"):
+            model(x).backward()
+    gradients(model)
+    for network in (model, reference):
+        network(x).backward()
+    assert_same(gradients(model), gradients(reference))
