@@ -95,7 +95,7 @@ def test_a_rank_of_deepspeed_is_estimated_with_its_zero(tmp_path: Path) -> None:
     settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     (tmp_path / "ds.json").write_text(json.dumps(settings))
     told = run_command(tmp_path, [*words, "--model", MODEL, "--gpus", 2, "--mode", "keep"])
-    assert told.exit_code == 1 and "offload_optimizer leaves work to the host" in told.stderr
+    assert told.exit_code == 1 and "offload_optimizer: cpu leaves work to the host" in told.stderr
 
 
 @pytest.mark.long
