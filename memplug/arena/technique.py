@@ -129,6 +129,11 @@ class PlannedAddresses(Technique[Addresses]):
         return State.OFF if self.off_because else self._state
 
     @property
+    def has_served_whole(self) -> bool:
+        """Whether it served the step that ended last, and was withheld from no part of it."""
+        return self.state is State.SERVING and self.step.planned > 0 and not self._was_withheld
+
+    @property
     def counters(self) -> Counters:
         """Since the session began, and now."""
         return _difference(self._arena.counters(), self._beginning)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -45,6 +47,16 @@ class DeviceMemory(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def reserved_bytes(self) -> int:
+        """What the allocator has of the device now."""
+
+    @property
+    @abc.abstractmethod
+    def holes_bytes(self) -> int:
+        """What no tensor has of that, and what cannot go back to the device: it lies beside tensors in a segment."""
+
+    @property
+    @abc.abstractmethod
     def retries(self) -> int:
         """How often it has had to empty its cache before a request fitted."""
 
@@ -66,9 +78,26 @@ class CudaMemory(DeviceMemory):
         return free_bytes + torch.cuda.memory_reserved(self._which)
 
     @property
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self._which)
+
+    @property
+    def holes_bytes(self) -> int:
+        ours = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == self._which.index]
+        return sum(each["total_size"] - each["active_size"] for each in ours if _stays(each))
+
+    @property
     def retries(self) -> int:
         return torch.cuda.memory_stats_as_nested_dict(self._which)["num_alloc_retries"]
 
     def _peaks(self) -> tuple[int, int]:
         stats = torch.cuda.memory_stats(self._which)  # once: it is asked for in every step
         return stats.get("allocated_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0)
+
+
+def _stays(segment: Mapping[str, Any]) -> bool:
+    """Whether a segment, of torch's snapshot, has tensors in it or belongs to a graph; the pages of an expandable one
+    that no tensor has go back by themselves.
+    """
+    of_graph = tuple(segment["segment_pool_id"]) != (0, 0)
+    return not segment["is_expandable"] and (segment["active_size"] > 0 or of_graph)

@@ -29,6 +29,7 @@ from memplug.stages.table import Stage
 
 MOST_STEPS = 60  # until a program has its plan and its addresses
 LASTING_STEPS = 1  # after which optimizer states and gradients are there
+SERVED_STEPS = 2  # after which what the arena reserves has led to another plan, or not
 KEEPING_STEPS = 4  # in which a plan shows that it lasts
 UNLIMITED_BYTES = float(1 << 62)
 AnswersTo = Callable[[VirtualDevice, nn.Module], contextlib.AbstractContextManager[Any]]
@@ -191,11 +192,13 @@ def _attached(device: VirtualDevice, training: Training, mode: str, block: Mempl
             session.step()
 
     with attach(training.target, block) as session:
-        plain = None
+        plain, plan, served = None, None, 0
         for _ in range(MOST_STEPS):
-            if plain is None and session.stage is Stage.STABLE and session.steps >= LASTING_STEPS:
-                plain = _measured(device, training, step, mode, session, None)
-            elif plain is not None and session.report()["arena"] in ("serving", "off"):
+            state, plans = (session.report()[name] for name in ("arena", "replans"))
+            served = served + 1 if state == "serving" else 0
+            if plan != plans and session.stage is Stage.STABLE and session.steps >= LASTING_STEPS:
+                plain, plan = _measured(device, training, step, mode, session, None), plans
+            elif plan == plans and (served > SERVED_STEPS or state == "off"):
                 break
             else:
                 step()

@@ -96,7 +96,7 @@ class Flow {
   // `largest_bytes` towards the end of a region's backward. A plan may have been promised to stay below that.
   int64_t limit_bytes(int64_t largest_bytes) const {
     const int64_t limit = largest_region_bytes + peak_input_bytes - kTemporaries * largest_bytes;
-    return std::min(limit, most_held_bytes.value_or(limit));
+    return std::min(limit, most_held_bytes.value_or(limit)) + granted_bytes;
   }
 
   // Bytes of saved tensors on the device: captured and not released, prefetched, recomputed, or with autograd.
@@ -112,6 +112,7 @@ class Flow {
   int64_t largest_region_bytes = 0, largest_saved_bytes = 0;
   int64_t peak_held_bytes = 0; // of saved tensors on the device, with what the frame at hand was still to recompute
   std::optional<int64_t> most_held_bytes; // of these, that a plan was promised not to exceed
+  int64_t granted_bytes = 0; // that a plan has beyond that, for what is on its way
   int64_t largest_frame_bytes = 0; // of tensors that a forward swapped and its backward needs, with their rounding
   int64_t forwards = 0; // that there have been
   std::unordered_set<Frame*> live; // in flight

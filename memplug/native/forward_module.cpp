@@ -136,6 +136,7 @@ void add_flow(py::module_& module) {
       .def_readwrite("largest_frame_bytes", &Flow::largest_frame_bytes)
       .def_readwrite("peak_held_bytes", &Flow::peak_held_bytes)
       .def_readwrite("most_held_bytes", &Flow::most_held_bytes)
+      .def_readwrite("granted_bytes", &Flow::granted_bytes)
       .def("run", &Running::run)
       .def(
           "end_step",

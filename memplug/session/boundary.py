@@ -54,6 +54,7 @@ from memplug.stages.table import Stage
 from memplug.stages.technique import Given
 from memplug.swap.technique import SwapsWhole
 from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.room import Served
 from memplug.tokenwise.technique import TokenWise
 
 log = logging.getLogger("memplug")
@@ -100,7 +101,7 @@ class Boundary:
         self._request_failed = request_failed
         self.tokenwise = TokenWise(
             *(config, regions, device, regathers, explain, self.unrecorded, self._ranks),
-            *(self._step_peak, self._trace),
+            *(self._step_peak, self._trace, self._served),
         )
         plans = self.tokenwise.plans
         self._unwatched_because = _why_unwatched(config)
@@ -240,8 +241,7 @@ class Boundary:
 
     def _settle(self) -> None:
         """What the next step is to run by is in force."""
-        has_arena = self.claim is not None and not self.claim.why_off(PlannedAddresses.name)
-        self.tokenwise.settle(self.adjuster.stage is Stage.STABLE, has_arena)
+        self.tokenwise.settle(self.adjuster.stage is Stage.STABLE, self._served().wanted)
         if self.steps and self.kept is not None:
             self.kept.end_step(self.followers, self._parts, self.recording)
 
@@ -280,6 +280,13 @@ class Boundary:
     def swapping(self) -> SwapsWhole | None:
         """None without the swap list."""
         return self.followers.find(SwapsWhole.name)
+
+    def _served(self) -> Served:
+        serving = self.serving
+        return Served(
+            wanted=self.claim is not None and not self.claim.why_off(PlannedAddresses.name),
+            whole=serving is not None and serving.has_served_whole,
+        )
 
     def demand_recording(self) -> Recording:
         """Claims the recorder, if that was not done yet; raises as `Claim.demand` does."""

@@ -39,18 +39,17 @@ def budget(
     config: MemplugConfig,
     device: Device,
     host_bytes: int,
-    observed_peak_bytes: int | None,
+    room_bytes: int,
     in_flight: tuple[plan.InFlight, ...] | None = None,
 ) -> plan.Budget:
     """What the planner may use; the first plan of a process measures the link.
 
     Args:
         host_bytes: of the pool.
-        observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown.
+        room_bytes: see `device_room_bytes`.
         in_flight: see `Budget`; None: unknown, and it counts as if it were there at the peak.
     """
     d2h, h2d = link_rates(device.torch_device)
-    room_bytes = device_room_bytes(config, device, observed_peak_bytes)
     is_limited = device_bytes(config, device) is not None
     return plan.Budget(
         d2h_bytes_per_s=d2h,
@@ -63,19 +62,31 @@ def budget(
     )
 
 
-def device_room_bytes(config: MemplugConfig, device: Device, observed_peak_bytes: int | None) -> int:
+def device_room_bytes(
+    config: MemplugConfig, device: Device, observed_peak_bytes: int | None, beside_bytes: int = 0
+) -> int:
     """What a plan may keep on the device: the budget less what the step at the safest setting needs.
 
     Where the peak of that very step is unknown, that of the whole run counts, which an earlier plan's kept outputs are
     part of: a second plan then keeps less than it could. On the CPU "auto" keeps nothing, its memory is the host's, and
     what a step needs is known to the recorder alone: without it the budget is for kept outputs.
+
+    Args:
+        observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown.
+        beside_bytes: that are reserved in such a step, and that no tensor has.
     """
-    budget_bytes, needed_bytes = device_bytes(config, device), observed_peak_bytes or 0
-    if device.memory is not None:
+    needed_bytes = (observed_peak_bytes or 0) + beside_bytes
+    if device.memory is not None and observed_peak_bytes is None:
         needed_bytes = device.memory.reserved_peak_bytes
-        if observed_peak_bytes is not None:  # with the allocator's share of it that no tensor has
-            needed_bytes *= observed_peak_bytes / max(device.memory.allocated_peak_bytes, 1)
-    return max(0, int((budget_bytes or 0) - needed_bytes))
+    return max(0, (device_bytes(config, device) or 0) - needed_bytes)
+
+
+def cached_bytes(device: Device, peak_bytes: int) -> int:
+    """What torch's allocator reserves for a step with that peak, and no tensor has: as large a share as in the run so
+    far.
+    """
+    reserved_bytes, allocated_bytes = device.memory.reserved_peak_bytes, max(device.memory.allocated_peak_bytes, 1)
+    return max(0, reserved_bytes - allocated_bytes) * peak_bytes // allocated_bytes
 
 
 def device_bytes(config: MemplugConfig, device: Device) -> int | None:

@@ -89,7 +89,7 @@ class AlphaCheck:
             for region in described
         ]
         host_bytes = self._executor.pool.budget_bytes
-        return fitting(unhindered, budgets.budget(self._config, self._executor.device, host_bytes, None))
+        return fitting(unhindered, budgets.budget(self._config, self._executor.device, host_bytes, room_bytes=0))
 
     def _compare(self, by_link: float, by_host: float) -> None:
         too_much = [

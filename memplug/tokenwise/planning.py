@@ -266,6 +266,7 @@ def put(decisions: Decisions | None, regions: Sequence[Region], executor: Execut
         setting = decisions.settings.get(region.name) if decisions is not None else None
         region.set(setting or Setting(region.kind))
     executor.flow.most_held_bytes = decisions.held_bytes if decisions is not None else None
+    executor.flow.granted_bytes = decisions.solution.in_flight_bytes if decisions is not None else 0
 
 
 def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes: int) -> plan.Operator:

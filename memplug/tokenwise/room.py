@@ -1,23 +1,63 @@
-"""Notices that the device has less room than a plan was given: another process took memory, or fragments did."""
+"""What the device has room for, by what is reserved of it, and when a plan was given more.
+
+A step reserves more than its tensors have. With the arena that is what the arena is taller than they are, which is
+known once it serves, and the holes in segments of torch's allocator, which hold what stays from step to step. Without
+it, it is what that allocator caches. Steps before the arena serves run on that allocator too, which then empties its
+cache where the device has no more: they take longer, and no more than there is.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.plan.decisions import Decisions
+from memplug.show.words import size
 from memplug.stages.ranks import Ranks
 from memplug.tokenwise import budgets
 
+SLACK = 0.02  # of the budget, by which a step may reserve more than it
+
+log = logging.getLogger("memplug")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the arena does for the session's steps.
+
+    Attributes:
+        wanted: it serves them, or will.
+        whole: it served all of the step that ended last.
+    """
+
+    wanted: bool = False
+    whole: bool = False
+
 
 class Room:
-    """Called at the end of the same steps on all ranks. The device's allocator tells when it had to empty its cache."""
+    """Called at the end of the same steps on all ranks.
 
-    def __init__(self, config: MemplugConfig, device: Device, ranks: Ranks):
-        self._config, self._device, self._ranks = config, device, ranks
-        self._retries = 0
+    Args:
+        served: of the step that ended last.
+    """
+
+    def __init__(self, config: MemplugConfig, device: Device, ranks: Ranks, served: Callable[[], Served] = Served):
+        self._config, self._device, self._ranks, self._served = config, device, ranks, served
+        self._retries = self._beside_bytes = 0
+        self._measured: Decisions | None = None
+        self._warned = False
         self._agreed: Callable[[], float] | None = None
+
+    def of_step(self, peak_bytes: int | None) -> int:
+        """Bytes that a plan may keep on the device, beside a step at the safest setting.
+
+        Args:
+            peak_bytes: largest allocation total in that step; None: unknown.
+        """
+        return budgets.device_room_bytes(self._config, self._device, peak_bytes, self._beside(peak_bytes))
 
     def is_short(self, decisions: Decisions | None) -> bool:
         """A step ran by `decisions`: whether that of a rank, in the step before this one, keeps more than there is room
@@ -29,11 +69,48 @@ class Room:
         agreed, self._agreed = self._agreed, None
         if decisions is None:
             return False
-        self._agreed = self._ranks.least(0.0 if self._retries > before and self._lacks(decisions) else 1.0)
+        news = self._measures(decisions) or self._retries > before
+        self._agreed = self._ranks.least(0.0 if news and self._lacks(decisions) else 1.0)
         return agreed is not None and agreed() < 1.0
+
+    def _beside(self, peak_bytes: int | None) -> int:
+        if self._device.memory is None or peak_bytes is None:
+            return 0
+        if not self._served().wanted:
+            return budgets.cached_bytes(self._device, peak_bytes)
+        return max(self._beside_bytes, self._device.memory.holes_bytes)
+
+    def _measures(self, decisions: Decisions) -> bool:
+        """Whether the step is the first one under these decisions that the arena served, which tells what is reserved
+        by them.
+        """
+        if decisions is self._measured or decisions.peak_bytes is None or not self._served().whole:
+            return False
+        self._measured = decisions
+        reserved_bytes = self._device.memory.reserved_bytes
+        self._beside_bytes = max(self._beside_bytes, reserved_bytes - decisions.peak_bytes)
+        is_over = reserved_bytes > (1 + SLACK) * budgets.device_bytes(self._config, self._device)
+        if is_over and not decisions.solution.device_bytes:
+            self._warn(reserved_bytes)
+        return is_over
+
+    def _warn(self, reserved_bytes: int) -> None:
+        """Once: no other plan would reserve less."""
+        asked_gib = self._config.device_budget_gib
+        if self._warned or asked_gib == "auto":
+            return
+        self._warned = True
+        log.warning(
+            'memplug: steps reserve %s of the device, "device_budget_gib" is %g, and the plan keeps nothing there that '
+            "it could do without; %s of that are holes between tensors that last, in segments of torch's allocator. "
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves none, or raise the budget",
+            size(reserved_bytes),
+            asked_gib,
+            size(self._device.memory.holes_bytes),
+        )
 
     def _lacks(self, decisions: Decisions) -> bool:
         if decisions.peak_bytes is None:
             return False
         kept_bytes = decisions.solution.device_bytes
-        return budgets.device_room_bytes(self._config, self._device, decisions.peak_bytes - kept_bytes) < kept_bytes
+        return self.of_step(decisions.peak_bytes - kept_bytes) < kept_bytes

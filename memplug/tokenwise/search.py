@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
@@ -68,6 +68,7 @@ class Search:
         config: budgets, and how many plans to try; with none, or only one, the optimum is taken as it is.
         step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
         step_trace: the last step that was recorded in detail, None where none was.
+        room: bytes that a plan may keep on the device, beside a step at the safest setting with such a peak.
         keeps: whether plans may keep outputs on the device.
 
     Attributes:
@@ -84,9 +85,10 @@ class Search:
         ranks: Ranks,
         step_peak: Callable[[], int | None],
         step_trace: Callable[[], Trace | None],
+        room: Callable[[int | None], int],
         keeps: bool,
     ):
-        self.keeps = keeps
+        self.keeps, self._room = keeps, room
         self.regions, self.executor, self.observer, self.config = regions, executor, observer, config
         self.outcome = ""
         self.fits = True
@@ -151,8 +153,9 @@ class Search:
         described = planning.describe(groups, self.observer, self.executor) if groups else []
         step = self._step_trace() if peak_bytes is not None else None
         times = in_flight.times(step, self.regions, self.config.tokenwise.buffers) if step is not None else None
-        budget = budgets.budget(self.config, device, self.executor.pool.budget_bytes, peak_bytes, times)
-        own = described, budget if self.keeps else replace(budget, device_bytes=0)
+        room_bytes = self._room(peak_bytes) if self.keeps else 0
+        budget = budgets.budget(self.config, device, self.executor.pool.budget_bytes, room_bytes, times)
+        own = described, budget
         most, alpha = max(1, self.config.profiler.policy_steps), self.config.tokenwise.alpha
         task = candidates.agree(own, self._gather, most, alpha)
         if not (groups or self._warned or self.executor.core is None):

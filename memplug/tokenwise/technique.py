@@ -29,7 +29,7 @@ from memplug.tokenwise.predictions import Predictions
 from memplug.tokenwise.regions.executor import Executor
 from memplug.tokenwise.regions.hooks import Hooks
 from memplug.tokenwise.regions.region import Region
-from memplug.tokenwise.room import Room
+from memplug.tokenwise.room import Room, Served
 from memplug.tokenwise.rounding import Rounding
 from memplug.tokenwise.search import Search
 from memplug.tokenwise.shortage import Shortage
@@ -47,6 +47,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         own: `with own():` around operators that are no part of the program.
         step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
         step_trace: the last step that was recorded in detail, None where none was.
+        served: what the arena does for the session's steps.
 
     Attributes:
         executor: runs the regions.
@@ -70,6 +71,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         ranks: Ranks,
         step_peak: Callable[[], int | None],
         step_trace: Callable[[], Trace | None],
+        served: Callable[[], Served],
     ):
         tokenwise, host_bytes = config.tokenwise, budgets.host_budget_bytes(config, device)
         self._config, self._regions, self._ranks = config, regions, ranks
@@ -85,7 +87,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         self.rounding = Rounding(config, self.executor, planned=self.plans)
         self.sizes: tuple[tuple[int, ...], ...] = ()
         self._shortage = Shortage(self.executor, ranks)
-        self._room = Room(config, device, ranks)
+        self._room = Room(config, device, ranks, served)
         self._search: Search | None = None
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
@@ -95,7 +97,8 @@ class TokenWise(AgreedTechnique[Decisions]):
         search = self._search
         if search is None:
             self._search = Search(
-                self._regions, self.executor, self.observer, self._config, self._ranks, *self._peaks, self.may_keep
+                *(self._regions, self.executor, self.observer, self._config, self._ranks, *self._peaks),
+                *(self._room.of_step, self.may_keep),
             )
             return None
         decisions = search.end_step()

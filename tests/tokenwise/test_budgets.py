@@ -34,10 +34,10 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return said
 
 
-def room_gib(peak_gib: float | None, budget_gib: float | str = "auto") -> float:
+def room_gib(peak_gib: float | None, budget_gib: float | str = "auto", beside_gib: float = 0) -> float:
     config = MemplugConfig(enabled=True, device_budget_gib=budget_gib)
     peak_bytes = None if peak_gib is None else int(peak_gib * GIB)
-    return budgets.device_room_bytes(config, CUDA, peak_bytes) / GIB
+    return budgets.device_room_bytes(config, CUDA, peak_bytes, int(beside_gib * GIB)) / GIB
 
 
 def test_what_other_processes_hold_and_a_margin_are_left_alone(allocator: dict[str, int]) -> None:
@@ -50,12 +50,21 @@ def test_a_budget_counts_all_that_the_rank_holds_and_is_never_more_than_there_is
     assert room_gib(None, 500.0) == pytest.approx(30)
 
 
-def test_the_peak_of_the_observed_step_counts_where_it_is_known_with_the_allocators_share(
+def test_the_peak_of_the_observed_step_counts_where_it_is_known_with_what_is_reserved_beside_it(
     allocator: dict[str, int],
 ) -> None:
     """What an earlier plan kept, or loading the model took, is no part of the step that is planned from."""
-    assert room_gib(32, 60.0) == pytest.approx(room_gib(None, 60.0)) == pytest.approx(20)
-    assert room_gib(16, 60.0) == pytest.approx(40)
+    assert room_gib(32, 60.0) == pytest.approx(28)
+    assert room_gib(32, 60.0, 8) == pytest.approx(room_gib(None, 60.0)) == pytest.approx(20)
+    assert room_gib(32, 60.0, 40) == 0
+
+
+def test_torchs_allocator_caches_as_large_a_share_as_in_the_run_so_far(allocator: dict[str, int]) -> None:
+    assert budgets.cached_bytes(CUDA, 32 * GIB) == 8 * GIB
+    assert budgets.cached_bytes(CUDA, 16 * GIB) == 4 * GIB
+    allocator["most_allocated"] = 41 * GIB
+    CUDA.memory.begin()
+    assert budgets.cached_bytes(CUDA, 16 * GIB) == 0
 
 
 def test_peaks_that_a_program_resets_in_every_step_count_from_the_sessions_beginning(allocator: dict[str, int]) -> None:
@@ -142,7 +151,7 @@ def test_where_there_is_a_limit_what_is_in_flight_counts_and_buffers_where_no_ar
         config = MemplugConfig(
             enabled=True, device_budget_gib=limit, tokenwise={"buffers": 3}, arena={"enabled": arena}
         )
-        budget = budgets.budget(config, Device(), 100, None)
+        budget = budgets.budget(config, Device(), 100, 0)
         assert (budget.in_flight, budget.buffers) == expected
 
 
@@ -150,6 +159,6 @@ def test_the_link_is_measured_once_in_a_process(monkeypatch: pytest.MonkeyPatch)
     measured = []
     monkeypatch.setattr(hardware, "measure_links", lambda *args: measured.append(args) or (2.0, 3.0))
     hardware.link_rates.cache_clear()
-    found = [budgets.budget(MemplugConfig(enabled=True), Device(), 100, None) for _ in range(2)]
+    found = [budgets.budget(MemplugConfig(enabled=True), Device(), 100, 0) for _ in range(2)]
     hardware.link_rates.cache_clear()
     assert len(measured) == 1 and [(one.d2h_bytes_per_s, one.h2d_bytes_per_s) for one in found] == [(2.0, 3.0)] * 2

@@ -12,51 +12,114 @@ import torch
 
 import memplug
 from memplug.config import MemplugConfig
-from memplug.device.device import CudaDevice
+from memplug.device.device import Device
+from memplug.device.memory import DeviceMemory
 from memplug.stages.ranks import Ranks
 from memplug.stages.table import Stage
-from memplug.tokenwise import budgets
-from memplug.tokenwise.room import Room
+from memplug.tokenwise.room import Room, Served
 from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 
 MIB = 1 << 20
-CUDA = CudaDevice(0)
 
 
 def decisions(kept_bytes: int, peak_bytes: int | None = 1000) -> SimpleNamespace:
     return SimpleNamespace(peak_bytes=peak_bytes, solution=SimpleNamespace(device_bytes=kept_bytes))
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    said = {"retries": 3, "room": 500}
+class Counted(DeviceMemory):
+    """1000 bytes, of which `budgets.DEVICE_SHARE` is for plans."""
 
-    def room(config: MemplugConfig, device: object, observed_peak_bytes: int) -> int:
-        assert observed_peak_bytes == 400, "of the step at the safest setting"
-        return said["room"]
+    own_bytes = 1000
+    retries = 3
+    reserved_bytes = 0
+    holes_bytes = 0
 
-    monkeypatch.setattr(budgets, "allocation_retries", lambda device: said["retries"])
-    monkeypatch.setattr(budgets, "device_room_bytes", room)
-    return said
+    def _peaks(self) -> tuple[int, int]:
+        return 500, 600
 
 
-def test_it_is_short_where_the_cache_had_to_be_emptied_and_the_plan_keeps_too_much(device: dict[str, int]) -> None:
-    room = Room(MemplugConfig(enabled=True), CUDA, Ranks())
+class Counting(Device):
+    def __init__(self) -> None:
+        self.memory = Counted()
+
+
+def room_for(served: Served, budget_bytes: float | None = None) -> tuple[Room, Counted]:
+    device = Counting()
+    budget_gib = "auto" if budget_bytes is None else budget_bytes / 2**30
+    return Room(
+        MemplugConfig(enabled=True, device_budget_gib=budget_gib), device, Ranks(), lambda: served
+    ), device.memory
+
+
+def test_without_the_arena_a_step_reserves_what_torchs_allocator_caches_too() -> None:
+    room, memory = room_for(Served())
+    memory.holes_bytes = 300
+    assert room.of_step(400) == 920 - 400 - 80
+
+
+def test_with_the_arena_a_step_reserves_the_holes_too() -> None:
+    room, memory = room_for(Served(wanted=True))
+    assert room.of_step(400) == 920 - 400
+    memory.holes_bytes = 70
+    assert room.of_step(400) == 920 - 400 - 70
+    assert room.of_step(None) == 920 - 600, "the step's own peak is unknown"
+
+
+def test_it_is_short_where_the_cache_had_to_be_emptied_and_the_plan_keeps_too_much() -> None:
+    room, memory = room_for(Served(wanted=True))
+    plan = decisions(600)
     room.is_short(None)
-    assert not room.is_short(decisions(600)) and not room.is_short(decisions(600)), "no allocation had to wait"
-    device["retries"] += 1
-    assert not room.is_short(decisions(600)), "ranks agree a step later"
-    assert room.is_short(decisions(600))
-    assert not room.is_short(decisions(600)), "once for each time"
+    memory.own_bytes = 1100  # 1012 for plans
+    assert not room.is_short(plan) and not room.is_short(plan), "no allocation had to wait"
+    memory.retries += 1
+    assert not room.is_short(plan) and not room.is_short(plan), "it fits"
+    memory.own_bytes = 1000
+    assert not room.is_short(plan) and not room.is_short(plan), "no allocation had to wait since"
+    memory.retries += 1
+    assert not room.is_short(plan), "ranks agree a step later"
+    assert room.is_short(plan)
+    assert not room.is_short(plan), "once for each time"
 
 
-def test_a_plan_that_fits_stays_however_often_the_cache_is_emptied(device: dict[str, int]) -> None:
-    room = Room(MemplugConfig(enabled=True), CUDA, Ranks())
-    device["room"] = 600
-    for _ in range(3):
-        device["retries"] += 1
-        assert not room.is_short(decisions(600))
-    assert not room.is_short(decisions(600, peak_bytes=None)), "what the step needs besides is unknown"
+def test_a_plan_that_fits_stays_however_often_the_cache_is_emptied() -> None:
+    room, memory = room_for(Served(wanted=True))
+    for peak_bytes in (900, 900, 900, None, None):
+        memory.retries += 1
+        assert not room.is_short(decisions(500, peak_bytes)), "or what the step needs besides is unknown"
+
+
+def test_a_plan_whose_steps_reserve_more_than_the_budget_is_made_anew_for_what_they_do_reserve() -> None:
+    served = Served(wanted=True, whole=True)
+    room, memory = room_for(served)
+    first, second = decisions(500, 920), decisions(480, 900)
+    assert room.of_step(420) == 500
+    memory.reserved_bytes = 940
+    assert not room.is_short(first)
+    assert room.is_short(first)
+    assert not room.is_short(first), "once"
+    assert room.of_step(420) == 480
+    memory.reserved_bytes = 920
+    assert not any(room.is_short(second) for _ in range(3)), "what is reserved was foreseen"
+
+
+def test_nothing_is_made_anew_before_the_arena_serves_a_step_whole() -> None:
+    room, memory = room_for(Served(wanted=True))
+    memory.reserved_bytes = 1000
+    assert not any(room.is_short(decisions(500, 920)) for _ in range(3))
+    assert room.of_step(420) == 500
+
+
+def test_steps_that_reserve_more_than_the_budget_for_what_no_plan_keeps_are_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    room, memory = room_for(Served(wanted=True, whole=True), budget_bytes=900)
+    memory.reserved_bytes, memory.holes_bytes = 950, 60
+    assert not any(room.is_short(decisions(0, 850)) for _ in range(3))
+    room.is_short(decisions(0, 850))
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        f'memplug: steps reserve 950 bytes of the device, "device_budget_gib" is {900 / 2**30:g}, and the plan keeps '
+        "nothing there that it could do without"
+    ]
 
 
 def test_plans_are_forgotten_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,8 @@ class VirtualDevice(Device):
 
     def usage(self) -> Any:
         """Bytes `requested`, `allocated` (rounded) and `reserved` now, `..._peak` of each, and `retries`: requests for
-        which the allocator gave segments back. An arena counts as one request.
+        which the allocator gave segments back; `holes`: free bytes that cannot go back now. An arena counts as one
+        request.
         """
         return self._core.memory()
 
@@ -171,6 +172,14 @@ class _Memory(DeviceMemory):
     @property
     def own_bytes(self) -> int:
         return self._own_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._core.memory().reserved
+
+    @property
+    def holes_bytes(self) -> int:
+        return self._core.memory().holes
 
     @property
     def retries(self) -> int:

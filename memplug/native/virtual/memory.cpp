@@ -103,7 +103,9 @@ void CachingMemory::expand_segments(bool on) {
 
 VirtualMemory CachingMemory::usage() const {
   const Lock lock(mutex_);
-  return usage_;
+  VirtualMemory now = usage_;
+  now.holes = holes();
+  return now;
 }
 
 void CachingMemory::reset_peaks() {

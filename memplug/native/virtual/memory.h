@@ -25,6 +25,7 @@ struct VirtualMemory {
   int64_t requested = 0, allocated = 0, reserved = 0; // bytes in use as asked for, and as rounded up; of all segments
   int64_t requested_peak = 0, allocated_peak = 0, reserved_peak = 0;
   int64_t retries = 0; // requests for which segments went back
+  int64_t holes = 0; // bytes that are free now, and cannot go back: beside blocks in use
 };
 
 class CachingMemory {
@@ -83,6 +84,7 @@ class CachingMemory {
   bool map(Block* block, int64_t nbytes);
   bool unmap(Block* block);
   bool release_free();
+  int64_t holes() const;
   void note_peaks();
 
   Clocks& clocks_;

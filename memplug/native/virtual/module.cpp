@@ -67,7 +67,8 @@ PYBIND11_MODULE(memplug_virtual, module) {
       .def_readonly("requested_peak", &memplug::VirtualMemory::requested_peak)
       .def_readonly("allocated_peak", &memplug::VirtualMemory::allocated_peak)
       .def_readonly("reserved_peak", &memplug::VirtualMemory::reserved_peak)
-      .def_readonly("retries", &memplug::VirtualMemory::retries);
+      .def_readonly("retries", &memplug::VirtualMemory::retries)
+      .def_readonly("holes", &memplug::VirtualMemory::holes);
   module.def("start", [] { VirtualDevice::get().start(); });
   module.def("settle", &settle, py::call_guard<py::gil_scoped_release>());
   module.def("set_costs", [](py::function kernel, py::function copy, double launch_s) {

@@ -135,6 +135,23 @@ bool CachingMemory::unmap(Block* block) {
   return true;
 }
 
+// Bytes of free blocks that `release_free` would leave.
+int64_t CachingMemory::holes() const {
+  int64_t nbytes = 0;
+  for (const auto& [address, block] : blocks_) {
+    if (!block->is_free || !block->is_mapped) {
+      continue;
+    }
+    if (block->pool->expandable) {
+      const int64_t size = page(block->pool->small), at = reinterpret_cast<intptr_t>(address);
+      nbytes += block->nbytes - std::max<int64_t>(0, (at + block->nbytes) / size * size - rounded(at, size));
+    } else if (block->before != nullptr || block->after != nullptr) {
+      nbytes += block->nbytes;
+    }
+  }
+  return nbytes;
+}
+
 // All that is free goes back to the device; the host waits until other streams are past what they use. False: nothing is.
 bool CachingMemory::release_free() {
   for (const Pending& each : pending_) {

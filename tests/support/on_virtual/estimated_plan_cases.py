@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import memplug
+from memplug.device.capacity import DEVICE_SHARE
 from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.estimator import limits
+from memplug.estimator.result import Estimate
 from memplug.estimator.shapes import Shape
 from memplug.estimator.training import Training
 from memplug.estimator.workload import Workload
@@ -24,13 +26,15 @@ GIB = 2**30
 NO_LIST = {"swap": {"enabled": False}}
 
 
-def test_no_kernel_waits_for_the_copies_of_a_gated_mlps_products() -> None:
+@pytest.mark.parametrize("budget_gib", [40.0, 41.7, 44.0])
+def test_no_kernel_waits_for_the_copies_of_a_gated_mlps_products(budget_gib: float) -> None:
     """They are as large as all else that a layer swaps, and leave last: the next layer begins while they do, as what
-    left before them makes enough room. In backward they come while the attention of the layer after them runs.
+    left before them makes enough room. In backward they come while the attention of the layer after them runs, and
+    where a plan swaps more, they come into the room that it counts for what is on its way.
     """
     pytest.importorskip("transformers")
     workload = Workload(shape=_shape(), layers=4, seq_len=131072, head=False, optimizer=False)
-    block = {"enabled": True, **NO_LIST, "device_budget_gib": 41.7}
+    block = {"enabled": True, **NO_LIST, "device_budget_gib": budget_gib}
     found = memplug.estimate(workload.make_model, workload.inputs, block, modes=("memplug",))["memplug"]
     kernels = sorted((span.begin_s, span.end_s) for span in found.spans if not span.name.startswith("to "))
     assert found.to_device_bytes > 30e9
@@ -84,6 +88,29 @@ def test_a_job_that_runs_out_of_memory_without_a_plan_finishes_from_an_estimated
     assert report["planned_steps"] == 2
     with pytest.raises(torch.OutOfMemoryError):
         _trained(workload, {**block, "plan_dir": False}, 1.005 * needed_bytes)
+
+
+@pytest.mark.parametrize("budget_gib", [12.0, 14.0])
+def test_steps_reserve_what_the_budget_grants_once_the_arena_serves(budget_gib: float) -> None:
+    """Tensors, the holes in torch's segments beside them, and no more than a fiftieth less than there is."""
+    pytest.importorskip("transformers")
+    found = _of_four_layers({"device_budget_gib": budget_gib}, Hardware.read(H200), "memplug")["memplug"]
+    assert 0.98 * budget_gib * GIB < found.arena_reserved_bytes <= budget_gib * GIB
+    assert found.peak_allocated_bytes < 0.95 * budget_gib * GIB, "the holes are there"
+
+
+def test_all_is_kept_where_that_fits_with_the_arena_and_not_as_torch_alone_reserves_it() -> None:
+    pytest.importorskip("transformers")
+    hardware = dataclasses.replace(Hardware.read(H200), memory_bytes=16.5 / DEVICE_SHARE * GIB)
+    found = _of_four_layers({}, hardware, "keep", "memplug")
+    assert found["memplug"].step_s == pytest.approx(found["keep"].step_s, rel=1e-3)
+    assert found["memplug"].flops == found["keep"].flops and found["memplug"].to_host_bytes == 0
+
+
+def _of_four_layers(block: dict[str, Any], hardware: Hardware, *modes: str) -> Estimate:
+    workload = Workload(shape=_shape(), layers=4, seq_len=8192)
+    own, optimizer = {"enabled": True, **NO_LIST, **block}, workload.make_optimizer
+    return memplug.estimate(workload.make_model, workload.inputs, own, hardware, modes, make_optimizer=optimizer)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

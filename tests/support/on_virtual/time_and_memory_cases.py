@@ -213,3 +213,17 @@ def test_what_another_stream_uses_is_not_given_out_before_that_is_past(device: V
     assert on_device(MIB * 3).data_ptr() != address
     device.synchronize()
     assert on_device(MIB * 3).data_ptr() == address
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_holes_are_free_bytes_beside_tensors_in_a_segment(device: VirtualDevice, expandable: bool) -> None:
+    device = VirtualDevice(SIMPLE, expandable_segments=expandable)
+    lasting, freed = on_device(4 * MIB), on_device(4 * MIB)
+    assert device.usage().holes == 12 * MIB, "of a segment, or page, of 20"
+    del freed
+    assert device.usage().holes == 16 * MIB
+    large = on_device(64 * MIB)
+    del large
+    assert device.usage().holes == 16 * MIB, "what is free as a whole can go back"
+    del lasting
+    assert device.usage().holes == 0

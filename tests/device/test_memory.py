@@ -1,0 +1,29 @@
+"""What torch's allocator of CUDA counts."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from memplug.device.device import CudaDevice
+
+MIB = 1 << 20
+
+
+@pytest.mark.gpu
+def test_holes_are_free_bytes_beside_tensors_in_a_segment() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    memory = CudaDevice(0).memory
+    before, reserved = memory.holes_bytes, memory.reserved_bytes
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):  # of the same kind of segments, with nothing else in them
+        lasting, freed = (torch.empty(4 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2))
+    del freed
+    assert memory.reserved_bytes - reserved == 20 * MIB
+    assert memory.holes_bytes - before == 16 * MIB
+    large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    del large
+    assert memory.holes_bytes - before == 16 * MIB, "what is free as a whole can go back"
+    assert lasting.numel() == 4 * MIB
