@@ -91,8 +91,8 @@ def test_the_longest_sequence_and_the_largest_batch_fit_and_larger_ones_do_not(m
     small = Shape({**_shape().fields, "hidden_size": 1024, "intermediate_size": 2816})
     workload = Workload(shape=small, layers=6, seq_len=4096 if size == "seq_len" else 512, optimizer=False)
     config = memplug.MemplugConfig(enabled=True)
-    find = limits.longest if size == "seq_len" else limits.largest_batch
-    most = find(workload, config, hardware, mode)
+    search = limits.Limits(workload, config, hardware, mode)
+    most = search.longest() if size == "seq_len" else search.largest_batch()
     for count, fits in ((most, True), (int(1.25 * most), False)):
         changed = dataclasses.replace(workload, **{size: count})
         taken = limits.least_bytes(changed, config, hardware, mode)
