@@ -141,7 +141,8 @@ class VirtualDevice(Device):
         back, and where no tensor is alive, later ones have the addresses that the first ones had.
         """
         self._core.settle()
-        gc.collect()
+        if self.usage().allocated:  # by cycles, at most
+            gc.collect()
         self._core.restart()
 
     def flops(self) -> float:
