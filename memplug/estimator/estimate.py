@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -142,6 +143,7 @@ def estimate_training(
     VirtualDevice(hardware, attention=attention)  # that ranks are of
     found: dict[str, ModeEstimate] = {}
     impossible: dict[str, BudgetError] = {}
+    handled = sys.exc_info()[1]
     with rank():
         for mode, block in blocks.items():
             tell(mode)
@@ -150,23 +152,24 @@ def estimate_training(
             try:
                 found[mode] = _estimated(device, make_training(), mode, block, answers_to)
             except BudgetError as error:
-                _clear_frames(error)
+                _clear_frames(error, handled)
                 impossible[mode] = error
             except Exception as error:
-                _clear_frames(error)
+                _clear_frames(error, handled)
                 raise
             finally:
                 device.restart()
     return Estimate(hardware, found, impossible)
 
 
-def _clear_frames(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException | None, handled: BaseException | None) -> None:
     """Drops the variables of all frames that an error came through, in which tensors of the device would live for as
     long as the caller keeps the error.
+
+    Args:
+        handled: the error that the caller was handling already, whose frames stay as they are.
     """
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    while error is not None and error is not handled:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
