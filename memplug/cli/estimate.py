@@ -231,12 +231,10 @@ def _limits(
     modes: tuple[str, ...],
     **options: Any,
 ) -> dict[str, dict[str, int]]:
-    from memplug.estimator import limits
+    from memplug.estimator.limits import Limits
 
+    searches = {mode: Limits(workload, config, hardware, mode, **options) for mode in modes}
     return {
-        mode: {
-            "longest_seq_len": limits.longest(workload, config, hardware, mode, **options),
-            "largest_micro_batch": limits.largest_batch(workload, config, hardware, mode, **options),
-        }
-        for mode in modes
+        mode: {"longest_seq_len": search.longest(), "largest_micro_batch": search.largest_batch()}
+        for mode, search in searches.items()
     }

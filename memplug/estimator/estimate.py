@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
+import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -143,30 +144,41 @@ def estimate_training(
     VirtualDevice(hardware, attention=attention)  # that ranks are of
     found: dict[str, ModeEstimate] = {}
     impossible: dict[str, BudgetError] = {}
+    handled = sys.exc_info()[1]
     with rank():
         for mode, block in blocks.items():
             tell(mode)
             device = VirtualDevice(hardware, attention=attention, bounded=False, host_bytes=host_bytes)
-            _tidy(device)
+            device.restart()
             try:
                 found[mode] = _estimated(device, make_training(), mode, block, answers_to)
             except BudgetError as error:
+                _clear_frames(error, handled)
                 impossible[mode] = error
+            except Exception as error:
+                _clear_frames(error, handled)
+                raise
             finally:
-                _tidy(device)
+                device.restart()
     return Estimate(hardware, found, impossible)
+
+
+def _clear_frames(error: BaseException | None, handled: BaseException | None) -> None:
+    """Drops the variables of all frames that an error came through, in which tensors of the device would live for as
+    long as the caller keeps the error.
+
+    Args:
+        handled: the error that the caller was handling already, whose frames stay as they are.
+    """
+    while error is not None and error is not handled:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def refuse_plan(modes: Sequence[str], plan_dir: str | Path | None) -> None:
     """Raises EstimateError: a plan is asked for, and none of the modes has one."""
     if plan_dir is not None and "memplug" not in modes:
         raise EstimateError("none of these modes has a plan to write", "Estimate mode memplug, or leave out plan_dir.")
-
-
-def _tidy(device: VirtualDevice) -> None:
-    """Nothing of an earlier mode is left."""
-    gc.collect()
-    device.empty_cache()
 
 
 def _estimated(
@@ -186,12 +198,8 @@ def _estimated(
 
 
 def _attached(device: VirtualDevice, training: Training, mode: str, block: MemplugConfig) -> ModeEstimate:
-    def step() -> None:
-        training.step()
-        if not training.marks_steps:
-            session.step()
-
     with attach(training.target, block) as session:
+        step = functools.partial(_step, training, session)
         plain, plan, served = None, None, 0
         for _ in range(MOST_STEPS):
             state, plans = (session.report()[name] for name in ("arena", "replans"))
@@ -211,6 +219,12 @@ def _attached(device: VirtualDevice, training: Training, mode: str, block: Mempl
             why = report["arena_off_because"] or f"it had no addresses after {session.steps} steps: {report['arena']}"
             return replace(plain, arena_off_because=why)
         return _measured(device, training, step, mode, session, plain)
+
+
+def _step(training: Training, session: Session) -> None:
+    training.step()
+    if not training.marks_steps:
+        session.step()
 
 
 def _layers(model: nn.Module, block: MemplugConfig, mode: str) -> Sequence[tuple[str, nn.Module]]:
@@ -260,11 +274,23 @@ def _measured(
         to_device_bytes=_change(before, after, "prefetched_bytes", "swap_prefetched_bytes"),
         bound=bound(spans, step_s),
         fits=usage.reserved_peak <= device.hardware.memory_bytes,
-        spans=tuple(
-            Span(each.stream, each.begin_s - began_s, each.end_s - began_s, each.queued_s - began_s, each.name)
-            for each in spans
-        ),
+        spans=_spans(spans, began_s),
         schedule_s=training.schedule_s,
+    )
+
+
+def _spans(noted: Sequence[Any], began_s: float) -> tuple[Span, ...]:
+    """Spans from the step's beginning; streams count from 0, the default one: theirs go on from mode to mode."""
+    streams = sorted({0, *(each.stream for each in noted)})
+    return tuple(
+        Span(
+            streams.index(each.stream),
+            each.begin_s - began_s,
+            each.end_s - began_s,
+            each.queued_s - began_s,
+            each.name,
+        )
+        for each in noted
     )
 
 

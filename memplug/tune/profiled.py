@@ -84,6 +84,7 @@ def profile(hardware: Hardware, shape: Shape, micro_batch: int, seq_len: int) ->
         EstimateError: transformers is missing.
     """
     device = VirtualDevice(hardware, expandable_segments=True, bounded=False)
+    device.restart()
     model = _model(shape)
     ids = torch.zeros(micro_batch, seq_len, dtype=torch.long, device=device.torch_device)
     embedding = _run(device, model.model.embed_tokens, ids)

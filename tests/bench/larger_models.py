@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -75,9 +74,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def train(device: VirtualDevice, shape: Shape, mode: str) -> Result | None:
     """The last of a few steps; None: one runs out of memory."""
-    torch.ones(1, device="virtual", requires_grad=True).backward()  # lets go of one that failed
-    gc.collect()
-    device.empty_cache()
+    device.restart()
     try:
         return _train(device, shape, mode)
     except (torch.OutOfMemoryError, BudgetError):

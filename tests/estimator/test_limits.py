@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,41 +14,65 @@ from memplug.config import load_config
 from memplug.device.capacity import DEVICE_SHARE
 from memplug.device.virtual import Hardware
 from memplug.estimator import limits
-from memplug.estimator.limits import FEW_LAYERS, MOST_CHECKS, PRECISION, capacity_bytes, largest
+from memplug.estimator.limits import MOST_GROWTH, MOST_STEPS, Limits, capacity_bytes, largest, precise
 from memplug.estimator.shapes import Shape
 from memplug.estimator.workload import Workload
 
 BYTES = st.integers(1, 10**9)
+BEGIN = st.integers(1, 64)
+WORKLOAD = Workload(shape=Shape({}), layers=32, seq_len=4096)
 
 
-@given(
-    fixed=BYTES, of_layer=BYTES, of_count=BYTES, of_both=BYTES, begin=st.integers(1, 64), limit=st.integers(1, 10**12)
-)
-def test_where_memory_rises_evenly_the_largest_is_found(fixed, of_layer, of_count, of_both, begin, limit):
-    def bytes_of(count: int, layers: int) -> float:
-        return fixed + of_layer * layers + count * (of_count + of_both * layers)
+def searched(bytes_of: Callable[[int], float], begin: int, limit_bytes: float, step: int = 0) -> tuple[int, list[int]]:
+    """The count that is found, and those that were tried."""
+    tried: list[int] = []
 
-    found = largest(bytes_of, begin, 32, limit)
-    assert bytes_of(found, 32) <= limit or found == 0
-    assert bytes_of(found + 1 + found // PRECISION, 32) > limit
+    def noted(count: int) -> float:
+        tried.append(count)
+        return bytes_of(count)
+
+    return largest(noted, begin, step or begin, limit_bytes), tried
 
 
-@given(bend=st.integers(1, 2000), steeper=st.floats(1, 1.3), limit=st.integers(2, 10**4))
-def test_where_it_rises_a_little_faster_from_somewhere_on_few_steps_with_all_layers_are_enough(bend, steeper, limit):
-    runs = []
+@given(fixed=BYTES, of_count=BYTES, begin=BEGIN, limit=st.integers(1, 10**12))
+def test_where_memory_rises_evenly_the_largest_is_found(fixed, of_count, begin, limit):
+    found, tried = searched(lambda count: fixed + count * of_count, begin, limit)
+    assert fixed + found * of_count <= limit or found == 0
+    assert fixed + (found + precise(found)) * of_count > limit or len(tried) == MOST_STEPS
+    distance = max(found, begin) / max(1, min(found, begin))
+    assert len(tried) <= 5 + math.log(distance, MOST_GROWTH)
+    assert len(tried) == len(set(tried))
 
-    def bytes_of(count: int, layers: int) -> float:
-        runs.append(layers)
-        return layers * (count + max(0, count - bend) * (steeper - 1))
 
-    found = largest(bytes_of, 16, 32, 32 * limit)
-    assert bytes_of(found, 32) <= 32 * limit
-    assert bytes_of(found + 2 + found // 16, 32) > 32 * limit
-    assert runs.count(32) <= MOST_CHECKS + 2 and runs.count(FEW_LAYERS[0]) == 2, "with all layers a step takes long"
+@given(bend=st.integers(1, 2000), steeper=st.floats(0.2, 8), begin=BEGIN, limit=st.integers(2, 10**4))
+def test_where_the_line_has_a_bend_the_largest_is_found(bend, steeper, begin, limit):
+    def bytes_of(count: int) -> float:
+        return count + max(0, count - bend) * (steeper - 1)
+
+    found, tried = searched(bytes_of, begin, limit)
+    assert bytes_of(found) <= limit < bytes_of(found + precise(found))
+    assert len(tried) < MOST_STEPS
+
+
+@given(flat=st.integers(1, 10**6), begin=BEGIN)
+def test_memory_that_does_not_rise_at_first_makes_no_step_far_too_large(flat, begin):
+    limit = 2 * flat
+    found, tried = searched(lambda count: max(flat, count), begin, limit)
+    assert found <= limit < found + precise(found) or len(tried) == MOST_STEPS
+    assert max(tried) <= MOST_GROWTH * max(begin, limit)
+
+
+@given(count=st.integers(1, 1000))
+def test_a_search_that_begins_at_the_answer_runs_two_steps(count):
+    assert searched(lambda each: 100.0 * each, count, 100.0 * count, precise(count)) == (
+        count,
+        [count, count + precise(count)],
+    )
 
 
 def test_where_nothing_fits_that_is_none():
-    assert largest(lambda count, layers: 1e12 * layers + count, 16, 32, 1e9) == 0
+    found, tried = searched(lambda count: 1e12 + count, 16, 1e9)
+    assert found == 0 and tried[-1] == 1
 
 
 def test_what_a_step_may_take_is_memplugs_budget_and_never_more_than_the_gpu_has() -> None:
@@ -55,10 +83,32 @@ def test_what_a_step_may_take_is_memplugs_budget_and_never_more_than_the_gpu_has
     assert capacity_bytes(gpu, asked[4000], "memplug") == capacity_bytes(gpu, asked[40], "full") == gpu.memory_bytes
 
 
+def limits_of(mode: str, told: list[str], ran: list[Workload], monkeypatch: pytest.MonkeyPatch) -> Limits:
+    """The steps are noted, and take a MiB a token, whichever sequence it is of."""
+
+    def least_bytes(workload: Workload, *args: object) -> float:
+        ran.append(workload)
+        return 2.0**20 * workload.seq_len * workload.micro_batch
+
+    monkeypatch.setattr(limits, "least_bytes", least_bytes)
+    gpu = dataclasses.replace(Hardware.named("h200"), memory_bytes=100 * 2**30)
+    return Limits(WORKLOAD, load_config({"enabled": True}), gpu, mode, say=told.append)
+
+
 def test_each_step_of_a_search_is_told_with_how_many_there_are_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "least_bytes", lambda workload, *args: workload.layers * workload.seq_len * 2.0**20)
-    workload, told = Workload(shape=Shape({}), layers=32, seq_len=4096), []
-    limits.longest(workload, load_config({"enabled": True}), Hardware.named("h200"), "memplug", say=told.append)
-    assert told[0] == "limits of memplug, step 1 of at most 8: a sequence of 4,096 tokens, 2 layers"
-    assert 5 <= len(told) <= 8 and f"step {len(told)} of at most 8" in told[-1] and "32 layers" in told[-1]
-    assert limits.largest_batch(workload, load_config({"enabled": True}), Hardware.named("h200"), "keep") >= 1
+    told: list[str] = []
+    limits_of("keep", told, [], monkeypatch).longest()
+    assert told[0] == "limits of keep, step 1 of at most 16: a sequence of 4,096 tokens"
+    assert f"step {len(told)} of at most 16" in told[-1]
+
+
+def test_both_searches_run_few_steps_of_the_whole_model_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Workload] = []
+    search = limits_of("keep", [], ran, monkeypatch)
+    assert search.longest() == pytest.approx(100 * 1024, rel=1 / 32) and search.largest_batch() == 25
+    assert len(ran) <= 8 and len({(each.seq_len, each.micro_batch) for each in ran}) == len(ran)
+    assert {each.layers for each in ran} == {WORKLOAD.layers}
+
+
+def test_the_largest_micro_batch_is_found_without_the_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limits_of("full", [], [], monkeypatch).largest_batch() == 25

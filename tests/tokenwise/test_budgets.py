@@ -158,7 +158,7 @@ def test_where_there_is_a_limit_what_is_in_flight_counts_and_buffers_where_no_ar
 def test_the_link_is_measured_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
     monkeypatch.setattr(hardware, "measure_links", lambda *args: measured.append(args) or (2.0, 3.0))
-    hardware.link_rates.cache_clear()
+    hardware.measured_link_rates.cache_clear()
     found = [budgets.budget(MemplugConfig(enabled=True), Device(), 100, 0) for _ in range(2)]
-    hardware.link_rates.cache_clear()
+    hardware.measured_link_rates.cache_clear()
     assert len(measured) == 1 and [(one.d2h_bytes_per_s, one.h2d_bytes_per_s) for one in found] == [(2.0, 3.0)] * 2

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -118,7 +119,7 @@ class VirtualDevice(Device):
         return begin.elapsed_time(end) / 1e3
 
     def synchronize(self) -> float:
-        """The host waits for all that is queued: seconds that have gone by on it since the device was first made."""
+        """The host waits for all that is queued: seconds that have gone by on it since the device last began."""
         return self._core.synchronize()
 
     def usage(self) -> Any:
@@ -135,6 +136,15 @@ class VirtualDevice(Device):
     def empty_cache(self) -> None:
         """Segments that are free go back to the device."""
         self._core.empty_cache()
+
+    def restart(self) -> None:
+        """Makes the device forget what it ran: its clock is at zero, nothing is counted, segments that are free go
+        back, and where no tensor is alive, later ones have the addresses that the first ones had.
+        """
+        self._core.settle()
+        if self.usage().allocated:  # by cycles, at most
+            gc.collect()
+        self._core.restart()
 
     def flops(self) -> float:
         """Floating-point operations of all matrix products, convolutions and attention so far."""

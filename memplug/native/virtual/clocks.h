@@ -1,7 +1,7 @@
 // Time of a device that computes nothing: of the host, of each stream, and of the link in each direction.
 //
 // What is queued on a stream begins once that is free, and not before the host has come to queue it; a copy over the link needs
-// that direction of it, too (link.h). Seconds since the device was made.
+// that direction of it, too (link.h). Seconds since it last began.
 #pragma once
 
 #include <algorithm>
@@ -75,6 +75,22 @@ class Clocks {
     host_s_ = std::max(host_s_, at_s);
   }
 
+  // At zero again, with nothing under way. Streams stay.
+  void restart() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    host_s_ = 0;
+    std::fill(free_s_.begin(), free_s_.end(), 0.0);
+    link_ = LinkClock();
+    keeps_spans_ = false;
+    spans_.clear();
+    ++era_;
+  }
+  // Counts restarts: times of different ones cannot be compared.
+  int64_t era() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return era_;
+  }
+
   // From here on spans are kept, or no more are; those that were.
   void keep_spans(bool on) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -97,6 +113,7 @@ class Clocks {
   double host_s_ = 0;
   std::vector<double> free_s_{0}; // by stream; 0: the default one
   LinkClock link_;
+  int64_t era_ = 0;
   bool keeps_spans_ = false;
   std::vector<Span> spans_;
 };

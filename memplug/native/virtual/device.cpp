@@ -19,13 +19,19 @@ namespace {
 
 thread_local int64_t current = 0;
 
-struct VirtualEvent {
-  double at_s = 0;
-};
-
 Clocks& clocks() {
   return VirtualDevice::get().clocks;
 }
+
+struct VirtualEvent {
+  double at_s = 0;
+  int64_t era = 0;
+
+  // Zero where the clocks have begun again since: then it is over.
+  double over_s() const {
+    return era == clocks().era() ? at_s : 0;
+  }
+};
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -78,7 +84,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) {
       *event = new VirtualEvent();
     }
-    static_cast<VirtualEvent*>(*event)->at_s = clocks().over_s(of.id());
+    *static_cast<VirtualEvent*>(*event) = {clocks().over_s(of.id()), clocks().era()};
   }
   void block(void* event, const c10::Stream& of) const override {
     if (event != nullptr) {
@@ -103,7 +109,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, c10::Device(kVirtual, 0), id);
   }
   static double at_s(const void* event) {
-    return static_cast<const VirtualEvent*>(event)->at_s;
+    return static_cast<const VirtualEvent*>(event)->over_s();
   }
 };
 
@@ -277,6 +283,13 @@ void VirtualDevice::run(const Work& work) {
     flops_ += cost->flops;
   }
   launch(work.name, cost->seconds);
+}
+
+void VirtualDevice::restart() {
+  memory.restart();
+  clocks.restart();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  flops_ = 0;
 }
 
 double VirtualDevice::flops() {

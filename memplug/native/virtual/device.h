@@ -76,7 +76,10 @@ class VirtualDevice {
   void answer_by(Answers answers);
   std::optional<std::vector<at::Tensor>> answer(const Work& work, bool waits = true);
 
-  // Floating-point operations of all kernels so far.
+  // Clocks at zero, and nothing counted; memory as after `CachingMemory::restart`. Costs and answers stay.
+  void restart();
+
+  // Floating-point operations of all kernels since it last began.
   double flops();
 
   Clocks clocks;

@@ -22,8 +22,8 @@ CachingMemory::CachingMemory(Clocks& clocks) : clocks_(clocks) {
   if (begin == MAP_FAILED) {
     throw std::bad_alloc();
   }
-  next_ = static_cast<char*>(begin);
-  end_ = next_ + kAddresses;
+  begin_ = next_ = static_cast<char*>(begin);
+  end_ = begin_ + kAddresses;
 }
 
 void* CachingMemory::malloc(int64_t nbytes, int64_t stream) {
@@ -91,6 +91,19 @@ void CachingMemory::empty_cache() {
   release_free();
 }
 
+void CachingMemory::restart() {
+  const Lock lock(mutex_);
+  release_free();
+  unused_.clear();
+  if (usage_.allocated == 0) {
+    blocks_.clear(); // ranges of addresses, without memory
+    pools_.clear();
+    next_ = begin_;
+  }
+  usage_.retries = 0;
+  reset_usage_peaks();
+}
+
 void CachingMemory::limit(int64_t nbytes) {
   const Lock lock(mutex_);
   capacity_ = nbytes;
@@ -110,8 +123,7 @@ VirtualMemory CachingMemory::usage() const {
 
 void CachingMemory::reset_peaks() {
   const Lock lock(mutex_);
-  usage_.requested_peak = usage_.allocated_peak = usage_.reserved_peak = 0;
-  note_peaks();
+  reset_usage_peaks();
 }
 
 // -- blocks -----------------------------------------------------------------------------------------------------------------
@@ -176,6 +188,11 @@ void CachingMemory::process_pending() {
       ++each;
     }
   }
+}
+
+void CachingMemory::reset_usage_peaks() {
+  usage_.requested_peak = usage_.allocated_peak = usage_.reserved_peak = 0;
+  note_peaks();
 }
 
 void CachingMemory::note_peaks() {

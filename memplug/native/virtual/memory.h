@@ -42,6 +42,10 @@ class CachingMemory {
   // Segments that are free go back.
   void empty_cache();
 
+  // The same, and nothing is known of what was served before: where no block is in use, addresses begin again too, so that later
+  // requests are placed as the first ones were.
+  void restart();
+
   void limit(int64_t nbytes); // that the device has
   void expand_segments(bool on); // from here on
   VirtualMemory usage() const;
@@ -86,6 +90,7 @@ class CachingMemory {
   bool release_free();
   int64_t holes() const;
   void note_peaks();
+  void reset_usage_peaks();
 
   Clocks& clocks_;
   mutable std::mutex mutex_;
@@ -96,7 +101,7 @@ class CachingMemory {
   std::map<char*, std::unique_ptr<Block>> blocks_;
   std::vector<Pending> pending_;
   std::multimap<int64_t, char*> unused_; // addresses of segments that went back
-  char *next_ = nullptr, *end_ = nullptr; // of the addresses that there are
+  char *begin_ = nullptr, *next_ = nullptr, *end_ = nullptr; // of the addresses that there are
 };
 
 } // namespace memplug

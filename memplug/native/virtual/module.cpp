@@ -71,6 +71,7 @@ PYBIND11_MODULE(memplug_virtual, module) {
       .def_readonly("holes", &memplug::VirtualMemory::holes);
   module.def("start", [] { VirtualDevice::get().start(); });
   module.def("settle", &settle, py::call_guard<py::gil_scoped_release>());
+  module.def("restart", [] { VirtualDevice::get().restart(); }, py::call_guard<py::gil_scoped_release>());
   module.def("set_costs", [](py::function kernel, py::function copy, double launch_s) {
     VirtualDevice::get().set_costs(
         {[ask = kept(std::move(kernel))](const memplug::Work& work) {

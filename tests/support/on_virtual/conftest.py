@@ -14,6 +14,5 @@ from tests.support.on_virtual.devices import SIMPLE
 def device() -> Iterator[VirtualDevice]:
     """A megabyte takes a second to the host, half a one to the device, and a millisecond to be read."""
     device = VirtualDevice(SIMPLE)
-    device.synchronize()
-    device.empty_cache()
+    device.restart()
     yield device

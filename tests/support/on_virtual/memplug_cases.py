@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ from tests.support.on_virtual.devices import H200, HIDDEN, SIMPLE, Layers
 
 def _trained(device: VirtualDevice, config: dict[str, Any], steps: int = 12) -> tuple[dict[str, Any], int, float]:
     """Four layers of 8,192 tokens: a report, and of the last step the peak and seconds."""
-    gc.collect()
-    device.empty_cache()
+    device.restart()
     with torch.device("virtual"):
         model = Layers(4).to(torch.bfloat16)
         inputs = torch.randn(1, 8192, HIDDEN, dtype=torch.bfloat16)
@@ -125,9 +123,7 @@ def test_memplugs_own_work_takes_the_hosts_time() -> None:
 
 def test_larger_models_finds_the_largest_that_fits() -> None:
     pytest.importorskip("transformers")
-    gc.collect()
     device = VirtualDevice(dataclasses.replace(Hardware.read(H200), memory_bytes=2 << 30))
-    device.empty_cache()
     shape = larger_models.Shape(tokens=4096, layers=2, hidden=256)
     tokens = larger_models.largest(device, shape, "tokens", "keep")
     assert tokens >= 4096 and larger_models.train(device, dataclasses.replace(shape, tokens=tokens), "keep") is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memplug.device.virtual import Hardware, Rate, VirtualDevice
+from memplug.profile.hardware import link_rates
 from tests.bench.caching_allocator import CachingAllocator
 from tests.support.on_virtual.devices import MIB, SIMPLE, on_device, seconds
 
@@ -130,6 +131,15 @@ def test_the_rates_that_memplug_plans_with_are_those_of_both_directions_at_work(
     assert torch.get_device_module("virtual").link_rates() == (0.5e6, 1e6)
 
 
+def test_these_rates_are_those_of_the_present_hardware(device: VirtualDevice) -> None:
+    found = []
+    for factor in (1, 3):
+        faster = Rate.always(factor * 1e6)
+        VirtualDevice(dataclasses.replace(SIMPLE, to_host_both_bytes_per_s=faster))
+        found.append(link_rates(torch.device("virtual", 0))[0])
+    assert found == [1e6, 3e6]
+
+
 def test_spans_are_what_kept_streams_busy(device: VirtualDevice) -> None:
     x = on_device(MIB)
     device.keep_spans(True)
@@ -227,3 +237,42 @@ def test_holes_are_free_bytes_beside_tensors_in_a_segment(device: VirtualDevice,
     assert device.usage().holes == 16 * MIB, "what is free as a whole can go back"
     del lasting
     assert device.usage().holes == 0
+
+
+# -- restarts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_device_runs_a_program_as_it_did_at_first(device: VirtualDevice) -> None:
+    def run() -> tuple[object, ...]:
+        device.restart()
+        kept = [on_device(30 * MIB), on_device(MIB)]
+        kept[0].add_(1)
+        kept[1].cpu()
+        taken = seconds(device), device.flops(), device.usage().reserved_peak, [each.data_ptr() for each in kept]
+        del kept
+        on_device(3 * MIB)
+        return taken
+
+    first = run()
+    assert all(run() == first for _ in range(3))
+
+
+def test_addresses_do_not_run_out_however_often_it_is_restarted(device: VirtualDevice) -> None:
+    large = VirtualDevice(SIMPLE, bounded=False)
+    for size in range(1, 20):
+        large.restart()
+        assert on_device((4 << 40) + size * 20 * MIB).data_ptr()
+
+
+def test_events_and_tensors_from_before_a_restart_stay_usable(device: VirtualDevice) -> None:
+    kept, side = on_device(40 * MIB), torch.Stream("virtual")
+    with side:
+        torch.empty(40 * MIB, dtype=torch.uint8).copy_(kept, non_blocking=True)
+    copied = side.record_event()
+    assert not copied.query()
+    device.restart()
+    assert seconds(device) == 0 and copied.query()
+    torch.accelerator.current_stream().wait_event(copied)
+    assert seconds(device) == 0
+    other = on_device(40 * MIB)
+    assert other.data_ptr() != kept.data_ptr() and device.usage().allocated == 80 * MIB
