@@ -95,6 +95,13 @@ void Forward::let_go() {
   }
 }
 
+void Forward::keep(size_t index, const at::Tensor& tensor) {
+  saved[index].kept = tensor;
+  if (storages.find(tensor) < 0) {
+    storages.alias(tensor, saved[index].use.storage);
+  }
+}
+
 void Forward::restore(size_t index, const at::Tensor& tensor) {
   forget(index);
   Saved& each = saved[index];
