@@ -56,6 +56,9 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // The forward that this thread is told of, for its units; null: none, or what runs now is no part of it.
   static Running* observed();
 
+  // The same where operators are not noted at the moment.
+  static Running* current();
+
   // That runs it.
   const pybind11::object& executor() const {
     return executor_;
