@@ -138,7 +138,8 @@ void Frame::before_write_elsewhere(const at::Tensor& tensor) {
 
 void Frame::close(bool direct) {
   is_opaque = region->opaque || forward.opaque() != 0;
-  keeps = is_opaque && forward.holds && (is_unrepeatable || forward.communicates());
+  const bool again = !is_unrepeatable && !forward.communicates() && (forward.opaque() & CHANGED) == 0;
+  keeps = is_opaque && forward.holds && !again;
   if (!keeps) {
     forward.let_go();
   }

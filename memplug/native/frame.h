@@ -188,8 +188,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   bool communicates = false; // the recompute pass launches collectives
   bool is_opaque = false;
   bool is_unrepeatable = false; // its module depends on state that cannot be put back, so that it never runs again
-  // What autograd saved stays as it is: it is opaque, and is unrepeatable or talks to other ranks, where a region may be
-  // none. To run all of it again would launch what they do not.
+  // What autograd saved stays as it is: it is opaque, and is unrepeatable, or ran inside of modes that changed it, or talks
+  // to other ranks, where a region may be none. To run all of it again would launch what they do not.
   bool keeps = false;
   bool is_restored = false; // by a recompute pass
   std::set<size_t> spared; // collectives that no recompute pass launches again, and the waits for them

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "forward.h"
+#include "modes.h"
 
 namespace memplug {
 
@@ -47,7 +48,7 @@ class Observer {
   static bool is_noting();
 
  private:
-  enum class What : uint8_t { IGNORED, THROUGH, LEAF, FAKE };
+  enum class What : uint8_t { IGNORED, THROUGH, LEAF, FAKE, HANDED_ON };
   struct Running {
     What what;
     bool mutates;
@@ -66,6 +67,7 @@ class Observer {
   at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
   std::vector<Running> running_;
   const Operator* leaf_ = nullptr; // that runs, where what it calls says more of it than its name
+  Modes modes_; // that are called for the leaf
   int launched_ = 0, pending_ = 0; // collectives inside of it: all of them, and those that were not waited for
   bool inside_ = false; // of a leaf, of an operator on fake tensors, or of a listener
   std::exception_ptr failure_;

@@ -85,7 +85,7 @@ py::object Running::run(
         std::move(times));
     frame->is_unrepeatable = !state.is_none() && py::bool_(state.attr("unknown"));
     frame->forward.holds =
-        frame->is_unrepeatable || (region->may_stray() && !frame->executor_.attr("is_alone")().cast<bool>());
+        frame->is_unrepeatable || Modes::around() || (region->may_stray() && !frame->executor_.attr("is_alone")().cast<bool>());
     // of an opaque one no tape makes it again, and backward, which runs its module, has as much at a time
     frame->forward.holds_meanwhile = region->asks.value_or(true) || region->opaque;
     region->is_undecided = false;
@@ -195,7 +195,10 @@ std::string Running::why_it_keeps() const {
   if (!keeps) {
     return "";
   }
-  return is_unrepeatable ? state.attr("unknown").cast<std::string>() : "it communicates";
+  if (is_unrepeatable) {
+    return state.attr("unknown").cast<std::string>();
+  }
+  return (forward.opaque() & CHANGED) != 0 ? "a dispatch mode changes its operators" : "it communicates";
 }
 
 void Running::time(size_t index, bool over) {

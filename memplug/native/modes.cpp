@@ -1,0 +1,95 @@
+#include "modes.h"
+
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "tape.h"
+
+namespace memplug {
+namespace {
+
+// Torch hands a Python number on as a number, and wraps it again.
+bool is_same_number(const at::Tensor& one, const at::Tensor& other) {
+  return is_number(one) && is_number(other) && one.scalar_type() == other.scalar_type() &&
+      std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.itemsize()) == 0;
+}
+
+bool is_itself(const at::Tensor& one, const at::Tensor& other) {
+  return one.is_same(other) || (one.defined() && other.defined() && is_same_number(one, other));
+}
+
+bool is_same_memory(const at::Tensor& one, const at::Tensor& other) {
+  return one.is_same(other) ||
+      (one.defined() && other.defined() && one.has_storage() && other.has_storage() && one.is_alias_of(other) &&
+       one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes() && one.strides() == other.strides() &&
+       one.storage_offset() == other.storage_offset());
+}
+
+template <typename Same>
+bool are_same(const c10::IValue& one, const c10::IValue& other, const Same& same) {
+  if (one.isTensor() || other.isTensor()) {
+    return one.isTensor() && other.isTensor() && same(one.toTensor(), other.toTensor());
+  }
+  if (!one.isList() || !other.isList()) {
+    return equal(one, other);
+  }
+  const auto ones = one.toListRef(), others = other.toListRef();
+  return std::equal(ones.begin(), ones.end(), others.begin(), others.end(), [&](const auto& each, const auto& its) {
+    return are_same(each, its, same);
+  });
+}
+
+template <typename Same>
+bool all_same(c10::ArrayRef<c10::IValue> ones, c10::ArrayRef<c10::IValue> others, const Same& same) {
+  return std::equal(ones.begin(), ones.end(), others.begin(), others.end(), [&](const auto& one, const auto& other) {
+    return are_same(one, other, same);
+  });
+}
+
+} // namespace
+
+bool Modes::around() {
+  return c10::impl::TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/true);
+}
+
+void Modes::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
+  called_.reset();
+  if (around()) {
+    called_.emplace(Call{&op, arguments.vec(), c10::impl::TorchDispatchModeTLS::stack_len()});
+  }
+}
+
+bool Modes::begin_inside(const at::RecordFunction& function) {
+  const Operator* const op = operator_of(function);
+  if (op == nullptr || called_->open == called_->modes) { // a label, or what the operator itself calls
+    return false;
+  }
+  const auto inputs = function.inputs();
+  const size_t count = op->argument_count;
+  const bool is_same = op == called_->op && inputs.size() >= count &&
+      all_same(inputs.slice(inputs.size() - count), called_->arguments, is_itself);
+  if (is_same) {
+    ++called_->open;
+    called_->writes = called_->writes || called_->made.has_value();
+  } else {
+    called_->writes = called_->writes || op->mutates;
+  }
+  return is_same;
+}
+
+void Modes::end_inside(c10::ArrayRef<c10::IValue> results) {
+  --called_->open;
+  if (!called_->made) {
+    called_->made = results.vec();
+  }
+}
+
+bool Modes::end(c10::ArrayRef<c10::IValue> results) {
+  const Call call = *std::exchange(called_, std::nullopt);
+  return call.made && !call.writes && all_same(*call.made, results, is_same_memory);
+}
+
+} // namespace memplug
