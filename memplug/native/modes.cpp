@@ -1,9 +1,11 @@
 #include "modes.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 #include <utility>
 
 #include "tape.h"
@@ -49,10 +51,27 @@ bool all_same(c10::ArrayRef<c10::IValue> ones, c10::ArrayRef<c10::IValue> others
   });
 }
 
+// Torch leaves out what is the default, and adds it, of how a new tensor is to lie.
+bool is_default(const Operator& op, size_t position, const c10::IValue& one, const c10::IValue& other) {
+  const std::string& name = op.handle.schema().arguments()[position].name();
+  return (one.isNone() || other.isNone()) &&
+      (name == "dtype" || name == "layout" || name == "device" || name == "pin_memory");
+}
+
+bool is_called_alike(const Operator& op, c10::ArrayRef<c10::IValue> ones, c10::ArrayRef<c10::IValue> others) {
+  for (size_t i = 0; i < ones.size(); ++i) {
+    if (!are_same(ones[i], others[i], is_itself) && !is_default(op, i, ones[i], others[i])) {
+      return false;
+    }
+  }
+  return true;
+}
+
 } // namespace
 
 bool Modes::around() {
-  return c10::impl::TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/true);
+  return c10::impl::TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/true) &&
+      !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python); // else torch calls none now
 }
 
 void Modes::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
@@ -70,7 +89,7 @@ bool Modes::begin_inside(const at::RecordFunction& function) {
   const auto inputs = function.inputs();
   const size_t count = op->argument_count;
   const bool is_same = op == called_->op && inputs.size() >= count &&
-      all_same(inputs.slice(inputs.size() - count), called_->arguments, is_itself);
+      is_called_alike(*op, called_->arguments, inputs.slice(inputs.size() - count));
   if (is_same) {
     ++called_->open;
     called_->writes = called_->writes || called_->made.has_value();
