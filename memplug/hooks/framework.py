@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from memplug.config import MemplugConfig
-from memplug.hooks.caches import Uses
 from memplug.hooks.regions import Prepare
+from memplug.hooks.withheld import Uses
 from memplug.session import Session
 from memplug.stages.ranks import Ranks
 

@@ -11,6 +11,7 @@ from memplug.errors import ConflictError
 from memplug.hooks import caches
 from memplug.hooks.framework import Framework, Layers, Target, instances, lies_in, outermost
 from memplug.hooks.regions import Call, Prepare
+from memplug.hooks.withheld import Uses
 
 LAYER_CLASS = "transformers.modeling_layers.GradientCheckpointingLayer"  # transformers >= 4.53
 
@@ -57,7 +58,13 @@ def check_checkpointing_is_off(layers: Layers) -> None:
 
 
 def arguments(
-    layers: Layers, region: str, uses: caches.Uses, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    layers: Layers,
+    region: str,
+    uses: Uses,
+    module: nn.Module,
+    call: Call,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
     """A forward of a region in training, on copies of its key-value caches, which models make by default.
 

@@ -1,5 +1,5 @@
-"""Scripts that train on two streams and keep tensors of every step: served by the arena, each byte as without memplug, and
-every access ordered.
+"""Scripts that train on two streams and keep tensors of every step: the arena serves them, their values hold, and every
+access is ordered.
 """
 
 from __future__ import annotations
@@ -70,10 +70,8 @@ def of_both_streams(script: Script, step: int, out: torch.Tensor) -> None:
 def for_three_steps(script: Script, step: int, out: torch.Tensor) -> None:
     """The other stream goes on reading what is freed here; its results are kept."""
     script.window.append(out.detach().clone())
-    read = script.window[0]
-    made = script.on_side(lambda: (read * 2).cos())
-    read.record_stream(script.side)
-    del read
+    made = script.on_side(lambda: (script.window[0] * 2).cos())
+    script.window[0].record_stream(script.side)
     made.record_stream(torch.cuda.current_stream())
     if step % 5 == 0:
         script.kept.append(made)
@@ -89,15 +87,15 @@ def freed_on_the_other(script: Script, step: int, out: torch.Tensor) -> None:
         script.kept.append(out.detach().mean(0))
 
 
-def gradients_of_all(script: Script, step: int, out: torch.Tensor) -> None:
-    """A copy of all outputs now and then, none for a while."""
+def now_and_then(script: Script, step: int, out: torch.Tensor) -> None:
+    """Some of the other stream for a while, of which one stays."""
     if step % 7 == 0:
         script.kept.append(script.on_side(lambda: torch.full((64, 32), float(step), device="cuda")))
     if step % 20 == 19:
         script.kept = script.kept[:1]
 
 
-KEEPERS = [of_both_streams, for_three_steps, freed_on_the_other, gradients_of_all]
+KEEPERS = [of_both_streams, for_three_steps, freed_on_the_other, now_and_then]
 
 
 def train(keeper: Callable[[Script, int, torch.Tensor], None], block: dict[str, Any]) -> tuple[list[Any], dict]:

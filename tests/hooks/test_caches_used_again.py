@@ -1,4 +1,4 @@
-"""What a forward with gradients leaves in a cache is used in another one: recurrence over segments, as without memplug."""
+"""A cache of one forward with gradients is used in another one, as in recurrence over segments: as without memplug."""
 
 from __future__ import annotations
 

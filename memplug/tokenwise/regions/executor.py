@@ -356,17 +356,15 @@ class Executor:
 
     def _is_traced(self) -> bool:
         """Whether operators are made a program of, or have no values, or saved-tensor hooks are switched off."""
-        if torch._C._len_torch_dispatch_stack() == 0 and torch._C._autograd._saved_tensors_hooks_is_enabled():
-            return False
-        if torch._C._autograd._saved_tensors_hooks_is_enabled() and not any(
-            torch._C._get_dispatch_mode(mode) for mode in _TRACING
+        if torch._C._autograd._saved_tensors_hooks_is_enabled() and (
+            torch._C._len_torch_dispatch_stack() == 0 or not any(map(torch._C._get_dispatch_mode, _TRACING))
         ):
             return False
         if not self._told_of_tracing:
             self._told_of_tracing = True
             log.warning(
-                "memplug: regions run as they are where they are traced, or saved-tensor hooks are disabled: nothing of "
-                "them is swapped or recomputed"
+                "memplug: regions that are traced, or run where saved-tensor hooks are disabled, run as they are: "
+                "nothing of them is swapped or recomputed"
             )
         return True
 
