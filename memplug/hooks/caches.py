@@ -9,7 +9,6 @@ used, as a recurrence over segments does. From then on the region leaves them wh
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,5 +1,5 @@
-"""Tensors that a region put into a key-value cache and that are not kept: made again once they are used, while their graph
-is there.
+"""Tensors that a region put into a key-value cache and that are not kept: they are made again once they are used, while
+their graph is there.
 """
 
 from __future__ import annotations
