@@ -81,28 +81,32 @@ void Modes::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
   }
 }
 
-bool Modes::begin_inside(const at::RecordFunction& function) {
+Modes::Inside Modes::begin_inside(const at::RecordFunction& function) {
   const Operator* const op = operator_of(function);
-  if (op == nullptr || called_->open == called_->modes) { // a label, or what the operator itself calls
-    return false;
+  if (op == nullptr || called_->beside || called_->open == called_->modes) { // a label, or what an operator itself calls
+    return Inside::WITHIN;
   }
   const auto inputs = function.inputs();
   const size_t count = op->argument_count;
-  const bool is_same = op == called_->op && inputs.size() >= count &&
-      is_called_alike(*op, called_->arguments, inputs.slice(inputs.size() - count));
-  if (is_same) {
+  if (op == called_->op && inputs.size() >= count &&
+      is_called_alike(*op, called_->arguments, inputs.slice(inputs.size() - count))) {
     ++called_->open;
     called_->writes = called_->writes || called_->made.has_value();
-  } else {
-    called_->writes = called_->writes || op->mutates;
+    return Inside::HANDED_ON;
   }
-  return is_same;
+  called_->writes = called_->writes || op->mutates;
+  called_->beside = true;
+  return Inside::BESIDE;
 }
 
-void Modes::end_inside(c10::ArrayRef<c10::IValue> results) {
-  --called_->open;
-  if (!called_->made) {
-    called_->made = results.vec();
+void Modes::end_inside(Inside inside, c10::ArrayRef<c10::IValue> results) {
+  if (inside == Inside::BESIDE) {
+    called_->beside = false;
+  } else if (inside == Inside::HANDED_ON) {
+    --called_->open;
+    if (!called_->made) {
+      called_->made = results.vec();
+    }
   }
 }
 

@@ -24,11 +24,15 @@ class Modes {
     return called_.has_value();
   }
 
-  // An operator begins inside of it. True: it is the same one, with the same arguments.
-  bool begin_inside(const at::RecordFunction& function);
+  // What runs inside of it: that operator with its arguments, handed on; another one that a mode calls; or what one of these
+  // calls.
+  enum class Inside : uint8_t { HANDED_ON, BESIDE, WITHIN };
 
-  // Such a one is over.
-  void end_inside(c10::ArrayRef<c10::IValue> results);
+  // An operator begins inside of it.
+  Inside begin_inside(const at::RecordFunction& function);
+
+  // It is over.
+  void end_inside(Inside inside, c10::ArrayRef<c10::IValue> results);
 
   // The operator has ended: whether it ran once as it was called, and what it made is what it returned.
   bool end(c10::ArrayRef<c10::IValue> results);
@@ -39,6 +43,7 @@ class Modes {
     std::vector<c10::IValue> arguments;
     int64_t modes; // how many there were
     int64_t open = 0; // how many of them are handing it on
+    bool beside = false; // another operator runs that one of them called
     bool writes = false; // a mode wrote to memory, or it ran more than once
     std::optional<std::vector<c10::IValue>> made;
   };

@@ -103,8 +103,8 @@ std::unique_ptr<at::ObserverContext> Observer::begin(const at::RecordFunction& f
     if (observer->leaf_ != nullptr) {
       observer->look_inside(function);
     }
-    if (observer->modes_.are_called() && observer->modes_.begin_inside(function)) {
-      running.what = What::HANDED_ON;
+    if (observer->modes_.are_called()) {
+      running.inside = observer->modes_.begin_inside(function);
     }
   }
   observer->running_.push_back(running);
@@ -184,8 +184,8 @@ void Observer::end(const at::RecordFunction& function, at::ObserverContext*) {
         observer->forward_.blind(CHANGED);
       }
       observer->forward_.end(function.outputs());
-    } else if (running.what == What::HANDED_ON) {
-      observer->modes_.end_inside(function.outputs());
+    } else if (running.inside && observer->modes_.are_called()) {
+      observer->modes_.end_inside(*running.inside, function.outputs());
     } else if (running.what == What::THROUGH && !observer->inside_) {
       observer->forward_.looked_through(running.before, running.mutates, function.outputs());
     }

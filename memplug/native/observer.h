@@ -4,6 +4,7 @@
 #include <ATen/record_function.h>
 
 #include <exception>
+#include <optional>
 #include <vector>
 
 #include "forward.h"
@@ -48,11 +49,12 @@ class Observer {
   static bool is_noting();
 
  private:
-  enum class What : uint8_t { IGNORED, THROUGH, LEAF, FAKE, HANDED_ON };
+  enum class What : uint8_t { IGNORED, THROUGH, LEAF, FAKE };
   struct Running {
     What what;
     bool mutates;
     size_t before; // how many operators had begun
+    std::optional<Modes::Inside> inside = {}; // of an operator that modes are called for
   };
 
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function);
