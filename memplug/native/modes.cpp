@@ -1,5 +1,7 @@
 #include "modes.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/equal.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
@@ -19,8 +21,23 @@ bool is_same_number(const at::Tensor& one, const at::Tensor& other) {
       std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.itemsize()) == 0;
 }
 
+// Torch conjugates and negates before it calls modes.
+bool is_resolved(const at::Tensor& one, const at::Tensor& other) {
+  if ((!one.is_conj() && !one.is_neg()) || one.scalar_type() != other.scalar_type() || one.sizes() != other.sizes()) {
+    return false;
+  }
+  const at::RecordFunctionGuard unseen(false);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const c10::impl::ExcludeDispatchKeyGuard modes(c10::DispatchKey::Python);
+  return at::equal(one, other);
+}
+
 bool is_itself(const at::Tensor& one, const at::Tensor& other) {
-  return one.is_same(other) || (one.defined() && other.defined() && is_same_number(one, other));
+  return one.is_same(other) || (one.defined() && other.defined() && (is_same_number(one, other) || is_resolved(one, other)));
+}
+
+bool is_absent(const c10::IValue& value) {
+  return value.isNone() || (value.isTensor() && !value.toTensor().defined());
 }
 
 bool is_same_memory(const at::Tensor& one, const at::Tensor& other) {
@@ -32,6 +49,9 @@ bool is_same_memory(const at::Tensor& one, const at::Tensor& other) {
 
 template <typename Same>
 bool are_same(const c10::IValue& one, const c10::IValue& other, const Same& same) {
+  if (is_absent(one) && is_absent(other)) {
+    return true;
+  }
   if (one.isTensor() || other.isTensor()) {
     return one.isTensor() && other.isTensor() && same(one.toTensor(), other.toTensor());
   }
@@ -67,6 +87,23 @@ bool is_called_alike(const Operator& op, c10::ArrayRef<c10::IValue> ones, c10::A
   return true;
 }
 
+// Whether all that was returned is memory that was given.
+bool returns_arguments(c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<c10::IValue> results) {
+  bool all = true;
+  for (const c10::IValue& result : results) {
+    each_tensor(result, [&](const at::Tensor& tensor) {
+      bool found = false;
+      for (const c10::IValue& argument : arguments) {
+        each_tensor(argument, [&](const at::Tensor& given) {
+          found = found || given.is_same(tensor) || (given.has_storage() && tensor.has_storage() && given.is_alias_of(tensor));
+        });
+      }
+      all = all && found;
+    });
+  }
+  return all;
+}
+
 } // namespace
 
 bool Modes::around() {
@@ -86,6 +123,7 @@ Modes::Inside Modes::begin_inside(const at::RecordFunction& function) {
   if (op == nullptr || called_->beside || called_->open == called_->modes) { // a label, or what an operator itself calls
     return Inside::WITHIN;
   }
+  called_->any = true;
   const auto inputs = function.inputs();
   const size_t count = op->argument_count;
   if (op == called_->op && inputs.size() >= count &&
@@ -112,6 +150,9 @@ void Modes::end_inside(Inside inside, c10::ArrayRef<c10::IValue> results) {
 
 bool Modes::end(c10::ArrayRef<c10::IValue> results) {
   const Call call = *std::exchange(called_, std::nullopt);
+  if (!call.any) { // torch does some by itself, such as detaching a tensor
+    return returns_arguments(call.arguments, results);
+  }
   return call.made && !call.writes && all_same(*call.made, results, is_same_memory);
 }
 

@@ -43,6 +43,7 @@ class Modes {
     std::vector<c10::IValue> arguments;
     int64_t modes; // how many there were
     int64_t open = 0; // how many of them are handing it on
+    bool any = false; // an operator ran inside of it
     bool beside = false; // another operator runs that one of them called
     bool writes = false; // a mode wrote to memory, or it ran more than once
     std::optional<std::vector<c10::IValue>> made;
