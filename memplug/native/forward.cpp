@@ -368,12 +368,6 @@ void Forward::depart(size_t records) {
   followed_.reset();
 }
 
-std::shared_ptr<const Tape> Forward::so_far() const {
-  auto found = copied(begun_);
-  describe(*found);
-  return found;
-}
-
 // What its storages are, and why it is opaque.
 void Forward::describe(Tape& own) const {
   own.given = storages.given;

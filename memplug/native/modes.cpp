@@ -40,6 +40,10 @@ bool is_absent(const c10::IValue& value) {
   return value.isNone() || (value.isTensor() && !value.toTensor().defined());
 }
 
+bool is_same_storage(const at::Tensor& one, const at::Tensor& other) {
+  return one.is_same(other) || (one.has_storage() && other.has_storage() && one.is_alias_of(other));
+}
+
 bool is_same_memory(const at::Tensor& one, const at::Tensor& other) {
   return one.is_same(other) ||
       (one.defined() && other.defined() && one.has_storage() && other.has_storage() && one.is_alias_of(other) &&
@@ -95,7 +99,7 @@ bool returns_arguments(c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<c10::
       bool found = false;
       for (const c10::IValue& argument : arguments) {
         each_tensor(argument, [&](const at::Tensor& given) {
-          found = found || given.is_same(tensor) || (given.has_storage() && tensor.has_storage() && given.is_alias_of(tensor));
+          found = found || is_same_storage(given, tensor);
         });
       }
       all = all && found;
@@ -132,7 +136,7 @@ Modes::Inside Modes::begin_inside(const at::RecordFunction& function) {
     called_->writes = called_->writes || called_->made.has_value();
     return Inside::HANDED_ON;
   }
-  called_->writes = called_->writes || op->mutates;
+  called_->writes = called_->writes || (op->mutates && touches(inputs));
   called_->beside = true;
   return Inside::BESIDE;
 }
@@ -146,6 +150,25 @@ void Modes::end_inside(Inside inside, c10::ArrayRef<c10::IValue> results) {
       called_->made = results.vec();
     }
   }
+}
+
+// Whether one of these lies in memory that it was given, or has made.
+bool Modes::touches(c10::ArrayRef<const c10::IValue> values) const {
+  bool found = false;
+  const auto look = [&](c10::ArrayRef<c10::IValue> others, const at::Tensor& tensor) {
+    for (const c10::IValue& other : others) {
+      each_tensor(other, [&](const at::Tensor& its) { found = found || is_same_storage(its, tensor); });
+    }
+  };
+  for (const c10::IValue& value : values) {
+    each_tensor(value, [&](const at::Tensor& tensor) {
+      look(called_->arguments, tensor);
+      if (called_->made) {
+        look(*called_->made, tensor);
+      }
+    });
+  }
+  return found;
 }
 
 bool Modes::end(c10::ArrayRef<c10::IValue> results) {

@@ -48,6 +48,8 @@ class Modes {
     bool writes = false; // a mode wrote to memory, or it ran more than once
     std::optional<std::vector<c10::IValue>> made;
   };
+  bool touches(c10::ArrayRef<const c10::IValue> values) const;
+
   std::optional<Call> called_;
 };
 
