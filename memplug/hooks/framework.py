@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from memplug.config import MemplugConfig
 from memplug.hooks.regions import Prepare
+from memplug.hooks.withheld import Uses
 from memplug.session import Session
 from memplug.stages.ranks import Ranks
 
@@ -47,12 +48,14 @@ class Target:
         chunks: the parts of it that are called.
         engine: what drives it, an object of a framework; None where the user's own loop does.
         device: where the engine puts it; None: where its parameters are.
+        cache_uses: what its forwards do with key-value caches.
     """
 
     model: nn.Module
     chunks: tuple[nn.Module, ...]
     engine: Any = None
     device: torch.device | None = None
+    cache_uses: Uses = field(default_factory=Uses, compare=False)
 
 
 class Framework:

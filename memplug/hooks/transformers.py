@@ -11,6 +11,7 @@ from memplug.errors import ConflictError
 from memplug.hooks import caches
 from memplug.hooks.framework import Framework, Layers, Target, instances, lies_in, outermost
 from memplug.hooks.regions import Call, Prepare
+from memplug.hooks.withheld import Uses
 
 LAYER_CLASS = "transformers.modeling_layers.GradientCheckpointingLayer"  # transformers >= 4.53
 
@@ -33,7 +34,7 @@ class Transformers(Framework):
             check_checkpointing_is_off(layers_around(target.model, name))
 
     def prepare(self, target: Target, name: str) -> Prepare:
-        return functools.partial(arguments, layers_around(target.model, name), name)
+        return functools.partial(arguments, layers_around(target.model, name), name, target.cache_uses)
 
 
 def layers_around(model: nn.Module, region: str) -> Layers:
@@ -57,22 +58,29 @@ def check_checkpointing_is_off(layers: Layers) -> None:
 
 
 def arguments(
-    layers: Layers, region: str, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    layers: Layers,
+    region: str,
+    uses: Uses,
+    module: nn.Module,
+    call: Call,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
     """A forward of a region in training, on copies of its key-value caches, which models make by default.
 
     Args:
         layers: `layers_around` the region.
+        uses: what the model's forwards do with caches.
 
     Raises:
-        ConflictError: a cache is used again, or checkpointing was switched on since attaching.
+        ConflictError: what a cache held is gone, or checkpointing was switched on since attaching.
     """
     check_checkpointing_is_off(layers)
     if not any(map(caches.is_cache, (*args, *kwargs.values()))):
         return call, args, kwargs
 
     def found(value: Any) -> Any:
-        return caches.Found(value, region) if caches.is_cache(value) else value
+        return caches.Found(value, region, uses) if caches.is_cache(value) else value
 
     kwargs = {name: found(value) for name, value in kwargs.items()}
     return functools.partial(caches.run, call), tuple(map(found, args)), kwargs

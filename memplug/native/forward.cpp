@@ -354,12 +354,26 @@ bool Forward::follow_another(const Operator& op, c10::ArrayRef<c10::IValue> argu
   return false;
 }
 
+std::shared_ptr<Tape> Forward::copied(size_t records) const {
+  const Tape& from = tape();
+  auto found = std::make_shared<Tape>();
+  found->records.assign(from.records.begin(), from.records.begin() + static_cast<int64_t>(records));
+  found->saves.assign(from.saves.begin(), from.saves.begin() + static_cast<int64_t>(saved.size()));
+  unlift(found->records);
+  return found;
+}
+
 void Forward::depart(size_t records) {
-  noted_ = std::make_shared<Tape>();
-  noted_->records.assign(followed_->records.begin(), followed_->records.begin() + static_cast<int64_t>(records));
-  noted_->saves.assign(followed_->saves.begin(), followed_->saves.begin() + static_cast<int64_t>(saved.size()));
+  noted_ = copied(records);
   followed_.reset();
-  unlift(noted_->records);
+}
+
+// What its storages are, and why it is opaque.
+void Forward::describe(Tape& own) const {
+  own.given = storages.given;
+  own.nbytes = storages.nbytes;
+  own.regathered = storages.regathered;
+  own.opaque = (opaque_ & ~ASKED) == 0 && has_unfilled(own) ? opaque_ | UNFILLED : opaque_;
 }
 
 std::shared_ptr<const Tape> Forward::close() {
@@ -379,13 +393,10 @@ std::shared_ptr<const Tape> Forward::close() {
   if (followed_ != nullptr) {
     return followed_;
   }
-  noted_->given = storages.given;
-  noted_->nbytes = storages.nbytes;
-  noted_->regathered = storages.regathered;
   if ((opaque_ & TRANSFORMED) != 0) {
     opaque_ &= ~FAILED; // operators that a transform takes apart end without results
   }
-  noted_->opaque = opaque_ == 0 && has_unfilled(*noted_) ? UNFILLED : opaque_;
+  describe(*noted_);
   return noted_;
 }
 

@@ -157,6 +157,12 @@ class Forward {
   // What was held until now goes.
   void let_go();
 
+  // The tape of what it has done until now; opaque where that is not all that it did.
+  std::shared_ptr<const Tape> so_far() const;
+
+  // A saved tensor that was made again while the forward runs: operators that read it read what was saved.
+  void keep(size_t index, const at::Tensor& tensor);
+
   // A recompute pass gives a saved tensor.
   void restore(size_t index, const at::Tensor& tensor);
 
@@ -255,6 +261,8 @@ class Forward {
   void note_results(Record& record) const;
   void classify(Record& record);
   bool follow_another(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
+  std::shared_ptr<Tape> copied(size_t records) const;
+  void describe(Tape& own) const;
   void depart(size_t records);
   void count(int32_t storage);
 

@@ -278,6 +278,7 @@ void add_forwards(py::module_& module) {
   module.attr("unpack") = unpack_hook();
   add_tape(module);
   add_flow(module);
+  add_withheld(module);
   py::class_<Running, std::shared_ptr<Running>>(module, "Frame")
       .def(py::init([](const std::vector<std::shared_ptr<Tape>>& known, std::shared_ptr<Flow> flow, std::shared_ptr<Region> region, py::object executor) {
         return std::make_shared<Running>(

@@ -126,27 +126,6 @@ void Frame::before_write(int32_t storage, const at::Tensor& tensor) {
   writes_input = writes_input || input_of(storage) != nullptr;
 }
 
-at::Tensor Frame::early(size_t index) {
-  const Forward::Saved& saved = forward.saved.at(index);
-  region->asks = true;
-  if (std::this_thread::get_id() != thread_) {
-    forward.blind(ASKED);
-    for (Given& each : forward.given) {
-      if (each.had_gradient && !std::exchange(each.noted, true) && each.tensor.grad().defined()) {
-        before_accumulating(each.tensor.grad());
-      }
-    }
-  }
-  if (saved.held.defined() || saved.kept.defined()) {
-    return saved.held.defined() ? saved.held : saved.kept;
-  }
-  const at::Tensor& memory = forward.given.at(saved.use.storage).tensor;
-  if (!memory.defined()) {
-    throw Failure(Failure::ASKED_EARLY, saved.use.geometry.size);
-  }
-  return tensor_at(memory, saved.use.geometry);
-}
-
 void Frame::before_write_elsewhere(const at::Tensor& tensor) {
   for (auto& [storage, part] : parts_) {
     if (part.kept != nullptr && part.kept->tensor.is_alias_of(tensor)) {
@@ -159,7 +138,8 @@ void Frame::before_write_elsewhere(const at::Tensor& tensor) {
 
 void Frame::close(bool direct) {
   is_opaque = region->opaque || forward.opaque() != 0;
-  keeps = is_opaque && forward.holds && (is_unrepeatable || forward.communicates());
+  const bool again = !is_unrepeatable && !forward.communicates() && (forward.opaque() & CHANGED) == 0;
+  keeps = is_opaque && forward.holds && !again;
   if (!keeps) {
     forward.let_go();
   }

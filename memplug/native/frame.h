@@ -4,6 +4,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <thread>
 #include <utility>
@@ -107,8 +108,15 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // What backward asked for raised an error, Python's of now.
   virtual void explain() = 0;
 
-  // A saved tensor that the forward itself asks for, as it wants a gradient. Throws `ASKED_EARLY` where it is not there.
+  // A saved tensor that the forward itself asks for, as it wants a gradient (again.cpp). Throws `ASKED_EARLY` where it is
+  // neither there nor can be made again.
   at::Tensor early(size_t index);
+
+  // Tensors as the operators of a tape of this forward left them, made again from what was there before the region: no
+  // capture is read, or released. None where not all of them can be: ranks would have to communicate, or no operator shows
+  // how one was made. Not for tapes of opaque forwards.
+  std::optional<std::vector<at::Tensor>> again(
+      const std::shared_ptr<const Tape>& own_tape, const std::vector<Use>& uses);
 
   // A saved tensor that is a view of a captured one; a copy, where a unit's backward gets it and others still read that one.
   at::Tensor view(size_t index);
@@ -180,8 +188,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   bool communicates = false; // the recompute pass launches collectives
   bool is_opaque = false;
   bool is_unrepeatable = false; // its module depends on state that cannot be put back, so that it never runs again
-  // What autograd saved stays as it is: it is opaque, and is unrepeatable or talks to other ranks, where a region may be
-  // none. To run all of it again would launch what they do not.
+  // What autograd saved stays as it is: it is opaque, and is unrepeatable, or ran inside of modes that changed it, or talks
+  // to other ranks, where a region may be none. To run all of it again would launch what they do not.
   bool keeps = false;
   bool is_restored = false; // by a recompute pass
   std::set<size_t> spared; // collectives that no recompute pass launches again, and the waits for them
@@ -199,11 +207,18 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // find it as it is now, and leave no trace.
   virtual void before_foreign_write(int32_t storage, const at::Tensor& tensor) = 0;
 
+  // Runs a tape's operators by `decisions`, without captures. Throws as `memplug::replay`.
+  virtual std::vector<at::Tensor> run_again(
+      const Decisions& decisions, Bases bases, const std::vector<const Use*>& wanted) = 0;
+
   // Another thread is about to accumulate a leaf's gradient, which no operator shows.
   virtual void before_accumulating(const at::Tensor& gradient) = 0;
 
  private:
   void refill();
+  void hold_so_far();
+  // What a pass finds of a storage that was there before the region; notes a swapped input that it reads.
+  at::Tensor base_of(int32_t storage, std::vector<std::shared_ptr<Swapped>>& read);
   struct Capture {
     std::vector<Part> parts; // none: a collective whose result no backward asks for
     bool whole;

@@ -83,6 +83,20 @@ void Frame::forget() {
   }
 }
 
+at::Tensor Frame::base_of(int32_t storage, std::vector<std::shared_ptr<Swapped>>& read) {
+  if (const auto found = written.find(storage); found != written.end()) {
+    return found->second->fresh();
+  }
+  if (const auto input = input_of(storage)) {
+    const at::Tensor tensor = flow->transfer->acquire(*input).first;
+    read.push_back(input);
+    return input->mutated ? copy_of(tensor) : tensor;
+  }
+  // what the forward has read is not compared before it is over
+  const bool changes = !is_over_ || changing.count(storage) > 0;
+  return forward.given_again(storage, forward.storages.regathered[storage], changes);
+}
+
 Frame::Pass Frame::begin_pass() {
   Pass pass{recomputed(), {}, {}, Bases(tape->nbytes.size())};
   for (const size_t index : pass.indices) {
@@ -91,15 +105,7 @@ Frame::Pass Frame::begin_pass() {
   const auto wanted = storages_of(pass.indices); // less than when it was decided, where parts of the graph are gone
   const auto reads = wanted == decisions->wanted ? decisions->reads : read_by(*tape, decisions->actions, wanted);
   for (const int32_t storage : reads) {
-    if (const auto found = written.find(storage); found != written.end()) {
-      pass.bases[storage] = found->second->fresh();
-    } else if (const auto input = input_of(storage)) {
-      const at::Tensor tensor = flow->transfer->acquire(*input).first;
-      pass.bases[storage] = input->mutated ? copy_of(tensor) : tensor;
-      pass.inputs.push_back(input);
-    } else {
-      pass.bases[storage] = forward.given_again(storage, tape->regathered[storage], changing.count(storage) > 0);
-    }
+    pass.bases[storage] = base_of(storage, pass.inputs);
   }
   return pass;
 }

@@ -99,8 +99,13 @@ std::unique_ptr<at::ObserverContext> Observer::begin(const at::RecordFunction& f
         observer->fail();
       }
     }
-  } else if (observer->leaf_ != nullptr && pauses == 0) {
-    observer->look_inside(function);
+  } else if (pauses == 0) {
+    if (observer->leaf_ != nullptr) {
+      observer->look_inside(function);
+    }
+    if (observer->modes_.are_called()) {
+      running.inside = observer->modes_.begin_inside(function);
+    }
   }
   observer->running_.push_back(running);
   return nullptr;
@@ -132,6 +137,7 @@ Observer::Running Observer::begin(const at::RecordFunction& function, const Oper
   leaf_ = op.hides_nothing || op.has(EXCHANGE) ? nullptr : &op;
   launched_ = pending_ = 0;
   forward_.begin(op, arguments);
+  modes_.begin(op, arguments);
   return {What::LEAF, false, 0};
 }
 
@@ -174,7 +180,12 @@ void Observer::end(const at::RecordFunction& function, at::ObserverContext*) {
   try {
     if (running.what == What::LEAF) {
       observer->note_exchanges(function.outputs());
+      if (observer->modes_.are_called() && !observer->modes_.end(function.outputs())) {
+        observer->forward_.blind(CHANGED);
+      }
       observer->forward_.end(function.outputs());
+    } else if (running.inside && observer->modes_.are_called()) {
+      observer->modes_.end_inside(*running.inside, function.outputs());
     } else if (running.what == What::THROUGH && !observer->inside_) {
       observer->forward_.looked_through(running.before, running.mutates, function.outputs());
     }

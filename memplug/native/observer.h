@@ -4,9 +4,11 @@
 #include <ATen/record_function.h>
 
 #include <exception>
+#include <optional>
 #include <vector>
 
 #include "forward.h"
+#include "modes.h"
 
 namespace memplug {
 
@@ -52,6 +54,7 @@ class Observer {
     What what;
     bool mutates;
     size_t before; // how many operators had begun
+    std::optional<Modes::Inside> inside = {}; // of an operator that modes are called for
   };
 
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function);
@@ -66,6 +69,7 @@ class Observer {
   at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
   std::vector<Running> running_;
   const Operator* leaf_ = nullptr; // that runs, where what it calls says more of it than its name
+  Modes modes_; // that are called for the leaf
   int launched_ = 0, pending_ = 0; // collectives inside of it: all of them, and those that were not waited for
   bool inside_ = false; // of a leaf, of an operator on fake tensors, or of a listener
   std::exception_ptr failure_;

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <string_view>
 
 #include "as_written.h"
@@ -84,8 +85,9 @@ py::object Running::run(
         std::move(times));
     frame->is_unrepeatable = !state.is_none() && py::bool_(state.attr("unknown"));
     frame->forward.holds =
-        frame->is_unrepeatable || (region->may_stray() && !frame->executor_.attr("is_alone")().cast<bool>());
-    frame->forward.holds_meanwhile = region->asks.value_or(true);
+        frame->is_unrepeatable || Modes::around() || (region->may_stray() && !frame->executor_.attr("is_alone")().cast<bool>());
+    // of an opaque one no tape makes it again, and backward, which runs its module, has as much at a time
+    frame->forward.holds_meanwhile = region->asks.value_or(true) || region->opaque;
     region->is_undecided = false;
     frame->ambient.emplace(flow->device);
     frame->surroundings = std::move(surroundings);
@@ -193,7 +195,10 @@ std::string Running::why_it_keeps() const {
   if (!keeps) {
     return "";
   }
-  return is_unrepeatable ? state.attr("unknown").cast<std::string>() : "it communicates";
+  if (is_unrepeatable) {
+    return state.attr("unknown").cast<std::string>();
+  }
+  return (forward.opaque() & CHANGED) != 0 ? "a dispatch mode changes its operators" : "it communicates";
 }
 
 void Running::time(size_t index, bool over) {
@@ -263,7 +268,6 @@ void Running::replay(const std::optional<py::function>& substitute) {
     std::rethrow_exception(std::exchange(failed_, nullptr));
   }
   Pass pass = begin_pass();
-  std::vector<at::Tensor> found;
   const auto captured = [&](size_t index) {
     const py::gil_scoped_acquire locked;
     if (!substitute) {
@@ -277,20 +281,46 @@ void Running::replay(const std::optional<py::function>& substitute) {
     }
     return all;
   };
+  end_pass(pass, run_tape(*tape, decisions->actions, std::move(pass.bases), pass.wanted, captured));
+}
+
+std::vector<at::Tensor> Running::run_tape(
+    const Tape& own_tape,
+    const std::vector<Action>& actions,
+    Bases bases,
+    const std::vector<const Use*>& wanted,
+    const std::function<Substitute(size_t)>& captured) {
   const Helpers helpers{captured, [&](size_t index, const auto& given, const auto& needed) {
                           const py::gil_scoped_acquire locked;
                           return run_unit_again(index, given, needed);
                         }};
   std::optional<AsWritten> as_written; // once for all units
-  const auto& actions = decisions->actions;
-  if (std::any_of(units_.begin(), units_.end(), [&](const auto& unit) { return actions[unit.first] == Action::RUN; })) {
+  if (std::any_of(units_.begin(), units_.end(), [&](const auto& unit) {
+        return unit.first < actions.size() && actions[unit.first] == Action::RUN;
+      })) {
     as_written.emplace();
   }
-  {
-    const py::gil_scoped_release unlocked;
-    found = memplug::replay(*tape, actions, std::move(pass.bases), forward.drawn, pass.wanted, helpers);
-  }
-  end_pass(pass, found);
+  const py::gil_scoped_release unlocked;
+  return memplug::replay(own_tape, actions, std::move(bases), forward.drawn, wanted, helpers);
+}
+
+std::vector<at::Tensor> Running::run_again(
+    const Decisions& its, Bases bases, const std::vector<const Use*>& wanted) {
+  struct Before { // the buffers that the forward wrote to
+    py::object context;
+    explicit Before(const py::object& buffers) : context(buffers.is_none() ? py::none() : buffers.attr("as_before")()) {
+      if (!context.is_none()) {
+        context.attr("__enter__")();
+      }
+    }
+    ~Before() {
+      if (!context.is_none()) {
+        context.attr("__exit__")(py::none(), py::none(), py::none());
+      }
+    }
+  } const before(buffers);
+  const auto captured = [](size_t) -> Substitute { throw Diverged("a capture is asked for"); };
+  return run_tape(*its.tape, its.actions, std::move(bases), wanted, captured);
 }
 
 py::tuple Running::arguments() {

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -54,6 +55,9 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
 
   // The forward that this thread is told of, for its units; null: none, or what runs now is no part of it.
   static Running* observed();
+
+  // The same where operators are not noted at the moment.
+  static Running* current();
 
   // That runs it.
   const pybind11::object& executor() const {
@@ -111,6 +115,8 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
  protected:
   void before_foreign_write(int32_t storage, const at::Tensor& tensor) override;
   void before_accumulating(const at::Tensor& gradient) override;
+  std::vector<at::Tensor> run_again(
+      const Decisions& decisions, Bases bases, const std::vector<const Use*>& wanted) override;
 
  private:
   // Of the arguments: a tensor that was swapped or is held, or another value.
@@ -127,6 +133,12 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   void enter(const pybind11::tuple& arguments, const pybind11::dict& keywords);
   std::vector<at::Tensor> run_unit_again(
       size_t index, const std::vector<at::Tensor>& given, const std::vector<bool>& needed);
+  std::vector<at::Tensor> run_tape(
+      const Tape& own_tape,
+      const std::vector<Action>& actions,
+      Bases bases,
+      const std::vector<const Use*>& wanted,
+      const std::function<Substitute(size_t)>& captured);
   Item item_of(pybind11::handle value);
   void remember(const at::Tensor& tensor);
   void note(const at::Tensor& tensor);

@@ -1,5 +1,6 @@
 // The saved tensors of a forward: how each is noted, and had back.
 #include <algorithm>
+#include <memory>
 
 #include "forward.h"
 #include "layouts.h"
@@ -92,6 +93,19 @@ void Forward::sort(bool direct) {
 void Forward::let_go() {
   for (Saved& each : saved) {
     each.kept.reset();
+  }
+}
+
+std::shared_ptr<const Tape> Forward::so_far() const {
+  auto found = copied(begun_);
+  describe(*found);
+  return found;
+}
+
+void Forward::keep(size_t index, const at::Tensor& tensor) {
+  saved[index].kept = tensor;
+  if (storages.find(tensor) < 0) {
+    storages.alias(tensor, saved[index].use.storage);
   }
 }
 

@@ -68,6 +68,11 @@ int32_t Storages::add(const at::Tensor& tensor, bool is_given) {
   return number;
 }
 
+void Storages::alias(const at::Tensor& tensor, int32_t number) {
+  numbers_[tensor.storage().unsafeGetStorageImpl()] = number;
+  addresses_.emplace_back(tensor.storage().getWeakStorageImpl());
+}
+
 void Storages::reserve(size_t count) {
   numbers_.reserve(count);
   addresses_.reserve(count);

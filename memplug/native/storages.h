@@ -23,6 +23,9 @@ class Storages {
   // Gives it one. It is given, or an operator made it.
   int32_t add(const at::Tensor& tensor, bool given);
 
+  // A tensor lies in a storage of its own that stands for another one.
+  void alias(const at::Tensor& tensor, int32_t number);
+
   // About so many are to come.
   void reserve(size_t count);
 

@@ -85,6 +85,7 @@ enum Opaque : uint32_t {
   IRREGULAR = 1 << 6, // an operator made a tensor whose elements no geometry tells of (layouts.h)
   NESTED = 1 << 7, // another region ran inside
   ASKED = 1 << 8, // it asked for a gradient itself, which another thread computed
+  CHANGED = 1 << 9, // a dispatch mode of the script's changed what an operator was given, did or returned
 };
 
 // Storages have running numbers. Those that no operator of the tape made (inputs, parameters, constants) are given, and so

@@ -128,6 +128,10 @@ Running* Running::observed() {
   return Observer::is_noting() ? observed_now : nullptr;
 }
 
+Running* Running::current() {
+  return observed_now;
+}
+
 py::object Running::run_unit(
     py::object unit,
     const std::string& overload,

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache, T5Config, T5ForConditionalGeneration
 
 import memplug
-from memplug.errors import ConflictError, InPlaceError
+from memplug.errors import InPlaceError
 from tests.support.blocks import alphas, assert_same, gradients
 from tests.support.hosts import block, tiny_llama, tokens
 
@@ -114,7 +114,7 @@ def test_a_cache_knows_its_length_and_takes_no_memory() -> None:
         out = model(input_ids=x, labels=x)
         cache = out.past_key_values
         assert [cache.get_seq_length(layer) for layer in range(3)] == [x.shape[1]] * 3
-        assert all(layer.keys.is_meta and layer.values.is_meta for layer in cache.layers)
+        assert not any(isinstance(value, torch.Tensor) for layer in cache.layers for value in vars(layer).values())
         cache.reset()
         assert cache.get_seq_length() == 0
         assert_same_training(model, x, cache)
@@ -139,17 +139,6 @@ def test_a_cache_that_was_filled_without_gradients_is_attended_to(is_opaque: boo
         with torch.no_grad():
             cache = model(input_ids=x, use_cache=True).past_key_values
         assert_same_training(model, x, cache, copy.deepcopy(cache))
-
-
-@pytest.mark.parametrize("gradients_on", [True, False])
-def test_a_cache_of_a_forward_with_gradients_cannot_be_used_again(gradients_on: bool) -> None:
-    model, x = tiny_llama(), tokens()
-    with memplug.attach(model, block()):
-        out = model(input_ids=x, labels=x)
-        with torch.set_grad_enabled(gradients_on), pytest.raises(ConflictError, match=r"model\.layers\.0 was") as error:
-            model(input_ids=x, past_key_values=out.past_key_values)
-        assert "a cache of its own" in error.value.advice
-        out.loss.backward()
 
 
 @pytest.mark.parametrize("is_opaque", [False, True])

@@ -124,3 +124,60 @@ class Sometimes(Layer):
         if Sometimes.asks:
             y = y * torch.autograd.grad(y.square().sum(), y, retain_graph=True)[0]
         return x + self.out(y.sin())
+
+
+class Draws(Sometimes):
+    """Draws, writes in place and to a buffer, and asks twice, the first time with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = self.norm(x)
+        y = F.dropout(self.inner(given), 0.3).relu_()
+        y = y - self.mean
+        self.mean.mul_(0.5).add_(y.detach().mean((0, 1)))
+        y = (y - self.mean).tanh() * y.exp()
+        if Sometimes.asks:
+            (gradient,) = torch.autograd.grad(y.square().sum(), given, create_graph=True)
+            x = x + 0.1 * F.dropout(gradient, 0.3)
+            x = x + 0.1 * torch.autograd.grad(x.square().sum(), given, retain_graph=True)[0]
+        return x + self.out(y.sin())
+
+
+class Forks(Sometimes):
+    """Saves halves of a tensor, writes in place, and asks for gradients of parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        y = self.inner(self.norm(x.clone()))
+        x.mul_(0.5).sin_()
+        z = y.chunk(2, -1)[1].sigmoid() * x.cos()
+        if Sometimes.asks:
+            gradients = torch.autograd.grad(z.square().sum(), [self.inner.weight, y], create_graph=True)
+            z = z * gradients[0].square().sum() + gradients[1].chunk(2, -1)[1]
+        return x + z
+
+
+class Tells(Sometimes):
+    """Takes an address, so that no operator shows all that it does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.data_ptr()
+        return super().forward(x)
+
+
+class Accumulating(Sometimes):
+    """Its own backward leaves gradients of its parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x).tanh()
+        if Sometimes.asks:
+            target = y.detach().requires_grad_()
+            self.out(target.sin()).square().sum().backward()
+            y = y * target.grad
+        return x + self.out(y.sin())
+
+
+BEGINNING = [Sometimes, Draws, Forks, Tells, Accumulating]

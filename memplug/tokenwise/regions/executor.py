@@ -48,6 +48,9 @@ from memplug.tokenwise.regions.watch import AddressMode
 log = logging.getLogger("memplug")
 
 
+_TRACING = tuple(
+    getattr(torch._C._TorchDispatchModeKey, mode) for mode in ("PROXY", "FUNCTIONAL", "FAKE")
+)  # of make_fx, torch.export and fake tensors
 _REFUSED_BY_TORCH = "don't yet support saved tensor hooks"
 
 
@@ -123,7 +126,7 @@ class Executor:
         self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
         self.on_timed: Callable[[Region, Any, Tape], None] | None = None
         self._warned = False
-        self._told_of_capture = self._told_of_transform = False
+        self._told_of_capture = self._told_of_transform = self._told_of_tracing = False
 
     def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
         """Take device times around every operator of a region, from the next forward on, each of which the listener is
@@ -150,7 +153,7 @@ class Executor:
 
     def run(self, region: Region, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
-        if not torch.is_grad_enabled() or self._is_captured() or self._is_transformed():
+        if not torch.is_grad_enabled() or self._is_captured() or self._is_transformed() or self._is_traced():
             return call(*args, **kwargs)
         if region.is_plain and self._runs_plain(region, args, kwargs):
             return call(*args, **kwargs)
@@ -347,6 +350,20 @@ class Executor:
             self._told_of_transform = True
             log.warning(
                 "memplug: regions inside of a function transform or of forward-mode differentiation run as they are: "
+                "nothing of them is swapped or recomputed"
+            )
+        return True
+
+    def _is_traced(self) -> bool:
+        """Whether operators are made a program of, or have no values, or saved-tensor hooks are switched off."""
+        if torch._C._autograd._saved_tensors_hooks_is_enabled() and (
+            torch._C._len_torch_dispatch_stack() == 0 or not any(map(torch._C._get_dispatch_mode, _TRACING))
+        ):
+            return False
+        if not self._told_of_tracing:
+            self._told_of_tracing = True
+            log.warning(
+                "memplug: regions that are traced, or run where saved-tensor hooks are disabled, run as they are: "
                 "nothing of them is swapped or recomputed"
             )
         return True

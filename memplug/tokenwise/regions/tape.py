@@ -37,6 +37,7 @@ REASONS = {
     1 << 6: "an operator that made a sparse, nested or quantized tensor",
     1 << 7: "another region that runs inside of it",
     1 << 8: "a gradient that it asks for itself, computed on another thread",
+    1 << 9: "a dispatch mode around it that changes what operators do",
 }
 """Why a region is opaque, by the bits of `Opaque` in memplug/native/tape.h."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memplug.errors import RecomputeError
-from tests.support.asking import ASKING, Force, Sometimes
+from tests.support.asking import ASKING, BEGINNING, Force, Sometimes
 from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 
 pytestmark = pytest.mark.device
@@ -63,20 +63,78 @@ def test_backward_runs_through_a_gradient_of_the_whole_model(alpha: float) -> No
     assert_clean(executor)
 
 
-def test_a_region_that_begins_to_ask_is_an_error_and_the_next_step_holds(monkeypatch: Any) -> None:
-    torch.manual_seed(0)
-    model = Stack(2, Sometimes)
-    reference = twin(model)
-    tokenwise(model, 1.0)
-    x = torch.randn(2, 6, 16)
-    for _ in range(2):
-        model(x).backward()
-    gradients(model)
-    monkeypatch.setattr(Sometimes, "asks", True)
-    for _ in model.layers:
-        with pytest.raises(RecomputeError, match=r"asks for a gradient in its own forward(.|\n)*Run the step again"):
-            model(x).backward()
-    gradients(model)
+beginning = pytest.mark.parametrize("block", BEGINNING, ids=lambda block: block.__name__)
+
+
+def step_alike(model: Stack, reference: Stack, seed: int) -> None:
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed)).to(torch.get_default_device())
     for network in (model, reference):
+        torch.manual_seed(seed)
         network(x).backward()
     assert_same(gradients(model), gradients(reference))
+    for one, other in zip(model.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+@beginning
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("steps", [(0, 0, 1, 1, 0), (0, 1, 0, 0, 1)], ids=["from then on", "now and then"])
+def test_a_region_that_begins_to_ask_has_what_it_needs(
+    block: type[Layer], alpha: float, steps: tuple[int, ...], monkeypatch: Any
+) -> None:
+    torch.manual_seed(0)
+    model = Stack(3, block)
+    reference = twin(model)
+    executor = tokenwise(model, alpha)
+    for step, asks in enumerate(steps):
+        monkeypatch.setattr(Sometimes, "asks", bool(asks))
+        step_alike(model, reference, step)
+    assert_clean(executor)
+
+
+@beginning
+def test_a_region_that_is_opaque_has_what_it_needs_when_it_begins_to_ask(block: type[Layer], monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    model = Stack(2, block)
+    reference = twin(model)
+    tokenwise(model, 1.0)
+    for region in model.regions:
+        region.opaque = "for this test"
+    for step in range(4):
+        monkeypatch.setattr(Sometimes, "asks", step > 1)
+        step_alike(model, reference, step)
+
+
+def test_what_is_made_again_stays_until_the_forward_is_over_and_no_longer(monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    model = Stack(1, Sometimes)
+    reference = twin(model)
+    executor = tokenwise(model, 1.0)
+    for step in range(2):
+        step_alike(model, reference, step)
+    monkeypatch.setattr(Sometimes, "asks", True)
+    loss = model(torch.randn(2, 6, 16))
+    assert executor.flow.recomputed_bytes == 0
+    loss.backward()
+    assert_clean(executor)
+
+
+def test_a_region_that_begins_to_ask_for_what_no_operator_shows_is_an_error_once(monkeypatch: Any) -> None:
+    class Hides(Sometimes):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if Sometimes.asks:
+                x.data_ptr()
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Stack(1, Hides)
+    reference = twin(model)
+    tokenwise(model, 1.0)
+    for step in range(2):
+        step_alike(model, reference, step)
+    model.regions[0].native.repeats = False
+    monkeypatch.setattr(Sometimes, "asks", True)
+    with pytest.raises(RecomputeError, match=r"asks for a gradient in its own forward(.|\n)*Run the step again"):
+        model(torch.randn(2, 6, 16)).backward()
+    gradients(model)
+    step_alike(model, reference, 3)

@@ -1,0 +1,182 @@
+#include "modes.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/equal.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "tape.h"
+
+namespace memplug {
+namespace {
+
+// Torch hands a Python number on as a number, and wraps it again.
+bool is_same_number(const at::Tensor& one, const at::Tensor& other) {
+  return is_number(one) && is_number(other) && one.scalar_type() == other.scalar_type() &&
+      std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.itemsize()) == 0;
+}
+
+// Torch conjugates and negates before it calls modes.
+bool is_resolved(const at::Tensor& one, const at::Tensor& other) {
+  if ((!one.is_conj() && !one.is_neg()) || one.scalar_type() != other.scalar_type() || one.sizes() != other.sizes()) {
+    return false;
+  }
+  const at::RecordFunctionGuard unseen(false);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const c10::impl::ExcludeDispatchKeyGuard modes(c10::DispatchKey::Python);
+  return at::equal(one, other);
+}
+
+bool is_itself(const at::Tensor& one, const at::Tensor& other) {
+  return one.is_same(other) || (one.defined() && other.defined() && (is_same_number(one, other) || is_resolved(one, other)));
+}
+
+bool is_absent(const c10::IValue& value) {
+  return value.isNone() || (value.isTensor() && !value.toTensor().defined());
+}
+
+bool is_same_storage(const at::Tensor& one, const at::Tensor& other) {
+  return one.is_same(other) || (one.has_storage() && other.has_storage() && one.is_alias_of(other));
+}
+
+bool is_same_memory(const at::Tensor& one, const at::Tensor& other) {
+  return one.is_same(other) ||
+      (one.defined() && other.defined() && one.has_storage() && other.has_storage() && one.is_alias_of(other) &&
+       one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes() && one.strides() == other.strides() &&
+       one.storage_offset() == other.storage_offset());
+}
+
+template <typename Same>
+bool are_same(const c10::IValue& one, const c10::IValue& other, const Same& same) {
+  if (is_absent(one) && is_absent(other)) {
+    return true;
+  }
+  if (one.isTensor() || other.isTensor()) {
+    return one.isTensor() && other.isTensor() && same(one.toTensor(), other.toTensor());
+  }
+  if (!one.isList() || !other.isList()) {
+    return equal(one, other);
+  }
+  const auto ones = one.toListRef(), others = other.toListRef();
+  return std::equal(ones.begin(), ones.end(), others.begin(), others.end(), [&](const auto& each, const auto& its) {
+    return are_same(each, its, same);
+  });
+}
+
+template <typename Same>
+bool all_same(c10::ArrayRef<c10::IValue> ones, c10::ArrayRef<c10::IValue> others, const Same& same) {
+  return std::equal(ones.begin(), ones.end(), others.begin(), others.end(), [&](const auto& one, const auto& other) {
+    return are_same(one, other, same);
+  });
+}
+
+// Torch leaves out what is the default, and adds it, of how a new tensor is to lie.
+bool is_default(const Operator& op, size_t position, const c10::IValue& one, const c10::IValue& other) {
+  const std::string& name = op.handle.schema().arguments()[position].name();
+  return (one.isNone() || other.isNone()) &&
+      (name == "dtype" || name == "layout" || name == "device" || name == "pin_memory");
+}
+
+bool is_called_alike(const Operator& op, c10::ArrayRef<c10::IValue> ones, c10::ArrayRef<c10::IValue> others) {
+  for (size_t i = 0; i < ones.size(); ++i) {
+    if (!are_same(ones[i], others[i], is_itself) && !is_default(op, i, ones[i], others[i])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Whether all that was returned is memory that was given.
+bool returns_arguments(c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<c10::IValue> results) {
+  bool all = true;
+  for (const c10::IValue& result : results) {
+    each_tensor(result, [&](const at::Tensor& tensor) {
+      bool found = false;
+      for (const c10::IValue& argument : arguments) {
+        each_tensor(argument, [&](const at::Tensor& given) {
+          found = found || is_same_storage(given, tensor);
+        });
+      }
+      all = all && found;
+    });
+  }
+  return all;
+}
+
+} // namespace
+
+bool Modes::around() {
+  return c10::impl::TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/true) &&
+      !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python); // else torch calls none now
+}
+
+void Modes::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
+  called_.reset();
+  if (around()) {
+    called_.emplace(Call{&op, arguments.vec(), c10::impl::TorchDispatchModeTLS::stack_len()});
+  }
+}
+
+Modes::Inside Modes::begin_inside(const at::RecordFunction& function) {
+  const Operator* const op = operator_of(function);
+  if (op == nullptr || called_->beside || called_->open == called_->modes) { // a label, or what an operator itself calls
+    return Inside::WITHIN;
+  }
+  called_->any = true;
+  const auto inputs = function.inputs();
+  const size_t count = op->argument_count;
+  if (op == called_->op && inputs.size() >= count &&
+      is_called_alike(*op, called_->arguments, inputs.slice(inputs.size() - count))) {
+    ++called_->open;
+    called_->writes = called_->writes || called_->made.has_value();
+    return Inside::HANDED_ON;
+  }
+  called_->writes = called_->writes || (op->mutates && touches(inputs));
+  called_->beside = true;
+  return Inside::BESIDE;
+}
+
+void Modes::end_inside(Inside inside, c10::ArrayRef<c10::IValue> results) {
+  if (inside == Inside::BESIDE) {
+    called_->beside = false;
+  } else if (inside == Inside::HANDED_ON) {
+    --called_->open;
+    if (!called_->made) {
+      called_->made = results.vec();
+    }
+  }
+}
+
+// Whether one of these lies in memory that it was given, or has made.
+bool Modes::touches(c10::ArrayRef<const c10::IValue> values) const {
+  bool found = false;
+  const auto look = [&](c10::ArrayRef<c10::IValue> others, const at::Tensor& tensor) {
+    for (const c10::IValue& other : others) {
+      each_tensor(other, [&](const at::Tensor& its) { found = found || is_same_storage(its, tensor); });
+    }
+  };
+  for (const c10::IValue& value : values) {
+    each_tensor(value, [&](const at::Tensor& tensor) {
+      look(called_->arguments, tensor);
+      if (called_->made) {
+        look(*called_->made, tensor);
+      }
+    });
+  }
+  return found;
+}
+
+bool Modes::end(c10::ArrayRef<c10::IValue> results) {
+  const Call call = *std::exchange(called_, std::nullopt);
+  if (!call.any) { // torch does some by itself, such as detaching a tensor
+    return returns_arguments(call.arguments, results);
+  }
+  return call.made && !call.writes && all_same(*call.made, results, is_same_memory);
+}
+
+} // namespace memplug

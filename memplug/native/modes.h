@@ -1,0 +1,56 @@
+// Dispatch modes of the script's own (torch.utils._python_dispatch) around the operators of a forward: they are called in
+// the place of an operator, and most hand it on as it is.
+#pragma once
+
+#include <ATen/record_function.h>
+
+#include <optional>
+#include <vector>
+
+#include "operators.h"
+
+namespace memplug {
+
+class Modes {
+ public:
+  // Whether this thread has any.
+  static bool around();
+
+  // An operator begins.
+  void begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
+
+  // Whether one has begun, and not ended, that modes are called for.
+  bool are_called() const {
+    return called_.has_value();
+  }
+
+  // What runs inside of it: that operator with its arguments, handed on; another one that a mode calls; or what one of these
+  // calls.
+  enum class Inside : uint8_t { HANDED_ON, BESIDE, WITHIN };
+
+  // An operator begins inside of it.
+  Inside begin_inside(const at::RecordFunction& function);
+
+  // It is over.
+  void end_inside(Inside inside, c10::ArrayRef<c10::IValue> results);
+
+  // The operator has ended: whether it ran once as it was called, and what it made is what it returned.
+  bool end(c10::ArrayRef<c10::IValue> results);
+
+ private:
+  struct Call {
+    const Operator* op;
+    std::vector<c10::IValue> arguments;
+    int64_t modes; // how many there were
+    int64_t open = 0; // how many of them are handing it on
+    bool any = false; // an operator ran inside of it
+    bool beside = false; // another operator runs that one of them called
+    bool writes = false; // a mode wrote to memory, or it ran more than once
+    std::optional<std::vector<c10::IValue>> made;
+  };
+  bool touches(c10::ArrayRef<const c10::IValue> values) const;
+
+  std::optional<Call> called_;
+};
+
+} // namespace memplug

@@ -1,0 +1,77 @@
+// Tensors that a region's forward left in what it was given, such as a key-value cache, and that are not kept: they are
+// made again while their graph is there.
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "forward_module.h"
+#include "layouts.h"
+#include "running.h"
+#include "saved_type.h"
+
+namespace py = pybind11;
+
+namespace memplug {
+namespace {
+
+struct Withheld {
+  // Of the forward that this thread runs, paused or not.
+  explicit Withheld(const at::Tensor& tensor) {
+    Running* const running = Running::current();
+    if (running == nullptr || !is_plain(tensor)) {
+      return;
+    }
+    const Storages& storages = running->forward.storages;
+    if (const int32_t storage = storages.find(tensor); storage >= 0) {
+      frame = running->weak_from_this();
+      use = {{0}, storage, Geometry::of(tensor, storages.origins[storage])};
+    }
+    if (tensor.requires_grad()) {
+      edge = torch::autograd::impl::gradient_edge(tensor);
+    }
+  }
+
+  std::weak_ptr<Frame> frame; // it lasts as long as its graph needs it
+  Use use{{0}, -1, {}};
+  torch::autograd::Edge edge; // where the tensor is in the graph
+};
+
+// All are of one forward. None where they cannot be made.
+std::optional<py::list> made_again(const std::vector<const Withheld*>& all) {
+  const auto frame = all.front()->frame.lock();
+  if (frame == nullptr || !frame->is_over() || frame->is_opaque) {
+    return std::nullopt;
+  }
+  std::vector<Use> uses;
+  for (const Withheld* const each : all) {
+    if (each->use.storage < 0) {
+      return std::nullopt;
+    }
+    uses.push_back(each->use);
+  }
+  const auto found = frame->again(frame->tape, uses);
+  if (!found) {
+    return std::nullopt;
+  }
+  py::list tensors;
+  for (size_t i = 0; i < all.size(); ++i) {
+    at::Tensor tensor = (*found)[i].detach();
+    if (all[i]->edge.is_valid()) {
+      torch::autograd::impl::set_gradient_edge(tensor, all[i]->edge);
+    }
+    tensors.append(wrapped(tensor));
+  }
+  return tensors;
+}
+
+} // namespace
+
+void add_withheld(py::module_& module) {
+  py::class_<Withheld>(module, "Withheld").def(py::init([](py::handle tensor) { return Withheld(tensor_of(tensor)); }));
+  module.def("made_again", &made_again);
+}
+
+} // namespace memplug

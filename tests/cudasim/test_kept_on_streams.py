@@ -1,0 +1,139 @@
+"""Scripts that train on two streams and keep tensors of every step: the arena serves them, their values hold, and every
+access is ordered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from tests.cudasim import device
+from tests.cudasim.device import SCHEDULES, Schedule, scheduled
+
+pytestmark = pytest.mark.gpu
+
+ALONE = {"enabled": True, "plan_dir": False, "profiler": {"wait_for_plans": True}, "tokenwise": {"enabled": False}}
+CHECKED = {**ALONE, "arena": {"checks": True}}
+BLOCKS = {"alone": ALONE, "checked": CHECKED}
+ORDERS = [*SCHEDULES, Schedule("random", 1)]
+STEPS = 40
+
+
+class Beside(nn.Module):
+    """A layer of which a part runs on another stream."""
+
+    def __init__(self, side: torch.cuda.Stream):
+        super().__init__()
+        self.up, self.down, self.side = nn.Linear(32, 64), nn.Linear(64, 32), side
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main, y = torch.cuda.current_stream(), self.up(x)
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            z = y.sin() * y.cos()
+        y.record_stream(self.side)
+        u = y.tanh()
+        main.wait_stream(self.side)
+        z.record_stream(main)
+        return x + self.down(u + z)
+
+
+class Script:
+    """What a script keeps, made on whichever stream."""
+
+    def __init__(self) -> None:
+        self.side = torch.cuda.Stream()
+        self.kept: list[torch.Tensor] = []
+        self.window: deque[torch.Tensor] = deque(maxlen=3)
+
+    def on_side(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            return make()
+
+
+def of_both_streams(script: Script, step: int, out: torch.Tensor) -> None:
+    """Copies for ever: of the main stream, and of the other one."""
+    script.kept.append(out.detach()[:, :4].clone())
+    source = out.detach()
+    source.record_stream(script.side)
+    script.kept.append(script.on_side(lambda: source[:, 4:8].clone()))
+
+
+def for_three_steps(script: Script, step: int, out: torch.Tensor) -> None:
+    """The other stream goes on reading what is freed here; its results are kept."""
+    script.window.append(out.detach().clone())
+    made = script.on_side(lambda: (script.window[0] * 2).cos())
+    script.window[0].record_stream(script.side)
+    made.record_stream(torch.cuda.current_stream())
+    if step % 5 == 0:
+        script.kept.append(made)
+
+
+def freed_on_the_other(script: Script, step: int, out: torch.Tensor) -> None:
+    """Large ones, made on the other stream, which go a step later without a wait for it."""
+    source = out.detach()
+    source.record_stream(script.side)
+    script.window.append(script.on_side(lambda: source.repeat(4, 1).exp()))
+    if step % 3 == 0:
+        script.window.clear()
+        script.kept.append(out.detach().mean(0))
+
+
+def now_and_then(script: Script, step: int, out: torch.Tensor) -> None:
+    """Some of the other stream for a while, of which one stays."""
+    if step % 7 == 0:
+        script.kept.append(script.on_side(lambda: torch.full((64, 32), float(step), device="cuda")))
+    if step % 20 == 19:
+        script.kept = script.kept[:1]
+
+
+KEEPERS = [of_both_streams, for_three_steps, freed_on_the_other, now_and_then]
+
+
+def train(keeper: Callable[[Script, int, torch.Tensor], None], block: dict[str, Any]) -> tuple[list[Any], dict]:
+    torch.manual_seed(0)
+    script = Script()
+    model = nn.Sequential(*(Beside(script.side) for _ in range(4))).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session, losses = memplug.attach(model, block), []
+    for step in range(STEPS):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step)).cuda()
+        out = model(x)
+        loss = out.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        keeper(script, step, out)
+        losses.append(loss.detach())
+        del out, loss, x
+        if session is not None:
+            session.step()
+    torch.cuda.synchronize()
+    found = [value.cpu() for value in [*losses, *script.kept]]
+    report = session.report() if session is not None else {}
+    if session is not None:
+        session.detach()
+    return found, report
+
+
+@pytest.mark.parametrize("schedule", ORDERS, ids=str)
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
+@pytest.mark.parametrize("keeper", KEEPERS, ids=lambda keeper: keeper.__name__)
+def test_kept_tensors_of_two_streams_are_served_and_hold(
+    keeper: Callable[[Script, int, torch.Tensor], None], block: dict[str, Any], schedule: Schedule
+) -> None:
+    expected, _ = train(keeper, {"enabled": False})
+    before = device.violations()
+    with scheduled(schedule):
+        found, report = train(keeper, block)
+    assert device.violations() == before
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert report["arena_plans"] >= 1
+    assert report["arena_step_served"] >= 0.9

@@ -1,0 +1,175 @@
+"""Modes of torch and of the script's own around an attached model: as without memplug."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import detect_anomaly, graph
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import memplug
+from tests.support.blocks import assert_same, gradients
+from tests.support.hosts import block, tiny_llama, tokens
+
+pytestmark = pytest.mark.usefixtures("keeps_nothing")
+alphas = pytest.mark.parametrize("alpha", [0, 1, "auto"])
+
+
+class HandsOn(TorchDispatchMode):
+    """Looks at what operators return, by operators of its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.is_floating_point():
+            out.detach().abs().sum()
+        return out
+
+
+class Scales(TorchDispatchMode):
+    """Returns other values than a matmul."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 1.01 if func is torch.ops.aten.mm.default else out
+
+
+class ScalesInPlace(TorchDispatchMode):
+    """Writes to what a matmul returns."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.mul_(1.01) if func is torch.ops.aten.mm.default else out
+
+
+class GivesMore(TorchDispatchMode):
+    """Calls a matmul with other values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            args = (args[0] * 1.01, *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+class Both(contextlib.ExitStack):
+    """One that changes nothing inside of one that does."""
+
+    def __enter__(self) -> Any:
+        super().__enter__()
+        self.enter_context(Scales())
+        return self.enter_context(HandsOn())
+
+
+def on_cpu() -> Any:
+    return graph.save_on_cpu()
+
+
+def copies() -> Any:
+    return graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor)
+
+
+def without_hooks() -> Any:
+    return graph.disable_saved_tensors_hooks("none of these here")
+
+
+MODES = [HandsOn, Scales, ScalesInPlace, GivesMore, Both, on_cpu, copies, without_hooks, detect_anomaly]
+modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
+
+
+def step(model: nn.Module, seed: int, forward: Any, backward: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    with forward:
+        loss = model(input_ids=tokens(seed), labels=tokens(seed)).loss
+    with backward:
+        loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@modes
+@alphas
+def test_training_holds_to_the_bit_inside_of_modes(mode: Callable[[], Any], alpha: Any) -> None:
+    def train(model: nn.Module) -> list[Any]:
+        """Around all of a step, around its forward, and not at all."""
+        found, none = [], contextlib.nullcontext()
+        for seed in range(2):
+            found.append(step(model, seed, none, none))
+            with mode():
+                found.append(step(model, seed, none, none))
+            found.append(step(model, seed, mode(), none))
+        return found
+
+    expected, model = train(tiny_llama()), tiny_llama()
+    with memplug.attach(model, block(alpha=alpha)) as session:
+        for (loss, gradient), (other, others) in zip(train(model), expected, strict=True):
+            assert torch.equal(loss, other)
+            assert_same(gradient, others, exact=alpha != "auto")
+        assert session.executor.flow.live == 0
+
+
+@pytest.mark.parametrize(("mode", "opaque"), [(HandsOn, 0), (FlopCounterMode, 0), (Scales, 3)])
+def test_regions_are_opaque_only_where_a_mode_changes_something(mode: Callable[..., Any], opaque: int) -> None:
+    model = tiny_llama()
+    with memplug.attach(model, block()) as session:
+        for seed in range(2):
+            with mode(**({"display": False} if mode is FlopCounterMode else {})):
+                step(model, seed, contextlib.nullcontext(), contextlib.nullcontext())
+        assert session.executor.opaque_regions == opaque
+
+
+@alphas
+def test_forward_has_as_many_flops(alpha: Any) -> None:
+    def count(model: nn.Module) -> list[int]:
+        found = []
+        for seed in range(2):
+            with FlopCounterMode(display=False) as counter:
+                loss = model(input_ids=tokens(seed), labels=tokens(seed)).loss
+            found.append(counter.get_total_flops())
+            loss.backward()
+        return found
+
+    expected, model = count(tiny_llama()), tiny_llama()
+    with memplug.attach(model, block(alpha=alpha)):
+        assert count(model) == expected
+
+
+def test_a_traced_program_is_that_of_the_model() -> None:
+    def trace(model: nn.Module) -> Any:
+        call = lambda x: model(input_ids=x, use_cache=False).logits  # noqa: E731
+        return make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(tokens())
+
+    expected, model = trace(tiny_llama()), tiny_llama()
+    with memplug.attach(model, block()):
+        step(model, 0, contextlib.nullcontext(), contextlib.nullcontext())
+        found = trace(model)
+        assert [str(node.target) for node in found.graph.nodes if node.op == "call_function"] == [
+            str(node.target) for node in expected.graph.nodes if node.op == "call_function"
+        ]
+        assert torch.equal(found(tokens(1)), expected(tokens(1)))
+
+
+def test_gradients_of_fake_tensors_are_fake_and_the_next_step_holds() -> None:
+    model, plain = tiny_llama(), tiny_llama()
+    with memplug.attach(model, block()) as session:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            x = torch.zeros(2, 12, dtype=torch.long)
+            model(input_ids=x, labels=x).loss.backward()
+        gradients(model)
+        none = contextlib.nullcontext()
+        assert_same(step(model, 0, none, none)[1], step(plain, 0, none, none)[1])
+        assert session.executor.opaque_regions == 0
+
+
+def test_export_has_the_programs_results() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
+    x = torch.randn(4, 8)
+    expected = torch.export.export(model, (x,)).module()(x)
+    with memplug.attach(model, block(regions=["[0-1]"])):
+        model(x).sum().backward()
+        assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
