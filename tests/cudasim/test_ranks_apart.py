@@ -20,9 +20,9 @@ def launch() -> Iterator[Callable[..., str]]:
         yield launch
 
 
-@pytest.mark.parametrize("alpha", ["auto", "1"])
-def test_join_trains_as_without_memplug(alpha: str, tmp_path: Path, launch: Callable[..., str]) -> None:
-    ranks = run(tmp_path, 2, launch, kind="join", epochs=2, block=BLOCKS[alpha], backend="nccl")
+@pytest.mark.parametrize(("alpha", "late"), [("auto", False), ("1", True)])
+def test_join_trains_as_without_memplug(alpha: str, late: bool, tmp_path: Path, launch: Callable[..., str]) -> None:
+    ranks = run(tmp_path, 2, launch, kind="join", epochs=2, block=BLOCKS[alpha], backend="nccl", late=late, limit_s=60)
     for rank in ranks:
         assert_equal(rank, exactly=alpha == "1")
     assert same_decisions([rank["with"] for rank in ranks])
