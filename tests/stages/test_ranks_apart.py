@@ -56,7 +56,9 @@ def test_join_trains_as_without_memplug_and_waits_for_nobody(
     processes: int, alpha: str, epochs: int, late: bool, tmp_path: Path
 ) -> None:
     began = time.monotonic()
-    ranks = run(tmp_path, processes, kind="join", epochs=epochs, block=BLOCKS[alpha], late=late, limit_s=60)
+    ranks = run(
+        tmp_path, processes, kind="join", epochs=epochs, block=BLOCKS[alpha], late=late, limit_s=60, timeout_s=120
+    )
     assert time.monotonic() - began < 40
     for number, rank in enumerate(ranks):
         assert_equal(rank, exactly=alpha == "1")
