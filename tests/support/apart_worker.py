@@ -4,7 +4,8 @@ Started by a launcher: `torchrun --nproc-per-node 3 -m tests.support.apart_worke
 
 * "kind": a function of this file;
 * "block": the "memplug" block;
-* "limit_s", "patience_s", "timeout_s": of a wait at the end of a step, of a silent one, and of the default group;
+* "timeout_s": of the default group;
+* "limit_s", "patience_s": of a wait at the end of a step, and of a silent one, in place of memplug's own;
 * "backend": of the groups, gloo by default; with NCCL the ranks train on the device.
 
 `FOLDER/RANK.json` gets what the function returns, with the "warnings" of memplug.
@@ -314,11 +315,11 @@ def main() -> None:
     if case["kind"] == "storeless":
         case["host"] = host_store()
     dist.init_process_group(case.get("backend", "gloo"), timeout=datetime.timedelta(seconds=case.get("timeout_s", 60)))
-    with (
-        mock.patch("memplug.stages.ranks.LIMIT_S", case.get("limit_s", 20)),
-        mock.patch("memplug.stages.ballots.PATIENCE_S", case.get("patience_s", 30)),
-        logged() as warnings,
-    ):
+    waits = {"limit_s": "memplug.stages.ranks.LIMIT_S", "patience_s": "memplug.stages.ballots.PATIENCE_S"}
+    with contextlib.ExitStack() as stack:
+        for name in waits.keys() & case.keys():
+            stack.enter_context(mock.patch(waits[name], case[name]))
+        warnings = stack.enter_context(logged())
         found = globals()[case["kind"]](case)
     result = {**found, "warnings": warnings}
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(result))
