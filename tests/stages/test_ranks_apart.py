@@ -55,9 +55,8 @@ def same_decisions(results: list[dict[str, Any]]) -> bool:
 def test_join_trains_as_without_memplug_and_waits_for_nobody(
     processes: int, alpha: str, epochs: int, late: bool, tmp_path: Path
 ) -> None:
-    began = time.monotonic()
     ranks = run(tmp_path, processes, kind="join", epochs=epochs, block=BLOCKS[alpha], late=late, timeout_s=120)
-    assert time.monotonic() - began < 40
+    assert all(rank["with"]["longest_s"] < 30 for rank in ranks), "a rank that waits does so for 60 s"
     for number, rank in enumerate(ranks):
         assert_equal(rank, exactly=alpha == "1")
         assert len(rank["with"]["losses"]) == epochs * (BATCHES + MORE * number)

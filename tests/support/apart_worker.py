@@ -73,6 +73,7 @@ class Training:
         import memplug
 
         self.model, self.losses, self.device = model, [], device(case)
+        self.longest_s = 0.0  # that the end of a step took
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = {"enabled": False} if block is None else {"enabled": True, "plan_dir": False, **block}
         if block is not None:
@@ -86,7 +87,9 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        began = time.monotonic()
         self.session.step()
+        self.longest_s = max(self.longest_s, time.monotonic() - began)
         self.losses.append(loss.detach())
 
     def result(self) -> dict[str, Any]:
@@ -97,6 +100,7 @@ class Training:
         return {
             "losses": [loss.item() for loss in self.losses],
             "digest": digest.hexdigest(),
+            "longest_s": self.longest_s,
             "stage": report["stage"],
             "stopped": report.get("planning_stopped_because"),
             "planned_steps": report.get("planned_steps"),
