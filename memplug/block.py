@@ -23,6 +23,7 @@ Switch = Annotated[bool, Field(strict=True), Allowed("true or false")]
 WhereNeeded = Annotated[Switch | Literal["auto"], Allowed('true, false or "auto"')]
 Number = Annotated[float, Field(strict=True)]
 Text = Annotated[str, Field(strict=True, pattern=r"\S")]
+Name = Annotated[str, Field(strict=True, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
 
 Budget = Annotated[
     Literal["auto"] | Annotated[Number, Field(gt=0, allow_inf_nan=False)],
@@ -37,8 +38,8 @@ Patterns = Annotated[
 Bytes = Annotated[int, Field(strict=True, ge=0), Integral, Allowed("a whole number of bytes, 0 or more")]
 Buffers = Annotated[int, Field(strict=True, ge=2), Integral, Allowed("a whole number, 2 or more")]
 Steps = Annotated[int, Field(strict=True, ge=0), Integral, Allowed("a whole number of steps, 0 or more")]
-Timeline = Annotated[Switch | Text, Allowed("false, true, or the name of a folder")]
-Folder = Annotated[Literal[False] | Text, Allowed("false, or the name of a folder")]
+Timeline = Annotated[Switch | Name, Allowed("false, true, or the name of a folder")]
+Folder = Annotated[Literal[False] | Name, Allowed("false, or the name of a folder")]
 Planner = Annotated[
     Literal[planners.names()], Allowed(f'"auto", or one of {planners.listed(mark=chr(34))}')  # type: ignore[valid-type]
 ]

@@ -39,6 +39,17 @@ def write_whole(path: Path, what: str, write: Callable[[BinaryIO], None], error:
         raise error(f"{path}: the {what} cannot be written: {problem}", advice) from problem
 
 
+def path_of(given: object, what: str, error: type[MemplugError]) -> Path:
+    """Returns a path that a user has given; `what` is there, for example "trace (.npz)".
+
+    Raises:
+        MemplugError: Of the class `error`: it is no path.
+    """
+    if not isinstance(given, (str, os.PathLike)) or not isinstance(os.fspath(given), str) or "\0" in os.fspath(given):
+        raise error(f"{given!r} is not the path of a {what}", "Give it as text or as a pathlib.Path.")
+    return Path(given)
+
+
 def opened(path: Path, what: str, error: type[MemplugError]) -> BinaryIO:
     """A file to read; `what` is expected in it, for example "trace (.npz)".
 

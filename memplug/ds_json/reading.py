@@ -83,7 +83,7 @@ def shown(value: object) -> str:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a path with a null byte
         problem = "no such file" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
         raise ConfigError([f"{path}: {problem}"], "Give the path of your DeepSpeed JSON.") from None
 

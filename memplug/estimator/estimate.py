@@ -24,6 +24,7 @@ from memplug.estimator.bound import bound
 from memplug.estimator.result import Estimate, ModeEstimate, Span
 from memplug.estimator.training import MakeOptimizer, Training
 from memplug.estimator.values import Values
+from memplug.files import path_of
 from memplug.hooks.attach import attach, find_layers
 from memplug.session import Session
 from memplug.stages.table import Stage
@@ -140,7 +141,8 @@ def estimate_training(
     host_bytes = min(host_bytes, UNLIMITED_BYTES)
     parsed = load_config({"enabled": True} if config is None else config)
     hardware = gpu if isinstance(gpu, Hardware) else Hardware.named(gpu)
-    blocks = {mode: ways.block_of(mode, parsed, Path(plan_dir) if plan_dir is not None else None) for mode in modes}
+    plans = path_of(plan_dir, "folder of plans", EstimateError) if plan_dir is not None else None
+    blocks = {mode: ways.block_of(mode, parsed, plans) for mode in modes}
     VirtualDevice(hardware, attention=attention)  # that ranks are of
     found: dict[str, ModeEstimate] = {}
     impossible: dict[str, BudgetError] = {}

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memplug.errors import EstimateError
 from memplug.estimator.calls import Call, Calls, line
 from memplug.estimator.values import COPY, MOST_BYTES, NUMBER, Output, Read, Values, modules_of
+from memplug.files import path_of
 
 _COPIES = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 """By operator, which argument is copied."""
@@ -44,6 +45,7 @@ def record_values(model: nn.Module, file: str | Path) -> Iterator[None]:
     Raises:
         EstimateError: no forward of the model ran, or the file cannot be written.
     """
+    file = path_of(file, "trace of values (.json)", EstimateError)
     recorder = _Recorder(model)
     try:
         with recorder.operators, recorder.functions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,17 @@ import torch
 from memplug.errors import EstimateError
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LARGEST = 2**31
+"""No size of a model is as large."""
+
+_MORE_SIZES = (
+    "num_key_value_heads",
+    "head_dim",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "max_position_embeddings",
+)
+"""Sizes that a file may leave out."""
 
 _FAMILIES = {"llama": "Llama", "mixtral": "Mixtral", "qwen3": "Qwen3"}
 """How the names of Hugging Face's classes begin, by `model_type`."""
@@ -68,25 +80,38 @@ class Shape:
 
         Raises:
             EstimateError: it cannot be read, is of another kind of model, has a field that the model's configuration
-                does not know, lacks a size, or its heads do not divide its hidden size, or transformers can make no
-                model of it; transformers or PyYAML is missing.
+                does not know, lacks a size or has one that is no whole number above 0, has a
+                number that is not finite, its heads do not divide its
+                hidden size, a token goes to more experts than there are, or transformers can make no model of it;
+                transformers or PyYAML is missing.
         """
         yaml = needed("yaml", "PyYAML")
         try:
             fields = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise EstimateError(
                 f"{file}: {error}", "Give the path of a model's shape, such as configs/models/7b.yaml."
             ) from None
         if not isinstance(fields, Mapping):
             raise EstimateError(f"{file} is no shape of a model", "Take configs/models/7b.yaml as an example.")
         shape = cls(dict(fields))
-        shape._check(file)
+        shape._check_kind(file)
+        shape = shape._filled()
+        shape._check_sizes(file)
         shape._check_by_making(file)
-        config = getattr(needed("transformers"), f"{shape.family}Config")()
-        return cls({**{name: getattr(config, name) for name in _BY_DEFAULT[shape.family]}, **shape.fields})
+        return shape
 
-    def _check(self, file: Path) -> None:
+    def _filled(self) -> Shape:
+        """As transformers reads it: with defaults, and as many key-value heads as heads where they are null."""
+        config = getattr(needed("transformers"), f"{self.family}Config")()
+        fields = {**{name: getattr(config, name) for name in _BY_DEFAULT[self.family]}, **self.fields}
+        if fields.get("num_key_value_heads", 1) is None:
+            fields["num_key_value_heads"] = fields.get("num_attention_heads")
+        if fields.get("head_dim", 1) is None:
+            del fields["head_dim"]
+        return Shape(fields)
+
+    def _check_kind(self, file: Path) -> None:
         kind = self.fields.get("model_type", "llama")
         if not isinstance(kind, str) or kind not in _FAMILIES:
             raise EstimateError(
@@ -103,12 +128,17 @@ class Shape:
         if unknown:
             advice = f"Leave it out, or correct it: the file has fields of transformers.{name}."
             raise EstimateError(f"{file}: {name} has no field {', '.join(unknown)}", advice)
-        for size in _SIZES:
+
+    def _check_sizes(self, file: Path) -> None:
+        for size in (*_SIZES, *(name for name in _MORE_SIZES if name in self.fields)):
             value = self.fields.get(size)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or not 0 < value < LARGEST:  # nor true
                 raise EstimateError(
                     f"{file}: {size} is {value!r}, which is no size of a model", f"Give {size} a whole number above 0."
                 )
+        for name, value in self.fields.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise EstimateError(f"{file}: {name} is {value}, which is no number of a model", "Give a finite one.")
         heads = self.fields["num_attention_heads"]
         groups = self.fields.get("num_key_value_heads", heads)
         divides = self.fields.get("head_dim") or self.family == "Qwen3" or not self.fields["hidden_size"] % heads
@@ -117,6 +147,12 @@ class Shape:
                 f"{file}: {heads} heads in {groups} groups do not divide a hidden size of {self.fields['hidden_size']}",
                 "num_attention_heads has to divide hidden_size, where there is no head_dim, and num_key_value_heads "
                 "num_attention_heads.",
+            )
+        experts, chosen = self.fields.get("num_local_experts", 0), self.fields.get("num_experts_per_tok", 0)
+        if chosen > experts:
+            raise EstimateError(
+                f"{file}: num_experts_per_tok is {chosen}, and there are {experts} experts",
+                "A token goes to num_experts_per_tok of the num_local_experts of a layer: give no more of them.",
             )
 
     def _check_by_making(self, file: Path) -> None:

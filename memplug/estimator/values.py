@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
 
 from memplug.errors import EstimateError
-from memplug.files import opened, write_whole
+from memplug.files import opened, path_of, write_whole
 from memplug.hooks.regions import as_written
 
 NUMBER = "aten::_local_scalar_dense"
@@ -81,7 +81,9 @@ class Values(Plain):
         Raises:
             EstimateError: it cannot be read, or is something else.
         """
-        with opened(Path(path), "trace of values (.json)", EstimateError) as file:
+        with opened(
+            path_of(path, "trace of values (.json)", EstimateError), "trace of values (.json)", EstimateError
+        ) as file:
             text = file.read()
         try:
             return cls.model_validate_json(text)

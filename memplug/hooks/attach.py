@@ -107,7 +107,7 @@ def attach(
             framework.check_attached(target)
         return existing
     found = [one for framework in used for one in framework.groups(target)]
-    ranks = Ranks(groups.members_of(target, group, found), groups.may_part(target))
+    ranks = Ranks(groups.members_of(target, group, found))
     try:
         session = _begin(target, parsed, ranks)
     except BaseException:
@@ -166,6 +166,7 @@ def _attach(target: Target, config: MemplugConfig, device: Device, ranks: Ranks)
             prepare = next(filter(None, (framework.prepare(target, name) for framework in used)), None)
             session.at_detach(region_hooks.make_region(module, region, session, prepare))
         optimizers.watch(target.chunks, session)
+        groups.watch_joins(session)
         for framework in used:
             framework.hook(target, modules, session)
         transformer_engine.hook([module for _, module in modules], session)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from memplug.errors import RanksError
 from memplug.hooks.framework import Target, instances
+from memplug.hooks.patching import patch
+from memplug.session import Session
+
+COUNT_OTHERS = "_get_num_nonjoined_procs"  # method that a rank calls again and again where it has no more batches
 
 Group = Any
 """A process group, or a list of ranks of the world."""
@@ -40,14 +44,22 @@ def members_of(target: Target, group: Group | None, found: Sequence[Group]) -> l
     return sorted(largest) if largest and all(one <= largest for one in ranks) else None
 
 
-def may_part(target: Target) -> Callable[[], bool]:
-    """Returns whether the model is trained in torch's `join`, by which ranks run out of batches one after the other."""
-    joined = [weakref.ref(module) for module in _modules(target) if hasattr(module, "_join_config")]
+def watch_joins(session: Session) -> None:
+    """Have the session's ranks know while this one has no more batches in torch's `join`, whichever wrapper of the
+    model, made before or after it was attached, has others that go on.
+    """
+    ranks = weakref.ref(session.ranks)
 
-    def is_joined() -> bool:
-        return any(module is not None and module._join_config.enable for module in (one() for one in joined))
+    def count_others(original: Callable[[Join], float], join: Join) -> float:
+        others, known = original(join), ranks()
+        if known is not None and not join._throw_on_early_termination:
+            tell = known.part if others else known.rejoin
+            tell()
+        return others
 
-    return is_joined
+    # a torch without it: the others wait for this rank as for any that ends no steps
+    if hasattr(Join, COUNT_OTHERS) and not (session.ranks.are_known and len(session.ranks.members) == 1):
+        patch(Join, COUNT_OTHERS, count_others, session, "torch 2.6 to 2.13")
 
 
 def _named(group: Group) -> list[int]:
@@ -68,9 +80,10 @@ def _named(group: Group) -> list[int]:
 
 
 def _groups(target: Target) -> Iterator[Group]:
-    for module in _modules(target):
-        if isinstance(module, DistributedDataParallel):
-            yield module.process_group
+    for chunk in (target.model, *target.chunks):
+        for module in chunk.modules():
+            if isinstance(module, DistributedDataParallel):
+                yield module.process_group
     for _, sharded in instances(nn.ModuleList(target.chunks), "torch.distributed.fsdp.FullyShardedDataParallel"):
         yield sharded.process_group
         yield from filter(None, [getattr(sharded, "_inter_node_pg", None)])
@@ -78,10 +91,6 @@ def _groups(target: Target) -> Iterator[Group]:
         mesh = getattr(parameter, "device_mesh", None)  # a DTensor's: FSDP2, tensor parallelism
         if mesh is not None:
             yield mesh.mesh.flatten().tolist()
-
-
-def _modules(target: Target) -> set[nn.Module]:
-    return set(itertools.chain.from_iterable(chunk.modules() for chunk in (target.model, *target.chunks)))
 
 
 def _ranks(group: Group) -> list[int]:

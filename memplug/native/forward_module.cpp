@@ -111,6 +111,7 @@ void add_flow(py::module_& module) {
           [](Region& region, bool agreed) { region.change([&](Setting& changed) { changed.is_agreed = agreed; }); })
       .def_readwrite("seen", &Region::seen)
       .def_readwrite("repeats", &Region::repeats)
+      .def_property_readonly("may_talk", [](const Region& region) { return region.talks.value_or(true); })
       .def_property(
           "asks",
           [](const Region& region) { return region.asks.value_or(false); },

@@ -133,7 +133,9 @@ class RecomputePass {
   }
 
   const at::Tensor& base(int32_t storage) const {
-    TORCH_CHECK(bases_[storage].defined(), "memplug: storage ", storage, " is not there in the recompute pass");
+    if (!bases_[storage].defined()) {
+      throw Diverged("memory that an operator reads is not there in the recompute pass");
+    }
     return bases_[storage];
   }
 

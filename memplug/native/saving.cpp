@@ -4,6 +4,7 @@
 
 #include "forward.h"
 #include "layouts.h"
+#include "replay.h"
 #include "versions.h"
 
 namespace memplug {
@@ -119,7 +120,9 @@ void Forward::restore(size_t index, const at::Tensor& tensor) {
 
 at::Tensor Forward::given_again(int32_t storage, bool regathered, bool changes) const {
   const Given& memory = given[storage];
-  TORCH_CHECK(memory.tensor.defined(), "memplug: a region input is not there in the recompute pass");
+  if (!memory.tensor.defined()) {
+    throw Diverged("a tensor from outside of the region is not there in the recompute pass");
+  }
   if (!changes) {
     check_version(memory.tensor, memory.version, "tensor that its region reads");
   }

@@ -196,11 +196,9 @@ void Transfer::prefetch(Swapped& swapped) {
   if (closed) {
     throw Failure(Failure::DETACHED, swapped.geometry.size);
   }
-  TORCH_CHECK(
-      swapped.slot.has_value(),
-      "memplug: a ",
-      at::IntArrayRef(swapped.geometry.size),
-      " tensor that backward asks for is neither on the device nor on the host");
+  if (!swapped.slot.has_value()) {
+    throw Failure(Failure::SWAPPED_IS_GONE, swapped.geometry.size);
+  }
   drain();
   swapped.tensor = memory_for(swapped);
   swapped.tensor._set_conj(swapped.geometry.conj);

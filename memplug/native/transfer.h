@@ -43,7 +43,8 @@ struct Failure : std::runtime_error {
     DETACHED,
     IRREGULAR_WAS_WRITTEN,
     ASKED_EARLY,
-    GIVEN_WAS_TAKEN
+    GIVEN_WAS_TAKEN,
+    SWAPPED_IS_GONE
   };
   Failure(Kind kind, at::IntArrayRef size);
 

@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from memplug.errors import LayoutError
-from memplug.files import opened, write_whole
+from memplug.files import opened, path_of, write_whole
 from memplug.plan.layout.problem import BUFFER, ORDERING, Problem, Solution
 from memplug.plan.schema import FORMAT, DynamicSpace, MemoryPlan, Predictions, Training
 from memplug.profile.records import Fingerprint, Layer, Pass, Phase
@@ -78,7 +78,7 @@ def save(plan: MemoryPlan, path: str | Path) -> None:
         file.write(first)
         file.write(content)
 
-    write_whole(Path(path), "plan", write, LayoutError)
+    write_whole(path_of(path, "plan (.json)", LayoutError), "plan", write, LayoutError)
 
 
 def load(path: str | Path) -> MemoryPlan:
@@ -94,7 +94,7 @@ def load(path: str | Path) -> MemoryPlan:
         LayoutError: There is no such file, it is something else, it was changed or cut short, or it was written by
             another version of memplug.
     """
-    path = Path(path)
+    path = path_of(path, "memory plan (.json)", LayoutError)
     with opened(path, "memory plan (.json)", LayoutError) as file:
         try:
             return _plan(_document(file))

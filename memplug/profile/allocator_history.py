@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from memplug.errors import TraceError
-from memplug.files import opened
+from memplug.files import opened, path_of
 from memplug.profile import plain_pickle
 from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Event, Fingerprint, Layer, Pass, Phase, Trace
 
@@ -57,7 +57,7 @@ def is_snapshot(path: str | Path) -> bool:
     Raises:
         TraceError: It cannot be read.
     """
-    with opened(Path(path), "trace (.npz) or a snapshot", TraceError) as file:
+    with opened(path_of(path, "trace or snapshot", TraceError), "trace (.npz) or a snapshot", TraceError) as file:
         return plain_pickle.is_pickle(file.read(2))
 
 
@@ -71,7 +71,7 @@ def load(path: str | Path, device: int | None = None) -> History:
     Raises:
         TraceError: The file cannot be read, is damaged or no snapshot, or has no events of that device.
     """
-    path = Path(path)
+    path = path_of(path, "snapshot of torch's allocator", TraceError)
     with opened(path, "snapshot of torch's allocator", TraceError) as file:
         content = file.read()
     try:

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from memplug.errors import TraceError
-from memplug.files import opened, write_whole
+from memplug.files import opened, path_of, write_whole
 from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Event, Fingerprint, Layer, Pass, Phase, Trace
 
 FORMAT = 2
@@ -59,7 +59,7 @@ def save(trace: Trace, path: str | Path) -> None:
     Raises:
         TraceError: The file cannot be written there.
     """
-    path = Path(path)
+    path = path_of(path, "trace (.npz)", TraceError)
     fields = {name: getattr(trace, name) for name in _Meta.model_fields if name != "format"}
     meta = _Meta(format=FORMAT, **fields).model_dump_json().encode()
     arrays = {"meta": np.frombuffer(meta, np.uint8), **{name: getattr(trace, name) for name in _ARRAYS}}
@@ -82,7 +82,7 @@ def load(path: str | Path) -> Trace:
         TraceError: There is no such file, it is something else, it is damaged or truncated, or it was written by
             another version of memplug.
     """
-    path = Path(path)
+    path = path_of(path, "trace (.npz)", TraceError)
     with opened(path, "trace (.npz)", TraceError) as file:
         try:
             arrays = _read_npz(file)

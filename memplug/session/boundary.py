@@ -218,6 +218,9 @@ class Boundary:
     def _agree(self, program: Program) -> None:
         """All that ranks decide together. Where one of them is missing, all others stop in the same place, with the
         decisions that are in force: any later ones would not be the same everywhere.
+
+        Raises:
+            RanksError: others may run by later ones, as torch's store is gone, and collectives depend on them.
         """
         adjuster, tokenwise = self.adjuster, self.tokenwise
         try:
@@ -230,6 +233,13 @@ class Boundary:
             self.apart = error.problem
             tokenwise.stay()
             adjuster.stay(self.steps, self.apart)
+            if self._ranks.may_differ and tokenwise.may_talk:
+                raise RanksError(
+                    f"step {self.steps}: {self.apart}; other ranks may run by another plan from now on, and layers of "
+                    "the model communicate",
+                    "Start the job again from its last checkpoint: the process that holds torch's store (torchrun, "
+                    "else rank 0) has ended, or cannot be reached any more.",
+                ) from error
             if self._ranks.is_first_to_say():
                 log.warning(
                     "memplug: step %d: nothing is planned any more, and what was decided stays on all ranks: %s. "

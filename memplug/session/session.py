@@ -19,6 +19,7 @@ import torch
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.errors import RecorderError
+from memplug.files import path_of
 from memplug.plan import tokenwise as plan
 from memplug.profile.records import Fingerprint
 from memplug.profile.trace import Trace
@@ -112,11 +113,14 @@ class Session:
 
         Raises:
             NativeError: there is no compiler here.
-            RecorderError: another session of this process has the recorder, or this one is off or detached.
+            RecorderError: another session of this process has the recorder, or this one is off or detached; or `file`
+                is no path.
         """
         if self._boundary.claim is None or self.stage is Stage.DETACHED:
             raise RecorderError("a session that is detached records nothing", "Attach again.")
-        self._boundary.demand_recording().want(None if file is None else of_rank(Path(file)))
+        self._boundary.demand_recording().want(
+            None if file is None else of_rank(path_of(file, "trace (.npz)", RecorderError))
+        )
 
     @property
     def trace(self) -> Trace | None:

@@ -10,6 +10,7 @@ takes part in a collective that another one may be missing from. Everything is s
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import pickle
@@ -85,6 +86,7 @@ class Ballots:
 
     Attributes:
         ended: why there are no more; "" while there are.
+        torn: other ranks may have a verdict that this one cannot read any more, since the store is gone.
     """
 
     def __init__(self, voters: Voters):
@@ -98,6 +100,18 @@ class Ballots:
     @property
     def ended(self) -> str:
         return self._sending.ended
+
+    @property
+    def torn(self) -> bool:
+        return self._sending.torn
+
+    def part(self) -> None:
+        """This rank casts no ballots until `rejoin`: the first one that others cast meanwhile ends all of them."""
+        self._sending.queue.put(functools.partial(self._sending.part, True))
+
+    def rejoin(self) -> None:
+        """This rank casts ballots again, from now on."""
+        self._sending.queue.put(functools.partial(self._sending.part, False))
 
     def cast(self, value: Any, combine: Callable[[list[Any]], Any], limit_s: float) -> Callable[[], Any]:
         """Returns what waits for the verdict, `limit_s` at most.
@@ -131,6 +145,7 @@ class Ballots:
         try:
             return ballot.decided.result(ANSWER_S)
         except NotYet:
+            self._sending.torn = True
             raise RanksError("torch's store does not answer any more") from None
 
 
@@ -145,6 +160,7 @@ class _Sending:
     def __init__(self, voters: Voters):
         self.queue: queue.SimpleQueue[_Ballot | Callable[[], None] | None] = queue.SimpleQueue()
         self.ended = ""
+        self.torn = self._has_parted = False
         self._voters, self._store = voters, voters.store
         self._open: deque[_Ballot] = deque()
         self._next = 1  # number of the next ballot to be cast
@@ -155,7 +171,7 @@ class _Sending:
         poll_s = SHORTEST_POLL_S
         while True:
             try:
-                asked = self.queue.get(timeout=poll_s) if self._open else self.queue.get()
+                asked = self.queue.get(timeout=poll_s if self._open or self._has_parted else None)
             except queue.Empty:
                 poll_s = min(2 * poll_s, self._longest_poll_s)
             else:
@@ -165,6 +181,8 @@ class _Sending:
                 self._do(asked)
             with self._lost():
                 self._read()
+                if self._has_parted:
+                    self._look_for_others()
         with contextlib.suppress(RuntimeError):  # the store is gone, and so are the others
             self._end(self._next, f"rank {self._voters.members[self._voters.own]} takes no more steps with the others")
         self._finish("the session is detached")
@@ -181,11 +199,16 @@ class _Sending:
                 limit_s - PATIENCE_S,
             )
 
+    def part(self, has_parted: bool) -> None:
+        """See `Ballots.part`."""
+        self._has_parted = has_parted and not self.ended
+
     @contextlib.contextmanager
     def _lost(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # of the store's own, whose process has ended
+            self.torn = self.torn or bool(self._open)
             self._finish(f"torch's store is gone: {str(error).partition(chr(10))[0]}")
 
     def _do(self, asked: _Ballot | Callable[[], None]) -> None:
@@ -229,11 +252,18 @@ class _Sending:
             self._open.popleft()
             ballot.decided.set_result(pickle.loads(zlib.decompress(verdict[1:])))
 
+    def _look_for_others(self) -> None:
+        if self._store.check([f"{self._next}/count"]):
+            own = named([self._voters.members[self._voters.own]])
+            why = f"{own} has no more batches, and waits for the others in torch's `join`"
+            self._end(self._next, why)
+            self._finish(why)
+
     def _end(self, number: int, why: str) -> None:
         self._store.compare_set(f"{number}/verdict", "", _ENDED + why.encode())
 
     def _finish(self, why: str) -> None:
-        self.ended = why
+        self.ended, self._has_parted = why, False
         while self._open:
             self._open.popleft().decided.set_exception(RanksError(why))
 

@@ -16,22 +16,20 @@ from memplug.stages.ballots import Ballots, meet
 
 VIRTUAL = "virtual"  # backend of a group whose other ranks are not there (memplug/device/virtual/ranks.py)
 LIMIT_S = 60.0  # that a rank waits at the end of a step for one that has not ended it
-PARTING_LIMIT_S = 5.0  # where ranks are known to end after more or fewer steps
 
 
 class Ranks:
-    """Every method but `close` is called by all ranks, in the same order.
+    """Every method but `close`, `part` and `rejoin` is called by all ranks, in the same order.
 
     A rank that waits too long for another one, or casts a vote that another one, which has detached or died, does not,
     gets a `RanksError`, from then on in every call; the last votes that counted are the same ones on all ranks.
 
     Args:
         members: the ranks of the world that train the model; None: all of them.
-        may_part: whether some of them may end before others, now.
     """
 
-    def __init__(self, members: Sequence[int] | None = None, may_part: Callable[[], bool] = lambda: False) -> None:
-        self._given, self._may_part = members, may_part
+    def __init__(self, members: Sequence[int] | None = None) -> None:
+        self._given = members
         self._ballots: Ballots | None = None
         self._is_closed = False
         self._timeout_s = 0.0  # of the default group, once they have met
@@ -88,6 +86,21 @@ class Ranks:
         if self._ballots is not None:
             self._ballots.close()
 
+    def part(self) -> None:
+        """This rank ends no steps until `rejoin`; that others do so meanwhile ends the votes of all, at once."""
+        if self._ballots is not None:
+            self._ballots.part()
+
+    def rejoin(self) -> None:
+        """This rank ends steps again."""
+        if self._ballots is not None:
+            self._ballots.rejoin()
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether others may act on a vote that this rank does not know of: torch's store is gone."""
+        return self._ballots is not None and self._ballots.torn
+
     def is_first_to_say(self) -> bool:
         """Whether no other rank has said yet why there are no more votes."""
         return self._ballots is None or self._ballots.is_first_to_say()
@@ -100,8 +113,8 @@ class Ranks:
             if self._alone or self.are_made_up:
                 return lambda: alone
             self._meet()
-        limit_s = min(PARTING_LIMIT_S if self._may_part() else LIMIT_S, self._timeout_s / 2)
-        return self._ballots.cast(value, combine, self._timeout_s if patient else limit_s)
+        limit_s = self._timeout_s if patient else min(LIMIT_S, self._timeout_s / 2)
+        return self._ballots.cast(value, combine, limit_s)
 
     def _meet(self) -> None:
         if self._is_closed:

@@ -192,6 +192,11 @@ class TokenWise(AgreedTechnique[Decisions]):
                 region.native.seen = False
         self.decisions = None
 
+    @property
+    def may_talk(self) -> bool:
+        """Whether regions take part in collectives, which depend on what they run by: all ranks have to do it alike."""
+        return self.executor.regathers or any(region.native.may_talk for region in self._regions)
+
     def stay(self) -> None:
         """Ranks decide nothing together any more: regions run on as they do."""
         self._stop_search()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import math
@@ -24,10 +26,16 @@ from memplug.errors import (
     HardwareError,
     MemplugError,
     RecomputeError,
+    RecorderError,
     TuneError,
 )
 from memplug.estimator.shapes import Shape
+from memplug.estimator.values import Values
 from memplug.files import opened
+from memplug.plan.layout.problem_file import read_csv
+from memplug.profile.allocator_history import is_snapshot
+from memplug.profile.allocator_history import load as load_snapshot
+from memplug.profile.trace_file import load as load_trace
 from memplug.tune import tuning
 from memplug.tune.fixed import Fixed
 from memplug.tune.machine import Machine
@@ -58,6 +66,57 @@ def test_json_that_is_nested_too_deeply(tmp_path: Path):
         load_config(file)
     with pytest.raises(HardwareError):
         Hardware.read(file)
+
+
+NO_PATHS = [5, None, ["x"], b"abc", "a\0b", Path("a\0b")]
+
+
+@pytest.mark.parametrize("given", NO_PATHS, ids=repr)
+def test_what_is_no_path_is_refused_as_one(given: Any):
+    readers = [memplug.load_plan, load_trace, Values.read, Hardware.named, is_snapshot, load_snapshot, read_csv]
+    for read in readers:
+        with pytest.raises(MemplugError, match="is not the path of a .*\nWhat to do: Give it as text"):
+            read(given)
+    with pytest.raises(EstimateError, match="is not the path of a"), memplug.record_values(nn.Identity(), given):
+        pytest.fail("nothing is recorded that cannot be kept")
+    if given is not None:
+        with pytest.raises(EstimateError, match="is not the path of a folder of plans"):
+            memplug.estimate(nn.Identity, tuple, BLOCK, modes=["memplug"], plan_dir=given)
+        with pytest.raises(MemplugError):
+            load_config(given)
+        with memplug.attach(nn.Sequential(nn.Linear(2, 2)), BLOCK) as session:
+            with pytest.raises(RecorderError, match="is not the path of a trace"):
+                session.record(given)
+
+
+@pytest.mark.parametrize("given", [*NO_PATHS, "", " "], ids=repr)
+@pytest.mark.parametrize("field", ["plan_dir", "timeline", "snapshot_on_oom"])
+def test_what_is_no_folder_is_refused_as_one(field: str, given: Any):
+    value = {field: given} if field == "plan_dir" else {"report": {field: given}}
+    with pytest.raises(ConfigError, match=f"{field}: got .*the name of a folder"):
+        load_config({"enabled": True, **value})
+
+
+def test_folder_and_forbidden_file_where_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "file"
+    file.write_text("1")
+    readers = [memplug.load_plan, load_trace, Values.read, is_snapshot, load_snapshot, read_csv]
+    for read in [*readers, Hardware.named, load_config, Shape.read]:
+        with pytest.raises(MemplugError, match="not a file|no GPU|Is a directory"):
+            read(tmp_path)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(io, "open", refuse)
+    for read in [*readers, Hardware.named, load_config, Shape.read]:
+        with pytest.raises(MemplugError, match="Permission denied"):
+            read(file)
+
+
+def test_profile_of_a_gpu_by_its_path():
+    path = ROOT / "configs/hardware/h100.json"
+    assert Hardware.named(path) == Hardware.named(str(path)) == Hardware.named("H100")
 
 
 def test_path_with_a_null_byte():
@@ -98,7 +157,6 @@ def test_host_memory_that_no_estimate_is_for(host_bytes: float):
     "field",
     [
         "hidden_act: none of them",
-        "head_dim: 0",
         "rope_scaling: {rope_type: none, factor: 2.0}",
         "rms_norm_eps: [1]",
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cudasim.forked import ranks_on_cuda
-from tests.stages.test_ranks_apart import BLOCKS, STOPS, assert_equal, run, same_decisions, warnings
+from tests.stages.test_ranks_apart import BLOCKS, LIMIT_S, STOPS, assert_equal, run, same_decisions, warnings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
@@ -20,9 +20,11 @@ def launch() -> Iterator[Callable[..., str]]:
         yield launch
 
 
-@pytest.mark.parametrize("alpha", ["auto", "1"])
-def test_join_trains_as_without_memplug(alpha: str, tmp_path: Path, launch: Callable[..., str]) -> None:
-    ranks = run(tmp_path, 2, launch, kind="join", epochs=2, block=BLOCKS[alpha], backend="nccl")
+@pytest.mark.parametrize(("alpha", "late"), [("auto", False), ("1", True)])
+def test_join_trains_as_without_memplug(alpha: str, late: bool, tmp_path: Path, launch: Callable[..., str]) -> None:
+    ranks = run(
+        tmp_path, 2, launch, kind="join", epochs=2, block=BLOCKS[alpha], backend="nccl", late=late, timeout_s=120
+    )
     for rank in ranks:
         assert_equal(rank, exactly=alpha == "1")
     assert same_decisions([rank["with"] for rank in ranks])
@@ -37,7 +39,7 @@ def test_only_the_ranks_of_the_group_attach(by: str, tmp_path: Path, launch: Cal
 
 
 def test_ranks_that_end_more_steps_go_on_with_what_was_decided(tmp_path: Path, launch: Callable[..., str]) -> None:
-    ranks = run(tmp_path, 2, launch, kind="uneven", backend="nccl")
+    ranks = run(tmp_path, 2, launch, kind="uneven", backend="nccl", limit_s=LIMIT_S)
     for rank in ranks:
         assert_equal(rank)
     assert same_decisions([rank["with"] for rank in ranks])

@@ -11,7 +11,9 @@ from memplug.estimator.shapes import Shape
 from tests.support.folders import ROOT
 
 pytest.importorskip("transformers")
-SEVEN, QWEN = ((ROOT / "configs" / "models" / f"{name}.yaml").read_text() for name in ("7b", "qwen3_8b"))
+SEVEN, QWEN, MIXTRAL = (
+    (ROOT / "configs" / "models" / f"{name}.yaml").read_text() for name in ("7b", "qwen3_8b", "mixtral_8x7b")
+)
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs" / "models").glob("*.yaml")), ids=lambda file: file.stem)
@@ -31,6 +33,12 @@ def test_heads_of_a_qwen3_are_as_large_as_it_says_or_as_hugging_face_has_them(tm
     assert Shape.read(file).head_size == 128 and not Shape.read(file).normalizes_heads
 
 
+def test_as_many_key_value_heads_as_heads_where_they_are_null(tmp_path: Path) -> None:
+    file = tmp_path / "model.yaml"
+    file.write_text(QWEN.replace("num_key_value_heads: 8", "num_key_value_heads:"))
+    assert Shape.read(file).fields["num_key_value_heads"] == 32
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -45,6 +53,24 @@ def test_heads_of_a_qwen3_are_as_large_as_it_says_or_as_hugging_face_has_them(tm
         (SEVEN + "model_type: [qwen3]\n", "model_type is .*'qwen3'"),
         (QWEN + "mlp_bias: true\n", "Qwen3Config has no field mlp_bias"),
         (QWEN.replace("num_key_value_heads: 8", "num_key_value_heads: 5"), "32 heads in 5 groups"),
+        (QWEN.replace("num_key_value_heads: 8", "num_key_value_heads: 0"), "num_key_value_heads is 0"),
+        (QWEN.replace("num_key_value_heads: 8", "num_key_value_heads: eight"), "num_key_value_heads is 'eight'"),
+        (QWEN.replace("head_dim: 128", "head_dim: -128"), "head_dim is -128"),
+        (SEVEN + "head_dim: 0\n", "head_dim is 0"),
+        (SEVEN.replace("num_hidden_layers: 32", "num_hidden_layers: true"), "num_hidden_layers is True"),
+        (SEVEN.replace("num_hidden_layers: 32", f"num_hidden_layers: {10**20}"), "num_hidden_layers is 10000"),
+        (SEVEN.replace("hidden_size: 4096", "hidden_size: .nan"), "hidden_size is nan"),
+        (SEVEN + "max_position_embeddings: '4096'\n", "max_position_embeddings is '4096'"),
+        (SEVEN + "rope_theta: .nan\n", "rope_theta is nan, which is no number"),
+        (MIXTRAL.replace("num_experts_per_tok: 2", "num_experts_per_tok: 9"), "num_experts_per_tok is 9.* 8 experts"),
+        (
+            MIXTRAL.replace("num_experts_per_tok: 2\n", "").replace("num_local_experts: 8", "num_local_experts: 1"),
+            "num_experts_per_tok is 2.* 1 experts",
+        ),
+        (MIXTRAL.replace("num_local_experts: 8", "num_local_experts: 0"), "num_local_experts is 0"),
+        (MIXTRAL.replace("num_local_experts: 8", "num_local_experts:"), "num_local_experts is None"),
+        ("x: \0", "special characters"),
+        ("[" * 100_000, "recursion"),
         ("- 7\n", "no shape of a model"),
         ("{", "line 1"),
         (None, "No such file"),

@@ -233,6 +233,13 @@ def test_memory_that_was_taken_away_is_an_error_and_no_crash(core: Any) -> None:
         run.restored({}, pytest.fail)
 
 
+def test_memory_that_a_pass_lacks_is_a_divergence_and_no_crash(core: Any) -> None:
+    run = Run(core, lambda: (torch.ones(4, 4).requires_grad_() @ torch.ones(4, 4)).exp())
+    (matmul,) = [i for i, record in enumerate(records_of(run.tape)) if record.func._schema.name in MATMULS]
+    with pytest.raises(core.Diverged, match="memory that an operator reads is not there"):
+        run.restored({matmul: True}, lambda index: ([], -1))
+
+
 def test_a_tensor_from_outside_that_changed_since_is_an_error(core: Any) -> None:
     scale = torch.tensor([2.0])
     run = Run(core, lambda: (torch.ones(3).requires_grad_() * 1 + scale).exp())

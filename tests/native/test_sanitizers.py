@@ -22,6 +22,7 @@ COMPILER = shutil.which("c++")
 FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
 TESTS = [
     *("native/test_native_tape", "device/test_host_pool", "tokenwise/test_plain", "profile/test_recorder_threads"),
+    "arena/test_kept_tensors",
     *(f"tokenwise/regions/test_{name}" for name in ("in_flight", "races", "graphs", "in_place")),
     *(f"tokenwise/regions/test_{name}" for name in ("late_offloads", "opaque", "random")),
 ]

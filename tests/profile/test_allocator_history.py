@@ -6,10 +6,14 @@ import pickle
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from memplug.cli import app
 from memplug.errors import TraceError
+from memplug.plan.layout.from_trace import problem_of_all
 from memplug.profile.allocator_history import History, is_snapshot, load
 from memplug.profile.trace import Event
 from memplug.show.snapshot import snapshot as snapshot_of
@@ -190,3 +194,46 @@ def test_a_history_that_begins_later_has_the_same_memory_in_use(tmp_path_factory
     found = load(path)
     live = found.trace.live_bytes.tolist()
     assert found.missing == 0 and live[-1] == trace.live_bytes.tolist()[-1]
+
+
+def test_no_two_blocks_of_a_plan_overlap_in_time_and_all_are_placed(history_of):
+    history = history_of(steps())
+    problem = problem_of_all(history.trace)
+    assert problem.ids.tolist() == [0, 1, 2, -1, -2]
+    assert [(row["lower"], row["upper"], row["stream"]) for row in problem.buffers] == [
+        (1, 6, 0),
+        (2, 5, 1),
+        (4, 7, 0),
+        (0, 3, 0),
+        (0, 7, 0),
+    ]
+    assert problem.buffers["size"].tolist() == [1024, 3 * MIB, 700_416, MIB, 5120]
+
+
+@pytest.mark.gpu
+def test_a_history_that_torch_recorded_has_what_its_counters_have(tmp_path):
+    path = tmp_path / "snapshot.pickle"
+    torch.cuda.empty_cache()
+    before = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.memory._record_memory_history(max_entries=10_000)
+    try:
+        base = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        torch.cuda.reset_peak_memory_stats()
+        side = torch.cuda.Stream()
+        for size in (1000, 5 * MIB, 700_000):
+            first = torch.empty(size, dtype=torch.uint8, device="cuda")
+            with torch.cuda.stream(side):
+                second = torch.empty(2 * size, dtype=torch.uint8, device="cuda")
+            del first
+        del before
+        stats = torch.cuda.memory_stats()
+        torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    history = load(path)
+    assert history.trace.base_bytes == base and history.missing == 0
+    assert history.trace.replayed_peak()[1] == stats["requested_bytes.all.peak"]
+    assert int(history.trace.live_bytes[-1]) == stats["requested_bytes.all.current"] and second is not None
+    assert history.reserved_bytes == stats["reserved_bytes.all.peak"]
+    for command in ("plan", "show"):
+        assert CliRunner().invoke(app, [command, str(path)]).exit_code == 0

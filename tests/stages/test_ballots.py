@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,63 @@ def test_a_wait_ends_and_names_all_that_are_missing(
         log.close()
 
 
+def test_a_rank_that_parts_ends_what_others_cast_at_once() -> None:
+    logs = [Ballots(each) for each in voters(dist.HashStore())]
+    before = [log.cast(1, min, 20.0) for log in logs]
+    logs[1].part()
+    assert [verdict() for verdict in before] == [1, 1, 1]
+    began = time.monotonic()
+    with pytest.raises(RanksError, match="rank 5 has no more batches"):
+        logs[0].cast(1, min, 20.0)()
+    assert time.monotonic() - began < 5
+    for log in (logs[1], logs[2]):
+        with pytest.raises(RanksError, match="rank 5 has no more batches"):
+            log.cast(1, min, 20.0)()
+    for log in logs:
+        log.close()
+
+
+def test_ranks_that_rejoin_vote_on() -> None:
+    logs = [Ballots(each) for each in voters(dist.HashStore())]
+    for _ in range(3):
+        for log in logs:
+            log.part()
+        time.sleep(0.02)
+        for log in logs:
+            log.rejoin()
+        time.sleep(0.05)
+        waiting = [logs[0].cast(1, min, 20.0), logs[2].cast(1, min, 20.0)]
+        time.sleep(0.05)
+        waiting.append(logs[1].cast(1, min, 20.0))
+        assert [verdict() for verdict in waiting] == [1, 1, 1]
+    for log in logs:
+        log.close()
+
+
+def test_a_verdict_that_one_rank_cannot_read_any_more_may_count_elsewhere() -> None:
+    """The store is gone after one rank has read the verdict, and before another one has."""
+
+    first, second = voters(dist.HashStore(), [0, 1])
+
+    class Cut:
+        def __getattr__(self, name: str) -> Any:
+            if name == "check":
+                raise RuntimeError("the connection was closed")
+            return getattr(second.store, name)
+
+    logs = [Ballots(first), Ballots(replace(second, store=Cut()))]
+    waiting = [log.cast(1, min, 20.0) for log in logs]
+    assert waiting[0]() == 1
+    with pytest.raises(RanksError, match="torch's store is gone: the connection was closed"):
+        waiting[1]()
+    assert [log.torn for log in logs] == [False, True]
+    logs[1].close()
+    with pytest.raises(RanksError):
+        logs[0].cast(1, min, 0.1)()
+    assert not logs[0].torn, "all that act on its log have the same one"
+    logs[0].close()
+
+
 def test_ballots_that_nobody_holds_any_more_end_their_thread() -> None:
     before = threading.active_count()
     logs = [Ballots(each) for each in voters(dist.HashStore())]
@@ -149,6 +207,7 @@ def test_a_store_that_is_gone_ends_the_ballots() -> None:
     gc.collect()
     with pytest.raises(RanksError, match="torch's store is gone"):
         waiting()
+    assert logs[0].torn
     for log in logs:
         log.close()
 

@@ -4,7 +4,8 @@ Started by a launcher: `torchrun --nproc-per-node 3 -m tests.support.apart_worke
 
 * "kind": a function of this file;
 * "block": the "memplug" block;
-* "limit_s", "patience_s", "timeout_s": of a wait at the end of a step, of a silent one, and of the default group;
+* "timeout_s": of the default group;
+* "limit_s", "patience_s": of a wait at the end of a step, and of a silent one, in place of memplug's own;
 * "backend": of the groups, gloo by default; with NCCL the ranks train on the device.
 
 `FOLDER/RANK.json` gets what the function returns, with the "warnings" of memplug.
@@ -18,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 Case = dict[str, Any]
@@ -45,11 +48,11 @@ def model_of(case: Case) -> nn.Module:
     return nn.Sequential(*layers).to(device(case))
 
 
-def wrapped(case: Case, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """The model in DistributedDataParallel. On simulated CUDA a hook of Python's reduces, as NCCL's stand-in has no
-    futures, which the reducer's own asks for.
+def wrapped(case: Case, group: dist.ProcessGroup | None = None, model: nn.Module | None = None) -> nn.Module:
+    """A model, by default a new one, in DistributedDataParallel. On simulated CUDA a hook of Python's reduces, since
+    NCCL's stand-in has no futures, which the reducer's own asks for.
     """
-    model = DistributedDataParallel(model_of(case), process_group=group)
+    model = DistributedDataParallel(model_of(case) if model is None else model, process_group=group)
 
     def reduce(group, bucket):  # without types: torch compares them, and not as text
         total = bucket.buffer()
@@ -70,6 +73,7 @@ class Training:
         import memplug
 
         self.model, self.losses, self.device = model, [], device(case)
+        self.longest_s = 0.0  # that the end of a step took
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = {"enabled": False} if block is None else {"enabled": True, "plan_dir": False, **block}
         if block is not None:
@@ -83,7 +87,9 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        began = time.monotonic()
         self.session.step()
+        self.longest_s = max(self.longest_s, time.monotonic() - began)
         self.losses.append(loss.detach())
 
     def result(self) -> dict[str, Any]:
@@ -94,6 +100,7 @@ class Training:
         return {
             "losses": [loss.item() for loss in self.losses],
             "digest": digest.hexdigest(),
+            "longest_s": self.longest_s,
             "stage": report["stage"],
             "stopped": report.get("planning_stopped_because"),
             "planned_steps": report.get("planned_steps"),
@@ -118,15 +125,25 @@ def twice(case: Case, make: Callable[[dict[str, Any] | None], Training], train: 
 
 
 def join(case: Case) -> Case:
-    """Epochs in `DistributedDataParallel.join`, of which each rank has more batches than the one before it."""
+    """Epochs in `DistributedDataParallel.join`, of which each rank has more batches than the one before it, or in
+    "even" epochs as many. With "late", the model is wrapped after memplug was attached to it.
+    """
+
+    def make(block: dict[str, Any] | None) -> Training:
+        if not case.get("late"):
+            return Training(case, wrapped(case), block)
+        training = Training(case, model_of(case), block)
+        training.model = wrapped(case, model=training.model)
+        return training
 
     def train(training: Training) -> None:
+        more = 0 if case.get("even") else MORE * dist.get_rank()
         for _ in range(case["epochs"]):
             with training.model.join():
-                for _ in range(BATCHES + MORE * dist.get_rank()):
+                for _ in range(BATCHES + more):
                     training.step()
 
-    return twice(case, lambda block: Training(case, wrapped(case), block), train)
+    return twice(case, make, train)
 
 
 def uneven(case: Case) -> Case:
@@ -176,6 +193,53 @@ def dies(case: Case) -> Case:
             os._exit(0)
         training.step()
     return {**training.result(), "seconds": time.monotonic() - began}
+
+
+class Talking(nn.Module):
+    """A layer whose halves are summed over all ranks."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return all_reduce(self.layer(hidden))
+
+
+def storeless(case: Case) -> Case:
+    """The process that holds torch's store is gone after some steps. With "talks", layers communicate."""
+    from memplug.errors import MemplugError
+
+    model = model_of(case)
+    if case["talks"]:
+        model = nn.Sequential(*map(Talking, model))
+    training = Training(case, model, case["block"])
+    error = None
+    for step in range(BATCHES):
+        if step == case["step"]:
+            time.sleep(0.5)  # until all have read the last votes
+            dist.barrier()
+            if dist.get_rank() == 0:
+                os.kill(case["host"], signal.SIGKILL)
+        try:
+            training.step()
+        except MemplugError as found:
+            error = str(found)
+            break
+    return {**training.result(), "error": error, "together": all_reduce(torch.ones(1)).item()}
+
+
+def host_store() -> int | None:
+    """Start the process that has torch's store, as torchrun has; returns its number on the first rank."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if os.environ["RANK"] != "0":
+        return None
+    process = os.fork()
+    if process == 0:
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+        time.sleep(60)
+        os._exit(int(store is None))
+    return process
 
 
 def subset(case: Case) -> Case:
@@ -252,12 +316,14 @@ def main() -> None:
     case = json.loads(sys.argv[2])
     if case.get("backend") == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if case["kind"] == "storeless":
+        case["host"] = host_store()
     dist.init_process_group(case.get("backend", "gloo"), timeout=datetime.timedelta(seconds=case.get("timeout_s", 60)))
-    with (
-        mock.patch("memplug.stages.ranks.LIMIT_S", case.get("limit_s", 20)),
-        mock.patch("memplug.stages.ballots.PATIENCE_S", case.get("patience_s", 30)),
-        logged() as warnings,
-    ):
+    waits = {"limit_s": "memplug.stages.ranks.LIMIT_S", "patience_s": "memplug.stages.ballots.PATIENCE_S"}
+    with contextlib.ExitStack() as stack:
+        for name in waits.keys() & case.keys():
+            stack.enter_context(mock.patch(waits[name], case[name]))
+        warnings = stack.enter_context(logged())
         found = globals()[case["kind"]](case)
     result = {**found, "warnings": warnings}
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(result))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from memplug.errors import HardwareError
+from memplug.files import path_of
 
 SOURCES = ("measured", "fitted", "published", "scaled", "assumed")
 LINK_RATES = tuple(f"{to}{both}_bytes_per_s" for both in ("", "_both") for to in ("to_host", "to_device"))
@@ -93,14 +94,14 @@ class Hardware:
     collective_s: float
 
     @classmethod
-    def named(cls, name: str, folder: Path = PROFILES) -> Hardware:
+    def named(cls, name: str | Path, folder: Path = PROFILES) -> Hardware:
         """Of a GPU that the folder has a profile of, such as "h200", in capitals or not; or of a file, by its path.
 
         Raises:
             HardwareError: there is neither; it names those that the folder has. Or the file is no profile.
         """
         known = {file.stem: file for file in sorted(folder.glob("*.json"))}
-        file = known.get(name.lower(), Path(name))
+        file = known.get(str(name).lower()) or path_of(name, "hardware profile (.json)", HardwareError)
         if not file.is_file():
             raise HardwareError(
                 f"no GPU {name!r}: there are {', '.join(known)}",

@@ -15,7 +15,7 @@ from typing import TextIO
 import numpy as np
 
 from memplug.errors import LayoutError
-from memplug.files import opened, write_whole
+from memplug.files import opened, path_of, write_whole
 from memplug.plan.layout.problem import Problem, Solution, buffers
 
 _ALIASES = {"buffer": "id", "buffer_id": "id", "start": "lower", "begin": "lower", "end": "upper"}
@@ -94,7 +94,7 @@ def read_csv(path: str | Path) -> Problem:
     Raises:
         LayoutError: The file is unreadable, is none of this format, or has a line that is no buffer; with its number.
     """
-    path = Path(path)
+    path = path_of(path, "problem (.csv)", LayoutError)
     with (
         opened(path, "problem (.csv)", LayoutError) as file,
         io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text,

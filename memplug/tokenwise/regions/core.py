@@ -86,6 +86,12 @@ def fail(kind: int, size: str) -> NoReturn:
             "`model.to(...)`, no storage that is resized; a wrapper that frees weights in between has to gather them "
             "again for backward, as FSDP2 does for each layer that it wraps.",
         )
+    if kind == 7:
+        raise RecomputeError(
+            f"a captured {size} tensor that backward asks for was given back by an earlier backward",
+            "Pass `retain_graph=True` to every backward of a graph but the last. If this graph has only one, please "
+            "report it: run `memplug doctor` and attach its output.",
+        )
     raise ConflictError(
         "backward ran through a graph after its memplug session was detached, and its rows are gone",
         "Run backward on the graphs in flight first, then detach.",

@@ -69,7 +69,7 @@ class _Alone:
 
     def __init__(self) -> None:
         self.given_bytes: list[int] = []
-        self.shares = False
+        self.shares = self.may_talk = False
 
     def plan(self, plan: Any) -> None:
         """Without operators there are none to plan."""

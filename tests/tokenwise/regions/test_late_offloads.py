@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from memplug.errors import RecomputeError
 from memplug.tokenwise.regions.executor import Executor
 from tests.support.blocks import Block, Layer, Stack, assert_clean, assert_same, gradients, tokenwise, twin
 from tests.support.forwards import WritesAfterUse, WritesInput, WritesOutput, WritesSlices
@@ -292,6 +293,14 @@ def test_a_stream_that_writes_in_place_waits_for_the_one_that_made_the_captured_
     former, rows = transfer.acquire(swapped)
     assert rows == 3 and torch.equal(former, torch.arange(12.0).view(3, 4))
     assert (transfer.resident_bytes, transfer.offloads) == (tensor.nbytes, 0)
+
+
+def test_a_tensor_that_was_given_back_is_an_error_with_advice():
+    transfer = Executor(ScriptedDevice(), 1 << 20).transfer
+    swapped = transfer.offload(torch.ones(3, 4), 3, later=True)
+    transfer.drop(swapped)
+    with pytest.raises(RecomputeError, match=r"a captured \[3, 4\] tensor .*\nWhat to do: Pass `retain_graph=True`"):
+        transfer.acquire(swapped)
 
 
 def test_a_graph_that_is_dropped_leaves_nothing(device):
