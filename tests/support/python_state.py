@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import random
 import types
 import weakref
@@ -38,9 +39,15 @@ def _each(values: Any) -> list[Any]:
     return [described(value) for value in values]
 
 
+def _values(tensor: torch.Tensor) -> Any:
+    if tensor.is_meta:
+        return tensor.shape, tensor.stride()
+    return repr((tensor if tensor.layout is torch.strided else tensor.to_dense()).tolist())
+
+
 _DESCRIBED: dict[Any, Callable[[Any], Any]] = {
     float: repr,  # as which even no numbers are equal
-    torch.Tensor: lambda value: (value.dtype, value.requires_grad, repr(value.tolist())),
+    torch.Tensor: lambda value: (value.dtype, value.requires_grad, _values(value)),
     nn.Module: _module,
     dict: lambda value: [(key, described(each)) for key, each in value.items()],
     (list, tuple, collections.deque): _each,
@@ -49,6 +56,7 @@ _DESCRIBED: dict[Any, Callable[[Any], Any]] = {
     torch.Generator: lambda value: value.get_state().tolist(),
     random.Random: lambda value: value.getstate(),
     np.random.Generator: lambda value: value.bit_generator.state,
+    itertools.count: repr,
     types.FunctionType: lambda value: _each(cell.cell_contents for cell in value.__closure__ or ()),
 }
 
