@@ -69,7 +69,18 @@ def _penalized(model: nn.Module, x: torch.Tensor) -> Losses:
 def _batched(model: nn.Module, x: torch.Tensor) -> Losses:
     x.requires_grad_()
     losses = torch.stack([model(x), model(x * 2)])
-    (grads,) = torch.autograd.grad(losses, x, torch.eye(2, device=x.device), is_grads_batched=True, retain_graph=True)
+    (grads,) = torch.autograd.grad(
+        losses, x, torch.eye(2, device=x.device, dtype=x.dtype), is_grads_batched=True, retain_graph=True
+    )
+    losses.sum().backward()
+    return [losses, grads]
+
+
+def _batched_by_function(model: nn.Module, x: torch.Tensor) -> Losses:
+    x.requires_grad_()
+    losses = torch.stack([model(x), model(x * 2)])
+    rows = torch.eye(2, device=x.device, dtype=x.dtype)
+    grads = torch.func.vmap(lambda row: torch.autograd.grad(losses, x, row, retain_graph=True)[0])(rows)
     losses.sum().backward()
     return [losses, grads]
 
@@ -182,8 +193,8 @@ def _stepped_in_backward(model: nn.Module, x: torch.Tensor) -> Losses:
 SCHEDULES: dict[str, Any] = {
     schedule.__name__[1:].replace("_", " "): schedule
     for schedule in (
-        *(_plain, _micro_batches, _reversed, _twice, _in_parts, _asked, _penalized, _batched, _evaluated, _inferred),
-        *(_dropped, _larger, _smaller, _vmapped, _transformed, _pushed_forward, _checkpointed, _checkpointed_reentrant),
-        *(_in_thread, _interrupted, _stepped_in_backward),
+        *(_plain, _micro_batches, _reversed, _twice, _in_parts, _asked, _penalized, _batched, _batched_by_function),
+        *(_evaluated, _inferred, _dropped, _larger, _smaller, _vmapped, _transformed, _pushed_forward, _checkpointed),
+        *(_checkpointed_reentrant, _in_thread, _interrupted, _stepped_in_backward),
     )
 }
