@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from tests.support import shared_state
 from tests.support.blocks import Layer
 
+CALLS = 0
 MEMPLUG = {"forward", "_memplug_region"}
 
 
@@ -204,6 +206,42 @@ class OfClass(Stateful):
         return self.calls + len(self.log) + len(default)
 
 
+class Shared:
+    """A class of the model's own, of which there is no object."""
+
+    calls = 0
+
+
+class OfGlobals(Stateful):
+    """Counts in a class, in a Python module, and in a global that only an inner function names."""
+
+    def begin(self) -> None:
+        global CALLS
+        CALLS = Shared.calls = shared_state.calls = 0
+
+    def moves(self, y: torch.Tensor) -> Any:
+        def count() -> int:
+            global CALLS
+            CALLS += 1
+            return CALLS
+
+        Shared.calls += 1
+        shared_state.calls += 1
+        return count() + Shared.calls + shared_state.calls
+
+
+class OfBase(Stateful):
+    """Has an object that counts in its class."""
+
+    def begin(self) -> None:
+        Shared.calls = 0
+        self.shared = Shared()
+
+    def moves(self, y: torch.Tensor) -> Any:
+        type(self.shared).calls += 1
+        return self.shared.calls
+
+
 class Graph(Stateful):
     """Keeps a tensor with its graph for the next forward."""
 
@@ -262,5 +300,20 @@ class Replaces(Stateful):
 
 
 STATEFUL: list[type[Stateful]] = [
-    *(Buffer, ThenInPlace, Data, Number, History, Nested, Closure, OfClass, Graph, Draws, Renames, Replaces)
+    *(
+        Buffer,
+        ThenInPlace,
+        Data,
+        Number,
+        History,
+        Nested,
+        Closure,
+        OfClass,
+        OfGlobals,
+        OfBase,
+        Graph,
+        Draws,
+        Renames,
+        Replaces,
+    )
 ]

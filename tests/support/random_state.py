@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.support import shared_state
 from tests.support.python_state import Slotted, Tracker, counter
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class State:
 
 def begin() -> None:
     """Make the state anew that all layers share."""
-    SHARED["calls"] = State.shared = 0
+    SHARED["calls"] = State.shared = shared_state.calls = 0
 
 
 def counts(layer: Layer, y: torch.Tensor) -> torch.Tensor:
@@ -49,7 +50,8 @@ def counts(layer: Layer, y: torch.Tensor) -> torch.Tensor:
 def counts_for_all(layer: Layer, y: torch.Tensor) -> torch.Tensor:
     SHARED["calls"] += 1
     State.shared += 2
-    return y * (SHARED["calls"] + State.shared)
+    shared_state.calls += 3
+    return y * (SHARED["calls"] + State.shared + shared_state.calls)
 
 
 def rebinds(layer: Layer, y: torch.Tensor) -> torch.Tensor:
