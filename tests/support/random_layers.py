@@ -23,7 +23,12 @@ def _named(steps: Any) -> dict[str, Any]:
 STEPS: dict[str, Step] = _named((*random_tensors.STEPS, *random_modes.STEPS, *random_state.STEPS))
 OPAQUE = ("address", "raises", "reshapes", "wrapped")
 """Steps that make a region opaque."""
-STATEFUL = {*_named(random_state.STEPS), "spectral", "accumulates"} - {*OPAQUE, "reads training", "drops", "fails"}
+STATEFUL = {*_named(random_state.STEPS), "spectral", "accumulates", "vmapped writes"} - {
+    *OPAQUE,
+    "reads training",
+    "drops",
+    "fails",
+}
 """Steps that do something else each time."""
 
 

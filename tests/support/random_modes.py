@@ -170,6 +170,19 @@ def vmapped_without_gradients(layer: Layer, y: torch.Tensor) -> torch.Tensor:
     return y * scale
 
 
+def vmapped_writes(layer: Layer, y: torch.Tensor) -> torch.Tensor:
+    made = layer.other(y)
+
+    def scaled(row: torch.Tensor) -> torch.Tensor:
+        layer.count.add_(1)
+        return row * layer.count
+
+    with torch.no_grad():
+        scale = torch.vmap(scaled)(y)
+        torch.vmap(lambda row: row.mul_(2))(made)
+    return made * scale
+
+
 def vmapped_random(layer: Layer, y: torch.Tensor) -> torch.Tensor:
     return torch.vmap(lambda row: F.dropout(row, 0.3) * row, randomness="different")(y)
 
@@ -240,7 +253,14 @@ def own_in_place(layer: Layer, y: torch.Tensor) -> torch.Tensor:
 STEPS = (
     *(without_gradients, gradients_again, inference, inference_saved, autocast, autocast_off, function_mode),
     *(dispatch_mode, hooks_inside, saves_on_cpu, without_hooks, checkpointed, reentrant, in_thread, vmapped),
-    *(vmapped_weights, vmapped_without_gradients, vmapped_random, vmapped_gradient, functional_gradient),
+    *(
+        vmapped_weights,
+        vmapped_without_gradients,
+        vmapped_writes,
+        vmapped_random,
+        vmapped_gradient,
+        functional_gradient,
+    ),
     *(pushed_forward, dual, gradient_inside, gradient_of_leaf, batched_gradient, accumulates, hooked),
     *(own_function, own_kernel, own_in_place),
 )
