@@ -160,6 +160,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
     "deterministic": _deterministic,
     "saved on cpu": lambda: torch.autograd.graph.save_on_cpu(),
+    "without hooks": lambda: torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"),
     "function mode": FunctionMode,
     "dispatch mode": DispatchMode,
     "default device": lambda: torch.device("cpu"),

@@ -338,16 +338,17 @@ class Executor:
         return True
 
     def _is_transformed(self) -> bool:
-        """Whether a transform of torch.func, or forward-mode differentiation, is under way: its tensors have no memory
-        of their own to swap.
+        """Whether a transform of torch.func or forward-mode differentiation is under way, whose tensors have no memory
+        of their own to swap, or saved-tensor hooks are disabled, by which memplug swaps.
         """
-        if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
+        disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+        if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0 and not disabled:
             return False
         if not self._told_of_transform:
             self._told_of_transform = True
             log.warning(
-                "memplug: regions inside of a function transform or of forward-mode differentiation run as they are: "
-                "nothing of them is swapped or recomputed"
+                "memplug: regions inside of a function transform, of forward-mode differentiation, or of code that "
+                "disables saved-tensor hooks run as they are: nothing of them is swapped or recomputed"
             )
         return True
 
