@@ -146,6 +146,20 @@ class Data(Buffer):
         return self.mean.clone()  # what autograd saved would be the next forward's
 
 
+class DataOfInference(Data):
+    """Has memory made in inference mode, before and in its forward."""
+
+    def begin(self) -> None:
+        super().begin()
+        with torch.inference_mode():
+            self.mean.data = torch.ones(32)
+
+    def moves(self, y: torch.Tensor) -> Any:
+        with torch.inference_mode():
+            factor = super().moves(y)
+        return factor.clone()
+
+
 class Number(Stateful):
     def begin(self) -> None:
         self.step, self.scale = 0, 1.0
@@ -304,6 +318,7 @@ STATEFUL: list[type[Stateful]] = [
         Buffer,
         ThenInPlace,
         Data,
+        DataOfInference,
         Number,
         History,
         Nested,

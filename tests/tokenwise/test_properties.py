@@ -23,6 +23,8 @@ FOUND = (
     Program((("adds in place",),), "nested argument"),
     # state of a class and of a Python module
     Program((("counts for all", "address"),) * 2, schedule=("plain", "twice")),
+    # a buffer whose memory was made in inference mode
+    Program((("sets data", "raises"),), schedule=("inferred", "plain")),
     # a region where no hooks may be set
     Program((("sin",),), modes=("without hooks",)),
 )

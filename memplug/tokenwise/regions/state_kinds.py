@@ -113,7 +113,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor is no more than a view of its memory."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     strided = not is_wrapped and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-    return type(tensor) is torch.Tensor and strided and not tensor.is_inference()
+    return type(tensor) is torch.Tensor and strided
 
 
 def _items(live: Mapping[Any, Any]) -> dict[Any, Any]:
