@@ -107,7 +107,7 @@ void Forward::give(int32_t storage, const at::Tensor& tensor) {
   if (!given[storage].tensor.defined()) {
     // parameters themselves: what shards them exchanges their memory; others without a graph, which may lead back here
     const bool itself = storages.regathered[storage] || (tensor.is_leaf() && tensor.requires_grad());
-    given[storage].tensor = itself ? tensor : tensor.tensor_data();
+    given[storage].tensor = itself ? tensor : alias_of(tensor);
     given[storage].had_gradient = itself && tensor.is_leaf() && tensor.grad().defined();
   }
 }

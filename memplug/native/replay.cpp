@@ -29,7 +29,8 @@ struct Below {
   c10::impl::ExcludeDispatchKeyGuard transforms{c10::DispatchKeySet(
       {c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
        c10::DispatchKey::FuncTorchDynamicLayerBackMode,
-       c10::DispatchKey::FuncTorchVmapMode})};
+       c10::DispatchKey::FuncTorchVmapMode,
+       c10::DispatchKey::VmapMode})};
 };
 
 // Puts the generators back that a pass has drawn from.

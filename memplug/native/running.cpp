@@ -202,17 +202,17 @@ std::string Running::why_it_keeps() const {
 }
 
 void Running::time(size_t index, bool over) {
-  const py::gil_scoped_acquire locked;
+  const Locked locked;
   times.attr("time")(index, over);
 }
 
 void Running::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
-  const py::gil_scoped_acquire locked;
+  const Locked locked;
   Frame::capture(index, results);
 }
 
 bool Running::is_transparent(const at::Tensor& tensor) {
-  const py::gil_scoped_acquire locked;
+  const Locked locked;
   return is_transparent_type(Py_TYPE(wrapped(tensor).ptr())->tp_name);
 }
 

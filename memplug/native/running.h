@@ -20,6 +20,12 @@
 
 namespace memplug {
 
+// Python's lock. An error on its way stays as it is, such as that of an operator which a dispatch mode of the user's runs.
+struct __attribute__((visibility("hidden"))) Locked {
+  pybind11::gil_scoped_acquire lock;
+  pybind11::error_scope raised;
+};
+
 // Of `executor`, a memplug.tokenwise.regions.executor.Executor, it calls `is_scratch`, `written_buffers`, `is_alone`, `note_opaque`,
 // `note_timed`, `restore` and `explain`. Guarded by Python's lock.
 class __attribute__((visibility("hidden"))) Running final : public Frame {

@@ -5,6 +5,7 @@
 #include "forward.h"
 #include "layouts.h"
 #include "replay.h"
+#include "transfer.h"
 #include "versions.h"
 
 namespace memplug {
@@ -34,7 +35,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
       const bool own = running_ && !(tensor.is_leaf() && tensor.requires_grad()); // else a parameter
       storage = number(tensor, !own);
       if (own) {
-        saved_early_.emplace_back(storage, tensor.tensor_data());
+        saved_early_.emplace_back(storage, alias_of(tensor));
       }
     }
     if (storages.given[storage] && !is_captured(storage)) {
@@ -44,7 +45,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
     }
     found.use = {{0}, storage, Geometry::of(tensor, storages.origins[storage])};
     if (holds || holds_meanwhile) {
-      found.kept = without_graph(tensor);
+      found.kept = tensor.is_leaf() ? tensor : alias_of(tensor);
     }
   }
   found.counter = tensor.unsafeGetTensorImpl()->version_counter();

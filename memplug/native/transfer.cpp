@@ -1,5 +1,6 @@
 #include "transfer.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -320,6 +321,10 @@ bool is_dense(const at::Tensor& tensor) {
 }
 
 at::Tensor alias_of(const at::Tensor& tensor) {
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> past_modes; // else one would make the copy, inside of its transforms
+  if (!tensor.key_set().has(c10::DispatchKey::Python)) {
+    past_modes.emplace(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  }
   auto* const original = tensor.unsafeGetTensorImpl();
   auto alias = original->shallow_copy_and_detach(original->version_counter(), false);
   alias->set_allow_tensor_metadata_change(true);

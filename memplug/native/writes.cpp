@@ -9,7 +9,7 @@ namespace py = pybind11;
 namespace memplug {
 
 void Running::before_write(int32_t storage, const at::Tensor& tensor) {
-  const py::gil_scoped_acquire locked;
+  const Locked locked;
   remember(tensor);
   Frame::before_write(storage, tensor);
 }

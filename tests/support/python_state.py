@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import random
 import types
 import weakref
@@ -14,8 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from tests.support import shared_state
 from tests.support.blocks import Layer
 
+CALLS = 0
 MEMPLUG = {"forward", "_memplug_region"}
 
 
@@ -38,9 +41,15 @@ def _each(values: Any) -> list[Any]:
     return [described(value) for value in values]
 
 
+def _values(tensor: torch.Tensor) -> Any:
+    if tensor.is_meta:
+        return tensor.shape, tensor.stride()
+    return repr((tensor if tensor.layout is torch.strided else tensor.to_dense()).tolist())
+
+
 _DESCRIBED: dict[Any, Callable[[Any], Any]] = {
     float: repr,  # as which even no numbers are equal
-    torch.Tensor: lambda value: (value.dtype, value.requires_grad, repr(value.tolist())),
+    torch.Tensor: lambda value: (value.dtype, value.requires_grad, _values(value)),
     nn.Module: _module,
     dict: lambda value: [(key, described(each)) for key, each in value.items()],
     (list, tuple, collections.deque): _each,
@@ -49,6 +58,7 @@ _DESCRIBED: dict[Any, Callable[[Any], Any]] = {
     torch.Generator: lambda value: value.get_state().tolist(),
     random.Random: lambda value: value.getstate(),
     np.random.Generator: lambda value: value.bit_generator.state,
+    itertools.count: repr,
     types.FunctionType: lambda value: _each(cell.cell_contents for cell in value.__closure__ or ()),
 }
 
@@ -136,6 +146,20 @@ class Data(Buffer):
         return self.mean.clone()  # what autograd saved would be the next forward's
 
 
+class DataOfInference(Data):
+    """Has memory made in inference mode, before and in its forward."""
+
+    def begin(self) -> None:
+        super().begin()
+        with torch.inference_mode():
+            self.mean.data = torch.ones(32)
+
+    def moves(self, y: torch.Tensor) -> Any:
+        with torch.inference_mode():
+            factor = super().moves(y)
+        return factor.clone()
+
+
 class Number(Stateful):
     def begin(self) -> None:
         self.step, self.scale = 0, 1.0
@@ -196,6 +220,42 @@ class OfClass(Stateful):
         return self.calls + len(self.log) + len(default)
 
 
+class Shared:
+    """A class of the model's own, of which there is no object."""
+
+    calls = 0
+
+
+class OfGlobals(Stateful):
+    """Counts in a class, in a Python module, and in a global that only an inner function names."""
+
+    def begin(self) -> None:
+        global CALLS
+        CALLS = Shared.calls = shared_state.calls = 0
+
+    def moves(self, y: torch.Tensor) -> Any:
+        def count() -> int:
+            global CALLS
+            CALLS += 1
+            return CALLS
+
+        Shared.calls += 1
+        shared_state.calls += 1
+        return count() + Shared.calls + shared_state.calls
+
+
+class OfBase(Stateful):
+    """Has an object that counts in its class."""
+
+    def begin(self) -> None:
+        Shared.calls = 0
+        self.shared = Shared()
+
+    def moves(self, y: torch.Tensor) -> Any:
+        type(self.shared).calls += 1
+        return self.shared.calls
+
+
 class Graph(Stateful):
     """Keeps a tensor with its graph for the next forward."""
 
@@ -254,5 +314,21 @@ class Replaces(Stateful):
 
 
 STATEFUL: list[type[Stateful]] = [
-    *(Buffer, ThenInPlace, Data, Number, History, Nested, Closure, OfClass, Graph, Draws, Renames, Replaces)
+    *(
+        Buffer,
+        ThenInPlace,
+        Data,
+        DataOfInference,
+        Number,
+        History,
+        Nested,
+        Closure,
+        OfClass,
+        OfGlobals,
+        OfBase,
+        Graph,
+        Draws,
+        Renames,
+        Replaces,
+    )
 ]

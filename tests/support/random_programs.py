@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,8 +16,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memplug
+from tests.support import random_state
 from tests.support.python_state import described
-from tests.support.random_layers import OPAQUE, STEPS, WIDTH, Layer, Named
+from tests.support.random_layers import ENDS, OPAQUE, STATEFUL, STEPS, Layer
+from tests.support.random_modes import DispatchMode, FunctionMode
+from tests.support.random_schedules import SCHEDULES
+from tests.support.random_tensors import WIDTH, Named
 from tests.support.with_and_without import block
 
 SHAPE = (2, 4, WIDTH)
@@ -45,7 +50,7 @@ def _inference(x: torch.Tensor) -> torch.Tensor:
 
 
 def _nested(x: torch.Tensor) -> torch.Tensor:
-    return torch.nested.nested_tensor_from_jagged(x.detach().flatten(0, 1), torch.tensor([0, 3, 8]))
+    return torch.nested.nested_tensor_from_jagged(x.detach().flatten(0, 1), torch.tensor([0, 3, len(x.flatten(0, 1))]))
 
 
 GIVEN: dict[str, Given] = {
@@ -57,7 +62,7 @@ GIVEN: dict[str, Given] = {
     "leaf": Given(lambda x: torch.ones(WIDTH, requires_grad=True), _multiplied),
     "with gradient": Given(lambda x: x.cos(), _multiplied),
     "transposed": Given(lambda x: x.detach().transpose(0, 2), lambda y, other: y * other.transpose(0, 2)),
-    "expanded": Given(lambda x: torch.rand(WIDTH).expand(SHAPE), _multiplied),
+    "expanded": Given(lambda x: torch.rand(WIDTH).expand(x.shape), _multiplied),
     "mask": Given(lambda x: x.detach() > 0, lambda y, mask: y.masked_fill(mask, 0.5)),
     "double": Given(lambda x: x.detach().double(), lambda y, other: y * other.float()),
     "complex": Given(lambda x: torch.complex(x, x).conj(), lambda y, other: y * (other * other).imag),
@@ -76,81 +81,68 @@ GIVEN: dict[str, Given] = {
     "list that grows": Given(lambda x: [], _appended),
     "written to": Given(lambda x: x.detach().clone(), lambda y, other: y * other.mul_(2).clone()),
     "sparse argument": Given(
-        lambda x: torch.eye(WIDTH).to_sparse(), lambda y, other: (other @ y.flatten(0, 1).t()).t().view(SHAPE)
+        lambda x: torch.eye(WIDTH).to_sparse(), lambda y, other: (other @ y.flatten(0, 1).t()).t().view_as(y)
     ),
     "compressed argument": Given(
-        lambda x: torch.eye(WIDTH).to_sparse_csr(), lambda y, other: (other @ y.flatten(0, 1).t()).t().view(SHAPE)
+        lambda x: torch.eye(WIDTH).to_sparse_csr(), lambda y, other: (other @ y.flatten(0, 1).t()).t().view_as(y)
     ),
-    "nested argument": Given(_nested, lambda y, other: y * other.values().view(SHAPE)),
+    "nested argument": Given(_nested, lambda y, other: y * other.values().view_as(y)),
 }
+
+
+def _leaf(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x if x.requires_grad or x.grad_fn is not None else x.detach().requires_grad_()
+
+
+ENTRIES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "scaled": lambda x, scale: x * scale,
+    "without gradient": lambda x, scale: x * 1.0,
+    "itself": lambda x, scale: x,
+    "leaf": _leaf,
+    "view": lambda x, scale: (x * scale).transpose(0, 1).contiguous().transpose(0, 1),
+}
+"""What the first layer is given, from the batch and a weight."""
 
 
 class Model(nn.Module):
     """Some layers in a row, all of which are given the same."""
 
-    def __init__(self, layers: tuple[tuple[str, ...], ...], given: str):
+    def __init__(self, layers: tuple[tuple[str, ...], ...], given: str, entry: str):
         super().__init__()
-        self.layers, self.given = nn.ModuleList(map(Layer, layers)), GIVEN[given]
+        self.layers, self.given, self.entry = nn.ModuleList(map(Layer, layers)), GIVEN[given], ENTRIES[entry]
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * 1.0
+        x = self.entry(x, self.scale)
         value = self.given.make(x)
         for layer in self.layers:
             x = layer(x, self.given.use, value)
         return x.square().mean()
 
 
-def _plain(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
-    loss = model(x)
-    loss.backward()
-    return [loss]
+def _freeze_one(model: Model) -> None:
+    model.layers[0].linear.requires_grad_(False)
 
 
-def _micro_batches(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
-    losses = [model(x), model(x * 2)]
-    for loss in losses:
-        loss.backward()
-    return losses
+def _freeze_layer(model: Model) -> None:
+    model.layers[0].requires_grad_(False)
 
 
-def _reversed(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
-    losses = [model(x), model(x * 2)]
-    for loss in reversed(losses):
-        loss.backward()
-    return losses
+def _tie(model: Model) -> None:
+    for layer in model.layers:
+        layer.other.weight = model.layers[0].linear.weight
 
 
-def _twice(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
-    loss = model(x)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return [loss]
-
-
-def _evaluated(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
-    loss = model(x)
-    model.eval()
-    with torch.no_grad():
-        other = model(x * 2)
-    loss.backward()
-    model.train()
-    return [loss, other]
-
-
-def _inferred(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
-    with torch.inference_mode():
-        other = model(x * 2)
-    return [*_plain(model, x), other]
-
-
-def _dropped(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
-    return [model(x).detach(), *_plain(model, x * 2)]
-
-
-SCHEDULES = {
-    schedule.__name__[1:].replace("_", " "): schedule
-    for schedule in (_plain, _micro_batches, _reversed, _twice, _evaluated, _inferred, _dropped)
+KINDS: dict[str, Callable[[Model], Any]] = {
+    "plain": lambda model: None,
+    "partly frozen": _freeze_one,
+    "frozen layer": _freeze_layer,
+    "tied": _tie,
+    "double": lambda model: model.double(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "meta": lambda model: model.to("meta"),
 }
+"""What is done to a model before it trains."""
 
 
 @contextlib.contextmanager
@@ -163,12 +155,16 @@ def _deterministic() -> Any:
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "none": contextlib.nullcontext,
     # regions cast a weight for each use of it
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
     "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
     "deterministic": _deterministic,
     "saved on cpu": lambda: torch.autograd.graph.save_on_cpu(),
+    "without hooks": lambda: torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"),
+    "function mode": FunctionMode,
+    "dispatch mode": DispatchMode,
+    "default device": lambda: torch.device("cpu"),
+    "one thread": lambda: torch.autograd.set_multithreading_enabled(False),
 }
 
 
@@ -178,14 +174,23 @@ class Program:
 
     Attributes:
         layers: names of each layer's steps.
-        given, mode: a name of `GIVEN`, of `MODES`.
+        given: a name of `GIVEN`.
+        modes: names of `MODES`, the outermost first.
         schedule: a name of `SCHEDULES` for each step.
+        entry, kind: names of `ENTRIES` and `KINDS`.
+        turn: see `Layer`.
+        roomy, arena: under a plan, everything may stay on the device; the arena serves.
     """
 
     layers: tuple[tuple[str, ...], ...]
-    given: str
-    mode: str
-    schedule: tuple[str, ...]
+    given: str = "nothing"
+    modes: tuple[str, ...] = ()
+    schedule: tuple[str, ...] = ("plain",)
+    entry: str = "without gradient"
+    kind: str = "plain"
+    turn: int = 1
+    roomy: bool = False
+    arena: bool = False
 
     def trained(self, alpha: float | str | None) -> Any:
         """Returns what the training gives, for `==`: losses, gradients and state of each step, and the error that ended
@@ -194,41 +199,99 @@ class Program:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
-        model, found = Model(self.layers, self.given), []
+        random_state.begin()
+        model, found = Model(self.layers, self.given, self.entry), []
+        KINDS[self.kind](model)
+        try:
+            self._train(model, alpha, found)
+        except Exception as error:
+            return found, error
+        return found, None
+
+    def _train(self, model: Model, alpha: float | str | None, found: list[Any]) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        session: Any = contextlib.nullcontext()
-        if alpha is not None:
-            session = memplug.attach(model, block(alpha, regions=["layers.*"]))
-        error: Exception | None = None
-        with session:
-            for name in self.schedule:
-                try:
-                    with MODES[self.mode]():
-                        losses = SCHEDULES[name](model, torch.randn(SHAPE))
-                except Exception as raised:
-                    error = raised
-                    break
+        with self._session(model, alpha) as session:
+            for step, name in enumerate(self.schedule):
+                for layer in model.layers:
+                    layer.step, layer.turn = step, self.turn
+                losses = self._step(name, model)
                 grads = [(n, described(p.grad)) for n, p in model.named_parameters()]
                 found.append((name, described(losses), grads, described(model)))
                 optimizer.step()
                 optimizer.zero_grad()
-                if alpha is not None:
+                if session is not None:
                     session.step()
-        return found, error
+
+    def _session(self, model: Model, alpha: float | str | None) -> AbstractContextManager[Any]:
+        if alpha is None:
+            return contextlib.nullcontext()
+        config = block(alpha, regions=["layers.*"])
+        config |= {"profiler": {"wait_for_plans": True, "policy_steps": 2}, "arena": {"enabled": self.arena}}
+        return memplug.attach(model, config | ({"device_budget_gib": 1} if self.roomy else {}))
+
+    def _step(self, name: str, model: Model) -> list[torch.Tensor]:
+        weight = model.scale
+        with contextlib.ExitStack() as stack:
+            for mode in self.modes:
+                stack.enter_context(MODES[mode]())
+            return SCHEDULES[name](model, torch.randn(SHAPE).to(weight.device, weight.dtype))
 
 
-def _layer(opaque: bool) -> st.SearchStrategy[tuple[str, ...]]:
-    steps = st.lists(st.sampled_from(list(STEPS)), max_size=4)
-    if not opaque:
-        return steps.map(tuple)
-    return st.tuples(steps, st.sampled_from(OPAQUE), steps).map(lambda parts: (*parts[0], parts[1], *parts[2]))
+_STEPS = st.one_of(
+    st.sampled_from(list(STEPS)),
+    st.sampled_from(list(STEPS)),
+    st.builds(" ".join, st.tuples(st.sampled_from(["later", "once", "sometimes"]), st.sampled_from(list(STEPS)))),
+    st.builds(" ".join, st.tuples(st.sampled_from(["later", "once", "sometimes"]), st.sampled_from(OPAQUE))),
+)
+
+
+@st.composite
+def _layers(draw: st.DrawFn) -> tuple[str, ...]:
+    steps = draw(st.lists(_STEPS, max_size=4))
+    if draw(st.booleans()):
+        steps.insert(draw(st.integers(0, len(steps))), draw(st.sampled_from(OPAQUE)))
+    return (*steps, *draw(st.one_of(st.just(()), st.sampled_from([(end,) for end in ENDS]))))
+
+
+@st.composite
+def _schedules(draw: st.DrawFn, most_steps: int) -> tuple[str, ...]:
+    """Steps at random, or one again and again, with some others in between."""
+    names = st.sampled_from(list(SCHEDULES))
+    if draw(st.booleans()):
+        return tuple(draw(st.lists(names, min_size=1, max_size=most_steps)))
+    schedule = [draw(names)] * draw(st.integers(1, most_steps))
+    for place, name in draw(st.dictionaries(st.integers(0, most_steps - 1), names, max_size=2)).items():
+        if place < len(schedule):
+            schedule[place] = name
+    return tuple(schedule)
+
+
+def _is_stateful(layers: tuple[tuple[str, ...], ...], given: str) -> bool:
+    """Returns whether torch's own checkpoint would run the layers again from another state, with wrong gradients."""
+    words = {name for layer in layers for step in layer for name in (step, step.partition(" ")[2])}
+    return not words.isdisjoint(STATEFUL) or given in ("list that grows", "written to")
 
 
 @st.composite
 def programs(draw: st.DrawFn, most_steps: int = 3) -> Program:
-    """Programs of one to three layers; a half of them have an opaque one."""
-    layers = draw(st.lists(st.booleans().flatmap(_layer), min_size=1, max_size=3))
-    schedule = draw(st.lists(st.sampled_from(list(SCHEDULES)), min_size=1, max_size=most_steps))
+    """Programs of one to three layers; a half of those have a step that makes them opaque."""
+    program = draw(_programs(most_steps))
+    if not _is_stateful(program.layers, program.given):
+        return program
+    schedule = ("plain" if "checkpointed" in name else name for name in program.schedule)
+    return dataclasses.replace(program, schedule=tuple(schedule))
+
+
+@st.composite
+def _programs(draw: st.DrawFn, most_steps: int) -> Program:
     return Program(
-        tuple(layers), draw(st.sampled_from(list(GIVEN))), draw(st.sampled_from(list(MODES))), tuple(schedule)
+        tuple(draw(st.lists(_layers(), min_size=1, max_size=3))),
+        draw(st.sampled_from(list(GIVEN))),
+        tuple(draw(st.lists(st.sampled_from(list(MODES)), max_size=2, unique=True))),
+        draw(_schedules(most_steps)),
+        draw(st.sampled_from(list(ENTRIES))),
+        draw(st.one_of(st.just("plain"), st.sampled_from(list(KINDS)))),
+        draw(st.integers(0, most_steps - 1)),
+        draw(st.booleans()),
+        draw(st.booleans()),
     )

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -73,3 +75,24 @@ def default_device() -> torch.device | None:
     """Of factory functions, where one was set; `torch.get_default_device` would make a tensor to find out."""
     modes = reversed(_get_current_function_mode_stack())
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+
+
+def no_transforms() -> AbstractContextManager[None]:
+    """Returns a context without the function transforms that backward runs in, such as that of batched gradients."""
+    batched = torch._C._vmapmode_increment_nesting() - 1  # by `torch.autograd.grad`, which has a vmap of its own
+    torch._C._vmapmode_decrement_nesting()
+    if not batched and torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    return _outside_transforms(batched)
+
+
+@contextlib.contextmanager
+def _outside_transforms(batched: int) -> Iterator[None]:
+    for _ in range(batched):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(batched):
+            torch._C._vmapmode_increment_nesting()

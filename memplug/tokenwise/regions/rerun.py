@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from memplug.errors import RecomputeError
-from memplug.tokenwise.regions.ambient import restored
+from memplug.tokenwise.regions.ambient import no_transforms, restored
 from memplug.tokenwise.regions.state import State
 from memplug.tokenwise.regions.tape import named
 
@@ -113,10 +111,3 @@ def held_meanwhile(packed: torch.Tensor | None) -> torch.Tensor:
     """Returns a saved tensor of a pass whose module asks for a gradient itself; nothing else runs the pass's graph."""
     assert packed is not None, "a region that never asked for a gradient does so when it runs again"
     return packed
-
-
-def no_transforms() -> AbstractContextManager[None]:
-    """Returns a context without the function transforms that backward runs in, such as that of batched gradients."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return contextlib.nullcontext()
-    return temporarily_clear_interpreter_stack()

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from memplug.tokenwise.regions.buffers import alias_of
 from memplug.tokenwise.regions.core import paused
@@ -65,7 +64,7 @@ class State:
         seen: dict[tuple[type, int], Any] = {}  # alive, so that no other object gets the number
         while todo:
             live = todo.pop()
-            kind = kind_of(type(live))
+            kind = CLASS if isinstance(live, type) and is_own(live) else kind_of(type(live))
             if kind is None or (isinstance(live, torch.Tensor) and (live.grad_fn is not None or not is_plain(live))):
                 continue
             if isinstance(kind, Unknown):
@@ -76,11 +75,7 @@ class State:
                 continue
             seen[key] = live
             todo.extend(self._add(live, kind))
-            if isinstance(live, nn.Module):
-                for each in type(live).__mro__:
-                    if (type, id(each)) not in seen and is_own(each):
-                        seen[type, id(each)] = each
-                        todo.extend(self._add(each, CLASS))
+            todo.extend((live if isinstance(live, type) else type(live)).__mro__)
             if len(seen) > MOST_OBJECTS:
                 self.unknown = f"it holds more than {MOST_OBJECTS} objects, too many to put back"
                 return

@@ -103,8 +103,9 @@ def kind_of(cls: type) -> Kind | Unknown | None:
 
 
 def is_own(thing: Any) -> bool:
-    """Returns whether a class or function is one of the model's, which may change attributes or globals of it."""
-    package = (thing.__module__ or "").partition(".")[0]
+    """Returns whether a class, function or Python module is the model's, which may change its attributes or globals."""
+    name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
+    package = (name or "").partition(".")[0]
     return package not in _FRAMEWORKS and package not in sys.stdlib_module_names and package != "transformers"
 
 
@@ -112,7 +113,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor is no more than a view of its memory."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     strided = not is_wrapped and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-    return type(tensor) is torch.Tensor and strided and not tensor.is_inference()
+    return type(tensor) is torch.Tensor and strided
 
 
 def _items(live: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -201,7 +202,19 @@ def _inside_function(state: tuple[Any, ...]) -> Iterable[Any]:
     yield from closure
     yield from (each for each in others if each)
     if is_own(function):
-        yield Globals(function, function.__globals__, function.__code__.co_names)
+        names = _names_in(function.__code__)
+        yield Globals(function, function.__globals__, names)
+        for name in names:
+            module = function.__globals__.get(name)
+            if type(module) is types.ModuleType and is_own(module):
+                yield Globals((function, module), vars(module), names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Returns names of globals and attributes, also those of functions that are made inside."""
+    inner = [name for each in code.co_consts if type(each) is types.CodeType for name in _names_in(each)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
 def _read_class(cls: type) -> dict[str, Any]:

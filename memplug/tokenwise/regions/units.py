@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memplug.errors import RecomputeError
-from memplug.tokenwise.regions.ambient import restored
+from memplug.tokenwise.regions.ambient import no_transforms, restored
 from memplug.tokenwise.regions.operators import Kind
 from memplug.tokenwise.regions.rerun import held_meanwhile
 
@@ -132,7 +132,7 @@ def run_again(
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, held_meanwhile)
     around = _NOTHING if ambient is None else restored(executor.device, surroundings, *ambient)
-    with executor.rerunning(), around, hooks, unit.again(state):
+    with no_transforms(), executor.rerunning(), around, hooks, unit.again(state):
         out = call(*args, **kwargs)
     if wanted and len(saved) != count:  # hooks of the model's own, around the forward, may have taken all that it saved
         raise RecomputeError(

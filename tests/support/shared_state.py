@@ -1,0 +1,3 @@
+"""A Python module whose variable layers change."""
+
+calls = 0
