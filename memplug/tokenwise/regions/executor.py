@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import forward_ad
 
 from memplug.device.device import Device
 from memplug.device.host_pool import HostPool
 from memplug.errors import InPlaceError, MemplugError, RecomputeError
+from memplug.tokenwise.regions.as_they_are import AsTheyAre
 from memplug.tokenwise.regions.buffers import IN_PLACE, Buffers
 from memplug.tokenwise.regions.checkpointed import Checkpointed, Copies
 from memplug.tokenwise.regions.core import core
@@ -47,10 +47,6 @@ from memplug.tokenwise.regions.watch import AddressMode
 
 log = logging.getLogger("memplug")
 
-
-_TRACING = tuple(
-    getattr(torch._C._TorchDispatchModeKey, mode) for mode in ("PROXY", "FUNCTIONAL", "FAKE")
-)  # of make_fx, torch.export and fake tensors
 _REFUSED_BY_TORCH = "don't yet support saved tensor hooks"
 
 
@@ -126,7 +122,7 @@ class Executor:
         self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
         self.on_timed: Callable[[Region, Any, Tape], None] | None = None
         self._warned = False
-        self._told_of_capture = self._told_of_transform = self._told_of_tracing = False
+        self._as_they_are = AsTheyAre(device)
 
     def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
         """Take device times around every operator of a region, from the next forward on, each of which the listener is
@@ -153,7 +149,7 @@ class Executor:
 
     def run(self, region: Region, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
-        if not torch.is_grad_enabled() or self._is_captured() or self._is_transformed() or self._is_traced():
+        if not torch.is_grad_enabled() or self._as_they_are.is_so():
             return call(*args, **kwargs)
         if region.is_plain and self._runs_plain(region, args, kwargs):
             return call(*args, **kwargs)
@@ -328,45 +324,6 @@ class Executor:
             added.clear()  # by frameworks
         self.transfer.close()
         self.pool.close()
-
-    def _is_captured(self) -> bool:
-        """Whether a CUDA graph is being captured: its replays would write to host rows that are others' by then."""
-        if not self.device.is_capturing():
-            return False
-        if not self._told_of_capture:
-            self._told_of_capture = True
-            log.warning(
-                "memplug: regions inside of a CUDA graph run as they are: nothing of them is swapped or recomputed"
-            )
-        return True
-
-    def _is_transformed(self) -> bool:
-        """Whether a transform of torch.func, or forward-mode differentiation, is under way: its tensors have no memory
-        of their own to swap.
-        """
-        if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
-            return False
-        if not self._told_of_transform:
-            self._told_of_transform = True
-            log.warning(
-                "memplug: regions inside of a function transform or of forward-mode differentiation run as they are: "
-                "nothing of them is swapped or recomputed"
-            )
-        return True
-
-    def _is_traced(self) -> bool:
-        """Whether operators are made a program of, or have no values, or saved-tensor hooks are switched off."""
-        if torch._C._autograd._saved_tensors_hooks_is_enabled() and (
-            torch._C._len_torch_dispatch_stack() == 0 or not any(map(torch._C._get_dispatch_mode, _TRACING))
-        ):
-            return False
-        if not self._told_of_tracing:
-            self._told_of_tracing = True
-            log.warning(
-                "memplug: regions that are traced, or run where saved-tensor hooks are disabled, run as they are: "
-                "nothing of them is swapped or recomputed"
-            )
-        return True
 
     @property
     def opaque_regions(self) -> int:

@@ -1,0 +1,57 @@
+"""When regions run as they are: inside of what replays, transforms or traces their operators."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch.autograd import forward_ad
+
+from memplug.device.device import Device
+
+TRACING = tuple(getattr(torch._C._TorchDispatchModeKey, mode) for mode in ("PROXY", "FUNCTIONAL", "FAKE"))
+"""Modes of make_fx, torch.export and fake tensors."""
+
+log = logging.getLogger("memplug")
+
+
+class AsTheyAre:
+    """Asked before each forward with gradients, of regions on one device; says each reason once."""
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._told: set[str] = set()
+
+    def is_so(self) -> bool:
+        """Whether a region's forward runs as without memplug now.
+
+        Replays of a CUDA graph would write to host rows that are others' by then. Tensors of transforms and of
+        forward-mode differentiation have no memory of their own to swap, and those that are traced no values. Without
+        saved-tensor hooks memplug does not learn what backward needs.
+        """
+        if self._device.is_capturing():
+            return self._tell(
+                "memplug: regions inside of a CUDA graph run as they are: nothing of them is swapped or recomputed"
+            )
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            return self._tell(
+                "memplug: regions inside of a function transform or of forward-mode differentiation run as they are: "
+                "nothing of them is swapped or recomputed"
+            )
+        if _is_traced() or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            return self._tell(
+                "memplug: regions that are traced, or run where saved-tensor hooks are disabled, run as they are: "
+                "nothing of them is swapped or recomputed"
+            )
+        return False
+
+    def _tell(self, message: str) -> bool:
+        """True, for whoever asked."""
+        if message not in self._told:
+            self._told.add(message)
+            log.warning(message)
+        return True
+
+
+def _is_traced() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, TRACING))
