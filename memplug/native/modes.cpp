@@ -68,13 +68,6 @@ bool are_same(const c10::IValue& one, const c10::IValue& other, const Same& same
   });
 }
 
-template <typename Same>
-bool all_same(c10::ArrayRef<c10::IValue> ones, c10::ArrayRef<c10::IValue> others, const Same& same) {
-  return std::equal(ones.begin(), ones.end(), others.begin(), others.end(), [&](const auto& one, const auto& other) {
-    return are_same(one, other, same);
-  });
-}
-
 // Torch leaves out what is the default, and adds it, of how a new tensor is to lie.
 bool is_default(const Operator& op, size_t position, const c10::IValue& one, const c10::IValue& other) {
   const std::string& name = op.handle.schema().arguments()[position].name();
@@ -176,7 +169,13 @@ bool Modes::end(c10::ArrayRef<c10::IValue> results) {
   if (!call.any) { // torch does some by itself, such as detaching a tensor
     return returns_arguments(call.arguments, results);
   }
-  return call.made && !call.writes && all_same(*call.made, results, is_same_memory);
+  // what a back end of collectives writes by operators of its own is what they make
+  const bool writes = call.writes && !call.op->has(COLLECTIVE);
+  return call.made && !writes &&
+      std::equal(call.made->begin(), call.made->end(), results.begin(), results.end(), [](const auto& one, const auto& its) {
+           const bool are_works = one.isObject() && its.isObject(); // of a collective, made anew on each level
+           return are_works || are_same(one, its, is_same_memory);
+         });
 }
 
 } // namespace memplug

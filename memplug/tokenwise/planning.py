@@ -206,7 +206,7 @@ def decisions_of(
             captured.update({i: Decision(_name_of(tape, i), 1.0, keep=True) for i in group.keep})
             input_bytes = observer.input_bytes[region.name] if solution.inputs_swapped else 0
             frame_bytes = max(frame_bytes, _frame_bytes(tape, group, observer, region.name))
-            swapped = _swapped_bytes(tape, group)
+            swapped = _swapped_bytes(tape, group, observer.min_offload_bytes)
             recomputed_bytes = saved_bytes  # of an opaque region all that backward asks for
             if not region.opaque:  # of others what the operators make that run
                 recomputed_bytes = sum(_output_bytes(tape, index) - swapped.get(index, 0) for index in group.runs)
@@ -237,16 +237,18 @@ def _name_of(tape: Tape, index: int) -> str:
     return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
 
 
-def _output_bytes(tape: Tape, index: int) -> int:
-    return sum(tape.bytes[number] for number in tape.records[index].outputs)
+def _output_bytes(tape: Tape, index: int, least_bytes: int = 0) -> int:
+    """Of an operator's outputs of so many bytes or more."""
+    sizes = (tape.bytes[number] for number in tape.records[index].outputs)
+    return sum(nbytes for nbytes in sizes if nbytes >= least_bytes)
 
 
-def _swapped_bytes(tape: Tape, group: plan.Group) -> dict[int, int]:
+def _swapped_bytes(tape: Tape, group: plan.Group, min_offload_bytes: int) -> dict[int, int]:
     """Of each operator's outputs, by the region's own tape: the experts of a mixture have more tokens in one layer than
-    in another.
+    in another. Small ones, such as a norm's statistics, stay.
     """
     return {
-        index: part_bytes(_output_bytes(tape, index), tape.records[index].rows, fraction)
+        index: part_bytes(_output_bytes(tape, index, min_offload_bytes), tape.records[index].rows, fraction)
         for index, fraction in group.fractions.items()
     }
 

@@ -25,6 +25,8 @@ FOUND = (
     Program((("counts for all", "address"),) * 2, schedule=("plain", "twice")),
     # a buffer whose memory was made in inference mode
     Program((("sets data", "raises"),), schedule=("inferred", "plain")),
+    # outputs of an operator that is swapped which are too small for it
+    Program((("norm",), ()), schedule=("plain",) * 6, entry="scaled", arena=False),
     # a region where no hooks may be set
     Program((("sin",),), modes=("without hooks",)),
 )
