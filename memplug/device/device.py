@@ -31,6 +31,7 @@ class Wait(enum.Enum):
     PREFETCH_FOR_COMPUTE = "the copy in starts once earlier users of its device memory and of the host rows are done"
     USE_FOR_PREFETCH = "compute reads rows once their copy in has written them"
     DISCARD_FOR_PREFETCH = "memory of an abandoned tensor is released once its copy in has written it"
+    USE_FOR_COMPUTE = "an operator reads memory of another stream once that stream has written it"
 
 
 class Device:

@@ -235,6 +235,7 @@ void Forward::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
   }
   const size_t index = begun_++;
   running_ = true;
+  listener_->note_stream();
   exchanged_.clear();
   if (!record.written.empty()) {
     for (const Found& found : found_) {

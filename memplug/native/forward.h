@@ -35,6 +35,9 @@ class Listener {
  public:
   virtual ~Listener() = default;
 
+  // An operator is about to run on the current stream.
+  virtual void note_stream() = 0;
+
   // An operator begins, or is over; where `is_timed`.
   virtual void time(size_t index, bool over) = 0;
 

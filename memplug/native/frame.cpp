@@ -62,7 +62,9 @@ Frame::Frame(
       region(std::move(own_region)),
       setting(region->setting),
       forward(std::move(known), this, regathered, flow->ledger),
-      sent_before_bytes(flow->transfer->offloaded_total_bytes) {
+      sent_before_bytes(flow->transfer->offloaded_total_bytes),
+      streams_{flow->transfer->streams().current()},
+      newest_stream_(flow->transfer->streams().current_number()) {
   ++flow->forwards;
   flow->live.insert(this);
   region->peak = std::max(region->peak, ++region->live);
@@ -98,6 +100,19 @@ std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
     forward.set_captured(storage, part->whole(), false, value.scalar_type());
   }
   return part;
+}
+
+void Frame::note_stream() {
+  Streams& streams = flow->transfer->streams();
+  if (const int64_t number = streams.current_number(); number != newest_stream_) {
+    newest_stream_ = number;
+    const StreamRef current = streams.current();
+    const bool known = std::any_of(
+        streams_.begin(), streams_.end(), [&](const StreamRef& each) { return streams.same(each, current); });
+    if (!known) {
+      streams_.push_back(current);
+    }
+  }
 }
 
 std::shared_ptr<Swapped> Frame::input_of(int32_t storage) const {

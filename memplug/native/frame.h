@@ -79,6 +79,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // A region input, before the first operator. `swaps`: it leaves for the host if it can; returns its copy, or null.
   std::shared_ptr<Swapped> enter(const at::Tensor& value, bool swaps);
 
+  void note_stream() override;
   bool wants(size_t index, const Operator& op) const override;
   void capture(size_t index, c10::ArrayRef<c10::IValue> results) override;
   void before_write(int32_t storage, const at::Tensor& tensor) override;
@@ -104,6 +105,12 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // Runs the recompute pass: backward asks for a saved tensor that has to be recomputed, and that is not there. It gives
   // all of them, and the first that a further backward asks for does so again.
   virtual void restore() = 0;
+
+  // The same, and notes the stream on which it runs, which what it restores belongs to.
+  void restore_here();
+
+  // A restored tensor, for the current stream. Throws where it was written to since.
+  at::Tensor take(size_t index);
 
   // What backward asked for raised an error, Python's of now.
   virtual void explain() = 0;
@@ -203,6 +210,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::vector<size_t> recomputed() const; // saved tensors that a recompute pass gives
   std::shared_ptr<Swapped> input_of(int32_t storage) const; // null: it is none that was swapped
 
+  // A tensor of the forward, or from before it, for the current stream, which may be none that an operator used it on.
+  const at::Tensor& lent(const at::Tensor& tensor) const;
+
   // An operator is about to write to memory that was there before the region, for the first time: a recompute pass must
   // find it as it is now, and leave no trace.
   virtual void before_foreign_write(int32_t storage, const at::Tensor& tensor) = 0;
@@ -241,6 +251,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::map<size_t, Capture> captures_; // by operator
   std::map<size_t, size_t> launches_; // where a collective is launched -> where its result is there, captured
   std::map<int32_t, Part> parts_; // captured tensors by storage
+  std::vector<StreamRef> streams_; // that its operators ran on
+  int64_t newest_stream_ = 0; // number of the last one's
+  StreamRef restored_on_; // the stream of the last recompute pass
   bool is_over_ = false;
   const std::thread::id thread_ = std::this_thread::get_id(); // that runs the forward
 };

@@ -5,6 +5,24 @@
 
 namespace memplug {
 
+void Frame::restore_here() {
+  restored_on_ = flow->transfer->streams().current();
+  restore();
+}
+
+at::Tensor Frame::take(size_t index) {
+  at::Tensor found = forward.take(index);
+  flow->transfer->lend(found, restored_on_);
+  return found;
+}
+
+const at::Tensor& Frame::lent(const at::Tensor& tensor) const {
+  for (const StreamRef& stream : streams_) {
+    flow->transfer->lend(tensor, stream);
+  }
+  return tensor;
+}
+
 at::Tensor Frame::view(size_t index) {
   const Forward::Saved& saved = forward.saved.at(index);
   const Part& part = parts_.at(saved.use.storage);
@@ -12,7 +30,8 @@ at::Tensor Frame::view(size_t index) {
     return tensor_at(may_be_written(saved) && is_read_later ? copy_of(tensor) : tensor, saved.use.geometry);
   };
   if (part.kept != nullptr) {
-    return made(part.kept->get(), recomputes && !is_restored);
+    const at::Tensor& tensor = part.kept->get();
+    return made(part.kept->written ? lent(tensor) : tensor, recomputes && !is_restored);
   }
   // an input that has not left lies where other regions may have it from
   const bool is_read_later =
@@ -62,6 +81,7 @@ Substitute Frame::substitute(size_t index) {
   Substitute found;
   for (const Part& part : captures_.at(index).parts) {
     if (part.kept != nullptr) {
+      lent(part.kept->tensor);
       found.tensors.push_back(part.kept->fresh());
       continue;
     }
@@ -85,6 +105,7 @@ void Frame::forget() {
 
 at::Tensor Frame::base_of(int32_t storage, std::vector<std::shared_ptr<Swapped>>& read) {
   if (const auto found = written.find(storage); found != written.end()) {
+    lent(found->second->tensor);
     return found->second->fresh();
   }
   if (const auto input = input_of(storage)) {
@@ -94,7 +115,7 @@ at::Tensor Frame::base_of(int32_t storage, std::vector<std::shared_ptr<Swapped>>
   }
   // what the forward has read is not compared before it is over
   const bool changes = !is_over_ || changing.count(storage) > 0;
-  return forward.given_again(storage, forward.storages.regathered[storage], changes);
+  return lent(forward.given_again(storage, forward.storages.regathered[storage], changes));
 }
 
 Frame::Pass Frame::begin_pass() {

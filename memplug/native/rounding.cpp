@@ -53,6 +53,12 @@ at::Tensor RoundingBuffers::take(int64_t frame, const Geometry& geometry, int64_
       .make_tensor();
 }
 
+void RoundingBuffers::use_on(Streams& streams, const StreamRef& reader) const {
+  for (const auto& buffer : buffers_) {
+    streams.use_on(reader, buffer->memory);
+  }
+}
+
 int64_t RoundingBuffers::nbytes() const {
   int64_t total = 0;
   for (const auto& buffer : buffers_) {

@@ -5,7 +5,7 @@
 // buffer is another frame's only once no tensor is alive in it. Nothing is ever moved, or overwritten.
 //
 // All of it belongs to one stream, as memory of the caching allocator does. `record_stream` on such a tensor does
-// nothing: who reads it on another stream has to let this one wait for it.
+// nothing: a reader on another stream is known by `Transfer::lend`, or has to let this one wait for it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,6 +38,9 @@ class RoundingBuffers {
 
   // A tensor of the frame, with contents of no meaning; undefined where there is no room.
   at::Tensor take(int64_t frame, const Geometry& geometry, int64_t nbytes);
+
+  // Their memory, once it is freed, is reused only after the work queued on this stream then.
+  void use_on(Streams& streams, const StreamRef& reader) const;
 
   // Of all buffers.
   int64_t nbytes() const;

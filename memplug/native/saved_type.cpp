@@ -123,10 +123,10 @@ PyObject* unpack(PyObject*, PyObject* object) {
       }
       frame.flow->pump(frame, saved.largest_bytes);
       if (saved.way == Forward::Way::RECOMPUTED && !saved.restored.defined()) {
-        frame.restore();
+        frame.restore_here();
       }
       const at::Tensor found =
-          saved.way == Forward::Way::VIEW ? frame.view(self->index) : frame.forward.take(self->index);
+          saved.way == Forward::Way::VIEW ? frame.view(self->index) : frame.take(self->index);
       if (!keeps_graph()) {
         frame.forward.hold(self->index, found);
       }

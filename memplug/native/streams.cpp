@@ -126,6 +126,11 @@ class AcceleratorStreams final : public Streams {
     const On on(backend_, of(stream));
     return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype).device(device_));
   }
+  void use_on(const StreamRef& stream, const at::Tensor& tensor) override {
+    if (tensor.has_storage() && tensor.device() == device_) {
+      backend_.recordDataPtrOnStream(tensor.storage().data_ptr(), of(stream));
+    }
+  }
   at::Tensor host_memory(int64_t nbytes) override {
     const at::AutoDispatchBelowADInplaceOrView below;
     return at::empty_strided(

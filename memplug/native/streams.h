@@ -20,8 +20,9 @@ enum class Wait : uint8_t {
   PREFETCH_FOR_COMPUTE,
   USE_FOR_PREFETCH,
   DISCARD_FOR_PREFETCH,
+  USE_FOR_COMPUTE,
 };
-constexpr size_t kWaits = 6;
+constexpr size_t kWaits = 7;
 
 // Of a device. On the CPU, where everything is in program order already, both are null.
 using StreamRef = std::shared_ptr<void>;
@@ -80,8 +81,11 @@ class Streams {
   virtual at::Tensor empty(
       const StreamRef& stream, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) = 0;
 
-  // The same of bytes of a device and of a 1-D uint8 tensor of the host, from an offset on. On the CPU without operators; of a
-  // device as a tensor: torch's allocator of pinned memory has to know what is still read.
+  // The tensor's memory, which belongs to another stream, is reused only after the work queued on this one when it is freed.
+  virtual void use_on(const StreamRef&, const at::Tensor&) {}
+
+  // Copies bytes of a device to or from a 1-D uint8 tensor of the host, from an offset on. On the CPU without operators; of
+  // a device as a tensor: torch's allocator of pinned memory has to know what is still read.
   virtual void offload(const StreamRef& stream, const at::Tensor& host, int64_t offset, const void* memory, int64_t nbytes, c10::Device device);
   virtual void prefetch(const StreamRef& stream, void* memory, const at::Tensor& host, int64_t offset, int64_t nbytes, c10::Device device);
   virtual c10::DataPtr allocate(const StreamRef& stream, int64_t nbytes);

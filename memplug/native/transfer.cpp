@@ -85,7 +85,7 @@ std::shared_ptr<Swapped> Transfer::offload(const at::Tensor& tensor, int64_t row
     }
   }
   auto swapped = std::make_shared<Swapped>(shared_from_this(), tensor, rows);
-  know(swapped->stream);
+  add_to(compute_streams_, swapped->stream);
   resident_bytes += swapped->nbytes;
   if (slot) {
     send(*swapped, *slot);
@@ -93,13 +93,13 @@ std::shared_ptr<Swapped> Transfer::offload(const at::Tensor& tensor, int64_t row
   return swapped;
 }
 
-void Transfer::know(const StreamRef& stream) {
-  for (size_t i = 0; i < compute_streams_.size(); ++i) {
-    if (const StreamRef known = compute_streams_[i]; streams_->same(known, stream)) {
+void Transfer::add_to(std::vector<StreamRef>& streams, const StreamRef& stream) {
+  for (size_t i = 0; i < streams.size(); ++i) {
+    if (const StreamRef known = streams[i]; streams_->same(known, stream)) {
       return;
     }
   }
-  compute_streams_.push_back(stream);
+  streams.push_back(stream);
 }
 
 std::optional<Slot> Transfer::take(int64_t nbytes) {
@@ -215,6 +215,10 @@ at::Tensor Transfer::memory_for(const Swapped& swapped) {
   const Geometry& geometry = swapped.geometry;
   if (buffers_of(swapped) != nullptr) {
     if (at::Tensor found = rounding_->take(swapped.frame, geometry, swapped.nbytes); found.defined()) {
+      for (size_t i = 0; i < readers_.size(); ++i) {
+        const StreamRef reader = readers_[i];
+        streams_->wait(prefetch_stream_, streams_->record(reader), Wait::PREFETCH_FOR_COMPUTE);
+      }
       return found;
     }
   }
@@ -227,8 +231,17 @@ const RoundingBuffers* Transfer::buffers_of(const Swapped& swapped) const {
   return rounding_ != nullptr && streams_->same(rounding_->stream, swapped.stream) ? rounding_.get() : nullptr;
 }
 
+void Transfer::discard_buffers() {
+  if (rounding_ != nullptr) {
+    for (const StreamRef& reader : readers_) {
+      rounding_->use_on(*streams_, reader);
+    }
+    rounding_.reset();
+  }
+}
+
 bool Transfer::reserve(size_t count, int64_t nbytes) {
-  rounding_.reset();
+  discard_buffers();
   if (closed || count == 0 || nbytes == 0) {
     return true;
   }
@@ -250,10 +263,20 @@ std::pair<at::Tensor, int64_t> Transfer::acquire(Swapped& swapped) {
     wait_on_its_streams(swapped, swapped.prefetched, Wait::USE_FOR_PREFETCH);
     swapped.prefetched = nullptr;
   }
+  lend(swapped.tensor, swapped.stream);
   if (swapped.resident) {
     check_version(swapped);
   }
   return {swapped.tensor, swapped.resident ? swapped.geometry.size[0] : swapped.rows};
+}
+
+void Transfer::lend(const at::Tensor& tensor, const StreamRef& owner) {
+  const StreamRef current = streams_->current();
+  if (!streams_->same(current, owner)) {
+    streams_->wait(current, streams_->record(owner), Wait::USE_FOR_COMPUTE);
+    streams_->use_on(current, tensor);
+    add_to(readers_, current);
+  }
 }
 
 void Transfer::drop(const std::shared_ptr<Swapped>& swapped) {

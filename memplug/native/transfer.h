@@ -15,7 +15,9 @@
 //   3. host rows go back to the pool only after the tensor's stream has waited for every copy in that reads them, and
 //      a copy out starts only after the present of all streams that regions have run on.
 // All device memory belongs to its tensor's stream, so the caching allocator needs no `record_stream`, and a rounding
-// buffer that the host finds free is safe by rule 2.
+// buffer that the host finds free is safe by rule 2. Where backward or a recompute pass reads a tensor on another stream,
+// `lend` orders that: the reader waits for the tensor's stream, the allocator is told of the reader, and a copy into a
+// rounding buffer starts only after the present of all such readers.
 //
 // Guarded by Python's lock: the caller holds it. Growing the pool, and a device in Python, may let another thread run.
 #pragma once
@@ -112,8 +114,12 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   // The rounding buffers, where the tensor's stream is theirs; else null, and it is prefetched into new memory.
   const RoundingBuffers* buffers_of(const Swapped& swapped) const;
 
-  // The device tensor, and how many of its first rows the tensor's stream may read from now on.
+  // The device tensor, and how many of its first rows its stream and the current one may read from now on.
   std::pair<at::Tensor, int64_t> acquire(Swapped& swapped);
+
+  // The current stream is about to read a tensor whose memory belongs to `owner`: where that is another stream, it waits for
+  // the owner, and the memory is reused only after the read.
+  void lend(const at::Tensor& tensor, const StreamRef& owner);
 
   // The device memory has had its last use in this backward pass; its host rows stay for another. Where there are none,
   // the tensor is gone: no graph needs it any more.
@@ -126,7 +132,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
   void close() {
     drain();
-    rounding_.reset();
+    discard_buffers();
     closed = true;
   }
 
@@ -157,7 +163,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
     int64_t resident_bytes, prefetched_bytes;
   };
 
-  void know(const StreamRef& stream);
+  void add_to(std::vector<StreamRef>& streams, const StreamRef& stream);
+  void discard_buffers();
   std::optional<Slot> take(int64_t nbytes);
   void send(Swapped& swapped, Slot slot);
   void send_late(Swapped& swapped);
@@ -171,6 +178,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   std::shared_ptr<HostRows> pool_;
   StreamRef offload_stream_, prefetch_stream_;
   std::vector<StreamRef> compute_streams_; // that regions have run on
+  std::vector<StreamRef> readers_; // that were lent tensors of another stream
   std::unique_ptr<RoundingBuffers> rounding_;
   std::deque<Dead> dead_;
 };

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.gpu
 
 ALONE = {"enabled": True, "plan_dir": False, "profiler": {"wait_for_plans": True}, "tokenwise": {"enabled": False}}
 CHECKED = {**ALONE, "arena": {"checks": True}}
-BLOCKS = {"alone": ALONE, "checked": CHECKED}
+SWAPPED = {**ALONE, "tokenwise": {"alpha": 1, "regions": ["[0-2]"], "min_offload_bytes": 256}}
+BLOCKS = {"alone": ALONE, "checked": CHECKED, "swapped": SWAPPED}
 ORDERS = [*SCHEDULES, Schedule("random", 1)]
 STEPS = 40
 

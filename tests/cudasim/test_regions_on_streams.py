@@ -1,0 +1,153 @@
+"""Regions that run a part of their forward on another stream: backward, restored tensors and recompute passes are
+ordered as they would be without memplug, whichever stream asks first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from memplug.device.device import CudaDevice, Wait
+from tests.cudasim import device
+from tests.cudasim.device import SCHEDULES, Schedule, scheduled
+
+pytestmark = pytest.mark.gpu
+
+ORDERS = [*SCHEDULES, Schedule("random", 1)]
+ARENA = {
+    "off": {"profiler": {"enabled": False}, "arena": {"enabled": False}},
+    "on": {"profiler": {"wait_for_plans": True}},
+}
+STEPS = 12
+
+
+class Beside(nn.Module):
+    """A layer of which a part runs on another stream, in the way that its subclass says."""
+
+    def __init__(self, side: torch.cuda.Stream):
+        super().__init__()
+        self.up, self.down, self.side = nn.Linear(32, 64), nn.Linear(64, 32), side
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main, y = torch.cuda.current_stream(), self.up(x)
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            z = self.aside(y)
+        y.record_stream(self.side)
+        u = y.tanh()
+        main.wait_stream(self.side)
+        z.record_stream(main)
+        return x + self.down(u * z)
+
+    def aside(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sin() * y.cos()
+
+
+class WithWeight(Beside):
+    """The other stream multiplies by a weight, so that captures are made there too."""
+
+    def __init__(self, side: torch.cuda.Stream):
+        super().__init__(side)
+        self.across = nn.Linear(64, 64)
+
+    def aside(self, y: torch.Tensor) -> torch.Tensor:
+        return self.across(y.sin()).sigmoid()
+
+
+class AskingAside(nn.Module):
+    """Backward asks on the other stream first: a recompute pass runs there, and the main stream reads its results."""
+
+    def __init__(self, side: torch.cuda.Stream):
+        super().__init__()
+        self.up, self.side = nn.Linear(32, 32), side
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main, y = torch.cuda.current_stream(), self.up(x)
+        u = y.tanh()
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            z = y.sin().exp()  # one gradient: no sum of two lets the main stream wait before it reads `u`
+        y.record_stream(self.side)
+        main.wait_stream(self.side)
+        z.record_stream(main)
+        return x + u + z
+
+
+LAYERS = [Beside, WithWeight, AskingAside]
+
+
+def tokenwise(alpha: float) -> dict[str, Any]:
+    return {"alpha": alpha, "regions": ["[0-2]"], "min_offload_bytes": 256}
+
+
+def train(
+    layer: Callable[[torch.cuda.Stream], nn.Module], block: dict[str, Any]
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    torch.manual_seed(0)
+    side = torch.cuda.Stream()
+    model = nn.Sequential(*(layer(side) for _ in range(4))).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session, losses, report = memplug.attach(model, {"plan_dir": False, **block}), [], {}
+    for step in range(STEPS):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step)).cuda()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        del loss, x
+        if session is not None:
+            session.step()
+    torch.cuda.synchronize()
+    if session is not None:
+        report = session.report()
+        session.detach()
+    return [value.cpu() for value in [*losses, *model.parameters()]], report
+
+
+@pytest.mark.parametrize("schedule", ORDERS, ids=str)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_layers_are_ordered_without_memplug(layer: type[nn.Module], schedule: Schedule) -> None:
+    expected, _ = train(layer, {"enabled": False})
+    with scheduled(schedule):
+        found, _ = train(layer, {"enabled": False})
+    assert device.violations() == 0
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("schedule", ORDERS, ids=str)
+@pytest.mark.parametrize("arena", ARENA)
+@pytest.mark.parametrize("alpha", [0, 1])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_access_is_ordered_and_values_hold(
+    layer: type[nn.Module], alpha: float, arena: str, schedule: Schedule
+) -> None:
+    expected, _ = train(layer, {"enabled": False})
+    before = device.violations()
+    with scheduled(schedule):
+        found, report = train(layer, {"enabled": True, "tokenwise": tokenwise(alpha), **ARENA[arena]})
+    assert device.violations() == before
+    assert all(map(torch.equal, found, expected))
+    assert report["offloaded_bytes"] > 0 and (report["buffer_bytes"] > 0) is (arena == "off")
+
+
+@pytest.mark.unordered
+def test_a_missing_wait_for_the_stream_that_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other waits are left out in tests/tokenwise/regions/test_races.py."""
+    streams = CudaDevice.streams
+
+    def leaving_out(device: CudaDevice, core: Any) -> Any:
+        found = streams(device, core)
+        found.leave_out(list(Wait).index(Wait.USE_FOR_COMPUTE))
+        return found
+
+    monkeypatch.setattr(CudaDevice, "streams", leaving_out)
+    before = device.violations()
+    with scheduled(Schedule("copyfirst")):
+        train(AskingAside, {"enabled": True, "tokenwise": tokenwise(1), **ARENA["off"]})
+    assert device.violations() > before
