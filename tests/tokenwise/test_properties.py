@@ -40,7 +40,7 @@ UNDER_OTHER_HOOKS = ("Cannot copy out of meta tensor", "NestedTensorImpl doesn't
 
 @pytest.fixture(autouse=True)
 def plans_do_what_they_say() -> None:
-    """Leave the warning a warning: of tensors this small, those below `min_offload_bytes` are 2 % of what is swapped."""
+    """Leave the warning a warning: here tensors below `min_offload_bytes` are more than 2 % of what is swapped."""
 
 
 def found(test: Callable[..., None]) -> Callable[..., None]:
