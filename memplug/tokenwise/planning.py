@@ -40,6 +40,7 @@ class Observer:
         self.input_tensors: dict[str, int] = {}
         self.given_bytes: dict[str, int] = {}
         self.saved_bytes: dict[str, int] = {}
+        self._whole: dict[str, set[int]] = {}
         self.is_agreed = False
 
     def __call__(self, region: Region, frame: Any, tape: Tape) -> None:
@@ -48,8 +49,9 @@ class Observer:
         self.tapes[name] = tape
         self.given_bytes[name] = max(frame.given_bytes, self.given_bytes.get(name, 0))
         self.saved_bytes[name] = max(frame.saved_bytes, self.saved_bytes.get(name, 0))
-        # what collectives gave, and choices, are swapped like inputs: always, and whole
-        sizes = (tape.bytes[number] for number in tape.received | _chosen(tape))
+        # what collectives gave, and choices, are swapped like inputs, always and whole; an opaque region swaps no more
+        self._whole[name] = tape.received | _chosen(tape) if not region.opaque else set()
+        sizes = (tape.bytes[number] for number in self._whole[name])
         large = [nbytes for nbytes in sizes if nbytes >= self.min_offload_bytes]
         self.input_bytes[name] = frame.offered_bytes + sum(large)
         self.input_tensors[name] = frame.offered + len(large)
@@ -60,7 +62,7 @@ class Observer:
         """
         self.is_agreed = is_agreed
         for name, tape in self.tapes.items() if is_agreed else ():
-            sizes = [tape.bytes[number] for number in tape.received & _shared(tape)]
+            sizes = [tape.bytes[number] for number in self._whole[name] & tape.received & _shared(tape)]
             large = [nbytes for nbytes in sizes if nbytes >= self.min_offload_bytes]
             self.input_bytes[name] -= sum(large)
             self.input_tensors[name] -= len(large)

@@ -27,6 +27,8 @@ FOUND = (
     Program((("sets data", "raises"),), schedule=("inferred", "plain")),
     # outputs of an operator that is swapped which are too small for it
     Program((("norm",), ()), schedule=("plain",) * 6, entry="scaled", arena=False),
+    # a choice in a region that is opaque
+    Program((("resizes", "sorts"), ()), schedule=("plain",) * 6, entry="scaled", arena=False),
     # a region where no hooks may be set
     Program((("sin",),), modes=("without hooks",)),
 )
