@@ -165,4 +165,4 @@ def test_memory_may_be_freed_as_the_process_ends() -> None:
         del late
         """
     )
-    assert output == "late 1"
+    assert output.endswith("late 1")

@@ -70,7 +70,7 @@ def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -
 def test_a_job_that_runs_out_of_memory_without_a_plan_finishes_from_an_estimated_one(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     workload = Workload(shape=_shape(), layers=4, seq_len=8192)
-    block = {"enabled": True, **NO_LIST, "host_budget_gib": 100, "device_budget_gib": 12}
+    block = {"enabled": True, **NO_LIST, "host_budget_gib": 100, "device_budget_gib": 10.5}
     optimizer = workload.make_optimizer
     found = memplug.estimate(
         workload.make_model, workload.inputs, block, "h200", ("memplug",), make_optimizer=optimizer, plan_dir=tmp_path
