@@ -18,7 +18,7 @@ from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
-BUDGET_GIB = 0.12
+BUDGET_GIB = 0.08
 LIMIT_BYTES = 90 * MIB
 STEPS = 2
 
