@@ -73,7 +73,7 @@ def test_regions_that_swap_and_recompute_keep_a_step_to_its_budget(kind: str, sh
 
 def test_what_regions_cannot_free_the_list_swaps() -> None:
     """The logits are most of what the step takes."""
-    swapped = beside_regions("large vocabulary", 0.8)
+    swapped = beside_regions("large vocabulary", 0.81 if COUNTS_PARAMETERS else 0.8)
     report = swapped.report
     assert report["swap"] == "swapping" and report["swap_tensors"] > 0 < report["swap_found"]
     assert report["swap_missed"] == report["swap_demanded"] == report["swap_cancelled"] == 0
