@@ -13,6 +13,9 @@ namespace memplug {
 class Restored {
  public:
   void add(const at::Tensor& tensor) {
+    if (!tensor.has_storage()) { // sparse
+      return;
+    }
     const auto& storage = tensor.storage();
     storages_.emplace_back(storage.getWeakStorageImpl(), static_cast<int64_t>(storage.nbytes()));
   }

@@ -116,7 +116,7 @@ void Forward::restore(size_t index, const at::Tensor& tensor) {
   Saved& each = saved[index];
   each.restored = tensor;
   each.restored_version = version_of(tensor);
-  ledger_->recomputed_bytes += static_cast<int64_t>(tensor.nbytes());
+  ledger_->recomputed_bytes += memory_bytes(tensor);
 }
 
 at::Tensor Forward::given_again(int32_t storage, bool regathered, bool changes) const {
@@ -161,7 +161,7 @@ at::Tensor Forward::held_again(size_t index) const {
 
 void Forward::forget(size_t index) {
   if (saved[index].restored.defined()) {
-    ledger_->recomputed_bytes -= static_cast<int64_t>(saved[index].restored.nbytes());
+    ledger_->recomputed_bytes -= memory_bytes(saved[index].restored);
     saved[index].restored.reset();
   }
 }

@@ -29,6 +29,8 @@ FOUND = (
     Program((("norm",), ()), schedule=("plain",) * 6, entry="scaled", arena=False),
     # a choice in a region that is opaque
     Program((("resizes", "sorts"), ()), schedule=("plain",) * 6, entry="scaled", arena=False),
+    # a sparse tensor that a module saves which runs again
+    Program((("skips", "later sparse"),), schedule=("micro batches",) * 2, entry="scaled", turn=1, arena=False),
     # a region where no hooks may be set
     Program((("sin",),), modes=("without hooks",)),
 )
