@@ -211,7 +211,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::shared_ptr<Swapped> input_of(int32_t storage) const; // null: it is none that was swapped
 
   // A tensor of the forward, or from before it, for the current stream, which may be none that an operator used it on.
-  const at::Tensor& lent(const at::Tensor& tensor) const;
+  const at::Tensor& ordered(const at::Tensor& tensor) const;
 
   // An operator is about to write to memory that was there before the region, for the first time: a recompute pass must
   // find it as it is now, and leave no trace.

@@ -12,13 +12,13 @@ void Frame::restore_here() {
 
 at::Tensor Frame::take(size_t index) {
   at::Tensor found = forward.take(index);
-  flow->transfer->lend(found, restored_on_);
+  flow->transfer->order_use(found, restored_on_);
   return found;
 }
 
-const at::Tensor& Frame::lent(const at::Tensor& tensor) const {
+const at::Tensor& Frame::ordered(const at::Tensor& tensor) const {
   for (const StreamRef& stream : streams_) {
-    flow->transfer->lend(tensor, stream);
+    flow->transfer->order_use(tensor, stream);
   }
   return tensor;
 }
@@ -31,7 +31,7 @@ at::Tensor Frame::view(size_t index) {
   };
   if (part.kept != nullptr) {
     const at::Tensor& tensor = part.kept->get();
-    return made(part.kept->written ? lent(tensor) : tensor, recomputes && !is_restored);
+    return made(part.kept->written ? ordered(tensor) : tensor, recomputes && !is_restored);
   }
   // an input that has not left lies where other regions may have it from
   const bool is_read_later =
@@ -81,7 +81,7 @@ Substitute Frame::substitute(size_t index) {
   Substitute found;
   for (const Part& part : captures_.at(index).parts) {
     if (part.kept != nullptr) {
-      lent(part.kept->tensor);
+      ordered(part.kept->tensor);
       found.tensors.push_back(part.kept->fresh());
       continue;
     }
@@ -105,7 +105,7 @@ void Frame::forget() {
 
 at::Tensor Frame::base_of(int32_t storage, std::vector<std::shared_ptr<Swapped>>& read) {
   if (const auto found = written.find(storage); found != written.end()) {
-    lent(found->second->tensor);
+    ordered(found->second->tensor);
     return found->second->fresh();
   }
   if (const auto input = input_of(storage)) {
@@ -115,7 +115,7 @@ at::Tensor Frame::base_of(int32_t storage, std::vector<std::shared_ptr<Swapped>>
   }
   // what the forward has read is not compared before it is over
   const bool changes = !is_over_ || changing.count(storage) > 0;
-  return lent(forward.given_again(storage, forward.storages.regathered[storage], changes));
+  return ordered(forward.given_again(storage, forward.storages.regathered[storage], changes));
 }
 
 Frame::Pass Frame::begin_pass() {

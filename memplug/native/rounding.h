@@ -5,7 +5,7 @@
 // buffer is another frame's only once no tensor is alive in it. Nothing is ever moved, or overwritten.
 //
 // All of it belongs to one stream, as memory of the caching allocator does. `record_stream` on such a tensor does
-// nothing: a reader on another stream is known by `Transfer::lend`, or has to let this one wait for it.
+// nothing: a reader on another stream is known by `Transfer::order_use`, or has to let this one wait for it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

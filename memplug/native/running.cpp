@@ -346,7 +346,7 @@ py::tuple Running::arguments() {
     if (each.held == nullptr) {
       return each.value;
     }
-    const at::Tensor& former = lent(each.held->get());
+    const at::Tensor& former = ordered(each.held->get());
     return wrapped_as(
         each.type,
         each.held->written ? written(each.storage, former, Geometry::of(former), each.held->requires_grad)

@@ -98,12 +98,6 @@ void Forward::let_go() {
   }
 }
 
-std::shared_ptr<const Tape> Forward::so_far() const {
-  auto found = copied(begun_);
-  describe(*found);
-  return found;
-}
-
 void Forward::keep(size_t index, const at::Tensor& tensor) {
   saved[index].kept = tensor;
   if (storages.find(tensor) < 0) {

@@ -263,14 +263,14 @@ std::pair<at::Tensor, int64_t> Transfer::acquire(Swapped& swapped) {
     wait_on_its_streams(swapped, swapped.prefetched, Wait::USE_FOR_PREFETCH);
     swapped.prefetched = nullptr;
   }
-  lend(swapped.tensor, swapped.stream);
+  order_use(swapped.tensor, swapped.stream);
   if (swapped.resident) {
     check_version(swapped);
   }
   return {swapped.tensor, swapped.resident ? swapped.geometry.size[0] : swapped.rows};
 }
 
-void Transfer::lend(const at::Tensor& tensor, const StreamRef& owner) {
+void Transfer::order_use(const at::Tensor& tensor, const StreamRef& owner) {
   const StreamRef current = streams_->current();
   if (!streams_->same(current, owner)) {
     streams_->wait(current, streams_->record(owner), Wait::USE_FOR_COMPUTE);

@@ -16,7 +16,7 @@
 //      a copy out starts only after the present of all streams that regions have run on.
 // All device memory belongs to its tensor's stream, so the caching allocator needs no `record_stream`, and a rounding
 // buffer that the host finds free is safe by rule 2. Where backward or a recompute pass reads a tensor on another stream,
-// `lend` orders that: the reader waits for the tensor's stream, the allocator is told of the reader, and a copy into a
+// `order_use` orders that: the reader waits for the tensor's stream, the allocator is told of the reader, and a copy into a
 // rounding buffer starts only after the present of all such readers.
 //
 // Guarded by Python's lock: the caller holds it. Growing the pool, and a device in Python, may let another thread run.
@@ -119,7 +119,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
   // The current stream is about to read a tensor whose memory belongs to `owner`: where that is another stream, it waits for
   // the owner, and the memory is reused only after the read.
-  void lend(const at::Tensor& tensor, const StreamRef& owner);
+  void order_use(const at::Tensor& tensor, const StreamRef& owner);
 
   // The device memory has had its last use in this backward pass; its host rows stay for another. Where there are none,
   // the tensor is gone: no graph needs it any more.
@@ -178,7 +178,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   std::shared_ptr<HostRows> pool_;
   StreamRef offload_stream_, prefetch_stream_;
   std::vector<StreamRef> compute_streams_; // that regions have run on
-  std::vector<StreamRef> readers_; // that were lent tensors of another stream
+  std::vector<StreamRef> readers_; // that read tensors of another stream
   std::unique_ptr<RoundingBuffers> rounding_;
   std::deque<Dead> dead_;
 };
