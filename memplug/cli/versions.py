@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-PACKAGES = ("torch", "deepspeed", "transformers", "megatron-core", "transformer-engine", "flash-attn", "ortools")
+PACKAGES = ("torch", "deepspeed", "transformers", "megatron-core", "transformer-engine", "flash-attn")
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:

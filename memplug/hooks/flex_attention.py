@@ -46,7 +46,7 @@ _unobserved: ContextVar[bool] = ContextVar("memplug: a compiled call is under wa
 
 def hook(session: Session) -> None:
     """Let compiled calls be units, and warn once where they cannot, until the session is detached."""
-    if session.executor.core is None or session.executor.device.torch_device.type not in ("cpu", "cuda"):
+    if session.executor.device.torch_device.type not in ("cpu", "cuda"):
         return
     import torch._dynamo.eval_frame as compiler  # as the first forward of a region does
 

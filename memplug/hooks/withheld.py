@@ -54,9 +54,8 @@ class Withheld:
 
     def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor without memory for one that is withheld."""
-        known = core()
         place = torch.empty_like(tensor, device="meta", requires_grad=False)
-        self._places.append((place, known.Withheld(tensor) if known is not None else None))
+        self._places.append((place, core().Withheld(tensor)))
         return place
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -71,8 +70,7 @@ class Withheld:
         """
         self._uses.again = True
         if self._made is None:
-            known = core()
-            made = known.made_again([withheld for _, withheld in self._places]) if known is not None else None
+            made = core().made_again([withheld for _, withheld in self._places])
             if made is None:
                 raise self.used_again()
             self._made = {id(place): tensor for (place, _), tensor in zip(self._places, made, strict=True)}

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from memplug import native
 from memplug.errors import MemplugError, RecorderError
 from memplug.session.recording import Recording
 from memplug.stages.followers import Followers
@@ -56,8 +55,6 @@ class Claim:
         self._failed: dict[str, str] = {}
         self._pending = not unwatched_because or bool(given.config.report.timeline) or bool(techniques)
         self._told = False
-        if self._pending:
-            self._build()
 
     @property
     def profiler_off_because(self) -> str:
@@ -98,7 +95,6 @@ class Claim:
         """Claim the recorder, whatever the block says, and make the techniques that the block asks for.
 
         Raises:
-            NativeError: the native core cannot be built here.
             RecorderError: another session of this process has the recorder.
         """
         self.recording = self._make_recording()
@@ -122,13 +118,6 @@ class Claim:
             except MemplugError as error:
                 self._failed[technique.name] = error.problem
                 log.warning("memplug: goes on without the %s: %s", technique.name, error)
-
-    def _build(self) -> None:
-        """Now, so that no step waits for the compiler, and a missing one is told of at the start."""
-        try:
-            native.load()
-        except MemplugError as error:
-            self._fail(error)
 
     def _fail(self, error: MemplugError) -> None:
         self._pending = False

@@ -11,7 +11,7 @@ import numpy as np
 
 from memplug import native
 from memplug.beside import Beside
-from memplug.errors import LayoutError, MemplugError
+from memplug.errors import LayoutError
 from memplug.plan.layout.problem import BUFFER, Problem, Solution
 from memplug.plan.schema import MemoryPlan, PlannedProgram, Training, memory_plan
 from memplug.profile.records import Fingerprint
@@ -227,9 +227,6 @@ def _program_of(planned: PlannedProgram) -> Program:
     """With operators numbered as in this process."""
     operators = None
     if planned.operators is not None:
-        try:
-            numbers = np.array(native.load().operator_numbers(list(planned.names)), np.int32)
-            operators = numbers[np.array(planned.operators, np.int64)]
-        except MemplugError:  # there is no compiler: steps are compared by what else is known of them
-            operators = None
+        numbers = np.array(native.load().operator_numbers(list(planned.names)), np.int32)
+        operators = numbers[np.array(planned.operators, np.int64)]
     return Program(operators, planned.sizes, planned.nodes, frozenset(planned.unseen))

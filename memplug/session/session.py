@@ -112,7 +112,6 @@ class Session:
                 "trace.rank0.npz" for "trace.npz".
 
         Raises:
-            NativeError: there is no compiler here.
             RecorderError: another session of this process has the recorder, or this one is off or detached; or `file`
                 is no path.
         """
@@ -215,7 +214,7 @@ class Session:
     def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
         """Compare the operators of steps too, and serve them from the arena, where the block asks for it.
 
-        Without a compiler, or where another session has the recorder, one warning says what is missing.
+        Where another session has the recorder, one warning says what is missing.
 
         Args:
             make: gives the session's recording, and with it the recorder; called once the model trains, or when a step

@@ -158,7 +158,7 @@ class Search:
         own = described, budget
         most, alpha = max(1, self.config.profiler.policy_steps), self.config.tokenwise.alpha
         task = candidates.agree(own, self._gather, most, alpha)
-        if not (groups or self._warned or self.executor.core is None):
+        if not (groups or self._warned):
             self._warned = True
             log.warning("memplug: no region ran in the step to plan from, for example %s", self.regions[0].name)
         if task is None:

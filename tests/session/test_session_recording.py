@@ -21,7 +21,7 @@ from memplug.stages.table import Stage
 from memplug.tokenwise.regions import executor as executing
 from memplug.tokenwise.regions import region as settings
 from memplug.tokenwise.regions.core import core
-from tests.support.blocks import LAYERS, Stack, train_stacks, twin
+from tests.support.blocks import LAYERS, Stack
 from tests.support.hosts import block, ds_config, make_engine, tokens
 
 QUICK = {"profiler": {"warmup_steps": 0, "policy_steps": 2}}
@@ -186,8 +186,9 @@ def test_an_engine_says_where_its_optimizer_runs(cpu_engine: None, tmp_path: Pat
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_compiler_regions_are_checkpoints_nothing_is_planned_and_warnings_say_how_to_mend_it(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("parts", [{}, {"tokenwise": {"enabled": False}}])
+def test_without_a_compiler_attaching_raises_and_changes_nothing(
+    parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
         raise NativeError("memplug's native core cannot be built in /nowhere: no such compiler")
@@ -195,24 +196,12 @@ def test_without_a_compiler_regions_are_checkpoints_nothing_is_planned_and_warni
     monkeypatch.setattr("memplug.native.load", refuse)
     for module in (executing, settings):
         monkeypatch.setattr(module, "core", core.__wrapped__)  # not the one that was found before
-    torch.manual_seed(0)
     model = Stack(2)
-    reference = twin(model)
-    with (
-        caplog.at_level(logging.WARNING, "memplug"),
-        memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session,
-    ):
-        for seed in range(8):
-            train_stacks(model, reference, seed)
-            session.step()
-        with pytest.raises(NativeError, match="no such compiler"):
-            session.record()
-        report = session.report()
-    assert caplog.text.count("without the profiler") == 1 and "memplug doctor" in caplog.text
-    assert "no region ran" not in caplog.text and "region chain" not in caplog.text
-    assert report["planned_steps"] == report["replans"] == 0 and session.trace is None
-    assert (report["opaque_because"], report["opaque_regions"]) == (["the native core is missing"], 2)
-    assert report["offloaded_bytes"] == report["prefetched_bytes"] > 0 == report["host_used_bytes"]
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(NativeError, match="no such compiler") as error:
+        memplug.attach(model, {**block(regions=LAYERS), **parts})
+    assert error.value.advice and [type(module) for module in model.modules()] == kinds
+    assert "forward" not in vars(model.layers[0])
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

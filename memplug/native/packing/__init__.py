@@ -1,8 +1,7 @@
 """Placing buffers, in C++: greedy placement in a given order, and the search for offsets below a height.
 
 Plain C++ behind a C interface, compiled on first use (some seconds) and kept in the user's cache folder, or where
-`TORCH_EXTENSIONS_DIR` says; imports no torch. `load` says why where there is no compiler; `memplug.plan.layout` then
-places in Python and leaves the search out.
+`TORCH_EXTENSIONS_DIR` says; imports no torch.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from memplug.errors import LayoutError
 from memplug.plan import replay
 from memplug.plan.layout import exact, planners, search
 from memplug.plan.layout.blocks import Blocks
-from memplug.plan.layout.first_fit import is_native
 from memplug.plan.layout.problem import Problem, Solution, solved
 from memplug.plan.layout.streams import on_one_stream
 
@@ -22,9 +21,6 @@ log = logging.getLogger("memplug")
 TIME_LIMIT_S = 10.0
 ENOUGH = 1e-4
 """Share above the lower bound at which `auto` ends: what is left is not worth waiting for."""
-
-_OWN_TURNS = ("search", "exact")
-_SPATIOTEMPORAL_S = 5e-5  # that it takes for a request, measured; it cannot be ended earlier
 
 Progress = Callable[[str], None]
 
@@ -188,7 +184,7 @@ def _try_all(attempt: _Attempt, progress: Progress) -> None:
         share = 0.8 if attempt.enough is None else 1.0
         attempt.offer(exact.solve(plain, deadline_s=attempt.until(share), enough_bytes=attempt.enough))
     for planner in planners.PLANNERS:
-        if not attempt.done and (attempt.best is None or _has_a_turn(planner, len(plain), attempt.deadline_s)):
+        if not attempt.done and attempt.best is None:  # the judge has refused what the others found
             progress(planner.name)
             attempt.offer(planner.solve(plain, deadline_s=attempt.until(0.9), enough_bytes=goal))
     if not attempt.done:
@@ -197,11 +193,3 @@ def _try_all(attempt: _Attempt, progress: Progress) -> None:
         attempt.offer(search.solve(plain, deadline_s=attempt.deadline_s, enough_bytes=goal, start=start))
     if attempt.best is not None and not attempt.best.optimal and time.monotonic() >= attempt.deadline_s:
         attempt.best = replace(attempt.best, timed_out=True)
-
-
-def _has_a_turn(planner: planners.Planner, requests: int, deadline_s: float) -> bool:
-    """Whether it is tried between the fixed orders and the random ones."""
-    if planner.name in _OWN_TURNS or planner.in_auto == "never":
-        return False
-    slow_s = requests * _SPATIOTEMPORAL_S
-    return planner.in_auto == "always" or (not is_native() and slow_s <= 0.5 * (deadline_s - time.monotonic()))

@@ -1,11 +1,8 @@
 """A planner for small sets, some 100 to 1,000 buffers: anytime, and it knows how far from the optimum it is.
 
-From below: whether the buffers fit below a height is decided, beginning at the lower bound, by one of
-
-- "native": depth-first search with restarts, see `memplug/native/packing/decide.cpp`;
-- "cp-sat": OR-Tools' CP-SAT, two-dimensional no-overlap of fixed intervals in time and variable ones in space;
-- "milp": the mixed integer program of MEMO, section 4.2, with HiGHS (scipy): minimises instead of deciding, and is the
-  reference that the others are checked against. Of no use above some 50 buffers.
+From below: a depth-first search with restarts (`memplug/native/packing/decide.cpp`) decides whether the buffers fit
+below a height, beginning at the lower bound. The mixed integer program of MEMO (`memplug.plan.layout.memo_program`)
+minimises instead; it ends in time for some 50 buffers, and is the reference that the search is checked against.
 
 A greedy placement is the bound from above. What lies between is bisected; heights that were shown to be impossible
 raise the bound from below. Sizes are divided by their common divisor, and heights are multiples of it.
@@ -17,29 +14,22 @@ import logging
 import os
 import time
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from memplug.native import packing
-from memplug.plan.layout import exact_solvers, search
-from memplug.plan.layout.first_fit import is_native
+from memplug.plan.layout import memo_program, search
 from memplug.plan.layout.intervals import sections
 from memplug.plan.layout.problem import Problem, Solution, solved
 
 log = logging.getLogger("memplug")
 
-Backend = Literal["native", "cp-sat", "milp"]
+Backend = Literal["native", "milp"]
 LARGEST = 2_000
 """Buffers; beyond, the search hardly ever ends, and its tables grow with the square."""
 PROMISING = 500
 """Buffers; up to here it is the planner to begin with."""
-
-
-class Decide(Protocol):
-    """Whether buffers fit below a height, in time: True with offsets, False: proven that not, None: out of time."""
-
-    def __call__(self, small: Small, height: int, seconds: float) -> tuple[bool | None, np.ndarray]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +63,7 @@ def solve(
     *,
     deadline_s: float | None = None,
     enough_bytes: int | None = None,
-    backend: Backend | None = None,
+    backend: Backend = "native",
 ) -> Solution:
     """The lowest placement, or the best that was found in time; streams are ignored: see `streams`.
 
@@ -81,10 +71,10 @@ def solve(
         problem: some 100 to 1,000 buffers. Beyond `LARGEST` the search is left out, and the greedy placement returned.
         deadline_s: when to end, on the clock of `time.monotonic`; by default after 10 s.
         enough_bytes: a height to end at, such as a capacity; by default the lower bound.
-        backend: by default "native", or what is installed of the others.
+        backend: "native": the search; "milp": MEMO's program.
 
     Raises:
-        NativeError, ImportError: The backend that was asked for is not there.
+        NativeError: The search cannot be compiled here.
     """
     began = time.monotonic()
     deadline_s = began + 10 if deadline_s is None else deadline_s
@@ -92,14 +82,12 @@ def solve(
     start = search.solve(problem, deadline_s=None, enough_bytes=enough)
     if start.height <= enough or len(problem) > LARGEST:
         return solved(problem, start.offsets, "exact", seconds=time.monotonic() - began)
-    backend = backend or _default_backend()
     if backend == "milp":
-        offsets, proven = exact_solvers.minimise(Small.of(problem), start.offsets, deadline_s)
+        offsets, proven = memo_program.minimise(Small.of(problem), start.offsets, deadline_s)
     else:
-        decide = {"native": _decide_natively, "cp-sat": exact_solvers.decide}[backend]
         # Who names a height wants that one, not the lowest; without one, the lower bound is most often possible.
         share = 0.5 if enough_bytes is None else 0.95
-        offsets, proven = _close_gap(problem, start.offsets, enough, deadline_s, decide, share)
+        offsets, proven = _close_gap(problem, start.offsets, enough, deadline_s, share)
     height = int((offsets + problem.buffers["size"]).max(initial=0))
     return solved(
         problem,
@@ -111,20 +99,15 @@ def solve(
     )
 
 
-def _default_backend() -> Backend:
-    if is_native():
-        return "native"
-    return "cp-sat" if exact_solvers.has_cp_sat() else "milp"
-
-
-def _decide_natively(small: Small, height: int, seconds: float) -> tuple[bool | None, np.ndarray]:
+def _decide(small: Small, height: int, seconds: float) -> tuple[bool | None, np.ndarray]:
+    """Whether buffers fit below a height: True with offsets, False: proven that not, None: out of time."""
     threads = min(os.cpu_count() or 1, 4)
     lifetimes = (small.lower, small.upper)
     return packing.decide(lifetimes, small.size, small.alignment, height, seconds=seconds, threads=threads)
 
 
 def _close_gap(
-    problem: Problem, offsets: np.ndarray, enough: int, deadline_s: float, decide: Decide, share: float
+    problem: Problem, offsets: np.ndarray, enough: int, deadline_s: float, share: float
 ) -> tuple[np.ndarray, bool]:
     """Better offsets if there are any, and whether they are proven to be the best."""
     small = Small.of(problem)
@@ -136,7 +119,7 @@ def _close_gap(
     height = target
     while best > target and time.monotonic() < deadline_s:
         seconds = max(0.01, (deadline_s - time.monotonic()) * share)
-        fits, found = decide(small, height, seconds)
+        fits, found = _decide(small, height, seconds)
         if fits:
             offsets = found * small.unit
             best = int((found + small.size).max())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from memplug.plan.layout.problem import Problem, Solution
@@ -27,15 +27,15 @@ class Planner:
         module: has `solve(problem, *, deadline_s, enough_bytes)`, which returns a `Solution` by `name` whenever
             `deadline_s` comes, on the clock of `time.monotonic`, and may end at a height of `enough_bytes`; None: at
             the lower bound. It need not know streams.
-        in_auto: whether "auto" tries it: always, only where there is no compiler for the others, or never, because it
-            was the lowest alone in no step that was measured. Where the judge has accepted no plan yet, all are tried.
+        in_auto: "auto" tries it; the others were the lowest alone in no step that was measured, and have their turn
+            where the judge has accepted no plan yet.
     """
 
     name: str
     does: str
     suits: str
     module: str
-    in_auto: Literal["always", "without a compiler", "never"] = "always"
+    in_auto: bool = True
 
     def solve(self, problem: Problem, *, deadline_s: float, enough_bytes: int | None) -> Solution:
         """Offsets, for the judge to check."""
@@ -60,14 +60,14 @@ PLANNERS: tuple[Planner, ...] = (
         "MEMO: layers are found, placed once, and used again",
         "recomputation: the same addresses in every layer",
         "memplug.plan.layout.bilevel",
-        "never",
+        False,
     ),
     Planner(
         "spatiotemporal",
         "STWeaver: groups by phase and by size",
-        "large steps where there is no compiler",
+        "steps whose requests fall into phases and few sizes",
         "memplug.plan.layout.spatiotemporal",
-        "without a compiler",
+        False,
     ),
 )
 

@@ -8,8 +8,8 @@ rest into new memory layers by Algorithm 1.
 
 Departures: a group becomes one request only where its time-memory product is at least `DENSE`, for a rectangle around
 activations that are freed one by one wastes half of it, and their members are placed singly otherwise; what is left
-above a request inside of a larger memory layer is a free interval too; and where there is a compiler, everything is
-lowered in the end as far as it goes.
+above a request inside of a larger memory layer is a free interval too; and everything is lowered in the end as far as
+it goes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memplug.plan.layout.blocks import Block, Blocks
-from memplug.plan.layout.first_fit import Placer, is_native
+from memplug.plan.layout.first_fit import Placer
 from memplug.plan.layout.problem import Problem, Solution, solved, time_memory_product
 
 DENSE = 0.97
@@ -40,6 +40,12 @@ def solve(problem: Problem, *, deadline_s: float | None = None, enough_bytes: in
         enough_bytes: as other planners have it; there is nothing to end at a height.
     """
     began = time.monotonic()
+    offsets = Placer.of(problem.buffers).place(np.argsort(by_groups(problem, deadline_s), kind="stable"))
+    return solved(problem, offsets, "spatiotemporal", seconds=time.monotonic() - began)
+
+
+def by_groups(problem: Problem, deadline_s: float | None = None) -> np.ndarray:
+    """Offsets before everything is lowered: int64[n], bytes."""
     table = problem.buffers
     offsets = np.zeros(len(problem), np.int64)
     unit = int(np.lcm.reduce(np.unique(table["alignment"]), initial=1))
@@ -49,9 +55,7 @@ def solve(problem: Problem, *, deadline_s: float | None = None, enough_bytes: in
     if len(others):
         blocks = Blocks.of(problem.part(others), _dense_groups(problem.part(others), deadline_s))
         offsets[others] = floor + blocks.expand(_by_sizes(blocks.problem, unit))
-    if is_native():
-        offsets = Placer.of(table).place(np.argsort(offsets, kind="stable"))
-    return solved(problem, offsets, "spatiotemporal", seconds=time.monotonic() - began)
+    return offsets
 
 
 def _persistent(problem: Problem) -> np.ndarray:

@@ -49,9 +49,4 @@ def check_version(tensor: torch.Tensor, version: int) -> None:
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory and version counter, without the graph. Inside a dispatch mode `detach` alone makes a version
     counter of its own, and a write by the rest of the program would go unnoticed."""
-    known = core()
-    if known is not None:
-        return known.alias(tensor)
-    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
-        return tensor.detach()
+    return core().alias(tensor)

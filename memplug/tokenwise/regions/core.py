@@ -5,30 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from memplug import native
-from memplug.errors import ConflictError, InPlaceError, NativeError, RecomputeError
+from memplug.errors import ConflictError, InPlaceError, RecomputeError
 from memplug.tokenwise.regions import operators
-
-log = logging.getLogger("memplug")
 
 
 @functools.cache
 def core() -> Any:
-    """The core's module; None where it cannot be built, which is said once: regions are opaque then."""
-    try:
-        module = native.load()
-    except NativeError as error:
-        log.warning(
-            "memplug: every region is opaque without the native core: its input is swapped, all else is recomputed by "
-            "running the module again (see `memplug doctor`): %s",
-            error,
-        )
-        return None
+    """Returns the core's module.
+
+    Raises:
+        NativeError: it cannot be built here.
+    """
+    module = native.load()
     module.describe_operators(operators.describe)
     gc.callbacks.append(module.collecting)
     return module
@@ -38,9 +31,6 @@ def core() -> Any:
 def paused() -> Iterator[None]:
     """Operators inside are not a region's own: neither noted nor replayed (parameter gathering, hooks)."""
     known = core()
-    if known is None:
-        yield
-        return
     known.pause()
     try:
         yield
@@ -50,8 +40,7 @@ def paused() -> Iterator[None]:
 
 def in_framework() -> AbstractContextManager[Any]:
     """Operators inside are a framework's own (gathering, reducing), by which steps are not compared."""
-    known = core()
-    return contextlib.nullcontext() if known is None else known.InFramework()
+    return core().InFramework()
 
 
 def fail(kind: int, size: str) -> NoReturn:

@@ -33,7 +33,6 @@ from memplug.device.host_pool import HostPool
 from memplug.errors import InPlaceError, MemplugError, RecomputeError
 from memplug.tokenwise.regions.as_they_are import AsTheyAre
 from memplug.tokenwise.regions.buffers import IN_PLACE, Buffers
-from memplug.tokenwise.regions.checkpointed import Checkpointed, Copies
 from memplug.tokenwise.regions.core import core
 from memplug.tokenwise.regions.hidden import HiddenFunctions
 from memplug.tokenwise.regions.hooks import Hooks
@@ -106,16 +105,10 @@ class Executor:
         self.min_offload_bytes = min_offload_bytes
         self.buffers = buffers
         self.regathers = regathers
-        self.pool: Any
-        self.transfer: Any
-        self.flow: Any
         self.core = core()
-        if self.core is None:
-            self.pool = self.transfer = self.flow = Copies(host_budget_bytes)
-        else:
-            self.pool = HostPool(device, host_budget_bytes, self.core)
-            self.transfer = self.core.Transfer(device.streams(self.core), self.pool.rows)
-            self.flow = self.core.Flow(self.transfer, str(device.torch_device), min_offload_bytes, buffers, regathers)
+        self.pool = HostPool(device, host_budget_bytes, self.core)
+        self.transfer = self.core.Transfer(device.streams(self.core), self.pool.rows)
+        self.flow = self.core.Flow(self.transfer, str(device.torch_device), min_offload_bytes, buffers, regathers)
         self._threads = _OfThread()
         self.functions = HiddenFunctions(self)
         self.divergences = 0
@@ -153,13 +146,12 @@ class Executor:
             return call(*args, **kwargs)
         if region.is_plain and self._runs_plain(region, args, kwargs):
             return call(*args, **kwargs)
-        run = self._observe if self.core is not None else self._run_unobserved
         try:
             if self.hooks.around:
                 with self.standing_around("forward", region):
-                    out = run(region, call, args, kwargs)
+                    out = self._observe(region, call, args, kwargs)
             else:
-                out = run(region, call, args, kwargs)
+                out = self._observe(region, call, args, kwargs)
         except torch.OutOfMemoryError as error:
             self.hooks.explain("forward", region, error)
             raise
@@ -201,11 +193,6 @@ class Executor:
         watched = contextlib.nullcontext() if region.native.repeats else AddressMode(self.core)
         with watched:
             return self.flow.run(region.native, self, region, times, surroundings, state, call, args, kwargs)
-
-    def _run_unobserved(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not region.opaque:
-            self.note_opaque(region, "the native core is missing")
-        return Checkpointed(self, region, call, args, kwargs).forward()
 
     @contextlib.contextmanager
     def standing_around(self, phase: str, region: Region) -> Iterator[None]:

@@ -65,7 +65,7 @@ class HiddenFunctions:
     def apply(self, function: type, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, the `apply` of a function."""
         executor = self._executor
-        if not self._is_on or executor.core is None:
+        if not self._is_on:
             return call(*args, **kwargs)
         unit = self._units.get(function)
         if unit is not None:

@@ -25,8 +25,7 @@ class Region:
     """
 
     def __init__(self, name: str, kind: str, rows: float = 0.0, is_agreed: bool = False):
-        known = core()
-        self.native: Any = known.Region(kind) if known is not None else _Alone()
+        self.native: Any = core().Region(kind)
         self.name, self.kind = name, kind
         self._opaque = ""
         self.unknown_state: Any = None
@@ -62,23 +61,3 @@ class Region:
     @opaque.setter
     def opaque(self, why: str) -> None:
         self._opaque, self.native.opaque = why, bool(why)
-
-
-class _Alone:
-    """Of a region without the native core: nothing of it is planned."""
-
-    def __init__(self) -> None:
-        self.given_bytes: list[int] = []
-        self.shares = self.may_talk = False
-
-    def plan(self, plan: Any) -> None:
-        """Without operators there are none to plan."""
-
-    def note_given(self, nbytes: int) -> None:
-        """A forward is given tensors of so many bytes."""
-        self.given_bytes.append(nbytes)
-
-    def end_step(self) -> list[int]:
-        """Bytes of all tensors given to each forward of the step, in order."""
-        given, self.given_bytes = self.given_bytes, []
-        return given

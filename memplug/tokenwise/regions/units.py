@@ -80,7 +80,7 @@ class Unit:
             state = executor.next_state(self)
             with executor.rerunning(), self.again(state):  # units inside of it are a part of it
                 return call(*args, **kwargs)
-        if executor.core is None or not executor.core.observes():
+        if not executor.core.observes():
             return call(*args, **kwargs)
         surroundings = [take() for take in executor.hooks.surroundings]
         with self._forward() as state:

@@ -16,12 +16,10 @@ from memplug.profile.trace_file import load
 from tests.support.folders import DATA
 from tests.support.layouts import first_fit, is_valid, problem_of, problems
 
-BACKENDS = ("native", "milp", "cp-sat")
+BACKENDS = ("native", "milp")
 
 
-def solve(problem, backend=None, seconds=20.0, **more):
-    if backend == "cp-sat":
-        pytest.importorskip("ortools", reason="OR-Tools is not installed")
+def solve(problem, backend="native", seconds=20.0, **more):
     return exact.solve(problem, deadline_s=time.monotonic() + seconds, backend=backend, **more)
 
 

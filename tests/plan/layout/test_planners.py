@@ -100,9 +100,10 @@ def test_auto_tries_a_planner_only_where_it_may_be_the_lowest(monkeypatch):
     tried = []
     auto.plan(problem, progress=tried.append)
     assert not {"bilevel", "spatiotemporal"} & set(tried)
-    monkeypatch.setattr(auto, "is_native", lambda: False)
-    assert auto.plan(problem, progress=tried.append).planner == "spatiotemporal"
-    assert "spatiotemporal" in tried and "bilevel" not in tried
+    for name in ("search", "exact"):  # the judge refuses theirs
+        flat = solved(problem, np.zeros(4, np.int64), name)
+        monkeypatch.setattr(getattr(auto, name), "solve", lambda problem, flat=flat, **_: flat)
+    assert auto.plan(problem, progress=tried.append, time_limit_s=1.0).planner == "spatiotemporal"
 
 
 def test_what_the_judge_refuses_is_said_and_the_next_best_taken(monkeypatch, caplog):

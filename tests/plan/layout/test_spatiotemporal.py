@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplug.plan.layout import spatiotemporal
-from memplug.plan.layout.problem import Problem, time_memory_product
+from memplug.plan.layout.problem import Problem, Solution, solved, time_memory_product
 from memplug.plan.layout.spatiotemporal import fuse, memory_layers
 from tests.support.layouts import PHASES, is_valid, problem_of, problems
 
@@ -34,6 +34,11 @@ def test_a_request_goes_to_the_layer_that_was_idle_the_shortest():
 def _group(problem: Problem, first: int, last: int):
     rows = np.flatnonzero((problem.buffers["lower_phase"] == first) & (problem.buffers["upper_phase"] == last))
     return spatiotemporal._local_plan(problem.buffers, first, last, rows, np.arange(len(rows)))
+
+
+def grouped(problem: Problem) -> Solution:
+    """Before everything is lowered."""
+    return solved(problem, spatiotemporal.by_groups(problem), "by groups")
 
 
 def _phased(*rows: tuple[int, int, int, int, int]) -> Problem:
@@ -72,33 +77,24 @@ def test_fusion_never_lowers_the_product_and_keeps_every_request(problem):
         assert group.product >= sum(other.product * other.weight for other in inside) / weight - 1e-12
 
 
-def test_what_lives_throughout_lies_at_the_bottom(monkeypatch):
-    monkeypatch.setattr(spatiotemporal, "is_native", lambda: False)
+def test_what_lives_throughout_lies_at_the_bottom():
     problem = problem_of((2, 5, 30), (0, 9, 4), (1, 3, 8), (0, 9, 2))
-    offsets = spatiotemporal.solve(problem).offsets
+    offsets = spatiotemporal.by_groups(problem)
     assert sorted(offsets[[1, 3]].tolist()) == [0, 4] and offsets[[0, 2]].min() == 6
 
 
-def test_a_smaller_request_goes_into_a_free_interval_of_a_larger_one_and_another_on_top_of_it(monkeypatch):
-    monkeypatch.setattr(spatiotemporal, "is_native", lambda: False)
+def test_a_smaller_request_goes_into_a_free_interval_of_a_larger_one_and_another_on_top_of_it():
     problem = problem_of((0, 2, 10), (4, 6, 10), (2, 4, 6), (2, 4, 4), (0, 6, 1))
-    solution = spatiotemporal.solve(problem)
+    solution = grouped(problem)
     assert solution.height == problem.lower_bound == 11 and is_valid(problem, solution)
 
 
-def test_what_is_left_above_a_request_ends_where_it_begins(monkeypatch):
-    monkeypatch.setattr(spatiotemporal, "is_native", lambda: False)
+def test_what_is_left_above_a_request_ends_where_it_begins():
     problem = problem_of((0, 1, 10), (9, 10, 10), (4, 6, 6), (2, 3, 5), (2, 3, 4), (2, 3, 4))
-    assert is_valid(problem, spatiotemporal.solve(problem))
+    assert is_valid(problem, grouped(problem))
 
 
 @given(problems(most=40, fewest=15, latest=30, largest=9))
 def test_without_a_last_pass_it_is_valid_too_and_the_pass_makes_it_no_higher(problem):
-    native = spatiotemporal.solve(problem)
-    before = spatiotemporal.is_native
-    spatiotemporal.is_native = lambda: False
-    try:
-        alone = spatiotemporal.solve(problem)
-    finally:
-        spatiotemporal.is_native = before
-    assert is_valid(problem, alone) and native.height <= alone.height
+    alone = grouped(problem)
+    assert is_valid(problem, alone) and spatiotemporal.solve(problem).height <= alone.height

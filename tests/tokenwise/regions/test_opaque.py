@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 from memplug.errors import RecomputeError
-from memplug.tokenwise.regions import executor as executing
 from tests.support.blocks import (
-    Block,
     Layer,
     Stack,
     alphas,
@@ -26,49 +24,10 @@ from tests.support.blocks import (
     train_alike,
     twin,
 )
-from tests.support.forwards import Counts, Normalizes, Routes, Statistics, WritesInput
+from tests.support.forwards import Statistics
 from tests.support.reducing import broadcast_in_place
 
 pytestmark = pytest.mark.device
-
-
-@alphas
-@pytest.mark.parametrize("block", [Block, Routes, Statistics, Normalizes, Counts, WritesInput])
-def test_without_the_native_core_regions_are_opaque_and_gradients_hold(
-    alpha: float, block: type[Layer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(executing, "core", lambda: None)
-    executor = train_alike(block, alpha, exact=True)
-    assert dict(executor.opaque) == {"the native core is missing": 3}
-    assert executor.transfer.offloaded_total_bytes > 0, "inputs are swapped"
-
-
-def test_without_the_native_core_backward_runs_twice_through_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executing, "core", lambda: None)
-    torch.manual_seed(0)
-    model = Stack(2)
-    reference = twin(model)
-    tokenwise(model, 0.0)
-    x = torch.randn(2, 6, 16)
-    for network in (model, reference):
-        loss = network(x)
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert_same(gradients(model), gradients(reference))
-
-
-def test_without_the_native_core_gradients_hold_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executing, "core", lambda: None)
-    torch.manual_seed(0)
-    model = Stack(2)
-    reference = twin(model)
-    tokenwise(model, 0.0)
-    x = torch.randn(2, 6, 16)
-    for network in (model, reference):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = network(x)
-        out.backward()
-    assert_same(gradients(model), gradients(reference))
 
 
 @pytest.mark.parametrize("change", [lambda y: y[:, :1], lambda y: y.double()])

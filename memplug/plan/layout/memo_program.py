@@ -1,8 +1,7 @@
-"""Others' solvers for `exact`: CP-SAT decides whether a height is enough, HiGHS minimises it by MEMO's program."""
+"""MEMO's mixed integer program of a layout (section 4.2), solved by HiGHS."""
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from typing import TYPE_CHECKING
 
@@ -14,40 +13,6 @@ if TYPE_CHECKING:
 
 _PAIRS_AT_MOST = 20_000
 """Binary variables of the mixed integer program; with more, HiGHS does not even look at its time limit in time."""
-
-
-def has_cp_sat() -> bool:
-    """Whether OR-Tools is installed."""
-    return importlib.util.find_spec("ortools") is not None
-
-
-def decide(small: Small, height: int, seconds: float) -> tuple[bool | None, np.ndarray]:
-    """See `exact.Decide`, by CP-SAT.
-
-    Raises:
-        ImportError: OR-Tools is not installed.
-    """
-    from ortools.sat.python import cp_model
-
-    model = cp_model.CpModel()
-    multiples, spaces, times = [], [], []
-    rows = (small.lower, small.upper, small.size, small.alignment)
-    for lower, upper, size, alignment in zip(*(column.tolist() for column in rows), strict=True):
-        if size > height:
-            return False, np.zeros(0, np.int64)
-        multiple = model.new_int_var(0, (height - size) // alignment, "")
-        multiples.append(multiple)
-        spaces.append(model.new_fixed_size_interval_var(multiple * alignment, size, ""))
-        times.append(model.new_fixed_size_interval_var(lower, upper - lower, ""))
-    model.add_no_overlap_2d(times, spaces)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = 8
-    status = solver.solve(model)
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        found = np.array([solver.value(multiple) for multiple in multiples], np.int64)
-        return True, found * small.alignment
-    return (False if status == cp_model.INFEASIBLE else None), np.zeros(0, np.int64)
 
 
 def minimise(small: Small, offsets: np.ndarray, deadline_s: float) -> tuple[np.ndarray, bool]:
