@@ -22,10 +22,12 @@ from memplug.hooks.withheld import (
     Withheld,
     copied,
     give_back,
+    mapped,
     tensors_in,
     withhold,
     without_memory,
 )
+from memplug.tokenwise.regions.buffers import alias_of
 from memplug.tokenwise.regions.core import paused
 
 
@@ -106,11 +108,13 @@ class _Layers(list):
 
     Attributes:
         found: by index, copies of those as the run found them.
+        leaves: by `id`, their tensors that were no part of a graph.
     """
 
     def __init__(self, layers: list[Any]):
         super().__init__(layers)
         self.found: dict[int, Any] = {}
+        self.leaves: set[int] = set()
         self._given = tuple(layers)
 
     def __getitem__(self, at: Any) -> Any:
@@ -119,6 +123,7 @@ class _Layers(list):
         index = range(len(self))[operator.index(at)]
         layer = super().__getitem__(index)
         if index < len(self._given) and layer is self._given[index]:
+            self.leaves.update(id(tensor) for tensor in tensors_in(vars(layer)) if not tensor.requires_grad)
             self.found[index], layer = copied(layer), copied(layer)
             super().__setitem__(index, layer)
         return layer
@@ -141,6 +146,9 @@ class _Layers(list):
             if type(layers[at]) is not type(used):
                 layers[at] = used
             _put_layer(layers[at], used, found, region, uses)
+        for found in self.found.values():  # a tensor that the run wrote to leads to the run's graph, which has `found`
+            for name, value in vars(found).items():
+                vars(found)[name] = mapped(value, lambda x: alias_of(x) if id(x) in self.leaves else x)
 
 
 def _put_layer(layer: Any, used: Any, found: Any, region: str, uses: Uses) -> None:

@@ -74,7 +74,7 @@ class Withheld:
             if made is None:
                 raise self.used_again()
             self._made = {id(place): tensor for (place, _), tensor in zip(self._places, made, strict=True)}
-        return _mapped(value, lambda tensor: self._made.get(id(tensor), tensor))
+        return mapped(value, lambda tensor: self._made.get(id(tensor), tensor))
 
     def used_again(self) -> ConflictError:
         """Returns the error of a use that cannot be."""
@@ -177,17 +177,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(each)
 
 
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Returns the value with other tensors."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
-        return {key: _mapped(each, change) for key, each in value.items()}
+        return {key: mapped(each, change) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_mapped(each, change) for each in value)
+        return type(value)(mapped(each, change) for each in value)
     return value
 
 
 def without_memory(value: Any, kept: set[int], withheld: Withheld) -> Any:
     """Returns the value, with all tensors but some, given by their `id`, withheld."""
-    return _mapped(value, lambda tensor: tensor if id(tensor) in kept else withheld.place_of(tensor))
+    return mapped(value, lambda tensor: tensor if id(tensor) in kept else withheld.place_of(tensor))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -158,6 +161,31 @@ def test_a_static_cache_is_written_to_as_without_memplug(is_opaque: bool) -> Non
         assert_same_training(model, x, cache, theirs)
         for one, other in zip(cache.layers, prefilled(plain).layers, strict=True):
             assert torch.equal(one.keys[:, :, :12], other.keys[:, :, :12])
+
+
+@pytest.mark.parametrize("ending", ["backward", "failed", "dropped"])
+@pytest.mark.parametrize("is_opaque", [False, True])
+def test_a_cache_that_a_region_wrote_to_holds_no_step(is_opaque: bool, ending: str) -> None:
+    def step() -> list[weakref.ref[Any]]:
+        model, x = tiny_llama(), tokens()
+        cache = StaticCache(model.config, max_cache_len=48)
+        with memplug.attach(model, block()) as session:
+            if is_opaque:
+                opaque(session)
+            with torch.no_grad():
+                model(input_ids=x, past_key_values=cache)
+            loss = model(input_ids=x, labels=x, past_key_values=cache).loss
+            if ending == "failed":
+                with torch.no_grad():
+                    model(input_ids=x, past_key_values=cache)
+            with contextlib.suppress(InPlaceError):
+                if ending != "dropped":
+                    loss.backward()
+        return [weakref.ref(each) for each in (model, session, cache.layers[0].keys)]
+
+    left = step()
+    gc.collect()
+    assert [each() for each in left] == [None] * 3
 
 
 def test_a_cache_written_to_before_backward_is_an_error_that_names_the_region() -> None:

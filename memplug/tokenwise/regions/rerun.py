@@ -35,35 +35,53 @@ def rerun(executor: Executor, frame: Any, region: Region) -> None:
             "it were alike and were not: run again on this rank alone, it would leave the others waiting",
             'Leave the module out of "tokenwise.regions".',
         )
-    count, asks = 0, region.native.asks
+    saves = _Saves(frame, region)
+    hooks = torch.autograd.graph.saved_tensors_hooks(saves.pack, held_meanwhile)
+    ambient = restored(executor.device, frame.surroundings, *frame.ambient)
+    states = executor.rerunning(frame.unit_states)
+    leaves = frame.leaves if region.native.asks else []
+    try:
+        with no_transforms(), states, as_before(frame.buffers), _gradients_as_before(leaves), ambient:
+            with torch.enable_grad(), hooks:
+                args, kwargs = frame.arguments()
+                with _names_as_before(frame, region, args, kwargs):
+                    frame.call(*args, **kwargs)
+    finally:
+        saves.frame = None
+    if saves.count != frame.saved:
+        raise RecomputeError(
+            f"region {region.name}: forward saved {frame.saved} tensors for backward, the recompute pass {saves.count}"
+        )
+    frame.consume_inputs()
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor | None:
-        nonlocal count
+
+class _Saves:
+    """Gives a frame what a recompute pass saves.
+
+    The pass's graph holds this object, maybe for as long as a tensor that the module wrote to.
+
+    Attributes:
+        frame: None once the pass is over.
+        count: tensors that it saved.
+    """
+
+    def __init__(self, frame: Any, region: Region):
+        self.frame, self.count = frame, 0
+        self._region, self._asks = region, region.native.asks
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns what the pass's own graph keeps of a saved tensor: nothing, unless the module runs that graph."""
+        frame, count = self.frame, self.count
         if count < frame.saved and frame.has_to_restore(count):
             size, dtype = frame.saved_as(count)
             if (size, dtype) != (tuple(tensor.shape), tensor.dtype):
                 raise RecomputeError(
-                    f"region {region.name}: a saved tensor was {size} {dtype} in forward and is {tuple(tensor.shape)} "
-                    f"{tensor.dtype} when recomputed"
+                    f"region {self._region.name}: a saved tensor was {size} {dtype} in forward and is "
+                    f"{tuple(tensor.shape)} {tensor.dtype} when recomputed"
                 )
             frame.restore(count, tensor.detach())
-        count += 1
-        return tensor.detach() if asks else None
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, held_meanwhile)
-    ambient = restored(executor.device, frame.surroundings, *frame.ambient)
-    states = executor.rerunning(frame.unit_states)
-    leaves = frame.leaves if asks else []
-    with no_transforms(), states, as_before(frame.buffers), _gradients_as_before(leaves), ambient:
-        with torch.enable_grad(), hooks:
-            args, kwargs = frame.arguments()
-            with _names_as_before(frame, region, args, kwargs):
-                frame.call(*args, **kwargs)
-    if count != frame.saved:
-        raise RecomputeError(
-            f"region {region.name}: forward saved {frame.saved} tensors for backward, the recompute pass {count}"
-        )
-    frame.consume_inputs()
+        self.count += 1
+        return tensor.detach() if self._asks else None
 
 
 @contextlib.contextmanager
