@@ -14,7 +14,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 
 from memplug.tokenwise.regions.buffers import alias_of
 
+Result = TypeVar("Result")
 _CONSTANT = (
     *(int, float, complex, str, bytes, type(None), type(Ellipsis), type, enum.Enum, re.Pattern, range, slice),
     *(types.ModuleType, types.BuiltinFunctionType, property, staticmethod, classmethod, weakref.ref, np.generic),
@@ -82,7 +83,23 @@ class Globals(Part):
     """Variables of a Python module."""
 
 
-@functools.lru_cache(maxsize=4096)
+def _once_for_each_class(function: Callable[[type], Result]) -> Callable[[type], Result]:
+    """Returns the function with its results kept for as long as the classes are there: one that is made in a function
+    may hold a model.
+    """
+    known: weakref.WeakKeyDictionary[type, Result] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def kept(cls: type) -> Result:
+        try:
+            return known[cls]
+        except KeyError:
+            return known.setdefault(cls, function(cls))
+
+    return kept
+
+
+@_once_for_each_class
 def kind_of(cls: type) -> Kind | Unknown | None:
     """Returns how to treat an object of this class; None: it is constant, or none of the region's business."""
     if issubclass(cls, torch.Tensor):
@@ -162,7 +179,7 @@ def _write_object(live: Any, state: dict[str, Any]) -> None:
             object.__delattr__(live, name)
 
 
-@functools.lru_cache(maxsize=4096)
+@_once_for_each_class
 def _slots(cls: type) -> frozenset[str]:
     """Returns names of an object's members that are in no `__dict__`."""
     return frozenset(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import gc
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,6 +71,26 @@ def test_an_input_that_is_conjugated_or_negated_lazily_comes_back_as_it_was(
         torch.stack(losses).sum().backward()
         found.append(x.grad)
     assert torch.equal(*found) and executor.transfer.prefetched_total_bytes > 0
+
+
+def test_a_class_that_was_opaque_is_gone_with_its_model() -> None:
+    def train() -> weakref.ref[Any]:
+        class Own(Layer):
+            """Made in a function, it leads to the model."""
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + self.out(self.inner(x).sigmoid()) * len(model.layers)
+
+        model = Stack(2, Own)
+        tokenwise(model, 0.5)
+        for region in model.regions:
+            region.opaque = "for this test"
+        model(torch.randn(2, 6, 16)).backward()
+        return weakref.ref(model)
+
+    left = train()
+    gc.collect()
+    assert left() is None
 
 
 class TakesAddress(Layer):
