@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memplug.config import MemplugConfig
-    from memplug.estimator import estimate, record_values
     from memplug.hooks.attach import attach
-    from memplug.plan.plan_file import load as load_plan
-    from memplug.session import Session
+    from memplug.plans.plan_file import load as load_plan
+    from memplug.predict.estimator import estimate, record_values
+    from memplug.session.session import Session
 
 __all__ = ["MemplugConfig", "Session", "attach", "estimate", "install", "load_plan", "record_values", "uninstall"]
 
@@ -43,15 +43,15 @@ def __getattr__(name: str) -> Any:
 
         return attach
     if name in ("estimate", "record_values"):
-        from memplug import estimator
+        from memplug.predict import estimator
 
         return getattr(estimator, name)
     if name == "Session":
-        from memplug.session import Session
+        from memplug.session.session import Session
 
         return Session
     if name == "load_plan":
-        from memplug.plan.plan_file import load
+        from memplug.plans.plan_file import load
 
         return load
     if name == "MemplugConfig":

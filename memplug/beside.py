@@ -88,7 +88,7 @@ class Beside:
         task.write_bytes(pickle.dumps(self._task))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "memplug.plan.worker", str(task), str(result)],
+            [sys.executable, "-m", "memplug.plans.worker", str(task), str(result)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from memplug.plan.layout import planners
+from memplug.arena.plan import planners
 
 
 @dataclass(frozen=True)

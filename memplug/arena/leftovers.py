@@ -11,7 +11,7 @@ import numpy as np
 
 from memplug.arena.arena import Arena, Counters
 from memplug.arena.tables import Tables
-from memplug.plan.schema import MemoryPlan
+from memplug.plans.schema import MemoryPlan
 
 SPARE_SHARE = 0.25  # of an annex, since its requests are placed as they come
 CROWDED_STEPS = 3  # in a row in which it did not suffice, after which it is made larger

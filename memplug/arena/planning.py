@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from memplug.arena import shared
+from memplug.arena.plan import auto
+from memplug.arena.plan.dynamic import dynamic_peak_bytes, dynamic_spaces, renewed_spaces
+from memplug.arena.plan.from_trace import last_step, problem_of
+from memplug.arena.plan.problem import Problem, Solution
 from memplug.arena.tables import MARGIN_BYTES, Tables, tables_of
-from memplug.plan.layout import auto, dynamic, shared
-from memplug.plan.layout.from_trace import last_step, problem_of
-from memplug.plan.layout.problem import Problem
-from memplug.plan.schema import MemoryPlan
+from memplug.plans.schema import MemoryPlan, memory_plan
 from memplug.profile.trace import Trace
 
 AMENDING_S = 2.0
@@ -20,9 +22,9 @@ def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None
 
     Args:
         trace: of at least one step, with requests.
-        planner: see `memplug.plan.layout.auto.plan`.
+        planner: see `memplug.arena.plan.auto.plan`.
         checks: leave `MARGIN_BYTES` after each block.
-        folder: that ranks share; see `memplug.plan.layout.shared`.
+        folder: that ranks share; see `memplug.arena.shared`.
 
     Raises:
         LayoutError: no plan that the judge accepts was found.
@@ -31,8 +33,15 @@ def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None
     # a validation in this step may not come in the next: it is served from reusable space instead
     problem = problem_of(step, margin_bytes=MARGIN_BYTES if checks else 0, without_gradients=False)
     solution = shared.solve_once(problem, planner, _worth_s(problem, auto.TIME_LIMIT_S), folder)
-    plan = dynamic.plan_with_spaces(step, problem, solution)
+    plan = plan_with_spaces(step, problem, solution)
     return plan, tables_of(plan)
+
+
+def plan_with_spaces(step: Trace, problem: Problem, solution: Solution) -> MemoryPlan:
+    """The plan of a step: its addresses, and what its dynamic requests may reuse; the arguments are those of
+    `dynamic_spaces`.
+    """
+    return memory_plan(problem, solution, dynamic_spaces(step, problem, solution), dynamic_peak_bytes(step))
 
 
 def amended(plan: MemoryPlan, problem: Problem, planner: str) -> tuple[MemoryPlan, Tables]:
@@ -42,7 +51,8 @@ def amended(plan: MemoryPlan, problem: Problem, planner: str) -> tuple[MemoryPla
         LayoutError: as in `planned`.
     """
     solution = auto.plan(problem, planner, time_limit_s=_worth_s(problem, AMENDING_S))
-    renewed = dynamic.with_spaces_renewed(plan, problem, solution)
+    spaces = renewed_spaces(plan.dynamic, problem, solution)
+    renewed = memory_plan(problem, solution, spaces, plan.predictions.dynamic_peak_bytes)
     return renewed, tables_of(renewed)
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memplug.arena.plan.dynamic import idle_spaces
+from memplug.arena.plan.problem import Problem
 from memplug.errors import LayoutError
-from memplug.plan.layout.dynamic import idle_spaces
-from memplug.plan.layout.problem import Problem
-from memplug.plan.schema import MemoryPlan
+from memplug.plans.schema import MemoryPlan
 from memplug.profile.records import Pass
 
 MARGIN_BYTES = 512

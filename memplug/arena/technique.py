@@ -29,12 +29,12 @@ from memplug.beside import Beside
 from memplug.block import ArenaConfig
 from memplug.config import MemplugConfig
 from memplug.errors import ArenaError
-from memplug.plan import replay
-from memplug.plan.schema import MemoryPlan
+from memplug.plans.judge import judge_plan
+from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Pass, Trace
+from memplug.session.technique import Given, Technique
 from memplug.show.words import size
-from memplug.stages.technique import Given, Technique
 
 MISMATCHED_SHARE = 0.01  # of the requests of a step, above which it counts against the plan
 MISMATCHED_STEPS = 3  # in a row, after which there is a new one
@@ -206,8 +206,8 @@ class PlannedAddresses(Technique[Addresses]):
         return None
 
     def judge(self, part: Addresses) -> str:
-        """See `memplug.plan.replay`."""
-        findings = replay.judge_plan(part.plan)
+        """See `memplug.plans.judge`."""
+        findings = judge_plan(part.plan)
         return findings[0].message if findings else ""
 
     def install(self, part: Addresses) -> None:

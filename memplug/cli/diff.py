@@ -17,7 +17,7 @@ def diff(
 
     Exit code 0: compared, whatever differs; 1: a plan is not usable.
     """
-    from memplug.plan.plan_file import load
+    from memplug.plans.plan_file import load
     from memplug.show import plan_diff
 
     with refusing():

@@ -106,7 +106,7 @@ def _hardware() -> dict[str, object]:
 
     import torch
 
-    from memplug.profile.hardware import measure
+    from memplug.device.hardware import measure
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return {"device": str(device), **asdict(measure(device))}

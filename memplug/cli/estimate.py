@@ -12,8 +12,8 @@ from memplug.cli.output import collected_warnings, echo_warnings, print_table, p
 if TYPE_CHECKING:
     from memplug.config import MemplugConfig
     from memplug.device.virtual import Hardware
-    from memplug.estimator import Estimate
-    from memplug.estimator.workload import Workload
+    from memplug.predict.estimator import Estimate
+    from memplug.predict.estimator.workload import Workload
 
 _ALL = "all"
 
@@ -143,7 +143,7 @@ def estimate(
             options["host_bytes"] = host_gib * 2**30
         with progress("importing torch") as say:
             if layout is not None:
-                from memplug.estimator.stages import estimate_megatron
+                from memplug.predict.estimator.stages import estimate_megatron
 
                 found = estimate_megatron(workload, config, hardware, modes, layout, micro_batches, say=say, **options)
             else:
@@ -176,10 +176,10 @@ def _asked(
     from memplug.config import load_config, read_ds_config
     from memplug.device.virtual import Hardware
     from memplug.ds_json.reading import read_json
-    from memplug.estimator.engine import dtype_of, micro_batch_of
-    from memplug.estimator.shapes import Shape
-    from memplug.estimator.values import Values
-    from memplug.estimator.workload import Workload
+    from memplug.predict.estimator.engine import dtype_of, micro_batch_of
+    from memplug.predict.estimator.shapes import Shape
+    from memplug.predict.estimator.values import Values
+    from memplug.predict.estimator.workload import Workload
 
     hardware, shape = Hardware.named(gpu), Shape.read(model)
     settings = read_json(ds_json) if ds_json is not None else {}
@@ -199,7 +199,7 @@ def _asked(
 
 
 def _modes(asked: str) -> tuple[str, ...]:
-    from memplug.estimator import MODES
+    from memplug.predict.estimator import MODES
 
     if asked not in (*MODES, _ALL):
         raise typer.BadParameter(f"{asked!r} is none of {', '.join(MODES)}, {_ALL}", param_hint="--mode")
@@ -215,8 +215,8 @@ def _estimate(
     gpus: int | None,
     **options: Any,
 ) -> "Estimate":
-    from memplug.estimator import estimate as run
-    from memplug.estimator.ranks import estimate_rank
+    from memplug.predict.estimator import estimate as run
+    from memplug.predict.estimator.ranks import estimate_rank
 
     if settings is not None:
         return estimate_rank(workload, config, hardware, modes, settings, gpus, **options)
@@ -231,7 +231,7 @@ def _limits(
     modes: tuple[str, ...],
     **options: Any,
 ) -> dict[str, dict[str, int]]:
-    from memplug.estimator.limits import Limits
+    from memplug.predict.estimator.limits import Limits
 
     searches = {mode: Limits(workload, config, hardware, mode, **options) for mode in modes}
     return {

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from memplug.cli import layouts
 
 if TYPE_CHECKING:
-    from memplug.estimator import Estimate
-    from memplug.estimator.workload import Workload
+    from memplug.predict.estimator import Estimate
+    from memplug.predict.estimator.workload import Workload
 
 
 def facts_of(

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from memplug.estimator import Estimate
-    from memplug.estimator.layout import Layout
-    from memplug.estimator.workload import Workload
+    from memplug.predict.estimator import Estimate
+    from memplug.predict.estimator.layout import Layout
+    from memplug.predict.estimator.workload import Workload
 
 
 def layout_of(workload: "Workload", split: dict[str, Any], gpus: int | None) -> "Layout | None":
     """Of Megatron-Core, where it trains."""
-    from memplug.estimator.layout import Layout
+    from memplug.predict.estimator.layout import Layout
 
     if not split and (gpus is not None or not workload.shape.is_mixture):
         return None

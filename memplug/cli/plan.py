@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from memplug.arena.plan import planners
 from memplug.cli.output import (
     AsJson,
     DeviceOfSnapshot,
@@ -15,11 +16,10 @@ from memplug.cli.output import (
     refuse_step_of_snapshot,
     refusing,
 )
-from memplug.plan.layout import planners
 
 if TYPE_CHECKING:
-    from memplug.plan.layout.problem import Problem
-    from memplug.plan.schema import MemoryPlan
+    from memplug.arena.plan.problem import Problem
+    from memplug.plans.schema import MemoryPlan
     from memplug.profile.allocator_history import History
     from memplug.profile.trace import Trace
 
@@ -85,8 +85,8 @@ def plan(
 
 def _read(source: Path, step: int | None, device: int | None) -> "tuple[Problem, Trace | None, History | None]":
     """What is to be placed, the step that it is of if any, and the history of a snapshot."""
-    from memplug.plan.layout.from_trace import last_step, problem_of, problem_of_all
-    from memplug.plan.layout.problem_file import read_csv
+    from memplug.arena.plan.from_trace import last_step, problem_of, problem_of_all
+    from memplug.arena.plan.problem_file import read_csv
     from memplug.profile import allocator_history
     from memplug.profile.trace_file import load
 
@@ -108,21 +108,22 @@ def _planned(
     capacity_bytes: int | None,
 ) -> "tuple[MemoryPlan, tuple[int, int]]":
     """The plan; and how many dynamic requests of the step, and bytes of them, would have found room in it."""
-    from memplug.plan.layout import auto, dynamic
-    from memplug.plan.schema import memory_plan
+    from memplug.arena.plan import auto, dynamic
+    from memplug.arena.planning import plan_with_spaces
+    from memplug.plans.schema import memory_plan
 
     with progress(f"planning {len(problem):,} requests", time_limit_s) as say:
         solution = auto.plan(problem, planner, time_limit_s=time_limit_s, capacity_bytes=capacity_bytes, progress=say)
         if recorded is None:
             return memory_plan(problem, solution), (0, 0)
         say("dynamic spaces")
-        made = dynamic.plan_with_spaces(recorded, problem, solution)
+        made = plan_with_spaces(recorded, problem, solution)
         return made, dynamic.served(recorded, made.dynamic)
 
 
 def _write(made: "MemoryPlan", output: Path) -> None:
-    from memplug.plan import plan_file
-    from memplug.plan.layout.problem_file import write_csv
+    from memplug.arena.plan.problem_file import write_csv
+    from memplug.plans import plan_file
 
     if output.suffix.lower() == ".csv":
         write_csv(made.problem, made.solution, output)

@@ -45,7 +45,7 @@ def show(
     Prints a summary; pages, pictures and files for other viewers are written only where an option names them.
     Exit code 0: all done; 1: the file, or one to be written, is not usable.
     """
-    from memplug.plan.plan_file import is_plan
+    from memplug.plans.plan_file import is_plan
     from memplug.profile.allocator_history import is_snapshot
 
     paths = {"html": html, "png": png, "snapshot": snapshot, "chrome": chrome}
@@ -111,7 +111,7 @@ def _views(trace: "Trace") -> "dict[str, Callable[[Path], None]]":
 
 def _plan(source: Path) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
     """As `_trace`, of a plan."""
-    from memplug.plan.plan_file import load
+    from memplug.plans.plan_file import load
     from memplug.show.layout_map import plan_figure
     from memplug.show.layout_summary import rows, summary
     from memplug.show.page import write_page

@@ -10,8 +10,8 @@ import typer
 from memplug.cli.output import collected_warnings, echo_warnings, print_table, progress, refusing
 
 if TYPE_CHECKING:
-    from memplug.tune.search import Configuration, Prediction
-    from memplug.tune.tuning import Tuned
+    from memplug.predict.tune.search import Configuration, Prediction
+    from memplug.predict.tune.tuning import Tuned
 
 _GIB = 2**30
 _HEADINGS = [
@@ -74,9 +74,9 @@ def _tuned(
 ) -> "Tuned":
     from memplug.device.virtual import Hardware
     from memplug.ds_json.reading import read_json
-    from memplug.estimator.shapes import Shape
-    from memplug.tune import tuning
-    from memplug.tune.machine import Machine
+    from memplug.predict.estimator.shapes import Shape
+    from memplug.predict.tune import tuning
+    from memplug.predict.tune.machine import Machine
 
     ds_config = read_json(ds_json)
     shape, machine = Shape.read(model), Machine(hardware=Hardware.named(gpu), gpus=gpus)

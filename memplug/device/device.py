@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from memplug.device.hardware import host_available_bytes
 from memplug.device.host_time import HostTime
 from memplug.device.memory import CudaMemory, DeviceMemory
-from memplug.profile.hardware import host_available_bytes
 
 PAGE_BYTES = 4096
 

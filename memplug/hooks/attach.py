@@ -22,11 +22,11 @@ from memplug.hooks.groups import Group
 from memplug.hooks.job import job_of
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Recorder
-from memplug.session import Session, initial_regions
+from memplug.session.ranks import Ranks
 from memplug.session.recording import Recording
-from memplug.stages.ranks import Ranks
-from memplug.stages.table import Stage
-from memplug.tokenwise.regions.region import Region
+from memplug.session.session import Session, initial_regions
+from memplug.session.table import Stage
+from memplug.tokenwise.engine.region import Region
 
 OLDEST_TORCH = (2, 6)
 

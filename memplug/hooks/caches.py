@@ -27,8 +27,8 @@ from memplug.hooks.withheld import (
     withhold,
     without_memory,
 )
-from memplug.tokenwise.regions.buffers import alias_of
-from memplug.tokenwise.regions.core import paused
+from memplug.tokenwise.engine.buffers import alias_of
+from memplug.tokenwise.engine.core import paused
 
 
 def is_cache(value: Any) -> bool:

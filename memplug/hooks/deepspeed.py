@@ -36,8 +36,9 @@ from memplug.ds_json.keys import offloads_of
 from memplug.errors import ConflictError, PatchError
 from memplug.hooks.framework import Framework, Layers, Target
 from memplug.hooks.patching import ORIGINAL, is_patched, patch, put_back, uncompared, unnoticed, wrapped
-from memplug.session import Session, report
-from memplug.tokenwise.regions.region import Region
+from memplug.session import report
+from memplug.session.session import Session
+from memplug.tokenwise.engine.region import Region
 
 log = logging.getLogger("memplug")
 

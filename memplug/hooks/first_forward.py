@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memplug.hooks.places import shapes
-from memplug.session import Session
+from memplug.session.session import Session
 
 
 def watch(chunks: Sequence[nn.Module], session: Session) -> None:

@@ -3,7 +3,7 @@
 All other functions that are compiled inside of a region run as they are written, so that their operators are observed
 (memplug/native/as_written.h). FlexAttention written out has a score for each pair of tokens, which is what it is
 compiled for. So where `torch.compile(flex_attention)` is called there, with whatever backend, the compiler is called,
-and a call of each graph that it makes is a unit (memplug.tokenwise.regions.units): all tensors that it reads, those in
+and a call of each graph that it makes is a unit (memplug.tokenwise.engine.units): all tensors that it reads, those in
 the closures of masks and scores among them, are its arguments, and it runs again without asking the compiler.
 
 | patched | on | why |
@@ -29,11 +29,11 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from memplug.hooks.patching import patch
-from memplug.session import Session
-from memplug.tokenwise.regions.core import core
-from memplug.tokenwise.regions.operators import Kind
-from memplug.tokenwise.regions.units import Unit
-from memplug.tokenwise.regions.watch import AddressMode
+from memplug.session.session import Session
+from memplug.tokenwise.engine.core import core
+from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.units import Unit
+from memplug.tokenwise.engine.watch import AddressMode
 
 VERSIONS = "torch 2.13"  # in others names may differ: then calls run as they are written
 

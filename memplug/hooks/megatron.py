@@ -20,7 +20,7 @@ What a layer is made of decides what memplug can do with it:
 | flash-attn 3 since November 2025, likewise | likewise | stand-ins |
 | grouped matmul (`torch._grouped_mm`) | row by row | CPU, outside of Megatron-Core |
 | modules of Transformer Engine, FP8 or not | tensor by tensor of what they saved (transformer_engine.py) | H200 |
-| fused kernels of other functions, GroupedMLP | likewise (memplug/tokenwise/regions/hidden.py) | stand-ins |
+| fused kernels of other functions, GroupedMLP | likewise (memplug/tokenwise/engine/hidden.py) | stand-ins |
 | DeepEP and HybridEP (flex dispatcher) | what they exchanged is captured, never exchanged again | stand-ins |
 """
 
@@ -43,9 +43,9 @@ from memplug.hooks import random_states
 from memplug.hooks.framework import Framework, Layers, Target, instances, outermost
 from memplug.hooks.patching import patch, unnoticed
 from memplug.hooks.regions import Call, Prepare
-from memplug.session import Session
-from memplug.stages.ranks import Ranks
-from memplug.tokenwise.regions.tape import storage_of
+from memplug.session.ranks import Ranks
+from memplug.session.session import Session
+from memplug.tokenwise.engine.tape import storage_of
 
 log = logging.getLogger("memplug")
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from memplug.errors import ConflictError, RegionError
-from memplug.session import Session
-from memplug.tokenwise.regions.region import Region
+from memplug.session.session import Session
+from memplug.tokenwise.engine.region import Region
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What DistributedDataParallel and engines, torch.compile, FSDP and checkpoint wrappers call the module they wrap."""

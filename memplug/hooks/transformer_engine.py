@@ -1,7 +1,7 @@
 """Transformer Engine: its modules are units of a region, and run again in FP8 with the scales that they had.
 
 They call kernels past torch's dispatcher. Each of them can be run again by itself, and what it saves for backward
-reaches memplug tensor by tensor (memplug.tokenwise.regions.units):
+reaches memplug tensor by tensor (memplug.tokenwise.engine.units):
 
 | class | made of | by rows |
 |---|---|---|
@@ -48,10 +48,10 @@ from torch import nn
 from memplug.errors import ConflictError, PatchError
 from memplug.hooks.patching import patch
 from memplug.hooks.units import make_unit
-from memplug.session import Session
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.operators import Kind
-from memplug.tokenwise.regions.units import Unit
+from memplug.session.session import Session
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.units import Unit
 
 VERSIONS = "transformer-engine 1.13 to 2.20"
 

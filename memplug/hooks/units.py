@@ -13,9 +13,9 @@ from torch import nn
 
 from memplug.errors import ConflictError
 from memplug.hooks.regions import UNIT, subclass
-from memplug.session import Session
-from memplug.tokenwise.regions.hidden import HiddenFunctions
-from memplug.tokenwise.regions.units import Unit
+from memplug.session.session import Session
+from memplug.tokenwise.engine.hidden import HiddenFunctions
+from memplug.tokenwise.engine.units import Unit
 
 
 def make_unit(module: nn.Module, unit: Unit, session: Session) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memplug.errors import ConflictError
-from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.engine.core import core
 
 WITHHELD = "_memplug_withheld"
 

@@ -28,7 +28,7 @@ py::object default_device() {
   if (at::impl::PythonTorchFunctionTLS::stack_len() == 0) {
     return py::none();
   }
-  return py::module_::import("memplug.tokenwise.regions.ambient").attr("default_device")();
+  return py::module_::import("memplug.tokenwise.engine.ambient").attr("default_device")();
 }
 
 std::array<bool, 4> attention_now() {

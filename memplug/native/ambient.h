@@ -25,7 +25,7 @@ struct CpuRandom {
   std::optional<double> next_double;
 };
 
-// Taken when a region's forward starts; memplug/tokenwise/regions/ambient.py brings it back. Guarded by Python's lock.
+// Taken when a region's forward starts; memplug/tokenwise/engine/ambient.py brings it back. Guarded by Python's lock.
 struct Ambient {
   struct Autocast {
     c10::DeviceType device;

@@ -12,7 +12,7 @@
 
 namespace memplug {
 
-// Packed as `describe` in memplug/tokenwise/regions/operators.py.
+// Packed as `describe` in memplug/tokenwise/engine/operators.py.
 enum Trait : uint32_t {
   COMMUNICATES = 1 << 0, // other ranks take part
   EXCHANGE = 1 << 1, // of c10d: writes to its arguments, although its schema does not say so
@@ -25,7 +25,7 @@ enum Trait : uint32_t {
   RESHAPES = 1 << 8, // gives a tensor other memory, or another layout, in place
   FACTORY = 1 << 9, // makes a tensor out of nothing
   WAITS = 1 << 10, // for what a collective has launched, in the memory of its argument
-  ROWS = 1 << 11, // the kinds of expensive operators (memplug/tokenwise/regions/operators.py): their results are captured
+  ROWS = 1 << 11, // the kinds of expensive operators (memplug/tokenwise/engine/operators.py): their results are captured
   ATTENTION = 1 << 12, // unless a plan says otherwise
   COLLECTIVE = 1 << 13,
   CHOICE = 1 << 14,

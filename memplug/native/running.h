@@ -26,11 +26,11 @@ struct __attribute__((visibility("hidden"))) Locked {
   pybind11::error_scope raised;
 };
 
-// Of `executor`, a memplug.tokenwise.regions.executor.Executor, it calls `is_scratch`, `written_buffers`, `is_alone`, `note_opaque`,
+// Of `executor`, a memplug.tokenwise.engine.executor.Executor, it calls `is_scratch`, `written_buffers`, `is_alone`, `note_opaque`,
 // `note_timed`, `restore` and `explain`. Guarded by Python's lock.
 class __attribute__((visibility("hidden"))) Running final : public Frame {
  public:
-  // `region_object`: the Python `Region`. `times`: a memplug.tokenwise.regions.times.Times, or None.
+  // `region_object`: the Python `Region`. `times`: a memplug.tokenwise.engine.times.Times, or None.
   Running(
       std::vector<std::shared_ptr<const Tape>> known,
       std::shared_ptr<Flow> flow,
@@ -40,7 +40,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       pybind11::object times);
 
   // Runs the region's own forward and returns what it returns. `surroundings`: of the framework, for Python's `Ambient`.
-  // `state`: a memplug.tokenwise.regions.state.State, or None: taken where the forward may be opaque.
+  // `state`: a memplug.tokenwise.engine.state.State, or None: taken where the forward may be opaque.
   static pybind11::object run(
       const std::shared_ptr<Flow>& flow,
       const std::shared_ptr<Region>& region,
@@ -116,7 +116,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   pybind11::object times; // or None
   int64_t given_bytes = 0; // of all tensors among the arguments
   pybind11::object state = pybind11::none(); // see `run`; None of a forward that is not opaque
-  pybind11::object buffers; // a memplug.tokenwise.regions.buffers.Buffers, or None: what the forward wrote to in place
+  pybind11::object buffers; // a memplug.tokenwise.engine.buffers.Buffers, or None: what the forward wrote to in place
 
  protected:
   void before_foreign_write(int32_t storage, const at::Tensor& tensor) override;

@@ -252,7 +252,7 @@ void SwapStep::find(const Values& values, int32_t number, bool output) {
 }
 
 // Other streams may use its tensors for as long as nothing waits for it. By its name, as COLLECTIVES in
-// memplug/plan/swap/from_trace.py: to ask what an operator's traits are may run Python.
+// memplug/swap/plan/from_trace.py: to ask what an operator's traits are may run Python.
 bool SwapStep::is_collective(const at::RecordFunction& function, int32_t number) {
   if (number >= static_cast<int32_t>(collectives_.size())) {
     collectives_.resize(number + 1, -1);

@@ -14,7 +14,7 @@
 
 namespace memplug {
 
-// As `Form` in memplug/tokenwise/regions/tape.py.
+// As `Form` in memplug/tokenwise/engine/tape.py.
 enum class Form : uint8_t { VIEW, WRITE, PURE, FIXED, EXCHANGE, VALUE };
 
 // Where a tensor lies in its storage.

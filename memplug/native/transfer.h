@@ -36,7 +36,7 @@
 
 namespace memplug {
 
-// An error that memplug/tokenwise/regions/core.py says in words; `what()` is the size of the tensor concerned.
+// An error that memplug/tokenwise/engine/core.py says in words; `what()` is the size of the tensor concerned.
 struct Failure : std::runtime_error {
   enum Kind : uint8_t {
     KEPT_WAS_WRITTEN,

@@ -75,7 +75,7 @@ bool set_error(const std::exception& error) {
     return false;
   }
   try {
-    py::module_::import("memplug.tokenwise.regions.core").attr("fail")(static_cast<int>(failure->kind), failure->what());
+    py::module_::import("memplug.tokenwise.engine.core").attr("fail")(static_cast<int>(failure->kind), failure->what());
   } catch (py::error_already_set& raised) {
     raised.restore();
   }

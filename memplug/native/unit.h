@@ -23,7 +23,7 @@ namespace memplug {
 
 // One call of a unit, as its frame keeps it. Guarded by Python's lock.
 struct __attribute__((visibility("hidden"))) UnitCall {
-  pybind11::object unit; // a memplug.tokenwise.regions.units.Unit
+  pybind11::object unit; // a memplug.tokenwise.engine.units.Unit
   pybind11::object call; // what ran
   pybind11::object state; // what it needs to run again as it ran
   pybind11::object surroundings; // as a region's

@@ -42,18 +42,18 @@ from memplug.errors import RanksError
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program
 from memplug.profile.trace import Trace
+from memplug.session.adjuster import Adjuster
 from memplug.session.claim import NOT_ASKED_FOR, Claim
+from memplug.session.followers import Followers
 from memplug.session.kept_plans import KeptPlans
+from memplug.session.plan_store import PlanStore
+from memplug.session.ranks import Ranks
 from memplug.session.recording import Recording, unused
+from memplug.session.table import Stage
+from memplug.session.technique import Given
 from memplug.session.techniques import FOLLOWING
-from memplug.stages.adjuster import Adjuster
-from memplug.stages.followers import Followers
-from memplug.stages.plan_store import PlanStore
-from memplug.stages.ranks import Ranks
-from memplug.stages.table import Stage
-from memplug.stages.technique import Given
 from memplug.swap.technique import SwapsWhole
-from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.room import Served
 from memplug.tokenwise.technique import TokenWise
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from memplug.errors import MemplugError, RecorderError
+from memplug.session.followers import Followers
 from memplug.session.recording import Recording
-from memplug.stages.followers import Followers
-from memplug.stages.technique import Given, Technique
+from memplug.session.technique import Given, Technique
 
 log = logging.getLogger("memplug")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memplug.show.words import size
 
 if TYPE_CHECKING:
-    from memplug.session import Session
+    from memplug.session.session import Session
 
 
 def line(session: Session) -> str:

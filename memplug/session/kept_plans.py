@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 from memplug import native
+from memplug.arena.plan.problem import BUFFER, Problem, Solution
 from memplug.beside import Beside
 from memplug.errors import LayoutError
-from memplug.plan.layout.problem import BUFFER, Problem, Solution
-from memplug.plan.schema import MemoryPlan, PlannedProgram, Training, memory_plan
+from memplug.plans.schema import MemoryPlan, PlannedProgram, Training, memory_plan
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program, similar
+from memplug.session.adjuster import Adjuster, Lasting
+from memplug.session.followers import Followers
+from memplug.session.plan_store import PlanStore
+from memplug.session.programs import Remembered
 from memplug.session.recording import Recording
-from memplug.stages.adjuster import Adjuster, Lasting
-from memplug.stages.followers import Followers
-from memplug.stages.plan_store import PlanStore
-from memplug.stages.programs import Remembered
 from memplug.tokenwise.technique import TokenWise
 
 log = logging.getLogger("memplug")

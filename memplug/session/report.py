@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from memplug.arena.arena import Counters
 from memplug.config import MemplugConfig
-from memplug.plan.tokenwise import TokenwisePlan
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.plan.solver import TokenwisePlan
 
 if TYPE_CHECKING:
     from memplug.arena.technique import PlannedAddresses
-    from memplug.plan.decisions import Decisions
     from memplug.swap.technique import SwapsWhole
+    from memplug.tokenwise.plan.decisions import Decisions
     from memplug.tokenwise.predictions import Predictions
     from memplug.tokenwise.rounding import Rounding
 

@@ -20,16 +20,16 @@ from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.errors import RecorderError
 from memplug.files import path_of
-from memplug.plan import tokenwise as plan
 from memplug.profile.records import Fingerprint
 from memplug.profile.trace import Trace
 from memplug.session import closing, out_of_memory, report
 from memplug.session.boundary import Boundary
+from memplug.session.ranks import Ranks
 from memplug.session.recording import Recording, of_rank
-from memplug.stages.ranks import Ranks
-from memplug.stages.table import Stage
+from memplug.session.table import Stage
 from memplug.tokenwise import budgets
-from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.plan import solver as plan
 
 log = logging.getLogger("memplug")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from memplug.arena.technique import PlannedAddresses
-from memplug.stages.technique import Technique
+from memplug.session.technique import Technique
 from memplug.swap.technique import SwapsWhole
 
 FOLLOWING: tuple[type[Technique[Any]], ...] = (SwapsWhole, PlannedAddresses)

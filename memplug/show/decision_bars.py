@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from memplug.plan.schema import MemoryPlan
+from memplug.plans.schema import MemoryPlan
 from memplug.show.decisions import decisions, region_words, short_region_names
 from memplug.show.figure import Axis, Bars, Column, Group, Panel, bytes_axis
 from memplug.show.words import duration, size

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from memplug.plan.layout.problem import fragmentation
-from memplug.plan.schema import MemoryPlan
+from memplug.arena.plan.problem import fragmentation
+from memplug.plans.schema import MemoryPlan
 from memplug.profile.allocator_history import History
 from memplug.show import summary as of_trace
 from memplug.show.groups import BEFORE, OUTSIDE

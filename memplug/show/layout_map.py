@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from memplug.plan.layout.problem import Problem, live_bytes
-from memplug.plan.schema import MemoryPlan
+from memplug.arena.plan.problem import Problem, live_bytes
+from memplug.plans.schema import MemoryPlan
 from memplug.show import decision_bars
 from memplug.show.figure import (
     PEAK,

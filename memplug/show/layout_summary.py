@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from memplug.plan.layout.problem import fragmentation
-from memplug.plan.schema import MemoryPlan
+from memplug.arena.plan.problem import fragmentation
+from memplug.plans.schema import MemoryPlan
 from memplug.show import decisions, swaps
 from memplug.show.summary import bytes_by, held_rows, recorded_rows
 from memplug.show.words import count, has_addresses, size

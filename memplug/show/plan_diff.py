@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memplug.plan.layout.problem import Problem
-from memplug.plan.schema import MemoryPlan
+from memplug.arena.plan.problem import Problem
+from memplug.plans.schema import MemoryPlan
 from memplug.show import decision_diff
 from memplug.show.groups import OUTSIDE, phase_words
 from memplug.show.layout_summary import addresses

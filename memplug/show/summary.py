@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from memplug.plan.layout.problem import Problem
+from memplug.arena.plan.problem import Problem
 from memplug.profile.trace import Trace, earlier_frees, freed_elsewhere, still_live
 from memplug.show.groups import BEFORE, OUTSIDE, phase_words
 from memplug.show.words import Moment, count, moment, size

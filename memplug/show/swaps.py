@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from memplug.plan.schema import MemoryPlan
-from memplug.plan.swap.part import SwapPart
+from memplug.plans.schema import MemoryPlan
 from memplug.show.words import count, duration, size
+from memplug.swap.plan.part import SwapPart
 
 _LARGEST = 4
 

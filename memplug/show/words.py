@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from memplug.plan.layout.problem import fragmentation
-from memplug.plan.plain import is_plain
-from memplug.plan.schema import MemoryPlan
-from memplug.plan.tokenwise_model import TokenwisePlan
+from memplug.arena.plan.problem import fragmentation
+from memplug.plans.schema import MemoryPlan
 from memplug.profile.trace import Trace
 from memplug.show.figure import axis_unit
 from memplug.show.groups import BEFORE, phase_words
 from memplug.show.timeline import Timeline
+from memplug.tokenwise.plan.model import TokenwisePlan
+from memplug.tokenwise.plan.plain import is_plain
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ import torch
 from memplug.device.device import Device
 from memplug.device.host_pool import HostPool
 from memplug.errors import SwapError
-from memplug.plan.swap.from_trace import Clock
-from memplug.plan.swap.part import SwapPart
 from memplug.profile.recorder import dtype_numbers
 from memplug.show.words import size
+from memplug.swap.plan.from_trace import Clock
+from memplug.swap.plan.part import SwapPart
 from memplug.swap.tables import Tables, tables_of
 
 Relief = tuple[str, int]
@@ -37,7 +37,7 @@ class InForce:
         core: the native core.
         min_bytes: of a tensor that leaves.
         host_bytes: that may be taken of the host.
-        explain: see `memplug.stages.technique.Given`.
+        explain: see `memplug.session.technique.Given`.
 
     Attributes:
         relief: of the last step in which a request failed.

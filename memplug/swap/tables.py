@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from memplug.plan.swap.features import RARE
-from memplug.plan.swap.part import SwapPart
+from memplug.swap.plan.features import RARE
+from memplug.swap.plan.part import SwapPart
 
 TARGET = np.dtype(  # SwapTarget in memplug/native/swap_list.h
     [

@@ -18,17 +18,17 @@ import torch
 from memplug import native
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
+from memplug.device.hardware import link_rates
 from memplug.errors import SwapError
-from memplug.plan.replay_swaps import mistakes_of_places
-from memplug.plan.schema import MemoryPlan
-from memplug.plan.swap.from_trace import clock_of
-from memplug.plan.swap.part import SwapBudgets, SwapPart, plan_part
-from memplug.profile.hardware import link_rates
+from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
+from memplug.session.technique import Given, Technique
 from memplug.show.words import size
-from memplug.stages.technique import Given, Technique
 from memplug.swap.in_force import InForce, Relief
+from memplug.swap.judge import mistakes_of_places
+from memplug.swap.plan.from_trace import clock_of
+from memplug.swap.plan.part import SwapBudgets, SwapPart, plan_part
 from memplug.swap.promises import Promises
 from memplug.swap.room import Room
 
@@ -171,7 +171,7 @@ class SwapsWhole(Technique[SwapPart]):
 
     def judge(self, part: SwapPart) -> str:
         """Whether its places are in order; against the recorded step it was judged as it was made, by
-        `memplug.plan.replay_swaps`.
+        `memplug.swap.judge`.
         """
         return next(mistakes_of_places(part), "")
 

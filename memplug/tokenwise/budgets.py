@@ -10,10 +10,10 @@ from memplug.config import MemplugConfig
 from memplug.device import capacity
 from memplug.device.capacity import DEVICE_SHARE
 from memplug.device.device import Device
+from memplug.device.hardware import link_rates
 from memplug.device.host_pool import ALIGNMENT_BYTES
 from memplug.errors import BudgetError
-from memplug.plan import tokenwise as plan
-from memplug.profile.hardware import link_rates
+from memplug.tokenwise.plan import solver as plan
 
 GIB = 2**30
 HOST_SHARE = 0.8  # of the memory that is available now, shared by the processes of this machine

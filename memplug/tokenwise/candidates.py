@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from memplug.plan import memo, plain
-from memplug.plan import tokenwise as plan
-from memplug.plan.cost import measure
+from memplug.tokenwise.plan import memo, plain
+from memplug.tokenwise.plan import solver as plan
+from memplug.tokenwise.plan.cost import measure
 
 LINK_FACTORS = (1.0, *(way for error in (1.1, 1.25, 1.5, 2.0, 3.0) for way in (1 / error, error)))
 """Of the link rates, for plans around the optimum: what a busy link gives is the largest error of the time model. At a

@@ -15,14 +15,14 @@ from math import floor
 from statistics import median
 
 from memplug.config import MemplugConfig
-from memplug.plan import memo
-from memplug.plan import tokenwise as plan
-from memplug.stages.ranks import Ranks
+from memplug.session.ranks import Ranks
 from memplug.tokenwise import budgets, planning
-from memplug.tokenwise.regions import operators
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.region import Region
-from memplug.tokenwise.regions.tape import Form, Tape
+from memplug.tokenwise.engine import operators
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.engine.tape import Form, Tape
+from memplug.tokenwise.plan import memo
+from memplug.tokenwise.plan import solver as plan
 
 log = logging.getLogger("memplug")
 

@@ -16,8 +16,8 @@ import torch
 
 from memplug.device.device import Device
 from memplug.device.host_time import HostTime
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.region import Region
 
 SHORT, LONG = 16, 80  # operators
 REPEATS = 9

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memplug.plan.tokenwise import InFlight
 from memplug.profile.trace import Pass, Trace
-from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.plan.solver import InFlight
 
 
 def times(step: Trace, regions: Sequence[Region], buffers: int) -> tuple[InFlight, ...]:

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from memplug.plan.decisions import Decisions
-from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.plan.decisions import Decisions
 
 log = logging.getLogger("memplug")
 

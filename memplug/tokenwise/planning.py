@@ -13,15 +13,15 @@ from statistics import fmean, median
 from typing import Any
 
 from memplug.device.host_pool import ALIGNMENT_BYTES
-from memplug.plan import tokenwise as plan
-from memplug.plan.decisions import Decision, Decisions, Setting
-from memplug.plan.tokenwise_model import part_bytes
 from memplug.tokenwise import host_time
-from memplug.tokenwise.regions import operators
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.operators import Kind
-from memplug.tokenwise.regions.region import Region
-from memplug.tokenwise.regions.tape import Form, Record, Tape
+from memplug.tokenwise.engine import operators
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.engine.tape import Form, Record, Tape
+from memplug.tokenwise.plan import solver as plan
+from memplug.tokenwise.plan.decisions import Decision, Decisions, Setting
+from memplug.tokenwise.plan.model import part_bytes
 
 Seconds = Callable[[Any, Any], float]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 
-from memplug.plan.decisions import Decisions
 from memplug.profile.similarity import Program
-from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.plan.decisions import Decisions
 
 log = logging.getLogger("memplug")
 

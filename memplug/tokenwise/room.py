@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
-from memplug.plan.decisions import Decisions
+from memplug.session.ranks import Ranks
 from memplug.show.words import size
-from memplug.stages.ranks import Ranks
 from memplug.tokenwise import budgets
+from memplug.tokenwise.plan.decisions import Decisions
 
 SLACK = 0.02  # of the budget, by which a step may reserve more than it
 

@@ -13,10 +13,10 @@ import logging
 import torch
 
 from memplug.config import MemplugConfig
-from memplug.plan.decisions import Decisions
 from memplug.show.words import size
 from memplug.tokenwise import budgets
-from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.plan.decisions import Decisions
 
 log = logging.getLogger("memplug")
 

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
-from memplug.plan import plain
-from memplug.plan import tokenwise as plan
-from memplug.plan.decisions import Decisions
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
-from memplug.stages.ranks import Ranks
+from memplug.session.ranks import Ranks
 from memplug.tokenwise import budgets, candidates, in_flight, planning
 from memplug.tokenwise.agreement import is_agreed
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.plan import plain
+from memplug.tokenwise.plan import solver as plan
+from memplug.tokenwise.plan.decisions import Decisions
 
 log = logging.getLogger("memplug")
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from memplug.stages.ranks import Ranks
-from memplug.tokenwise.regions.executor import Executor
+from memplug.session.ranks import Ranks
+from memplug.tokenwise.engine.executor import Executor
 
 log = logging.getLogger("memplug")
 

@@ -12,23 +12,23 @@ from typing import Any
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
-from memplug.plan.decisions import Decisions, Learnt, Setting
-from memplug.plan.replay_decisions import mistakes_of
-from memplug.plan.schema import MemoryPlan
-from memplug.profile.hardware import link_rates
+from memplug.device.hardware import link_rates
+from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program
 from memplug.profile.trace import Trace
+from memplug.session.ranks import Ranks
+from memplug.session.technique import AgreedTechnique
 from memplug.show.words import plan_in_words, size
-from memplug.stages.ranks import Ranks
-from memplug.stages.technique import AgreedTechnique
 from memplug.tokenwise import budgets, planning
 from memplug.tokenwise.checking import AlphaCheck
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.hooks import Hooks
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.judge import mistakes_of
 from memplug.tokenwise.plain_regions import PlainRegions
+from memplug.tokenwise.plan.decisions import Decisions, Learnt, Setting
 from memplug.tokenwise.predictions import Predictions
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.hooks import Hooks
-from memplug.tokenwise.regions.region import Region
 from memplug.tokenwise.room import Room, Served
 from memplug.tokenwise.rounding import Rounding
 from memplug.tokenwise.search import Search
@@ -113,7 +113,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         return decisions
 
     def judge(self, part: Decisions) -> str:
-        """See `memplug.plan.replay_decisions`."""
+        """See `memplug.tokenwise.judge`."""
         return next(mistakes_of(part), "")
 
     def install(self, part: Decisions) -> None:
@@ -146,7 +146,7 @@ class TokenWise(AgreedTechnique[Decisions]):
             self.executor.pool.give_back()
 
     def layer_bytes(self) -> dict[str, int]:
-        """See `memplug.stages.technique.Given`."""
+        """See `memplug.session.technique.Given`."""
         return {region.name: region.native.sent_bytes for region in self._regions}
 
     def in_words(self, part: Decisions) -> str:

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from memplug.arena.plan import auto
+from memplug.arena.plan.from_trace import last_step, problem_of
+from memplug.arena.plan.problem import solved
+from memplug.arena.planning import plan_with_spaces
 from memplug.arena.tables import PARTS, Tables, tables_of
 from memplug.errors import LayoutError
-from memplug.plan.layout import auto
-from memplug.plan.layout.dynamic import plan_with_spaces
-from memplug.plan.layout.from_trace import last_step, problem_of
-from memplug.plan.layout.problem import solved
-from memplug.plan.schema import MemoryPlan, memory_plan
+from memplug.plans.schema import MemoryPlan, memory_plan
 from memplug.profile.trace import Pass, Trace
 from memplug.profile.trace_file import load
 from tests.support.folders import DATA

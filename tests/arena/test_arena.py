@@ -17,7 +17,7 @@ from memplug.arena.technique import State
 from memplug.device.device import Device
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint
-from memplug.stages.followers import Followers
+from memplug.session.followers import Followers
 from tests.support.serving import (
     ALONE,
     CHECKED,

@@ -36,11 +36,11 @@ from torch import nn
 
 import memplug
 from memplug.arena.arena import Arena
+from memplug.arena.plan import auto
+from memplug.arena.plan.from_trace import last_step, problem_of
 from memplug.arena.tables import tables_of
 from memplug.native import building
-from memplug.plan.layout import auto
-from memplug.plan.layout.from_trace import last_step, problem_of
-from memplug.plan.schema import memory_plan
+from memplug.plans.schema import memory_plan
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Event, Fingerprint, Trace
 from tests.bench.caching_allocator import reserved

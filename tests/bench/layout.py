@@ -25,8 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-from memplug.plan.layout import planners
-from memplug.plan.layout.problem import Problem
+from memplug.arena.plan import planners
+from memplug.arena.plan.problem import Problem
 from memplug.profile.trace import Trace
 from tests.bench.table import Row, figures, render, write_rows
 from tests.support.folders import DATA, ROOT
@@ -60,7 +60,7 @@ def cases() -> tuple[str, ...]:
 
 def step_of(case: str) -> Trace | None:
     """The step of that name, or None: it is an instance."""
-    from memplug.plan.layout.from_trace import last_step
+    from memplug.arena.plan.from_trace import last_step
     from memplug.profile.trace_file import load
 
     if case in SCHEDULES:
@@ -70,8 +70,8 @@ def step_of(case: str) -> Trace | None:
 
 def problem_of(case: str) -> Problem:
     """What is to be placed in that case."""
-    from memplug.plan.layout import from_trace
-    from memplug.plan.layout.problem_file import read_csv
+    from memplug.arena.plan import from_trace
+    from memplug.arena.plan.problem_file import read_csv
 
     step = step_of(case)
     if step is not None:
@@ -81,8 +81,8 @@ def problem_of(case: str) -> Problem:
 
 def measure(case: str, mode: str, time_limit_s: float) -> dict[str, float | str]:
     """One run: height over lower bound, seconds, what the judge says, and the peak of this process in bytes."""
-    from memplug.plan.layout import auto
-    from memplug.plan.replay import judge
+    from memplug.arena.judge import judge
+    from memplug.arena.plan import auto
 
     problem = problem_of(case)
     began = time.perf_counter()

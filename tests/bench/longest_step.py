@@ -25,7 +25,7 @@ import torch
 import memplug
 from memplug.arena.technique import State
 from memplug.beside import Beside
-from memplug.stages.table import Stage
+from memplug.session.table import Stage
 from tests import made_as_users_do
 from tests.bench.table import Row, figures, render, write_rows
 

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from memplug.device.device import Device
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.region import Region
 from tests.bench.table import Row, figures, render, write_rows
 
 BENCH = "per_operator"

@@ -31,8 +31,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memplug
-from memplug.stages.programs import Programs, Remembered
-from memplug.stages.table import Stage
+from memplug.session.programs import Programs, Remembered
+from memplug.session.table import Stage
 from tests.bench.table import Row, figures, render, write_rows
 
 BENCH = "stability"

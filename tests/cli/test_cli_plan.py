@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from memplug.cli import app
-from memplug.plan.plan_file import load
-from memplug.plan.replay import judge_plan
+from memplug.plans.judge import judge_plan
+from memplug.plans.plan_file import load
 from memplug.profile.trace_file import save
 from tests.support.folders import DATA, ROOT
 from tests.support.schedules import Schedule, record

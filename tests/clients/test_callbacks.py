@@ -13,7 +13,7 @@ import pytest
 import memplug
 from memplug.errors import ConfigError, MemplugError
 from memplug.hooks.regions import session_of
-from memplug.stages.table import Stage
+from memplug.session.table import Stage
 from tests.support.hosts import block, tiny_llama, train
 
 WITHOUT_DEEPSPEED = SimpleNamespace(deepspeed_plugin=None)

@@ -18,7 +18,7 @@ from memplug.arena import planning
 from memplug.arena.technique import State
 from memplug.beside import Beside
 from memplug.errors import LayoutError
-from memplug.stages.table import Stage
+from memplug.session.table import Stage
 from memplug.tokenwise import candidates
 from tests.support import tasks
 from tests.support.serving import llama
@@ -38,7 +38,7 @@ def done(beside: Beside) -> Beside:
 
 
 def children() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "memplug.plan.worker" in " ".join(each.cmdline())]
+    return [each for each in psutil.Process().children() if "memplug.plans.worker" in " ".join(each.cmdline())]
 
 
 # -- one task ----------------------------------------------------------------------------------------------------------

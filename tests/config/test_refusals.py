@@ -17,6 +17,7 @@ from torch import nn
 
 import memplug
 from memplug.arena.arena import Arena
+from memplug.arena.plan.problem_file import read_csv
 from memplug.config import load_config
 from memplug.device.virtual import Hardware
 from memplug.errors import (
@@ -29,16 +30,15 @@ from memplug.errors import (
     RecorderError,
     TuneError,
 )
-from memplug.estimator.shapes import Shape
-from memplug.estimator.values import Values
 from memplug.files import opened
-from memplug.plan.layout.problem_file import read_csv
+from memplug.predict.estimator.shapes import Shape
+from memplug.predict.estimator.values import Values
+from memplug.predict.tune import tuning
+from memplug.predict.tune.fixed import Fixed
+from memplug.predict.tune.machine import Machine
 from memplug.profile.allocator_history import is_snapshot
 from memplug.profile.allocator_history import load as load_snapshot
 from memplug.profile.trace_file import load as load_trace
-from memplug.tune import tuning
-from memplug.tune.fixed import Fixed
-from memplug.tune.machine import Machine
 from tests.support.folders import ROOT
 
 TOO_DEEP = "[" * 100_000

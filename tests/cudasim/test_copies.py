@@ -9,7 +9,7 @@ import torch
 
 from memplug.device.device import CudaDevice
 from memplug.device.host_pool import HostPool
-from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.engine.core import core
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from memplug.device import host_pool
 from memplug.device.device import Device
 from memplug.device.host_pool import ALIGNMENT_BYTES, HostPool
-from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.engine.core import core
 
 SLAB_BYTES = 4096
 

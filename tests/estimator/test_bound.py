@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memplug.estimator.bound import bound
-from memplug.estimator.result import Span
+from memplug.predict.estimator.bound import bound
+from memplug.predict.estimator.result import Span
 
 
 def _span(name: str, begin_s: float, end_s: float, stream: int = 0) -> Span:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memplug.errors import EstimateError
-from memplug.estimator.engine import _refuse_as_deepspeed, dtype_of, micro_batch_of, settings_of
+from memplug.predict.estimator.engine import _refuse_as_deepspeed, dtype_of, micro_batch_of, settings_of
 
 FUSED = {"torch_adam": True, "fused": True}
 

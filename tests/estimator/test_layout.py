@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from memplug.errors import EstimateError
-from memplug.estimator.layout import Layout
-from memplug.estimator.shapes import Shape
+from memplug.predict.estimator.layout import Layout
+from memplug.predict.estimator.shapes import Shape
 from tests.support.folders import ROOT
 
 pytest.importorskip("transformers")

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from memplug.config import load_config
 from memplug.device.capacity import DEVICE_SHARE
 from memplug.device.virtual import Hardware
-from memplug.estimator import limits
-from memplug.estimator.limits import MOST_GROWTH, MOST_STEPS, Limits, capacity_bytes, largest, precise
-from memplug.estimator.shapes import Shape
-from memplug.estimator.workload import Workload
+from memplug.predict.estimator import limits
+from memplug.predict.estimator.limits import MOST_GROWTH, MOST_STEPS, Limits, capacity_bytes, largest, precise
+from memplug.predict.estimator.shapes import Shape
+from memplug.predict.estimator.workload import Workload
 
 BYTES = st.integers(1, 10**9)
 BEGIN = st.integers(1, 64)

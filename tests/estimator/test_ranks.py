@@ -10,9 +10,9 @@ import pytest
 
 from memplug.config import MemplugConfig
 from memplug.device.virtual import Hardware
-from memplug.estimator import MODES, Estimate, ranks
-from memplug.estimator.shapes import Shape
-from memplug.estimator.workload import Workload
+from memplug.predict.estimator import MODES, Estimate, ranks
+from memplug.predict.estimator.shapes import Shape
+from memplug.predict.estimator.workload import Workload
 
 
 @pytest.mark.parametrize(("stage", "left_out"), [(2, set()), (3, {"selective"})])

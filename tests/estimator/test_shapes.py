@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memplug.errors import EstimateError
-from memplug.estimator.shapes import Shape
+from memplug.predict.estimator.shapes import Shape
 from tests.support.folders import ROOT
 
 pytest.importorskip("transformers")

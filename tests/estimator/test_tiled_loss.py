@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplug.estimator.tiled_loss import tile_loss
+from memplug.predict.estimator.tiled_loss import tile_loss
 from tests.support import recipes
 
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memplug
 from memplug.errors import EstimateError
-from memplug.estimator.values import COPY, NUMBER, Values
+from memplug.predict.estimator.values import COPY, NUMBER, Values
 from tests.support.forking import launch_forked
 from tests.support.values_worker import HIDDEN, LAYERS, TOKENS, Routed
 

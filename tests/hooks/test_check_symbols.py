@@ -19,7 +19,7 @@ from types import ModuleType
 import pytest
 
 from memplug.hooks import deepspeed, megatron, megatron_training, transformer_engine
-from memplug.tokenwise.regions.hidden import EXCHANGES
+from memplug.tokenwise.engine.hidden import EXCHANGES
 from tests.support import check_symbols
 from tests.support.check_symbols import GONE, MOVED, THERE, check, main, verdict
 from tests.support.folders import ROOT

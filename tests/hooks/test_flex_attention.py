@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as flex
 
 import memplug
 from memplug.errors import RecomputeError
-from memplug.plan.decisions import Setting
+from memplug.tokenwise.plan.decisions import Setting
 from tests.support.blocks import assert_clean, assert_same, gradients, twin
 from tests.support.flex_layers import (
     LAYER_COUNT,

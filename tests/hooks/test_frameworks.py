@@ -13,8 +13,8 @@ import memplug
 from memplug.errors import ConflictError, RegionError
 from memplug.hooks import frameworks
 from memplug.hooks.framework import Framework, Layers, Target
-from memplug.session import Session
-from memplug.stages.table import Stage
+from memplug.session.session import Session
+from memplug.session.table import Stage
 from tests.support.blocks import Block, assert_same, gradients
 from tests.support.hosts import DISABLED, block, fingerprint, tiny_llama
 

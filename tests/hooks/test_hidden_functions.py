@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import memplug
 from memplug.errors import ConflictError
 from memplug.hooks.units import make_unit
-from memplug.tokenwise.regions.units import Unit
+from memplug.tokenwise.engine.units import Unit
 from tests.support.blocks import Layer, Stack, assert_same, gradients, twin
 from tests.support.hidden_functions import BLOCK, ran, train
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memplug.errors import InPlaceError
-from memplug.tokenwise.regions.units import Unit
+from memplug.tokenwise.engine.units import Unit
 from tests.hooks.test_fused_layers import over
 from tests.hooks.test_hidden_writes import Unsaid
 from tests.support.blocks import Layer, Stack, assert_same, gradients, tokenwise, twin

@@ -173,8 +173,8 @@ def test_ranks_with_other_blocks_are_refused_by_all_of_them():
         return [own, {**own, "tokenwise": {**own["tokenwise"], "alpha": 0.5}}]
 
     with (
-        mock.patch("memplug.stages.ranks.Ranks.gather", gather),
-        mock.patch("memplug.stages.ranks.Ranks.members", [0, 1]),
+        mock.patch("memplug.session.ranks.Ranks.gather", gather),
+        mock.patch("memplug.session.ranks.Ranks.members", [0, 1]),
         pytest.raises(ConfigError, match="tokenwise") as caught,
     ):
         memplug.attach(Model(), BLOCK)

@@ -11,7 +11,7 @@ import pytest
 
 import memplug
 from memplug.hooks.patching import ORIGINAL, patch
-from memplug.stages.table import Stage
+from memplug.session.table import Stage
 from tests.support.hosts import block, ds_config, make_engine, train_engine
 
 

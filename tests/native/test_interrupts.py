@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch._dynamo import eval_frame
 
-from memplug.tokenwise.regions import executor as module
-from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.engine import executor as module
+from memplug.tokenwise.engine.core import core
 from tests.support.blocks import (
     Block,
     Stack,

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplug.errors import RecomputeError
-from memplug.tokenwise.regions import core as native
-from memplug.tokenwise.regions.tape import records_of
+from memplug.tokenwise.engine import core as native
+from memplug.tokenwise.engine.tape import records_of
 from tests.support import forwards
 from tests.support.blocks import Layer
 from tests.support.compared_tapes import both, compare

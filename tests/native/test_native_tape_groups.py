@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # its defaults hold the group that there is when it is imported, so before any
 
 from memplug.errors import RecomputeError
-from memplug.tokenwise.regions import core as native
+from memplug.tokenwise.engine import core as native
 from tests.support.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, twin
 from tests.support.forking import launch_forked
 from tests.support.native_forward import Keeps, Run

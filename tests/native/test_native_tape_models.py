@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from memplug.tokenwise.regions import core as native
-from memplug.tokenwise.regions.tape import Form, records_of
+from memplug.tokenwise.engine import core as native
+from memplug.tokenwise.engine.tape import Form, records_of
 from tests.support.compared_tapes import both, compare, compare_layers
 from tests.support.native_forward import Run
 

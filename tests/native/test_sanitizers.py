@@ -23,8 +23,8 @@ FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
 TESTS = [
     *("native/test_native_tape", "device/test_host_pool", "tokenwise/test_plain", "profile/test_recorder_threads"),
     "arena/test_kept_tensors",
-    *(f"tokenwise/regions/test_{name}" for name in ("in_flight", "races", "graphs", "in_place")),
-    *(f"tokenwise/regions/test_{name}" for name in ("late_offloads", "opaque", "random")),
+    *(f"tokenwise/engine/test_{name}" for name in ("in_flight", "races", "graphs", "in_place")),
+    *(f"tokenwise/engine/test_{name}" for name in ("late_offloads", "opaque", "random")),
 ]
 # equal to the bit on some CPUs, as a product of fewer rows may round apart; and in a process that has no sanitizer
 UNRELATED = "rows- and test_a_replay_restores or test_a_child_of_a_fork"

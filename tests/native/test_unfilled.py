@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memplug.tokenwise.regions import core as native
+from memplug.tokenwise.engine import core as native
 from tests.support.compared_tapes import UNFILLED, both, compare
 from tests.support.native_forward import Keeps, Run
 

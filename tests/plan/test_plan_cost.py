@@ -7,12 +7,12 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from memplug.plan import tokenwise
-from memplug.plan.cost import chosen, measure
-from memplug.plan.idle import without_idle
-from memplug.plan.linear_program import LinearProgram
-from memplug.plan.tokenwise import _Search
-from memplug.plan.tokenwise_model import group_of
+from memplug.tokenwise.plan import solver as tokenwise
+from memplug.tokenwise.plan.cost import chosen, measure
+from memplug.tokenwise.plan.idle import without_idle
+from memplug.tokenwise.plan.linear_program import LinearProgram
+from memplug.tokenwise.plan.model import group_of
+from memplug.tokenwise.plan.solver import _Search
 from tests.plan.test_plan_properties import MIB, budgets, problems
 from tests.support import plans
 

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from memplug.plan.decisions import Decision, Decisions, Learnt, Setting
-from memplug.plan.plan_file import load, save
-from memplug.plan.replay import Fault, judge_plan
-from memplug.plan.schema import PlannedProgram, Training
-from memplug.plan.tokenwise_model import Group, RegionPlan, TokenwisePlan
+from memplug.arena.judge import Fault
+from memplug.plans.judge import judge_plan
+from memplug.plans.plan_file import load, save
+from memplug.plans.schema import PlannedProgram, Training
+from memplug.tokenwise.plan.decisions import Decision, Decisions, Learnt, Setting
+from memplug.tokenwise.plan.model import Group, RegionPlan, TokenwisePlan
 from tests.plan.test_plan_file import assert_same, small_plan
 
 

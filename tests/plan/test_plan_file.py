@@ -11,10 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memplug.arena.plan.part import DynamicSpace
+from memplug.arena.plan.problem import BUFFER, ORDERING, Buffer, Problem, buffers
 from memplug.errors import LayoutError
-from memplug.plan.layout.problem import BUFFER, ORDERING, Buffer, Problem, buffers
-from memplug.plan.plan_file import is_plan, load, save
-from memplug.plan.schema import FORMAT, DynamicSpace, MemoryPlan, memory_plan
+from memplug.plans.plan_file import is_plan, load, save
+from memplug.plans.schema import FORMAT, MemoryPlan, memory_plan
 from memplug.profile import trace_file
 from memplug.profile.records import Fingerprint
 from tests.support.layouts import LAYERS, PHASES, memory_plans, stacked

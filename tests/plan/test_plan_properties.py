@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplug.plan.tokenwise import InFlight, solve
+from memplug.tokenwise.plan.solver import InFlight, solve
 from tests.support.plans import GAP, budget, operator, region
 
 MIB = 2**20  # as large as what is swapped: a plan counts whole bytes

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from memplug.plan.memo import alpha_of_layer, fraction_of
-from memplug.plan.tokenwise import InFlight, needed, solve
+from memplug.tokenwise.plan.memo import alpha_of_layer, fraction_of
+from memplug.tokenwise.plan.solver import InFlight, needed, solve
 from tests.support.plans import GAP, budget, operator, region
 
 MATMUL = operator("mm", (0,), (1,), time_s=4.0, size=100)
@@ -299,7 +299,7 @@ def test_a_region_of_120_operators_is_planned_the_same_way_twice(device):
 
 
 def test_the_planner_imports_no_torch():
-    code = "import sys, memplug.plan.tokenwise; sys.exit('torch' in sys.modules)"
+    code = "import sys, memplug.tokenwise.plan.solver; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplug.plan.protrain import (
+from memplug.tokenwise.plan.protrain import (
     Blocks,
     ChunkTimes,
     MemoryUnits,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplug.plan.layout.problem import ORDERING, Buffer, Problem, Solution, buffers, solved
-from memplug.plan.replay import Fault, judge
+from memplug.arena.judge import Fault, judge
+from memplug.arena.plan.problem import ORDERING, Buffer, Problem, Solution, buffers, solved
 from tests.support.layouts import at, first_fit, is_valid, problem_of, problems, stacked
 
 

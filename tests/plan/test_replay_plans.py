@@ -7,10 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from memplug.arena.judge import Fault
+from memplug.arena.plan.part import DynamicSpace, Predictions
+from memplug.arena.plan.problem import BUFFER, ORDERING, Problem, Solution
 from memplug.errors import LayoutError
-from memplug.plan.layout.problem import BUFFER, ORDERING, Problem, Solution
-from memplug.plan.replay import Fault, judge_plan
-from memplug.plan.schema import DynamicSpace, MemoryPlan, Predictions, memory_plan
+from memplug.plans.judge import judge_plan
+from memplug.plans.schema import MemoryPlan, memory_plan
 from memplug.profile.records import Fingerprint
 from tests.support.layouts import LAYERS, PHASES, at, is_valid_plan, memory_plans, problem_of
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from memplug.arena.plan.from_trace import problem_of_all
 from memplug.cli import app
 from memplug.errors import TraceError
-from memplug.plan.layout.from_trace import problem_of_all
 from memplug.profile.allocator_history import History, is_snapshot, load
 from memplug.profile.trace import Event
 from memplug.show.snapshot import snapshot as snapshot_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memplug.profile.hardware import host_available_bytes, measure, measure_links
+from memplug.device.hardware import host_available_bytes, measure, measure_links
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint
-from memplug.tokenwise.regions.core import in_framework
+from memplug.tokenwise.engine.core import in_framework
 from tests.support.recording import (
     in_thread,
     nested,

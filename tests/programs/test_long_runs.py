@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import memplug
-from memplug.stages.table import Stage
+from memplug.session.table import Stage
 from tests.support.awkward import LENGTHS, STEPS, Fails, awkward_steps, left_behind, plain
 from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 

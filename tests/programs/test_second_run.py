@@ -15,8 +15,8 @@ from torch import nn
 
 import memplug
 from memplug.arena.technique import State
-from memplug.plan import plan_file
-from memplug.stages.table import Stage
+from memplug.plans import plan_file
+from memplug.session.table import Stage
 from tests.support.forking import launch_forked
 from tests.support.serving import llama, mixtral
 

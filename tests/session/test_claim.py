@@ -13,7 +13,7 @@ import torch
 import memplug
 from memplug.errors import RecorderError
 from memplug.session.claim import NOT_ASKED_FOR, TAKEN
-from memplug.stages.table import Stage
+from memplug.session.table import Stage
 from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 from tests.support.hosts import block, ds_config, make_engine, tiny_llama, tokens, train_engine
 from tests.support.serving import reserved_bytes

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import memplug
-from memplug.plan import tokenwise as plan
 from memplug.session import closing
+from memplug.tokenwise.plan import solver as plan
 from tests.support.blocks import LAYERS, Stack
 from tests.support.forking import launch_forked
 from tests.support.hosts import block

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.stages.table import Stage
+from memplug.session.table import Stage
 from tests.support.blocks import LAYERS, Block, Stack, assert_same, gradients, train_stacks, twin
 from tests.support.hosts import QUICK, block, ds_config, make_engine, tiny_llama, tokens, train, train_engine
 
@@ -38,7 +38,7 @@ def test_other_ranks_than_the_first_log_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "memplug")
-    monkeypatch.setattr("memplug.stages.ranks.Ranks.first", False)
+    monkeypatch.setattr("memplug.session.ranks.Ranks.first", False)
     memplug.attach(tiny_llama(), block()).detach()
     assert not caplog.records
 

@@ -17,10 +17,10 @@ from memplug.profile.recorder import Recorder
 from memplug.profile.trace import Pass, Trace
 from memplug.profile.trace_file import load
 from memplug.session.boundary import WATCHED_STEPS
-from memplug.stages.table import Stage
-from memplug.tokenwise.regions import executor as executing
-from memplug.tokenwise.regions import region as settings
-from memplug.tokenwise.regions.core import core
+from memplug.session.table import Stage
+from memplug.tokenwise.engine import executor as executing
+from memplug.tokenwise.engine import region as settings
+from memplug.tokenwise.engine.core import core
 from tests.support.blocks import LAYERS, Stack
 from tests.support.hosts import block, ds_config, make_engine, tokens
 

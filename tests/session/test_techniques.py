@@ -18,7 +18,7 @@ TOY = '''
 """Sums the requests of a program."""
 
 from memplug.profile.recorder import Detail
-from memplug.stages.technique import Technique
+from memplug.session.technique import Technique
 
 CALLS = []
 

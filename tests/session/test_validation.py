@@ -10,7 +10,7 @@ import torch
 
 import memplug
 from memplug.profile.trace import Pass
-from memplug.stages.table import Stage
+from memplug.session.table import Stage
 from memplug.tokenwise.search import Trial
 from tests.support.blocks import LAYERS, Stack
 from tests.support.hosts import block, ds_config, make_engine, tokens

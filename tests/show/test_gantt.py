@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memplug.estimator.result import Span
+from memplug.predict.estimator.result import Span
 from memplug.show.gantt import BARS, TRACKS, bars_of, gantt, write_chrome
 from memplug.show.page import write_page
 from memplug.show.picture import write_picture

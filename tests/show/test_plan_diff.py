@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplug.plan.layout.problem import BUFFER, Buffer, Problem, buffers, solved
-from memplug.plan.schema import DynamicSpace, memory_plan
+from memplug.arena.plan.part import DynamicSpace
+from memplug.arena.plan.problem import BUFFER, Buffer, Problem, buffers, solved
+from memplug.plans.schema import memory_plan
 from memplug.profile.records import Fingerprint, Layer
 from memplug.show.plan_diff import diff, rows
 from tests.support.layouts import LAYERS, PHASES, memory_plans, stacked

@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from memplug.cli import app
-from memplug.plan.decisions import Decision, Learnt, Setting
-from memplug.plan.plan_file import save
-from memplug.plan.schema import MemoryPlan, memory_plan
+from memplug.plans.plan_file import save
+from memplug.plans.schema import MemoryPlan, memory_plan
 from memplug.show import decision_bars
 from memplug.show.decisions import decisions, rows
 from memplug.show.figure import Axis, Bars
@@ -24,6 +23,7 @@ from memplug.show.page import write_page
 from memplug.show.picture import write_picture
 from memplug.show.plan_diff import diff
 from memplug.show.plan_diff import rows as diff_rows
+from memplug.tokenwise.plan.decisions import Decision, Learnt, Setting
 from tests.plan.test_plan_decisions import decided_plan
 from tests.support.layouts import problem_of, stacked
 

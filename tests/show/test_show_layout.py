@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from typer.testing import CliRunner
 
+from memplug.arena.plan import search
+from memplug.arena.plan.from_trace import last_step
+from memplug.arena.plan.from_trace import problem_of as problem_of_trace
+from memplug.arena.plan.problem import Problem, Solution, buffers
 from memplug.cli import app
 from memplug.errors import MemplugError
-from memplug.plan.layout import search
-from memplug.plan.layout.from_trace import last_step
-from memplug.plan.layout.from_trace import problem_of as problem_of_trace
-from memplug.plan.layout.problem import Problem, Solution, buffers
-from memplug.plan.plan_file import save
-from memplug.plan.schema import MemoryPlan, memory_plan
+from memplug.plans.plan_file import save
+from memplug.plans.schema import MemoryPlan, memory_plan
 from memplug.profile.trace import Fingerprint, Layer, Pass, Phase
 from memplug.profile.trace_file import load
 from memplug.show.figure import Rectangles

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from memplug.plan.swap.part import SwapPart, Target
 from memplug.show.layout_summary import rows, summary
+from memplug.swap.plan.part import SwapPart, Target
 from tests.plan.test_plan_decisions import decided_plan
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from memplug.plan.schema import memory_plan
+from memplug.plans.schema import memory_plan
 from memplug.show.layout_map import plan_figure
 from memplug.show.page import write_page
 from memplug.show.trace_figure import trace_figure
@@ -29,8 +29,8 @@ def csv_plan():
 
 
 def phased_plan():
-    from memplug.plan.layout import search
-    from memplug.plan.layout.from_trace import last_step, problem_of
+    from memplug.arena.plan import search
+    from memplug.arena.plan.from_trace import last_step, problem_of
 
     problem = problem_of(last_step(training_trace()))
     return memory_plan(problem, search.solve(problem, improve=False))

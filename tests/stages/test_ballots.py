@@ -18,8 +18,8 @@ import pytest
 import torch.distributed as dist
 
 from memplug.errors import RanksError
-from memplug.stages import ballots
-from memplug.stages.ballots import Ballots, Voters, meet, named
+from memplug.session import ballots
+from memplug.session.ballots import Ballots, Voters, meet, named
 
 MEMBERS = [2, 5, 7]
 

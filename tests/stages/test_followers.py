@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from memplug.arena.plan.problem import BUFFER, Problem, Solution
 from memplug.errors import LayoutError
-from memplug.plan.layout.problem import BUFFER, Problem, Solution
-from memplug.plan.schema import MemoryPlan, memory_plan
+from memplug.plans.schema import MemoryPlan, memory_plan
 from memplug.profile.recorder import Detail
-from memplug.stages.followers import MOST_PARTS, Followers
-from memplug.stages.technique import Technique
+from memplug.session.followers import MOST_PARTS, Followers
+from memplug.session.technique import Technique
 
 
 @dataclass(eq=False)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from memplug.arena.plan.problem import BUFFER, Problem, Solution
 from memplug.beside import Beside
-from memplug.plan import plan_file
-from memplug.plan.layout.problem import BUFFER, Problem, Solution
-from memplug.plan.schema import MemoryPlan, Training, memory_plan
+from memplug.plans import plan_file
+from memplug.plans.schema import MemoryPlan, Training, memory_plan
 from memplug.profile.records import Fingerprint
-from memplug.stages.plan_store import PlanStore
+from memplug.session.plan_store import PlanStore
 
 WORLD_SIZE = 3
 

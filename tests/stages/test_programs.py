@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplug.profile.similarity import Program, similar
-from memplug.stages import programs as programs_module
-from memplug.stages.programs import MOST_PROGRAMS, Programs, Remembered
+from memplug.session import programs as programs_module
+from memplug.session.programs import MOST_PROGRAMS, Programs, Remembered
 
 PLANNED = SimpleNamespace(solution="a plan")
 

@@ -11,8 +11,8 @@ import logging
 import pytest
 
 import memplug
-from memplug.stages import adjuster as adjuster_module
-from memplug.stages.table import Stage
+from memplug.session import adjuster as adjuster_module
+from memplug.session.table import Stage
 from tests.support.blocks import LAYERS, Stack
 from tests.support.hosts import block
 from tests.support.stepping import Led, Played, is_safest, led, plans_by_alpha, played, settings

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from memplug.stages.table import TABLE, Event, Stage, after
+from memplug.session.table import TABLE, Event, Stage, after
 
 ALGORITHM_1 = """
     stage       steady      settled     known       changed

@@ -319,7 +319,7 @@ def main() -> None:
     if case["kind"] == "storeless":
         case["host"] = host_store()
     dist.init_process_group(case.get("backend", "gloo"), timeout=datetime.timedelta(seconds=case.get("timeout_s", 60)))
-    waits = {"limit_s": "memplug.stages.ranks.LIMIT_S", "patience_s": "memplug.stages.ballots.PATIENCE_S"}
+    waits = {"limit_s": "memplug.session.ranks.LIMIT_S", "patience_s": "memplug.session.ballots.PATIENCE_S"}
     with contextlib.ExitStack() as stack:
         for name in waits.keys() & case.keys():
             stack.enter_context(mock.patch(waits[name], case[name]))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.engine.core import core
 from tests.support.blocks import Block, Stack
 from tests.support.failing import Failing, MayFail
 

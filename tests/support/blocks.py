@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from memplug.device.device import Device, device_of
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.region import Region
 
 ALPHAS = [0.4, 1.0]  # some of the rows of a matmul are swapped, and all of them
 alphas = pytest.mark.parametrize("alpha", ALPHAS)

@@ -10,7 +10,7 @@ from unittest import mock
 
 from torch import nn
 
-from memplug.tokenwise.regions.tape import REASONS, Record, records_of
+from memplug.tokenwise.engine.tape import REASONS, Record, records_of
 from tests.support.native_forward import Run
 from tests.support.reference_tape import Recording, Tape
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import memplug
 from memplug.device.virtual import Hardware
-from memplug.estimator.shapes import Shape
-from memplug.estimator.workload import Workload
+from memplug.predict.estimator.shapes import Shape
+from memplug.predict.estimator.workload import Workload
 
 SHAPE = {
     "vocab_size": 128,

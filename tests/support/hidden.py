@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.operators import Kind
-from memplug.tokenwise.regions.units import Unit
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.units import Unit
 
 
 @contextlib.contextmanager

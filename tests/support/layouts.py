@@ -7,8 +7,9 @@ from itertools import combinations, pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from memplug.plan.layout.problem import BUFFER, ORDERING, Buffer, Problem, Solution, buffers, solved
-from memplug.plan.schema import DynamicSpace, MemoryPlan, memory_plan
+from memplug.arena.plan.part import DynamicSpace
+from memplug.arena.plan.problem import BUFFER, ORDERING, Buffer, Problem, Solution, buffers, solved
+from memplug.plans.schema import MemoryPlan, memory_plan
 from memplug.profile.records import Fingerprint, Layer, Pass, Phase
 
 PHASES = (Phase(Pass.FORWARD, 0), Phase(Pass.BACKWARD, 0), Phase(Pass.OPTIMIZER))

@@ -24,8 +24,8 @@ def train(settings: dict[str, Any], model: str, seq_len: int, rank: int) -> dict
     import deepspeed
 
     import memplug
-    from memplug.estimator.shapes import Shape
-    from memplug.estimator.workload import Workload
+    from memplug.predict.estimator.shapes import Shape
+    from memplug.predict.estimator.workload import Workload
     from tests.cudasim import device
 
     before = device.violations()

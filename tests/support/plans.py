@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memplug.plan.linear_program import GAP as SOLVER_GAP
-from memplug.plan.tokenwise import Budget, Operator, Region
+from memplug.tokenwise.plan.linear_program import GAP as SOLVER_GAP
+from memplug.tokenwise.plan.solver import Budget, Operator, Region
 
 GAP = 1.0 + 2 * SOLVER_GAP
 """Two plans may each be this share off their optimum."""

@@ -16,9 +16,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplug.tokenwise.regions import operators
-from memplug.tokenwise.regions.operators import tensors_in, written_arguments
-from memplug.tokenwise.regions.tape import Form, Record, storage_of
+from memplug.tokenwise.engine import operators
+from memplug.tokenwise.engine.operators import tensors_in, written_arguments
+from memplug.tokenwise.engine.tape import Form, Record, storage_of
 
 
 class Tape:

@@ -6,11 +6,11 @@ from functools import cache
 from typing import Any
 
 from memplug import native
-from memplug.plan.swap.features import anchors, last_uses, ranks
-from memplug.plan.swap.from_trace import clock_of, gaps
-from memplug.plan.swap.part import SwapPart, target_of
 from memplug.profile.recorder import dtype_numbers
 from memplug.profile.trace import Trace
+from memplug.swap.plan.features import anchors, last_uses, ranks
+from memplug.swap.plan.from_trace import clock_of, gaps
+from memplug.swap.plan.part import SwapPart, target_of
 from memplug.swap.tables import tables_of
 from tests.support.swapped import block, trace_of
 

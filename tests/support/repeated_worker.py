@@ -17,7 +17,7 @@ from torch import nn
 
 import memplug
 from memplug.errors import EstimateError
-from memplug.estimator.result import Estimate
+from memplug.predict.estimator.result import Estimate
 from tests.support.on_virtual.devices import HIDDEN, Layers
 
 NAMES = ("swapped", "all modes", "impossible", "failing")
@@ -41,7 +41,7 @@ def make(name: str) -> Estimate:
     """Estimates the request of that name."""
     layers, gpu, modes, block = {
         "swapped": (3, "h200", ("memplug",), {"device_budget_gib": 5}),
-        "all modes": (2, "a100", memplug.estimator.MODES, {}),
+        "all modes": (2, "a100", memplug.predict.estimator.MODES, {}),
         "impossible": (3, "h200", ("memplug", "keep"), {"device_budget_gib": 1}),
         "failing": (1, "h200", ("keep",), {}),
     }[name]

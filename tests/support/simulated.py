@@ -29,8 +29,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplug.device.device import CudaDevice, Device, Wait
-from memplug.tokenwise.regions.operators import tensors_in
-from memplug.tokenwise.regions.tape import storage_of
+from memplug.tokenwise.engine.operators import tensors_in
+from memplug.tokenwise.engine.tape import storage_of
 
 if TYPE_CHECKING:
     from tests.cudasim.device import ScheduledDevice

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import memplug
-from memplug.plan import tokenwise as plan
-from memplug.plan.decisions import Setting
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Fingerprint, Layer
-from memplug.session import Session
-from memplug.stages.table import Stage
+from memplug.session.session import Session
+from memplug.session.table import Stage
 from memplug.tokenwise import candidates
+from memplug.tokenwise.plan import solver as plan
+from memplug.tokenwise.plan.decisions import Setting
 from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 from tests.support.hosts import block
 

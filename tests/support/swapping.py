@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from memplug.plan.swap.policy import NEGLIGIBLE_S, forced
-from memplug.plan.swap.problem import Candidate, SwapProblem, least_budget
-from memplug.plan.swap.simulator import NOT_FORCED, place, simulate
 from memplug.profile.records import OPERATOR
+from memplug.swap.plan.policy import NEGLIGIBLE_S, forced
+from memplug.swap.plan.problem import Candidate, SwapProblem, least_budget
+from memplug.swap.plan.simulator import NOT_FORCED, place, simulate
 from tests.support.traces import Recording
 
 

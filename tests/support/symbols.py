@@ -134,7 +134,7 @@ FLASH_ATTN = Package(
     "flash_attn",
     distribution="flash-attn",
     uses={
-        "memplug/tokenwise/regions/operators.py": (
+        "memplug/tokenwise/engine/operators.py": (
             Text('"flash_attn::_flash_attn_forward", mutates_args=()', _FA2),
             Text('"flash_attn::_flash_attn_varlen_forward", mutates_args=()', _FA2),
             Text('"flash_attn::_flash_attn_backward"', _FA2),
@@ -156,7 +156,7 @@ _FA3 = "hopper/flash_api.cpp"
 FLASH_ATTN_3 = Package(
     "hopper",
     uses={
-        "memplug/tokenwise/regions/operators.py": (
+        "memplug/tokenwise/engine/operators.py": (
             Text("TORCH_LIBRARY(flash_attn_3,", _FA3),
             Text('m.def("fwd(', _FA3),
             Text('m.def("bwd(', _FA3),
@@ -211,7 +211,7 @@ MEGATRON = Package(
             f"{_MC}.tensor_parallel.random:get_cuda_rng_tracker",
             *members(_TRACKER, "get_states", "set_states"),
         ),
-        "memplug/tokenwise/regions/hidden.py": members(
+        "memplug/tokenwise/engine/hidden.py": members(
             f"{_MC}.transformer.moe.fused_a2a:",
             *("FusedDispatch", "FusedCombine", "HybridEPDispatch", "HybridEPCombine"),
         ),
@@ -222,7 +222,7 @@ MEGATRON = Package(
             *members(f"{_DISPATCHER}.", "num_local_experts", "num_global_tokens_per_local_expert"),
             f"{_CONFIG}.moe_router_topk",
         ),
-        "memplug/estimator/megatron.py": (
+        "memplug/predict/estimator/megatron.py": (
             f"{_MC}.transformer.moe.moe_utils",
             f"{_MC}.optimizer.optimizer:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
             f"{_STATE}initialize_model_parallel"
@@ -248,7 +248,7 @@ MEGATRON = Package(
             f"{_MC}.pipeline_parallel.schedules:forward_backward_no_pipelining{_SCHEDULE}",
             f"{_MC}.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving{_SCHEDULE}",
         ),
-        "memplug/estimator/gpt.py": (
+        "memplug/predict/estimator/gpt.py": (
             f"{_STATE}get_context_parallel_group",
             f"{_CONFIG}(num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels)",
             f"{_CONFIG}(layernorm_epsilon, normalization, gated_linear_unit, activation_func, add_bias_linear)",
@@ -319,8 +319,8 @@ DEEPSPEED = Package(
             Text("._z3_leaf =", "deepspeed/utils/z3_leaf_module.py"),
         ),
         "memplug/hooks/job.py": (Text("param.ds_numel =", "deepspeed/runtime/zero/partition_parameters.py"),),
-        "memplug/tune/deepspeed.py": (f"{_ZERO}offload_config:DeepSpeedZeroOffloadOptimizerConfig.ratio",),
-        "memplug/estimator/engine.py": ("deepspeed:zero.Init(config_dict_or_path)",),
+        "memplug/predict/tune/deepspeed.py": (f"{_ZERO}offload_config:DeepSpeedZeroOffloadOptimizerConfig.ratio",),
+        "memplug/predict/estimator/engine.py": ("deepspeed:zero.Init(config_dict_or_path)",),
         "memplug/device/virtual/accelerator.py": (
             *members("deepspeed.accelerator.real_accelerator:", "ds_accelerator", "set_accelerator"),
             "deepspeed:init_distributed",

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memplug.tokenwise.regions import core as native
-from memplug.tokenwise.regions.tape import records_of
+from memplug.tokenwise.engine import core as native
+from memplug.tokenwise.engine.tape import records_of
 from tests.support.compared_tapes import compare_layers
 from tests.support.megatron_worker import SEQUENCES, SHAPE, TOKENS, prepare
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.estimator import modes
-from memplug.estimator.answers import Answers
-from memplug.estimator.values import Values
+from memplug.predict.estimator import modes
+from memplug.predict.estimator.answers import Answers
+from memplug.predict.estimator.values import Values
 from memplug.profile.trace import Event
 
 TOKENS, HIDDEN, EXPERTS, LAYERS = 96, 32, 4, 3

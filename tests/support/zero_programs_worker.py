@@ -20,14 +20,15 @@ from unittest import mock
 
 from memplug.config import load_config
 from memplug.device.virtual import Hardware, VirtualDevice
-from memplug.estimator.engine import EngineTraining, rank_of, settings_of
-from memplug.estimator.estimate import estimate_training
-from memplug.estimator.shapes import Shape, needed
-from memplug.estimator.workload import Workload
-from memplug.plan import plain, tokenwise
+from memplug.predict.estimator.engine import EngineTraining, rank_of, settings_of
+from memplug.predict.estimator.estimate import estimate_training
+from memplug.predict.estimator.shapes import Shape, needed
+from memplug.predict.estimator.workload import Workload
 from memplug.profile.similarity import Program
-from memplug.stages.adjuster import Adjuster
+from memplug.session.adjuster import Adjuster
 from memplug.tokenwise import candidates
+from memplug.tokenwise.plan import plain
+from memplug.tokenwise.plan import solver as tokenwise
 
 LAYERS = 4
 HARDWARE = Hardware.named("h200")

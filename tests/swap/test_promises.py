@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from memplug.plan.swap.part import SwapPart
+from memplug.swap.plan.part import SwapPart
 from memplug.swap.promises import Promises
 from tests.support.beside_plain import Training
 

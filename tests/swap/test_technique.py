@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import memplug
-from memplug.plan.swap.part import plan_part
 from memplug.swap import technique
+from memplug.swap.plan.part import plan_part
 from tests.support.beside_plain import LAYERS, ROWS, WIDTH, Deep, Training, budget_gib
 from tests.support.folders import ROOT
 from tests.support.swapped import block

@@ -7,9 +7,9 @@ import pickle
 import pytest
 
 from memplug.config import MemplugConfig
+from memplug.device import hardware
 from memplug.device.device import CudaDevice, Device
 from memplug.errors import BudgetError
-from memplug.profile import hardware
 from memplug.tokenwise import budgets
 
 GIB = 1 << 30

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from memplug.plan import tokenwise as plan
 from memplug.tokenwise import candidates
+from memplug.tokenwise.plan import solver as plan
 
 GIB = 1 << 30
 

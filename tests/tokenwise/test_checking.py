@@ -14,11 +14,11 @@ import memplug
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.device.host_pool import ALIGNMENT_BYTES
-from memplug.session import Session
+from memplug.session.session import Session
 from memplug.tokenwise import checking
 from memplug.tokenwise.checking import AlphaCheck, fitting, unhindered_s
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.tape import Form, Record
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.tape import Form, Record
 from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 from tests.support.hosts import block
 from tests.support.plans import budget, operator, region

@@ -10,7 +10,7 @@ import torch
 
 import memplug
 from memplug.errors import BudgetError
-from memplug.stages.table import Stage
+from memplug.session.table import Stage
 from tests.support.blocks import LAYERS, Block, Stack, assert_same, gradients, twin
 from tests.support.hosts import QUICK
 

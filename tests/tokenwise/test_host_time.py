@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from memplug.device.host_time import HostTime
-from memplug.plan import plain
-from memplug.plan import tokenwise as plan
 from memplug.tokenwise import host_time
+from memplug.tokenwise.plan import plain
+from memplug.tokenwise.plan import solver as plan
 from tests.tokenwise.test_plain import BUDGET, REGION
 
 COSTS = HostTime(launch_s=10.0, observe_s=2.0, time_s=3.0, region_s=50.0, restore_s=40.0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memplug.plan.tokenwise import InFlight
 from memplug.profile.trace import Pass, Trace
 from memplug.tokenwise import in_flight
-from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.plan.solver import InFlight
 from tests.support.blocks import Stack, assert_same, gradients, tokenwise, twin
 from tests.support.traces import Recording
 

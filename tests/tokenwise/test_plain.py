@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import memplug
-from memplug.plan import plain
-from memplug.plan import tokenwise as plan
 from memplug.session.boundary import WATCHED_STEPS
-from memplug.stages.table import Stage
+from memplug.session.table import Stage
 from memplug.tokenwise import candidates
+from memplug.tokenwise.plan import plain
+from memplug.tokenwise.plan import solver as plan
 from memplug.tokenwise.predictions import TOLERANCE
 from tests.support.blocks import LAYERS, Block, Layer, Stack, assert_same, gradients, twin
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from memplug.device.device import Device
-from memplug.plan import tokenwise as plan
-from memplug.plan.decisions import Decision, Decisions, Setting
 from memplug.tokenwise import planning
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.plan import solver as plan
+from memplug.tokenwise.plan.decisions import Decision, Decisions, Setting
 from tests.support.blocks import Block, Stack
 
 GIB = 1 << 30

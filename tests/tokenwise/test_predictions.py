@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import memplug
-from memplug.plan.decisions import Decisions
-from memplug.stages.table import Stage
+from memplug.session.table import Stage
 from memplug.tokenwise import planning, predictions
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.region import Region
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.plan.decisions import Decisions
 from tests.support.blocks import LAYERS, Block, Layer, Stack, assert_same, gradients, twin
 from tests.support.forwards import WritesAfterUse, WritesInput
 from tests.support.parallel import Parallel

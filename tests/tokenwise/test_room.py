@@ -14,8 +14,8 @@ import memplug
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.device.memory import DeviceMemory
-from memplug.stages.ranks import Ranks
-from memplug.stages.table import Stage
+from memplug.session.ranks import Ranks
+from memplug.session.table import Stage
 from memplug.tokenwise.room import Room, Served
 from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 

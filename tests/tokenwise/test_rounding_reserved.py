@@ -12,10 +12,10 @@ from torch import nn
 
 import memplug
 from memplug.config import MemplugConfig
-from memplug.plan.tokenwise import Budget, Operator, Region
 from memplug.profile.trace import Pass
-from memplug.session import Session
+from memplug.session.session import Session
 from memplug.tokenwise import budgets
+from memplug.tokenwise.plan.solver import Budget, Operator, Region
 from memplug.tokenwise.rounding import Rounding
 from tests.support.blocks import LAYERS, assert_same, gradients, train_stacks
 from tests.support.rounding import pair

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from memplug.device.virtual.hardware import Hardware, Rate
-from memplug.tune.machine import Machine
-from memplug.tune.profiled import ModelProfile, Part
-from memplug.tune.search import Configuration, Layout, Offload
+from memplug.predict.tune.machine import Machine
+from memplug.predict.tune.profiled import ModelProfile, Part
+from memplug.predict.tune.search import Configuration, Layout, Offload
 
 
 def hardware(to_host: float = 1.0, to_device: float = 1.0, **fields: Any) -> Hardware:

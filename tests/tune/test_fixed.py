@@ -8,10 +8,10 @@ import pytest
 
 from memplug.config import parse_block, read_ds_config
 from memplug.errors import TuneError
-from memplug.tune.estimate import chunks_of
-from memplug.tune.fixed import Fixed
-from memplug.tune.search import Layout
-from memplug.tune.space import FIXED, NOT_HIDDEN, free_box, space_of
+from memplug.predict.tune.estimate import chunks_of
+from memplug.predict.tune.fixed import Fixed
+from memplug.predict.tune.search import Layout
+from memplug.predict.tune.space import FIXED, NOT_HIDDEN, free_box, space_of
 from tests.tune.models import machine, model
 
 GPUS = machine(gpus=2, to_host=100.0, host_bytes_per_s=1000.0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplug.tune.search import (
+from memplug.predict.tune.search import (
     DEVICE,
     HOST,
     SLOWER,

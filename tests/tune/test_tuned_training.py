@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from memplug.tune.deepspeed import GIB, deepspeed_json
-from memplug.tune.estimate import Chunk
-from memplug.tune.profiled import Part
-from memplug.tune.search import Configuration, Layout, Offload
+from memplug.predict.tune.deepspeed import GIB, deepspeed_json
+from memplug.predict.tune.estimate import Chunk
+from memplug.predict.tune.profiled import Part
+from memplug.predict.tune.search import Configuration, Layout, Offload
 from tests.support.forking import launch_forked
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long]

@@ -16,10 +16,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from memplug.device.hardware import host_available_bytes, measure_links
 from memplug.device.host_time import HostTime
 from memplug.errors import HardwareError
 from memplug.files import write_whole
-from memplug.profile.hardware import host_available_bytes, measure_links
 
 _MIB = 1 << 20
 _REPEATS = 3

@@ -6,12 +6,12 @@ import time
 import numpy as np
 import pytest
 
-from memplug.plan.layout import bilevel
-from memplug.plan.layout.from_trace import last_step
-from memplug.plan.layout.from_trace import problem_of as problem_of_trace
-from memplug.plan.layout.patterns import stretches
-from memplug.plan.layout.problem import Buffer, Problem, buffers
-from memplug.plan.replay import judge
+from memplug.arena.judge import judge
+from memplug.arena.plan import bilevel
+from memplug.arena.plan.from_trace import last_step
+from memplug.arena.plan.from_trace import problem_of as problem_of_trace
+from memplug.arena.plan.patterns import stretches
+from memplug.arena.plan.problem import Buffer, Problem, buffers
 from memplug.profile.trace_file import load
 from tests.support.folders import DATA
 from tests.support.layouts import problem_of

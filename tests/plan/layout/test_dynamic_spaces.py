@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from memplug.plan.layout import auto
-from memplug.plan.layout.dynamic import dynamic_peak_bytes, dynamic_spaces, served
-from memplug.plan.layout.from_trace import last_step, problem_of
-from memplug.plan.replay import judge_plan
-from memplug.plan.schema import memory_plan
+from memplug.arena.plan import auto
+from memplug.arena.plan.dynamic import dynamic_peak_bytes, dynamic_spaces, served
+from memplug.arena.plan.from_trace import last_step, problem_of
+from memplug.plans.judge import judge_plan
+from memplug.plans.schema import memory_plan
 from memplug.profile.trace import Pass, Trace
 from tests.support.schedules import Schedule, record
 from tests.support.traces import Recording, recordings

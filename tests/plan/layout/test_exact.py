@@ -6,12 +6,12 @@ import time
 import pytest
 from hypothesis import given, settings
 
-from memplug.plan.layout import exact
-from memplug.plan.layout.from_trace import last_step
-from memplug.plan.layout.from_trace import problem_of as problem_of_trace
-from memplug.plan.layout.patterns import stretches
-from memplug.plan.layout.problem_file import read_csv
-from memplug.plan.replay import judge
+from memplug.arena.judge import judge
+from memplug.arena.plan import exact
+from memplug.arena.plan.from_trace import last_step
+from memplug.arena.plan.from_trace import problem_of as problem_of_trace
+from memplug.arena.plan.patterns import stretches
+from memplug.arena.plan.problem_file import read_csv
 from memplug.profile.trace_file import load
 from tests.support.folders import DATA
 from tests.support.layouts import first_fit, is_valid, problem_of, problems

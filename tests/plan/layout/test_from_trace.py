@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memplug.arena.plan.from_trace import last_step, problem_of
+from memplug.arena.plan.problem import BUFFER
 from memplug.errors import LayoutError
-from memplug.plan.layout.from_trace import last_step, problem_of
-from memplug.plan.layout.problem import BUFFER
 from memplug.profile.trace import Event, Layer, Pass
 from memplug.profile.trace_file import load
 from tests.support.folders import DATA

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memplug.arena.plan.exact import Small
+from memplug.arena.plan.first_fit import Placer
+from memplug.arena.plan.problem import Problem, buffers
 from memplug.errors import NativeError
 from memplug.native import packing
-from memplug.plan.layout.exact import Small
-from memplug.plan.layout.first_fit import Placer
-from memplug.plan.layout.problem import Problem, buffers
 from tests.support.folders import ROOT
 from tests.support.layouts import first_fit, is_valid, problem_of, problems
 
@@ -131,8 +131,8 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
 PLANS = """
 import logging, sys
 logging.basicConfig(level=logging.WARNING)
-from memplug.plan.layout import auto
-from memplug.plan.layout.problem import Problem
+from memplug.arena.plan import auto
+from memplug.arena.plan.problem import Problem
 from tests.support.layouts import problem_of
 problem = problem_of((0, 4, 3), (1, 3, 2), (2, 6, 5), (4, 8, 4))
 for name in ("search", "spatiotemporal", "exact", "auto"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memplug.plan.layout import planners
+from memplug.arena.plan import planners
 from tests.support.folders import ROOT
 
 TOY = '''
@@ -19,7 +19,7 @@ TOY = '''
 
 import numpy as np
 
-from memplug.plan.layout.problem import solved
+from memplug.arena.plan.problem import solved
 
 
 def solve(problem, *, deadline_s=None, enough_bytes=None):
@@ -28,7 +28,7 @@ def solve(problem, *, deadline_s=None, enough_bytes=None):
     ends = np.cumsum(-(-table["size"] // unit) * unit)
     return solved(problem, np.concatenate(([0], ends[:-1])), "toy")
 '''
-ENTRY = '    Planner("toy", "side by side", "nothing", "memplug.plan.layout.toy"),\n'
+ENTRY = '    Planner("toy", "side by side", "nothing", "memplug.arena.plan.toy"),\n'
 STEPS = "id,lower,upper,size\na,0,2,5\nb,1,4,3\nc,3,6,5\n"
 
 

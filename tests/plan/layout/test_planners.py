@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memplug.arena.judge import judge
+from memplug.arena.plan import auto, planners, search
+from memplug.arena.plan.from_trace import last_step
+from memplug.arena.plan.from_trace import problem_of as problem_of_trace
+from memplug.arena.plan.intervals import instants, largest_within, load_bytes, sections
+from memplug.arena.plan.problem import Problem, fragmentation, solved
+from memplug.arena.plan.streams import on_one_stream
 from memplug.errors import LayoutError
-from memplug.plan.layout import auto, planners, search
-from memplug.plan.layout.from_trace import last_step
-from memplug.plan.layout.from_trace import problem_of as problem_of_trace
-from memplug.plan.layout.intervals import instants, largest_within, load_bytes, sections
-from memplug.plan.layout.problem import Problem, fragmentation, solved
-from memplug.plan.layout.streams import on_one_stream
-from memplug.plan.replay import judge
 from memplug.profile.trace_file import load
 from tests.support.folders import DATA
 from tests.support.layouts import first_fit, is_valid, problem_of, problems, stacked

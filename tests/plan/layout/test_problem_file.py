@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memplug.arena.plan.problem import Buffer, Problem, buffers, solved
+from memplug.arena.plan.problem_file import read_csv, write_csv
 from memplug.errors import LayoutError
-from memplug.plan.layout.problem import Buffer, Problem, buffers, solved
-from memplug.plan.layout.problem_file import read_csv, write_csv
 from tests.support.layouts import problems, stacked
 
 in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

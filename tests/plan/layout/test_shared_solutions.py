@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memplug.plan import plan_file, replay
-from memplug.plan.layout import auto, shared
-from memplug.plan.layout.from_trace import last_step, problem_of
-from memplug.plan.layout.problem import Problem, Solution
+from memplug.arena import shared
+from memplug.arena.judge import judge
+from memplug.arena.plan import auto
+from memplug.arena.plan.from_trace import last_step, problem_of
+from memplug.arena.plan.problem import Problem, Solution
+from memplug.plans import plan_file
 from memplug.profile import trace_file
 from tests.support.folders import DATA
 
@@ -61,7 +63,7 @@ def test_of_ranks_that_begin_together_one_solves_for_all(problem: Problem, tmp_p
 def test_another_problem_or_planner_is_solved_for_itself(problem: Problem, tmp_path: Path, solves: list[str]) -> None:
     for each in (problem, problem.part(np.arange(len(problem) - 1))):
         for planner in ("auto", "spatiotemporal"):
-            assert not replay.judge(each, shared.solve_once(each, planner, 10.0, tmp_path))
+            assert not judge(each, shared.solve_once(each, planner, 10.0, tmp_path))
     assert sorted(solves) == ["auto", "auto", "spatiotemporal", "spatiotemporal"]
 
 
@@ -72,7 +74,7 @@ def test_a_rank_whose_first_one_died_solves_after_a_while(
     (file,) = (tmp_path / shared.FOLDER).glob("*.addresses")
     file.unlink()  # what it had begun is still said
     monkeypatch.setattr(shared, "GRACE_S", 0.1)
-    assert not replay.judge(problem, shared.solve_once(problem, "auto", 0.1, tmp_path))
+    assert not judge(problem, shared.solve_once(problem, "auto", 0.1, tmp_path))
     assert len(solves) == 2 and file.exists()
 
 
@@ -93,7 +95,7 @@ def test_a_file_that_is_not_sound_is_not_used(problem: Problem, tmp_path: Path, 
 
 def test_a_path_that_is_no_folder_is_no_obstacle(problem: Problem, tmp_path: Path, solves: list[str]) -> None:
     (tmp_path / "plans").write_text("a file")
-    assert not replay.judge(problem, shared.solve_once(problem, "auto", 10.0, tmp_path / "plans"))
+    assert not judge(problem, shared.solve_once(problem, "auto", 10.0, tmp_path / "plans"))
     assert solves == ["auto"]
 
 

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplug.plan.layout import spatiotemporal
-from memplug.plan.layout.problem import Problem, Solution, solved, time_memory_product
-from memplug.plan.layout.spatiotemporal import fuse, memory_layers
+from memplug.arena.plan import spatiotemporal
+from memplug.arena.plan.problem import Problem, Solution, solved, time_memory_product
+from memplug.arena.plan.spatiotemporal import fuse, memory_layers
 from tests.support.layouts import PHASES, is_valid, problem_of, problems
 
 lifetimes = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=40).map(

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplug.plan.replay_swaps import JudgedSwap, Limits, mistakes_of_swaps
-from memplug.plan.swap.from_trace import Link, swap_problem
-from memplug.plan.swap.policy import swap_list
-from memplug.plan.swap.problem import least_budget
+from memplug.swap.judge import JudgedSwap, Limits, mistakes_of_swaps
+from memplug.swap.plan.from_trace import Link, swap_problem
+from memplug.swap.plan.policy import swap_list
+from memplug.swap.plan.problem import least_budget
 from tests.support.swapping import three_tensors, with_an_optimizer
 from tests.support.traces import recordings
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from memplug.plan.swap import policy
-from memplug.plan.swap.policy import (
+from memplug.swap.plan import policy
+from memplug.swap.plan.policy import (
     NEGLIGIBLE_S,
     algorithm_2,
     candidate_list,
@@ -15,8 +15,8 @@ from memplug.plan.swap.policy import (
     swap_list,
     without_redundant,
 )
-from memplug.plan.swap.problem import Least, OverBudgetError, Swap, least_budget
-from memplug.plan.swap.simulator import NOT_FORCED, place, simulate
+from memplug.swap.plan.problem import Least, OverBudgetError, Swap, least_budget
+from memplug.swap.plan.simulator import NOT_FORCED, place, simulate
 from tests.support.swapping import fewest_bytes, step, steps
 
 THREE = ((30, 0, 10), (20, 1, 9), (10, 2, 5))

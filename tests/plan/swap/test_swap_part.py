@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from memplug.errors import SwapError
-from memplug.plan.replay_swaps import mistakes_of_places
-from memplug.plan.swap.features import Features, anchors, last_uses, ranks, uses_of
-from memplug.plan.swap.other_copies import busy_s
-from memplug.plan.swap.part import SwapBudgets, SwapPart, plan_part
 from memplug.profile.records import Layer, Pass, Phase
+from memplug.swap.judge import mistakes_of_places
+from memplug.swap.plan.features import Features, anchors, last_uses, ranks, uses_of
+from memplug.swap.plan.other_copies import busy_s
+from memplug.swap.plan.part import SwapBudgets, SwapPart, plan_part
 from tests.support.swapping import three_tensors
 from tests.support.traces import Recording, training
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from memplug.plan.swap.from_trace import Link, gaps, in_use_bytes, marks, outside_of, swap_problem
-from memplug.plan.swap.problem import Candidate, Swap, least_budget
 from memplug.profile.records import OPERATOR
+from memplug.swap.plan.from_trace import Link, gaps, in_use_bytes, marks, outside_of, swap_problem
+from memplug.swap.plan.problem import Candidate, Swap, least_budget
 from tests.support.swapping import three_tensors, with_an_optimizer
 from tests.support.traces import Recording, recordings
 

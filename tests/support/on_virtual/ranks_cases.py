@@ -11,7 +11,7 @@ import torch.distributed as dist
 from memplug.device.virtual import VirtualDevice
 from memplug.device.virtual.ranks import joined
 from memplug.errors import HardwareError
-from memplug.stages.ranks import Ranks
+from memplug.session.ranks import Ranks
 from tests.support.on_virtual.devices import MIB, SIMPLE, on_device, seconds
 
 RANKS, RANK = 4, 1

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
+from memplug.device.hardware import link_rates
 from memplug.device.virtual import Hardware, Rate, VirtualDevice
-from memplug.profile.hardware import link_rates
 from tests.bench.caching_allocator import CachingAllocator
 from tests.support.on_virtual.devices import MIB, SIMPLE, on_device, seconds
 

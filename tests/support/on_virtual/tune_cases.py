@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import memplug
 from memplug.device.virtual import Hardware, VirtualDevice
-from memplug.estimator.shapes import Shape
-from memplug.tune.estimate import StepEstimator
-from memplug.tune.machine import Machine
-from memplug.tune.profiled import profile
-from memplug.tune.search import Configuration, Layout
+from memplug.predict.estimator.shapes import Shape
+from memplug.predict.tune.estimate import StepEstimator
+from memplug.predict.tune.machine import Machine
+from memplug.predict.tune.profiled import profile
+from memplug.predict.tune.search import Configuration, Layout
 from tests.support.folders import ROOT
 
 

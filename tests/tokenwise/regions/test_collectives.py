@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memplug.tokenwise.regions import operators
-from memplug.tokenwise.regions.core import paused
-from memplug.tokenwise.regions.operators import Kind, kind_of
+from memplug.tokenwise.engine import operators
+from memplug.tokenwise.engine.core import paused
+from memplug.tokenwise.engine.operators import Kind, kind_of
 from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 from tests.support.forking import launch_forked
 from tests.support.parallel import Launches

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.engine.core import core
 from tests.support.blocks import Layer, Stack, assert_same, gradients, tokenwise, twin
 
 pytestmark = pytest.mark.device

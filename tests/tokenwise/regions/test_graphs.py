@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memplug.plan.decisions import Setting
+from memplug.tokenwise.plan.decisions import Setting
 from tests.support.blocks import (
     Layer,
     Stack,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memplug.errors import RecomputeError
-from memplug.tokenwise.regions.executor import Executor
+from memplug.tokenwise.engine.executor import Executor
 from tests.support.blocks import Block, Layer, Stack, assert_clean, assert_same, gradients, tokenwise, twin
 from tests.support.forwards import WritesAfterUse, WritesInput, WritesOutput, WritesSlices
 from tests.support.simulated import Adversary, ScriptedDevice, adversarial_device

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.engine.core import core
 from tests.support.blocks import (
     Block,
     Stack,

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memplug.tokenwise.regions import core as native
-from memplug.tokenwise.regions.tape import Form, records_of
+from memplug.tokenwise.engine import core as native
+from memplug.tokenwise.engine.tape import Form, records_of
 from tests.support.blocks import (
     Layer,
     Stack,

@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 
-from memplug.tokenwise.regions import operators
-from memplug.tokenwise.regions.core import core
-from memplug.tokenwise.regions.operators import Kind, kind_of
-from memplug.tokenwise.regions.tape import records_of
+from memplug.tokenwise.engine import operators
+from memplug.tokenwise.engine.core import core
+from memplug.tokenwise.engine.operators import Kind, kind_of
+from memplug.tokenwise.engine.tape import records_of
 from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 from tests.support.native_forward import Keeps, Run
 from tests.support.parallel import Launches, Parallel, Reduce

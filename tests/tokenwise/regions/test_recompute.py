@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplug.errors import RecomputeError
-from memplug.plan.decisions import Setting
+from memplug.tokenwise.plan.decisions import Setting
 from tests.support.blocks import (
     Block,
     Layer,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memplug.config import MemplugConfig
-from memplug.tokenwise.regions.core import core
+from memplug.tokenwise.engine.core import core
 from memplug.tokenwise.rounding import Rounding
 from tests.support.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, train_stacks
 from tests.support.rounding import ENOUGH_BYTES, Shows, Watched, pair

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from memplug.tokenwise.regions.core import core
-from memplug.tokenwise.regions.tape import Form, records_of
+from memplug.tokenwise.engine.core import core
+from memplug.tokenwise.engine.tape import Form, records_of
 from tests.support.native_forward import Keeps, Run
 
 RUN, SUBSTITUTE, SKIP = range(3)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memplug.plan.decisions import Decision, Setting
-from memplug.tokenwise.regions.executor import Executor
-from memplug.tokenwise.regions.operators import Kind
-from memplug.tokenwise.regions.units import Unit
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.units import Unit
+from memplug.tokenwise.plan.decisions import Decision, Setting
 from tests.support.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, twin
 from tests.support.hidden import HiddenBlock, Part, hidden, make_units, run_as_unit, runs
 

@@ -1,0 +1,261 @@
+"""The judge of addresses: is a solution one, and does a plan hold what it promises? It shares no code with planners.
+
+It trusts a problem to be one (positive sizes, lifetimes that end after they begin) and computes all else by itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import le, lt
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from memplug.arena.judge_sweep import first_clash
+from memplug.arena.plan.part import DynamicSpace
+from memplug.arena.plan.problem import Problem, Solution
+
+if TYPE_CHECKING:
+    from memplug.plans.schema import MemoryPlan
+
+_FURTHEST = 2**62  # offsets up to here plus any size fit int64
+
+
+class Fault(enum.Enum):
+    """What can be wrong with a solution or a plan."""
+
+    NO_OFFSETS = "no offsets"  # not an array of int64
+    LEFT_OUT = "left out"  # not one offset for each buffer
+    NEGATIVE = "negative"
+    MISALIGNED = "misaligned"
+    BEYOND_ARENA = "beyond arena"
+    BEYOND_CAPACITY = "beyond capacity"
+    HEIGHT = "height"  # not that of the highest buffer
+    OVERLAP = "overlap"  # in use at once at the same bytes
+    UNORDERED = "unordered"  # at the same bytes on two streams, and nothing makes the one wait for the other
+    PREDICTION = "prediction"
+    PLACE = "place"  # no such phase or layer
+    WINDOW = "window"  # of a dynamic space: at no time
+    GROUP = "group"  # of a dynamic space: without requests
+    SPACES = "spaces"  # empty, or not rising
+    SPACE_BEYOND_ARENA = "space beyond arena"
+    SPACE_IN_USE = "space in use"
+    DECISION = "decision"  # that no region can run by
+    OTHER_RUN = "other run"  # not recorded from this one
+    OTHER_BUFFERS = "other buffers"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        code: see `Fault`.
+        message: a sentence with the names and values concerned.
+        rows: of `Problem.buffers` that show it; of many, the first.
+    """
+
+    code: Fault
+    message: str
+    rows: tuple[int, ...] = ()
+
+
+def judge(problem: Problem, solution: Solution, capacity_bytes: int | None = None) -> tuple[Finding, ...]:
+    """What is wrong with a solution; nothing: it is accepted.
+
+    Every buffer has an offset, aligned and inside of the arena, the arena is as high as the highest buffer, and no two
+    buffers share bytes unless the one is freed before the other is asked for: on one stream by half-open lifetimes,
+    on two by an ordering between, or by several one after the other. Whether it is `optimal` is not judged.
+
+    Args:
+        problem: Any.
+        solution: Claimed to be one of it; may be anything.
+        capacity_bytes: That the arena may have; None: as many as it likes.
+    """
+    unusable = tuple(_unusable(problem, solution))
+    if unusable:
+        return unusable
+    found = [*_placement(problem, solution)]
+    if 0 <= solution.offsets.min(initial=0) and solution.offsets.max(initial=0) <= _FURTHEST:
+        found += [*_heights(problem, solution, capacity_bytes), *_clashes(problem, solution)]
+    return tuple(found)
+
+
+def judge_addresses(plan: MemoryPlan, capacity_bytes: int | None = None) -> tuple[Finding, ...]:
+    """What is wrong with a plan's solution, predictions and dynamic spaces; nothing: they are accepted.
+
+    Args:
+        plan: Any, as loaded.
+        capacity_bytes: See `judge`.
+    """
+    unusable = tuple(_unusable(plan.problem, plan.solution))
+    if unusable:
+        return unusable
+    return (
+        *judge(plan.problem, plan.solution, capacity_bytes),
+        *_places(plan),
+        *_predictions(plan),
+        *_dynamic(plan),
+    )
+
+
+def _unusable(problem: Problem, solution: Solution) -> Iterator[Finding]:
+    """What keeps all else from being looked at."""
+    offsets, height = solution.offsets, solution.height
+    if not isinstance(offsets, np.ndarray) or offsets.dtype != np.int64 or offsets.ndim != 1:
+        kind = f"{offsets.dtype}{list(offsets.shape)}" if isinstance(offsets, np.ndarray) else type(offsets).__name__
+        yield Finding(code=Fault.NO_OFFSETS, message=f"the offsets are {kind}, not an array of int64 in one dimension")
+    elif len(offsets) != len(problem.buffers):
+        message = f"there are {len(offsets)} offsets for {len(problem.buffers)} buffers"
+        yield Finding(code=Fault.LEFT_OUT, message=message)
+    if not isinstance(height, int | np.integer) or isinstance(height, bool) or height < 0:
+        yield Finding(code=Fault.HEIGHT, message=f"the height is {height!r}, not a number of bytes")
+
+
+def _placement(problem: Problem, solution: Solution) -> Iterator[Finding]:
+    table, offsets = problem.buffers, solution.offsets
+    faults = (
+        (Fault.NEGATIVE, "below 0", offsets < 0),
+        (Fault.MISALIGNED, "which is not a multiple of {alignment}", offsets % table["alignment"] != 0),
+        (
+            Fault.BEYOND_ARENA,
+            "where its {size} bytes end beyond the arena of {height} bytes",
+            offsets > min(solution.height, _FURTHEST) - table["size"],
+        ),
+    )
+    for code, words, wrong in faults:
+        rows = np.flatnonzero(wrong)
+        if len(rows):
+            row = int(rows[0])
+            why = words.format(alignment=table["alignment"][row], size=table["size"][row], height=solution.height)
+            message = f"buffer {problem.ids[row]} is at offset {offsets[row]}, {why}{more(len(rows))}"
+            yield Finding(code=code, message=message, rows=(row,))
+
+
+def _heights(problem: Problem, solution: Solution, capacity_bytes: int | None) -> Iterator[Finding]:
+    ends = solution.offsets + problem.buffers["size"]
+    rows = (int(ends.argmax()),) if len(ends) else ()
+    highest = int(ends.max(initial=0))
+    if solution.height > highest:
+        message = f"the arena has {solution.height} bytes, and its highest buffer ends at {highest}"
+        yield Finding(code=Fault.HEIGHT, message=message, rows=rows)
+    height = max(int(solution.height), highest)
+    if capacity_bytes is not None and height > capacity_bytes:
+        message = f"the arena is {height - capacity_bytes} bytes higher than the capacity of {capacity_bytes} bytes"
+        yield Finding(code=Fault.BEYOND_CAPACITY, message=message, rows=rows)
+
+
+def _clashes(problem: Problem, solution: Solution) -> Iterator[Finding]:
+    clash = first_clash(problem.buffers, solution.offsets, problem.orderings)
+    if clash is None:
+        return
+    one, other = (problem.buffers[row] for row in clash)
+    begin = max(int(solution.offsets[row]) for row in clash)
+    end = min(int(solution.offsets[row]) + int(problem.buffers["size"][row]) for row in clash)
+    lower, upper = max(one["lower"], other["lower"]), min(one["upper"], other["upper"])
+    names = f"buffers {problem.ids[clash[0]]} and {problem.ids[clash[1]]}"
+    if lower < upper:
+        message = f"{names} both use bytes {begin} up to {end} from {lower} up to {upper}"
+        yield Finding(code=Fault.OVERLAP, message=message, rows=clash)
+    else:
+        message = (
+            f"{names} both use bytes {begin} up to {end}, and stream {other['stream']} has not waited for stream "
+            f"{one['stream']} when it uses them"
+        )
+        yield Finding(code=Fault.UNORDERED, message=message, rows=clash)
+
+
+def _places(plan: MemoryPlan) -> Iterator[Finding]:
+    for column in ("lower_phase", "upper_phase", "lower_layer", "upper_layer"):
+        values, count = plan.problem.buffers[column], _count(plan.problem, column)
+        rows = np.flatnonzero((values < -1) | (values >= count))
+        if len(rows):
+            row = int(rows[0])
+            message = f"buffer {plan.problem.ids[row]} has {column} {values[row]}, of {count}{more(len(rows))}"
+            yield Finding(code=Fault.PLACE, message=message, rows=(row,))
+
+
+def _predictions(plan: MemoryPlan) -> Iterator[Finding]:
+    peak, height, promised = _peak_bytes(plan.problem.buffers), plan.solution.height, plan.predictions
+    of_groups = [group.peak_bytes for group in plan.dynamic]
+    fragmentation = 1 - peak / height if height else 0.0
+    for name, is_promised, least, most in (
+        ("arena_bytes", promised.arena_bytes, height, height),
+        ("static_peak_bytes", promised.static_peak_bytes, peak, peak),
+        ("dynamic_peak_bytes", promised.dynamic_peak_bytes, max(of_groups, default=0), sum(of_groups)),
+        ("fragmentation", promised.fragmentation, fragmentation, fragmentation),
+    ):
+        if not least <= is_promised <= most:
+            expected = f"{least}" if least == most else f"from {least} to {most}"
+            message = f"{name} is predicted to be {is_promised}, where the plan gives {expected}"
+            yield Finding(code=Fault.PREDICTION, message=message)
+
+
+def _dynamic(plan: MemoryPlan) -> Iterator[Finding]:
+    # Copied out of the table once: there may be thousands of groups.
+    lower, upper = (plan.problem.buffers[name].copy() for name in ("lower", "upper"))
+    for number, group in enumerate(plan.dynamic):
+        name = f"dynamic space {number}"
+        yield from _group(plan.problem, name, group)
+        first, end = ([space[side] for space in group.spaces] for side in (0, 1))
+        if min(first, default=0) < 0 or not all(map(lt, first, end)) or not all(map(le, end, first[1:])):
+            yield Finding(code=Fault.SPACES, message=f"{name} has {shown(group.spaces)}: empty, below 0, or not rising")
+        elif max(end, default=0) > min(plan.solution.height, _FURTHEST):
+            message = f"{name} ends at {end[-1]}, beyond an arena of {plan.solution.height} bytes"
+            yield Finding(code=Fault.SPACE_BEYOND_ARENA, message=message)
+        else:
+            rows = np.flatnonzero((lower < group.upper) & (upper > group.lower))
+            yield from _in_use(plan, name, np.array(first, np.int64), np.array(end, np.int64), rows)
+
+
+def _group(problem: Problem, name: str, group: DynamicSpace) -> Iterator[Finding]:
+    for column in ("malloc_phase", "malloc_layer", "free_phase", "free_layer"):
+        count = _count(problem, column)
+        if not -1 <= getattr(group, column) < count:
+            message = f"{name} has {column} {getattr(group, column)}, of {count}"
+            yield Finding(code=Fault.PLACE, message=message)
+    if not 0 <= group.lower < group.upper:
+        yield Finding(code=Fault.WINDOW, message=f"{name} is there from {group.lower} up to {group.upper}: at no time")
+    if min(group.members, default=-1) < 0 or not all(map(lt, group.members, group.members[1:])):
+        message = f"{name} is for the requests {shown(group.members)}: none, below 0, or not rising"
+        yield Finding(code=Fault.GROUP, message=message)
+    if group.peak_bytes < 0 or group.stream < 0:
+        message = f"{name} is of stream {group.stream} and had {group.peak_bytes} bytes in use"
+        yield Finding(code=Fault.GROUP, message=message)
+
+
+def _in_use(plan: MemoryPlan, name: str, first: np.ndarray, end: np.ndarray, rows: np.ndarray) -> Iterator[Finding]:
+    """Which of the buffers in `rows` has bytes in one of the spaces from `first` up to `end`."""
+    table, offsets = plan.problem.buffers, plan.solution.offsets[rows]
+    # Of the spaces that end above a buffer's offset, the lowest is the one that it may reach into.
+    above = np.searchsorted(end, offsets, "right")
+    wrong = np.flatnonzero(np.append(first, _FURTHEST)[above] < offsets + table["size"][rows])
+    if len(wrong):
+        row, at = int(rows[wrong[0]]), int(offsets[wrong[0]])
+        message = (
+            f"{name} has bytes of buffer {plan.problem.ids[row]}, which is at {at} up to {at + table['size'][row]} "
+            f"from {table['lower'][row]} up to {table['upper'][row]}{more(len(wrong))}"
+        )
+        yield Finding(code=Fault.SPACE_IN_USE, message=message, rows=(row,))
+
+
+def _peak_bytes(table: np.ndarray) -> int:
+    """The most bytes that are in use at once; at one instant frees come before what is asked for."""
+    order = np.argsort(np.concatenate([table["upper"], table["lower"]]), kind="stable")
+    changes = np.concatenate([-table["size"], table["size"]])[order]
+    return int(changes.cumsum().max(initial=0))
+
+
+def _count(problem: Problem, column: str) -> int:
+    return len(problem.phases) if column.endswith("_phase") else len(problem.layers)
+
+
+def more(count: int) -> str:
+    return f" (and {count - 1} more)" if count > 1 else ""
+
+
+def shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 200 else f"{shown[:197]}..."

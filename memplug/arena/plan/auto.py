@@ -1,0 +1,195 @@
+"""Runs what fits the time limit and keeps the best that the judge accepts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memplug.arena.judge import judge
+from memplug.arena.plan import exact, planners, search
+from memplug.arena.plan.blocks import Blocks
+from memplug.arena.plan.problem import Problem, Solution, solved
+from memplug.arena.plan.streams import on_one_stream
+from memplug.errors import LayoutError
+
+log = logging.getLogger("memplug")
+
+TIME_LIMIT_S = 10.0
+ENOUGH = 1e-4
+"""Share above the lower bound at which `auto` ends: what is left is not worth waiting for."""
+
+Progress = Callable[[str], None]
+
+
+def plan(
+    problem: Problem,
+    planner: str = planners.AUTO,
+    *,
+    time_limit_s: float = TIME_LIMIT_S,
+    capacity_bytes: int | None = None,
+    progress: Progress = lambda text: None,
+) -> Solution:
+    """Offsets that the judge has accepted. What is in use all the time lies at the bottom, the rest above it.
+
+    Args:
+        problem: any.
+        planner: one of `planners.names`, alone, or "auto": the best of all. "exact" leaves its search out where there
+            are too many buffers.
+        time_limit_s: seconds. At least one greedy placement is always finished.
+        capacity_bytes: of the device; a height that fits is enough then.
+        progress: is told what is being tried.
+
+    Raises:
+        LayoutError: The judge accepts none of what was found: a mistake in memplug.
+    """
+    began = time.monotonic()
+    rest = np.flatnonzero(~_kept(problem))
+    if len(rest) == len(problem):
+        return replace(_plan(problem, planner, time_limit_s, capacity_bytes, progress), seconds=_since(began))
+    offsets, floor = _stack(problem, np.flatnonzero(_kept(problem)))
+    left = None if capacity_bytes is None else max(0, capacity_bytes - floor)
+    found = _plan(problem.part(rest), planner, time_limit_s, left, progress)
+    offsets[rest] = floor + found.offsets
+    exact_floor = floor == int(problem.buffers["size"].sum()) - int(problem.buffers["size"][rest].sum())
+    solution = solved(
+        problem,
+        offsets,
+        found.planner,
+        proven=found.optimal and exact_floor,
+        seconds=_since(began),
+        timed_out=found.timed_out,
+    )
+    if judge(problem, solution):
+        raise _refused()
+    return solution
+
+
+def _kept(problem: Problem) -> np.ndarray:
+    """What is in use from the first instant to the last, of dtype bool: it shares its bytes with nothing."""
+    table = problem.buffers
+    always = (table["lower"] == table["lower"].min(initial=0)) & (table["upper"] == table["upper"].max(initial=0))
+    return table["outlives"] & always
+
+
+def _stack(problem: Problem, rows: np.ndarray) -> tuple[np.ndarray, int]:
+    """Offsets of all buffers, of which `rows` have one at the bottom of the arena, side by side; and where they end.
+
+    So they are never between two others, and split no room (ProTrain, appendix B.2).
+    """
+    table = problem.buffers
+    offsets, end = np.zeros(len(table), np.int64), 0
+    for row in rows[np.argsort(-table["alignment"][rows], kind="stable")].tolist():
+        offsets[row] = -(-end // int(table["alignment"][row])) * int(table["alignment"][row])
+        end = int(offsets[row] + table["size"][row])
+    largest = int(np.lcm.reduce(table["alignment"]))
+    return offsets, -(-end // largest) * largest
+
+
+def _plan(
+    problem: Problem, planner: str, time_limit_s: float, capacity_bytes: int | None, progress: Progress
+) -> Solution:
+    began = time.monotonic()
+    blocks = on_one_stream(problem, lambda part: search.solve(part, improve=False).offsets)
+    plain = blocks.problem
+    enough = capacity_bytes if capacity_bytes is not None and capacity_bytes >= plain.lower_bound else None
+    attempt = _Attempt(problem, blocks, began, began + time_limit_s, enough)
+    if planner == planners.AUTO:
+        _try_all(attempt, progress)
+    else:
+        progress(planner)
+        attempt.offer(planners.named(planner).solve(plain, deadline_s=attempt.deadline_s, enough_bytes=enough))
+    if attempt.best is None:
+        raise _refused()
+    return attempt.best
+
+
+def _refused() -> LayoutError:
+    return LayoutError(
+        "the judge accepts no plan of this problem",
+        "Please report it, with the trace or the file that it comes from.",
+    )
+
+
+def _since(began: float) -> float:
+    return time.monotonic() - began
+
+
+@dataclass
+class _Attempt:
+    """The lowest solution so far that the judge has accepted.
+
+    Attributes:
+        problem: with all its streams.
+        blocks: the same on one stream: what planners see.
+        began_s, deadline_s: on the clock of `time.monotonic`.
+        enough: the height to end at, if one was named.
+    """
+
+    problem: Problem
+    blocks: Blocks
+    began_s: float
+    deadline_s: float
+    enough: int | None
+    best: Solution | None = None
+    plain_offsets: np.ndarray | None = None
+
+    @property
+    def goal(self) -> int:
+        bound = self.blocks.problem.lower_bound
+        return int(bound * (1 + ENOUGH)) if self.enough is None else self.enough
+
+    @property
+    def done(self) -> bool:
+        low_enough = self.best is not None and self.best.height <= self.goal
+        return low_enough or (self.best is not None and time.monotonic() >= self.deadline_s)
+
+    def until(self, share: float) -> float:
+        """A deadline after that share of the time."""
+        return self.began_s + share * (self.deadline_s - self.began_s)
+
+    def offer(self, found: Solution) -> None:
+        """Takes what a planner found, if it is lower and the judge accepts it."""
+        if self.best is not None and (found.height, not found.optimal) >= (self.best.height, not self.best.optimal):
+            return
+        solution = solved(
+            self.problem,
+            self.blocks.expand(found.offsets),
+            found.planner,
+            # With several streams it is the lowest of what the reduction to one leaves, which is not all.
+            proven=found.optimal and len(np.unique(self.problem.buffers["stream"])) <= 1,
+            timed_out=found.timed_out,
+        )
+        findings = judge(self.problem, solution)
+        if findings:
+            log.warning("memplug: the judge refuses what %s found: %s", found.planner, findings[0].message)
+            return
+        self.best, self.plain_offsets = solution, found.offsets
+
+
+def _try_all(attempt: _Attempt, progress: Progress) -> None:
+    """The quickest first, until one is low enough; others that have a turn come before the last search."""
+    plain, goal = attempt.blocks.problem, attempt.goal
+    progress("search: fixed orders")
+    attempt.offer(search.solve(plain, deadline_s=attempt.until(0.5), enough_bytes=goal, improve=False))
+    if not attempt.done and len(plain) <= exact.PROMISING:
+        progress("exact")
+        share = 0.7 if attempt.enough is None else 0.9
+        attempt.offer(exact.solve(plain, deadline_s=attempt.until(share), enough_bytes=attempt.enough))
+    if not attempt.done and exact.PROMISING < len(plain) <= exact.LARGEST:
+        progress("exact")
+        share = 0.8 if attempt.enough is None else 1.0
+        attempt.offer(exact.solve(plain, deadline_s=attempt.until(share), enough_bytes=attempt.enough))
+    for planner in planners.PLANNERS:
+        if not attempt.done and attempt.best is None:  # the judge has refused what the others found
+            progress(planner.name)
+            attempt.offer(planner.solve(plain, deadline_s=attempt.until(0.9), enough_bytes=goal))
+    if not attempt.done:
+        progress("search: random orders")
+        start = attempt.plain_offsets
+        attempt.offer(search.solve(plain, deadline_s=attempt.deadline_s, enough_bytes=goal, start=start))
+    if attempt.best is not None and not attempt.best.optimal and time.monotonic() >= attempt.deadline_s:
+        attempt.best = replace(attempt.best, timed_out=True)

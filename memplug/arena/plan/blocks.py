@@ -1,0 +1,66 @@
+"""Several buffers made one: placed among themselves first, then as a block that keeps their relative offsets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memplug.arena.plan.problem import BUFFER, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Buffers that move together.
+
+    Attributes:
+        rows: of the problem: int64[k].
+        offsets: inside of the block: int64[k], bytes.
+        lower, upper: when the block is in use; by default from the first malloc to the last free.
+    """
+
+    rows: np.ndarray
+    offsets: np.ndarray
+    lower: int | None = None
+    upper: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A problem in which some buffers are blocks.
+
+    Attributes:
+        problem: the blocks, then the other buffers.
+        expand: offsets of that problem -> offsets of the original one, int64 each.
+    """
+
+    problem: Problem
+    _blocks: list[Block]
+    _alone: np.ndarray
+    _count: int
+
+    @staticmethod
+    def of(problem: Problem, blocks: list[Block]) -> Blocks:
+        """Of disjoint blocks, each of at least one row."""
+        table = problem.buffers
+        alone = np.ones(len(table), bool)
+        merged = np.zeros(len(blocks), BUFFER)
+        for at, block in enumerate(blocks):
+            rows = table[block.rows]
+            alone[block.rows] = False
+            merged[at] = rows[0]
+            merged["lower"][at] = rows["lower"].min() if block.lower is None else block.lower
+            merged["upper"][at] = rows["upper"].max() if block.upper is None else block.upper
+            merged["size"][at] = (block.offsets + rows["size"]).max()
+            merged["alignment"][at] = np.lcm.reduce(rows["alignment"])
+        singles = np.flatnonzero(alone)
+        whole = replace(problem, buffers=np.concatenate([merged, table[singles]]), ids=None)
+        return Blocks(whole, blocks, singles, len(table))
+
+    def expand(self, offsets: np.ndarray) -> np.ndarray:
+        """Offsets of the original buffers, from those of `problem`: int64 each."""
+        found = np.zeros(self._count, np.int64)
+        for block, offset in zip(self._blocks, offsets[: len(self._blocks)].tolist(), strict=True):
+            found[block.rows] = offset + block.offsets
+        found[self._alone] = offsets[len(self._blocks) :]
+        return found

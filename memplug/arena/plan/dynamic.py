@@ -1,0 +1,202 @@
+"""Where requests whose sizes are known only at run time may go: reusable space, by group.
+
+STWeaver, section 5.2: dynamic requests that are asked for in one layer and freed in another are a HomoLayer group
+(Eq. 2). Their lifetimes are known, from the beginning of the one to the end of the other, their sizes are not; what no
+planned buffer uses in that time is the group's dynamic reusable space (Eq. 3 to 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from memplug.arena.plan.from_trace import GRANULARITY_BYTES, TRAINING
+from memplug.arena.plan.part import DynamicSpace
+from memplug.arena.plan.problem import Problem, Solution
+from memplug.profile.trace import Trace
+
+_KEY = ("malloc_phase", "malloc_layer", "free_phase", "free_layer", "stream")
+
+
+def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[DynamicSpace, ...]:
+    """One for each HomoLayer group on one stream, in the order of phases and layers.
+
+    Args:
+        step: of one step; its dynamic requests are placed nowhere.
+        problem: its other requests, on the same clock.
+        solution: of that problem.
+    """
+    rows = _dynamic(step)
+    if not len(rows):
+        return ()
+    keys, group = np.unique(np.stack([rows[name] for name in _KEY], axis=1), axis=0, return_inverse=True)
+    order = np.argsort(group, kind="stable")
+    bounds = np.searchsorted(group.reshape(-1)[order], np.arange(len(keys) + 1))
+    spans = _spans(step)
+    members = [np.sort(order[begin:end]) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    windows = [
+        _window(key, rows[of_it], spans, len(step.events)) for key, of_it in zip(keys.tolist(), members, strict=True)
+    ]
+    numbers = _numbers_in_place(rows)
+    return tuple(
+        DynamicSpace(
+            **dict(zip(_KEY, key, strict=True)),
+            lower=window[0],
+            upper=window[1],
+            spaces=spaces,
+            members=tuple(numbers[of_it].tolist()),
+            peak_bytes=_peak_bytes(rows[of_it]),
+        )
+        for key, of_it, window, spaces in zip(
+            keys.tolist(), members, windows, idle_spaces(problem, solution, windows), strict=True
+        )
+    )
+
+
+def renewed_spaces(spaces: Sequence[DynamicSpace], problem: Problem, solution: Solution) -> tuple[DynamicSpace, ...]:
+    """What dynamic requests may reuse of other addresses, at the same times.
+
+    Args:
+        spaces: on the same clock.
+        problem, solution: the new ones.
+    """
+    windows = [(group.lower, group.upper) for group in spaces]
+    renewed = idle_spaces(problem, solution, windows)
+    return tuple(replace(group, spaces=of_it) for group, of_it in zip(spaces, renewed, strict=True))
+
+
+def dynamic_peak_bytes(step: Trace) -> int:
+    """The most that all dynamic requests of a step have in use at once, each rounded up as an allocator does."""
+    return _peak_bytes(_dynamic(step))
+
+
+def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
+    """Requests, and their bytes, that would have found room in the arena in the recorded step.
+
+    Each goes to the smallest stretch that is large enough, of its group's space without what other dynamic requests
+    have in use (Eq. 6); what finds none is left to the native allocator.
+
+    Args:
+        step: the recorded one.
+        spaces: of its plan.
+    """
+    rows = _dynamic(step)
+    of_group = {tuple(getattr(space, name) for name in _KEY): space.spaces for space in spaces}
+    numbers = {int(number): at for at, number in enumerate(rows["number"])}
+    events = step.events
+    concerned = np.flatnonzero(np.isin(events["request"], rows["number"]))
+    live: dict[int, tuple[int, int]] = {}
+    requests = nbytes = 0
+    for request in events["request"][concerned].tolist():
+        if request in live:
+            del live[request]
+            continue
+        at = numbers.pop(request, None)
+        if at is None:  # freed, and it had found no room
+            continue
+        row = rows[at]
+        size = _rounded(int(row["nbytes"]))
+        taken = sorted(live.values())
+        stretches = [free for space in of_group[tuple(row[list(_KEY)].item())] for free in _without(space, taken)]
+        fits = [stretch for stretch in stretches if stretch[1] - stretch[0] >= size]
+        if fits:
+            start = min(fits, key=lambda stretch: stretch[1] - stretch[0])[0]
+            live[request] = (start, start + size)
+            requests, nbytes = requests + 1, nbytes + size
+    return requests, nbytes
+
+
+def _dynamic(step: Trace) -> np.ndarray:
+    """Of dtype REQUEST, in their order; none of no bytes, or of threads that do not train."""
+    rows = step.requests
+    return rows[rows["dynamic"] & (rows["nbytes"] > 0) & (rows["malloc_thread"] == TRAINING)]
+
+
+def _numbers_in_place(rows: np.ndarray) -> np.ndarray:
+    """Of each request, how many came before it in the same phase and layer: int64."""
+    _, place = np.unique(rows[["malloc_phase", "malloc_layer"]], return_inverse=True)
+    order = np.argsort(place, kind="stable")
+    first = np.searchsorted(place[order], place[order])
+    numbers = np.empty(len(rows), np.int64)
+    numbers[order] = np.arange(len(rows)) - first
+    return numbers
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
+
+
+def _spans(step: Trace) -> dict[tuple[int, int], tuple[int, int]]:
+    """First event, and last one + 1, of each phase and layer."""
+    phase, layer = step.events["phase"].astype(np.int64), step.events["layer"].astype(np.int64)
+    width = len(step.layers) + 1
+    places, first = np.unique(phase * width + layer + 1, return_index=True)
+    last = len(phase) - np.unique((phase * width + layer + 1)[::-1], return_index=True)[1]
+    return {
+        (place // width, place % width - 1): (begin, end)
+        for place, begin, end in zip(places.tolist(), first.tolist(), last.tolist(), strict=True)
+    }
+
+
+def _window(
+    key: list[int], members: np.ndarray, spans: dict[tuple[int, int], tuple[int, int]], events: int
+) -> tuple[int, int]:
+    """From the beginning of the one layer to the end of the other, and at least as long as what was recorded."""
+    malloc_phase, malloc_layer, free_phase, free_layer, _ = key
+    lower = min(spans[malloc_phase, malloc_layer][0], int(members["malloc_event"].min()))
+    if free_phase < 0:
+        return lower, events
+    return lower, max(spans[free_phase, free_layer][1], int(members["free_event"].max()) + 1)
+
+
+def idle_spaces(
+    problem: Problem, solution: Solution, windows: Sequence[tuple[int, int]]
+) -> list[tuple[tuple[int, int], ...]]:
+    """What no planned buffer uses in each window of the problem's clock: (first byte, end), disjoint and rising."""
+    table = problem.buffers
+    by_lower = np.argsort(table["lower"], kind="stable")
+    lower, upper = table["lower"][by_lower], table["upper"][by_lower]
+    starts = solution.offsets[by_lower]
+    ends = starts + table["size"][by_lower]
+    found: list[tuple[tuple[int, int], ...]] = [()] * len(windows)
+    # Windows by their beginning: what is in use then is carried along, the rest begins inside.
+    in_use, seen = np.zeros(0, np.int64), 0
+    for at in sorted(range(len(windows)), key=windows.__getitem__):
+        begin, end = np.searchsorted(lower, windows[at], "left")
+        in_use = np.concatenate([in_use, np.arange(seen, begin)])
+        in_use, seen = in_use[upper[in_use] > windows[at][0]], int(begin)
+        rows = np.concatenate([in_use, np.arange(begin, end)])
+        found[at] = _complement(starts[rows], ends[rows], solution.height)
+    return found
+
+
+def _complement(starts: np.ndarray, ends: np.ndarray, height: int) -> tuple[tuple[int, int], ...]:
+    order = np.argsort(starts)
+    begins = np.concatenate([[0], np.maximum.accumulate(ends[order])])
+    stops = np.concatenate([starts[order], [height]])
+    is_free = stops > begins
+    return tuple(zip(begins[is_free].tolist(), stops[is_free].tolist(), strict=True))
+
+
+def _peak_bytes(rows: np.ndarray) -> int:
+    """Of requests, the most in use at once."""
+    sizes = -(-rows["nbytes"] // GRANULARITY_BYTES) * GRANULARITY_BYTES
+    last = rows["malloc_event"].max(initial=0) + 1
+    times = np.concatenate([rows["malloc_event"], np.where(rows["free_event"] < 0, last, rows["free_event"])])
+    order = np.argsort(times, kind="stable")
+    return int(np.concatenate([sizes, -sizes])[order].cumsum().max(initial=0))
+
+
+def _without(space: tuple[int, int], taken: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Stretches of `space` that none of the rising, disjoint `taken` touches."""
+    begin, end = space
+    free = []
+    for start, stop in taken:
+        if stop <= begin or start >= end:
+            continue
+        if start > begin:
+            free.append((begin, start))
+        begin = max(begin, stop)
+    return [*free, (begin, end)] if begin < end else free

@@ -1,0 +1,167 @@
+"""The layout problem of a recorded training step: which of its requests get a planned address, and for how long.
+
+The clock is that of the step's events, so a request is in use from its malloc up to its free (STWeaver, section 5).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memplug.arena.plan.problem import BUFFER, Problem
+from memplug.errors import LayoutError
+from memplug.profile.trace import Pass, Trace, cut, earlier_frees, freed_elsewhere, still_live
+
+GRANULARITY_BYTES = 512
+"""What torch's CUDA allocator rounds every request up to (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
+
+TRAINING = 0
+"""The thread that trains, and autograd's, in a trace."""
+
+
+def last_step(trace: Trace, step: int | None = None) -> Trace:
+    """The step of a trace that a plan is made from, as a trace of its own; see `cut`.
+
+    Args:
+        trace: One without steps counts as one step.
+        step: Running number, from the end if below 0; None: the last one.
+
+    Raises:
+        LayoutError: The trace has no such step.
+    """
+    count = max(len(trace.steps), 1)
+    number = count - 1 if step is None else step
+    if not -count <= number < count:
+        raise LayoutError(
+            f"the trace has {count} step{'' if count == 1 else 's'}, and step {number} is none of them",
+            f"Choose a step from 0 to {count - 1}, or leave the choice out: the last one is taken.",
+        )
+    return cut(trace, number) if trace.steps else trace
+
+
+def problem_of(
+    step: Trace, alignment_bytes: int = GRANULARITY_BYTES, margin_bytes: int = 0, *, without_gradients: bool = True
+) -> Problem:
+    """What is to be placed of one step: a buffer for each static request that asks for any bytes, in their order.
+
+    Sizes are rounded up to the alignment, as an allocator of that granularity hands them out. What is still in use
+    when the step ends is in use all of the step: the next one, in which all happens again, must find its bytes
+    untouched. Where the step before left something of that kind that is freed only after its successor was asked for,
+    another buffer stands for it. What another thread freed is taken to be in use twice as long, since it may come later
+    next time. Left out are dynamic requests, whose sizes are known at run time, and those of threads that do not train,
+    which come at any time. Traces hold no orderings of streams, so requests of different streams share no bytes.
+
+    Args:
+        step: One step, see `last_step`.
+        alignment_bytes: Above 0.
+        margin_bytes: That follow each buffer, to be looked after; a multiple of the alignment.
+        without_gradients: Whether requests of forwards without gradients are placed too, or left out.
+
+    Returns:
+        Its clock is the index into `step.events`, its ids are the requests' running numbers in the step; what the step
+        before left has -1, -2 and so on.
+
+    Raises:
+        LayoutError: More bytes than can be placed, or more streams than there can be.
+    """
+    assert alignment_bytes > 0 and margin_bytes % alignment_bytes == 0, "an alignment above 0, and multiples of it"
+    requests = step.requests
+    requests = requests[~requests["dynamic"] & (requests["nbytes"] > 0) & (requests["malloc_thread"] == TRAINING)]
+    if not without_gradients:
+        phases = [number for number, phase in enumerate(step.phases) if phase.kind is Pass.NO_GRAD]
+        requests = requests[~np.isin(requests["malloc_phase"], phases)]
+    if (requests["stream"] > np.iinfo(BUFFER["stream"]).max).any():
+        raise LayoutError(
+            f"a request is on stream {requests['stream'].max()}: streams have running numbers",
+            "Record the trace again.",
+        )
+    live = still_live(requests)
+    table = np.zeros(len(requests), BUFFER)
+    table["lower"] = np.where(live, 0, requests["malloc_event"])
+    lower, upper = requests["malloc_event"], requests["free_event"]
+    upper = np.where(freed_elsewhere(requests), np.minimum(2 * upper - lower, len(step.events)), upper)
+    table["upper"] = np.where(live, len(step.events), upper)
+    table["size"] = -(-requests["nbytes"] // alignment_bytes) * alignment_bytes + margin_bytes
+    table["alignment"] = alignment_bytes
+    table["stream"] = requests["stream"]
+    for column, of_request in (("lower", "malloc"), ("upper", "free")):
+        table[f"{column}_phase"] = requests[f"{of_request}_phase"]
+        table[f"{column}_layer"] = requests[f"{of_request}_layer"]
+    table["outlives"] = live
+    left = _left_by_the_step_before(step, table, requests["malloc_event"], alignment_bytes, margin_bytes)
+    return Problem(
+        buffers=np.concatenate([table, left]),
+        ids=np.concatenate([requests["number"], -1 - np.arange(len(left))]),
+        phases=step.phases,
+        layers=step.layers,
+        fingerprint=step.fingerprint,
+    )
+
+
+def problem_of_all(trace: Trace, alignment_bytes: int = GRANULARITY_BYTES) -> Problem:
+    """Returns what is to be placed of a whole recording, which need not be one step: a buffer for each request, in use
+    from its malloc up to its free or to the end, and one for each block that was there before.
+
+    Args:
+        trace: Its `base_bytes` have all that was in use before; frees from before have their sizes.
+        alignment_bytes: Above 0; sizes are rounded up to it.
+
+    Returns:
+        The clock is one more than the index into `trace.events`, so that blocks from before are in use at 0. Ids of
+        requests are their running numbers; blocks from before have -1, -2 and so on.
+
+    Raises:
+        LayoutError: More bytes than can be placed, or more streams than there can be.
+    """
+    requests, events, end = trace.requests, trace.events, len(trace.events) + 1
+    requests = requests[requests["nbytes"] > 0]
+    frees = earlier_frees(trace)
+    frees = frees[events["nbytes"][frees] > 0]
+    rest = trace.base_bytes - int(events["nbytes"][frees].sum())
+    table = np.zeros(len(requests) + len(frees) + (rest > 0), BUFFER)
+    for column in ("lower_phase", "upper_phase", "lower_layer", "upper_layer"):
+        table[column] = -1
+    asked, freed = table[: len(requests)], table[len(requests) : len(requests) + len(frees)]
+    asked["lower"] = requests["malloc_event"] + 1
+    asked["upper"] = np.where(still_live(requests), end, requests["free_event"] + 1)
+    asked["size"], asked["stream"] = requests["nbytes"], requests["stream"]
+    asked["lower_phase"], asked["lower_layer"] = requests["malloc_phase"], requests["malloc_layer"]
+    freed["upper"], freed["size"], freed["stream"] = frees + 1, events["nbytes"][frees], events["stream"][frees]
+    if rest > 0:
+        table["upper"][-1], table["size"][-1] = end, rest
+    table["size"] = -(-table["size"] // alignment_bytes) * alignment_bytes
+    table["alignment"] = alignment_bytes
+    return Problem(
+        buffers=table,
+        ids=np.concatenate([requests["number"], -1 - np.arange(len(table) - len(requests))]),
+        phases=trace.phases,
+        layers=trace.layers,
+        fingerprint=trace.fingerprint,
+    )
+
+
+def _left_by_the_step_before(
+    step: Trace, table: np.ndarray, malloc_events: np.ndarray, alignment_bytes: int, margin_bytes: int
+) -> np.ndarray:
+    """Of dtype BUFFER: what there has to be beside the buffers that outlive the step, for both it and the last step's.
+
+    Requests of one size and stream take turns, so there have to be as many buffers of each kind as are in use at once.
+    """
+    frees = earlier_frees(step)
+    frees = frees[step.events["nbytes"][frees] > 0]
+    earlier = step.events[frees]
+    sizes = -(-earlier["nbytes"] // alignment_bytes) * alignment_bytes + margin_bytes
+    rows = np.flatnonzero(table["outlives"])
+    left = []
+    for size, stream in np.unique(table[rows][["size", "stream"]]).tolist():
+        mallocs = malloc_events[rows[(table["size"][rows] == size) & (table["stream"][rows] == stream)]]
+        freed = frees[(sizes == size) & (earlier["stream"] == stream)][: len(mallocs)]
+        times = np.concatenate([freed, mallocs])
+        changes = np.concatenate([-np.ones(len(freed), np.int64), np.ones(len(mallocs), np.int64)])
+        at_once = len(freed) + int(changes[np.argsort(times)].cumsum().max(initial=0))
+        buffer = np.zeros(max(0, at_once - len(mallocs)), BUFFER)
+        buffer["upper"], buffer["size"], buffer["alignment"] = len(step.events), size, alignment_bytes
+        buffer["stream"], buffer["outlives"] = stream, True
+        for column in ("lower_phase", "upper_phase", "lower_layer", "upper_layer"):
+            buffer[column] = -1
+        left.append(buffer)
+    return np.concatenate([np.zeros(0, BUFFER), *left])

@@ -1,0 +1,85 @@
+"""Addresses that are solved once where several ranks have the same problem: the first one solves, the others wait for
+its file in the folder of plans. They wait beside training, and each judges what it finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from pathlib import Path
+
+from memplug.arena.judge import judge
+from memplug.arena.plan import auto
+from memplug.arena.plan.problem import Problem, Solution
+from memplug.errors import LayoutError
+from memplug.plans import plan_file
+from memplug.plans.schema import memory_plan
+
+FOLDER = "solved"
+POLL_S = 0.02
+GRACE_S = 5.0  # that a rank waits for the first one beyond the time that solving may take
+LASTS_S = 3600.0  # after which a file is of no use to any rank of the job, and is removed by the next one
+
+
+def solve_once(problem: Problem, planner: str, time_limit_s: float, folder: Path | None) -> Solution:
+    """The solution of a problem, by this process or by another one that has the same.
+
+    Args:
+        problem: any.
+        planner, time_limit_s: see `memplug.arena.plan.auto.plan`.
+        folder: that all ranks see; None: this process solves.
+
+    Raises:
+        LayoutError: see `memplug.arena.plan.auto.plan`.
+    """
+    if folder is None:
+        return auto.plan(problem, planner, time_limit_s=time_limit_s)
+    file = folder / FOLDER / f"{_digest(problem, planner)}.addresses"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _remove_old(file.parent)
+        is_first = _is_first(file)
+    except OSError:  # it cannot be written to: nothing is shared
+        return auto.plan(problem, planner, time_limit_s=time_limit_s)
+    if not is_first:
+        found = _found(problem, file, time.monotonic() + time_limit_s + GRACE_S)
+        if found is not None:
+            return found
+    solution = auto.plan(problem, planner, time_limit_s=time_limit_s)
+    with contextlib.suppress(LayoutError):  # a full disk
+        plan_file.save(memory_plan(problem, solution), file)
+    return solution
+
+
+def _digest(problem: Problem, planner: str) -> str:
+    tables = (problem.buffers, problem.orderings)
+    return hashlib.sha256(planner.encode() + b"".join(table.tobytes() for table in tables)).hexdigest()[:24]
+
+
+def _is_first(file: Path) -> bool:
+    try:
+        file.with_suffix(".begun").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _found(problem: Problem, file: Path, deadline: float) -> Solution | None:
+    """What the first rank has solved; None: it is late, or it is not sound."""
+    while not file.exists():
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(POLL_S)
+    try:
+        solution = plan_file.load(file).solution
+    except LayoutError:
+        return None
+    return None if judge(problem, solution) else solution
+
+
+def _remove_old(folder: Path) -> None:
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - file.stat().st_mtime > LASTS_S:
+                file.unlink(missing_ok=True)

@@ -1,1 +1,0 @@
-"""Trace, hardware and config in, a plan out: pure functions over plain data, no torch."""

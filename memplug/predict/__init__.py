@@ -1,0 +1,1 @@
+"""What a training would take, without a GPU."""

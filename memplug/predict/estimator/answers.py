@@ -1,0 +1,148 @@
+"""What the virtual device answers where a model reads values: of a trace of them, or made up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplug.device.virtual import VirtualDevice
+from memplug.errors import EstimateError
+from memplug.predict.estimator.calls import Call, Calls, line
+from memplug.predict.estimator.values import COPY, NUMBER, Output, Read, Values, modules_of
+
+Reads = dict[tuple[str, str], list[Read]]
+"""By line and operator."""
+RECORD_ANEW = (
+    "Record the step anew (`memplug.record_values`): of the same model and versions of its code, with as long a "
+    "sequence and as many of them as are estimated."
+)
+
+
+class Answers:
+    """Of a trace, to one model after the other.
+
+    Args:
+        values: the trace; None: all is made up, a number as 1, a mask as true for the share that the device assumes.
+
+    Attributes:
+        made_up: where forwards read more than a condition, and there was no trace.
+    """
+
+    def __init__(self, values: Values | None):
+        self._values = values
+        self._calls_read = (
+            {path: [_by_line(call) for call in calls] for path, calls in values.calls.items()} if values else {}
+        )
+        self._backward_read = _by_line(values.backward) if values else {}
+        self._given: dict[tuple[Any, ...], list[Sequence[Output]]] = defaultdict(list)
+        self.made_up: list[str] = []
+
+    @contextlib.contextmanager
+    def to(self, device: VirtualDevice, model: nn.Module) -> Iterator[None]:
+        """Within, the device has them."""
+        modules = modules_of(model)
+        if self._values is None:
+            modules = {"": modules[""]}
+        self._calls = Calls(modules, ended=self._check)
+        device.answer_by(self._answer)
+        try:
+            yield
+        finally:
+            device.answer_by(None)
+            self._calls.undo()
+
+    def _answer(self, work: Any, waits: bool) -> list[torch.Tensor] | None:
+        call, at = self._calls.now, (line(), work.name)
+        if self._values is None and call is not None and call.path is not None:
+            told = f"{work.name} at {at[0]}"
+            is_condition = work.name == NUMBER and work.inputs[0].dtype == "Bool"
+            if waits and not is_condition and told not in self.made_up:
+                self.made_up.append(told)
+        if self._values is None or call is None:
+            return None
+        sizes = tuple(tuple(each.sizes) for each in work.inputs)
+        outputs = self._in_backward(call, at, sizes) if call.path is None else self._of(call, at, sizes, waits)
+        return [each.tensor() for each in outputs] if outputs is not None else None
+
+    def _of(self, call: Call, at: tuple[str, str], sizes: tuple[Any, ...], waits: bool) -> Sequence[Output] | None:
+        """In a module's forward."""
+        found = self._reads_of(call).get(at, [])
+        number = call.asked[at]
+        if number >= len(found):
+            if not waits:  # nothing need ever look at it
+                return None
+            raise EstimateError(
+                f"{_where(call)} asks for {at[1]} at {at[0]}, and the trace of values has no more than {len(found)}",
+                RECORD_ANEW,
+            )
+        call.asked[at] += 1
+        read = found[number]
+        if at[1] != NUMBER and read.inputs != sizes:
+            raise EstimateError(
+                f"{_where(call)}: {at[1]} at {at[0]} is of sizes {_text(sizes)}, and in the trace of values of "
+                f"{_text(read.inputs)}",
+                RECORD_ANEW,
+            )
+        given = self._given[at[1], sizes]
+        if read.outputs not in given:
+            given.append(read.outputs)
+        return read.outputs
+
+    def _reads_of(self, call: Call) -> Reads:
+        calls = self._calls_read.get(call.path, [])
+        if len(calls) > 1 and call.recomputes:
+            raise EstimateError(
+                f"{_where(call)} reads other values each time that it is called: which of them a recompute has, the "
+                "trace of values does not tell",
+                "Estimate the modes keep and memplug.",
+            )
+        if len(calls) == 1:
+            return calls[0]
+        return calls[call.number] if call.number < len(calls) else {}
+
+    def _in_backward(self, call: Call, at: tuple[str, str], sizes: tuple[Any, ...]) -> Sequence[Output] | None:
+        """Outside of forwards: the model's own code, a recompute pass of memplug's, or a framework's."""
+        found = self._backward_read.get(at, [])
+        if call.asked[at] < len(found):
+            call.asked[at] += 1
+            return found[call.asked[at] - 1].outputs
+        given = self._given.get((at[1], sizes), [])
+        if len(given) > 1 and at[1] not in (NUMBER, COPY):
+            raise EstimateError(
+                f"a recompute pass runs {at[1]} again, of which the trace of values has several answers for sizes "
+                f"{_text(sizes)}",
+                "Estimate the modes keep and full.",
+            )
+        return given[0] if len(given) == 1 else None
+
+    def _check(self, call: Call) -> None:
+        """A forward is over: a line that read on was as often there."""
+        if self._values is None or call.recomputes:
+            return
+        for at, asked in call.asked.items():
+            there = len(self._reads_of(call)[at])
+            if asked < there and at[1] != COPY:
+                raise EstimateError(
+                    f"{_where(call)} asks for {at[1]} at {at[0]} {asked} times, and the trace of values has {there}",
+                    RECORD_ANEW,
+                )
+
+
+def _by_line(reads: Iterable[Read]) -> Reads:
+    found: Reads = defaultdict(list)
+    for read in reads:
+        found[read.line, read.operator].append(read)
+    return dict(found)
+
+
+def _where(call: Call) -> str:
+    return f"module {call.path}" if call.path else "the model"
+
+
+def _text(sizes: Iterable[Sequence[int]]) -> str:
+    return ", ".join(f"{list(each)}" for each in sizes)

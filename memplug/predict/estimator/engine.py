@@ -1,0 +1,183 @@
+"""One rank of a DeepSpeed training on the virtual device: the engine's own ZeRO, optimizer and collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+from memplug.device.virtual.accelerator import accelerated
+from memplug.device.virtual.ranks import joined
+from memplug.ds_json.keys import offloads_of, present
+from memplug.errors import EstimateError
+from memplug.predict.estimator.training import Training, differentiable, unable
+
+ADAM = ("adam", "adamw")
+PRECISIONS = ("bf16", "fp16")
+"""Sections of a DeepSpeed JSON, each of which turns the dtype of its name on."""
+WATCHERS = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "comms_logger", "wall_clock_breakdown")
+"""Of a DeepSpeed JSON, what tells how training goes."""
+
+
+@contextlib.contextmanager
+def rank_of(gpus: int) -> Iterator[None]:
+    """Within, this process is rank 0 of as many, for DeepSpeed. There is a virtual device already.
+
+    Raises:
+        EstimateError: DeepSpeed is not installed.
+    """
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus)}
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError as error:
+        raise EstimateError(f"DeepSpeed cannot be imported: {error}", "Run `pip install deepspeed`.") from None
+    with mock.patch.dict(os.environ, names), joined(rank=0, world_size=gpus), accelerated():
+        yield
+
+
+def dtype_of(ds_config: Mapping[str, Any]) -> str:
+    """Of parameters and activations, "bf16", "fp16" or "fp32": as DeepSpeed has them, bf16 where that is "auto", or
+    where nothing is said of DeepSpeed.
+    """
+    known = present(ds_config)
+    said = {dtype: _enabled(known[dtype]) for dtype in PRECISIONS if dtype in known}
+    for dtype, value in said.items():
+        if value is True:
+            return dtype
+    is_open = "auto" in said.values() or not set(ds_config) - {"memplug"}
+    return "bf16" if is_open else "fp32"
+
+
+def _enabled(section: Any) -> Any:
+    return section.get("enabled") if isinstance(section, Mapping) else section
+
+
+def micro_batch_of(ds_config: Mapping[str, Any], gpus: int | None) -> int:
+    """Sequences of a rank's micro-batch, as DeepSpeed makes them of the batch of all ranks where it is not told; 1
+    where nothing says.
+
+    Args:
+        gpus: of the engine; None: there is none.
+
+    Raises:
+        EstimateError: the batch cannot be split so.
+    """
+    given, total = (ds_config.get(name) for name in ("train_micro_batch_size_per_gpu", "train_batch_size"))
+    if isinstance(given, int):
+        return given
+    if gpus is None or not isinstance(total, int):
+        return 1
+    accumulation = ds_config.get("gradient_accumulation_steps")
+    parts = gpus * (accumulation if isinstance(accumulation, int) else 1)
+    if total % parts:
+        raise EstimateError(
+            f"train_batch_size is {total}, which is not to be split into {parts} micro-batches",
+            "Give a multiple of --gpus and gradient_accumulation_steps.",
+        )
+    return total // parts
+
+
+def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, Any]:
+    """A DeepSpeed JSON as it is estimated: with torch's fused Adam in place of DeepSpeed's kernel, which takes as much
+    memory and is bound by it alike; without "auto" values, memplug's block, and what watches training.
+
+    Raises:
+        ConfigError: A setting has its former and its present name.
+        EstimateError: optimizer or parameters are offloaded, for which DeepSpeed computes on the host.
+    """
+    for offload in offloads_of(ds_config):
+        raise EstimateError(
+            f"{offload} leaves work to the host, which is not run", "`memplug tune` predicts a step with offload."
+        )
+    known = present(ds_config)
+    kept = _without_auto({key: value for key, value in known.items() if key not in ("memplug", *WATCHERS)})
+    optimizer = kept.get("optimizer", {"type": "AdamW"})
+    params = optimizer.get("params", {})
+    if str(optimizer.get("type")).lower() in ADAM and not params.get("torch_adam"):  # else it is torch's own already
+        optimizer = {**optimizer, "params": {**params, "torch_adam": True, "fused": True}}
+    dtype = dtype_of(ds_config)
+    if dtype in PRECISIONS and _enabled(kept.get(dtype)) is not True:  # it was "auto"
+        kept[dtype] = {**(kept[dtype] if isinstance(kept.get(dtype), Mapping) else {}), "enabled": True}
+    kept = {**_accumulation(kept, micro_batch, gpus), **kept}
+    kept.pop("train_batch_size", None)
+    return {**kept, "optimizer": optimizer, "train_micro_batch_size_per_gpu": micro_batch}
+
+
+def _accumulation(kept: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, int]:
+    """What DeepSpeed makes of the batch of all ranks, where that is of these micro-batches."""
+    total = kept.get("train_batch_size")
+    if not isinstance(total, int) or kept.get("train_micro_batch_size_per_gpu") != micro_batch:
+        return {}
+    return {"gradient_accumulation_steps": max(1, total // (micro_batch * gpus))}
+
+
+def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if value != "auto"
+    }
+
+
+def _refuse_as_deepspeed(settings: Mapping[str, Any]) -> None:
+    """Raises what DeepSpeed says of a configuration that it does not take, as an EstimateError."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(dict(settings))
+    except Exception as error:  # pydantic's, DeepSpeed's own, assertions, and what else a wrong type leads to
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise EstimateError(
+            f"DeepSpeed refuses the configuration: {said}", "Correct the DeepSpeed JSON: training would stop likewise."
+        ) from error
+
+
+class EngineTraining(Training):
+    """Trains by a DeepSpeed engine, which marks the ends of its steps itself; within `rank_of`.
+
+    Args:
+        settings: of the engine, see `settings_of`.
+    """
+
+    marks_steps = True
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        example_inputs: Callable[[], Any],
+        settings: Mapping[str, Any],
+    ):
+        import deepspeed
+
+        partitioned = settings.get("zero_optimization", {}).get("stage") == 3
+
+        _refuse_as_deepspeed(settings)
+
+        def make() -> nn.Module:
+            with deepspeed.zero.Init(config_dict_or_path=dict(settings)) if partitioned else contextlib.nullcontext():
+                return make_model()
+
+        super().__init__(make, example_inputs)
+        try:
+            self.engine, *_ = deepspeed.initialize(model=self.model, config=dict(settings))
+        except RuntimeError as error:
+            raise unable("DeepSpeed's engine", error) from error
+
+    @property
+    def target(self) -> Any:
+        return self.engine
+
+    def _train(self) -> None:
+        """All micro-batches of a step."""
+        for _ in range(self.engine.gradient_accumulation_steps()):
+            outputs = differentiable(self.engine(*self._args, **self._kwargs))
+            self.engine.backward(outputs[0] if outputs[0].dim() == 0 else outputs[0].sum())
+            self.engine.step()
+
+    def close(self) -> None:
+        """The engine's hooks and groups go."""
+        self.engine.destroy()

@@ -1,0 +1,114 @@
+"""How Megatron-Core splits a model over the GPUs of one machine, and whether it can."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from memplug.errors import EstimateError
+from memplug.predict.estimator.shapes import Shape
+
+MICRO_BATCHES_PER_STAGE = 2
+LEFT_OUT = ("attention_bias", "mlp_bias", "sliding_window")
+"""Fields of a model that would make a step another one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Data-parallel ranks are what remains.
+
+    Attributes:
+        gpus: all ranks; 0: as few as the rest needs.
+        tensor: ranks that share each matrix product.
+        sequence: they share the rest of a layer too, by tokens.
+        pipeline: stages.
+        expert: ranks that share the experts of a mixture, each of which is whole on its rank.
+        context: ranks that share the tokens of a sequence.
+    """
+
+    gpus: int = 0
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    expert: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        if self.gpus == 0:
+            least = self.pipeline * math.lcm(self.tensor * self.context, self.expert)
+            object.__setattr__(self, "gpus", least)
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks."""
+        return self.gpus // (self.tensor * self.context * self.pipeline)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, where nothing else says how many: a pipeline needs several to be busy."""
+        return MICRO_BATCHES_PER_STAGE * self.pipeline if self.pipeline > 1 else 1
+
+    @property
+    def stages(self) -> dict[int, int]:
+        """The pipeline's stages that differ, and how many each of them stands for: those in the middle have as many
+        layers each, the first of them has the most micro-batches in flight.
+        """
+        middle = {1: self.pipeline - 2} if self.pipeline > 2 else {}
+        return {0: 1, **middle, self.pipeline - 1: 1}
+
+    def rank(self, stage: int) -> int:
+        """The first of a stage, in Megatron-Core's order, which has stages outermost."""
+        return stage * self.gpus // self.pipeline
+
+    def check(self, shape: Shape, layers: int, seq_len: int) -> None:
+        """Whether a model can be split so.
+
+        Args:
+            layers: of it, that train.
+            seq_len: tokens of a sequence.
+
+        Raises:
+            EstimateError: a size does not divide what it splits, or one option needs another.
+        """
+        fields, experts = shape.fields, shape.fields.get("num_local_experts", 0)
+        divides("--tensor × --context × --pipeline", self.tensor * self.context * self.pipeline, self.gpus, "--gpus")
+        for name in (name for name in LEFT_OUT if fields.get(name)):
+            raise EstimateError(
+                f"the model has {name}, which an estimate of Megatron-Core leaves out",
+                "Take it out of the file, or estimate a Llama without Megatron-Core's options.",
+            )
+        heads = fields["num_attention_heads"]
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": fields.get("num_key_value_heads", heads)}
+        sizes |= {name: fields[name] for name in ("intermediate_size", "vocab_size")}
+        for name, size in sizes.items():
+            divides("--tensor", self.tensor, size, f"the model's {name}")
+        divides("--pipeline", self.pipeline, layers, "the number of layers")
+        if self.context > 1:  # each rank has two pieces, one of the beginning and one of the end
+            divides("twice --context", 2 * self.context, seq_len, "--seq-len")
+        if self.sequence:
+            divides("--tensor, with --sequence,", self.tensor, seq_len // self.context, "a rank's tokens")
+        if self.sequence and self.tensor == 1:
+            raise EstimateError("--sequence is given without --tensor", "Give --tensor 2 or more: its ranks share it.")
+        if self.expert > 1:
+            if not experts:
+                raise EstimateError(f"--expert is {self.expert}, and the model has no experts", "Leave it out.")
+            divides("--expert", self.expert, experts, "the number of experts")
+            divides("--expert × --pipeline", self.expert * self.pipeline, self.gpus, "--gpus")
+        if experts and self.tensor > 1 and not self.sequence:
+            raise EstimateError("a mixture with --tensor needs --sequence", "Add --sequence.")
+
+    def __str__(self) -> str:
+        sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert, "context": self.context}
+        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        if self.sequence:
+            parts.insert(1, "sequence")
+        return ", ".join(parts + ([f"data {self.data}"] if self.data > 1 else []))
+
+
+def divides(option: str, size: int, count: int, what: str) -> None:
+    """Raises EstimateError where `size` does not divide `count`, with the sizes that do."""
+    if count % size:
+        possible = ", ".join(str(each) for each in range(1, min(count, 64) + 1) if count % each == 0)
+        raise EstimateError(
+            f"{option} is {size}, which does not divide {what}, {count}", f"These up to 64 do: {possible}."
+        )

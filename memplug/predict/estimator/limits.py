@@ -1,0 +1,184 @@
+"""The longest sequence and the largest micro-batch that fit a GPU, in one mode.
+
+Memory rises with the tokens, nearly evenly. So steps of the whole model are run at counts that a line through the
+nearest two others says, until a count that fits and one that does not are close to each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from memplug.config import MemplugConfig
+from memplug.device.capacity import DEVICE_SHARE
+from memplug.device.virtual import Hardware
+from memplug.predict.estimator.estimate import estimate
+from memplug.predict.estimator.workload import Workload
+
+SEQ_LEN_STEP = 256  # tokens
+NO_BUDGET_GIB = 1e-3
+PRECISION = 32
+MOST_STEPS = 16  # of one search
+MOST_GROWTH = 4  # from one step to the next: a line through small counts may say far too much
+GIB = 2**30
+Say = Callable[[str], None]
+
+
+def _nothing(words: str) -> None:
+    """By default."""
+
+
+class Limits:
+    """Searches of one mode, which share their steps.
+
+    Args:
+        workload: its `seq_len` and `micro_batch` are where the searches begin.
+        say: called with each step that is run, and how many there are at most.
+        options: further ones of `estimate`, such as `host_bytes`.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        config: MemplugConfig,
+        hardware: Hardware,
+        mode: str,
+        *,
+        say: Say = _nothing,
+        **options: Any,
+    ):
+        self._workload, self._config, self._hardware, self._mode = workload, config, hardware, mode
+        self._say, self._options = say, options
+        self._capacity_bytes = capacity_bytes(hardware, config, mode)
+        self._taken: dict[tuple[int, int], float] = {}
+        self._longest: int | None = None
+
+    def longest(self) -> int:
+        """Returns the tokens of the longest sequence of which a step fits, a multiple of `SEQ_LEN_STEP`; 0: none."""
+        begin = max(1, self._workload.seq_len // SEQ_LEN_STEP)
+        numbers = iter(range(1, MOST_STEPS + 1))
+
+        def bytes_of(count: int) -> float:
+            tokens = count * SEQ_LEN_STEP
+            return self._bytes_of(tokens, self._workload.micro_batch, f"a sequence of {tokens:,} tokens", numbers)
+
+        self._longest = SEQ_LEN_STEP * largest(bytes_of, begin, begin, self._capacity_bytes)
+        return self._longest
+
+    def largest_batch(self) -> int:
+        """Returns the sequences of the largest micro-batch of which a step fits; 0: none does.
+
+        Where the longest sequence is known, the search begins with as many tokens.
+        """
+        begin = step = self._workload.micro_batch
+        numbers = iter(range(1, MOST_STEPS + 1))
+        if self._longest is not None:
+            begin = max(1, begin * self._longest // self._workload.seq_len)
+            step = precise(begin)
+
+        def bytes_of(count: int) -> float:
+            return self._bytes_of(self._workload.seq_len, count, f"a micro-batch of {count:,}", numbers)
+
+        return largest(bytes_of, begin, step, self._capacity_bytes)
+
+    def _bytes_of(self, seq_len: int, micro_batch: int, words: str, numbers: Iterator[int]) -> float:
+        number = next(numbers)
+        if (seq_len, micro_batch) not in self._taken:
+            self._say(f"limits of {self._mode}, step {number} of at most {MOST_STEPS}: {words}")
+            changed = dataclasses.replace(self._workload, seq_len=seq_len, micro_batch=micro_batch)
+            self._taken[seq_len, micro_batch] = least_bytes(
+                changed, self._config, self._hardware, self._mode, **self._options
+            )
+        return self._taken[seq_len, micro_batch]
+
+
+def capacity_bytes(hardware: Hardware, config: MemplugConfig, mode: str) -> float:
+    """That a step of a mode may take of the device: memplug keeps to its budget, or leaves some of it free."""
+    if mode != "memplug":
+        return hardware.memory_bytes
+    if config.device_budget_gib == "auto":
+        return hardware.memory_bytes * DEVICE_SHARE
+    return min(config.device_budget_gib * GIB, hardware.memory_bytes)
+
+
+def least_bytes(workload: Workload, config: MemplugConfig, hardware: Hardware, mode: str, **options: Any) -> float:
+    """That a step of a mode takes at least: of memplug, with everything in layers swapped or recomputed, and nothing
+    outside of them; of the others, what torch's allocator reserves.
+    """
+    changes: dict[str, Any] = {
+        "device_budget_gib": NO_BUDGET_GIB,
+        "swap": config.swap.model_copy(update={"enabled": False}),
+    }
+    if mode != "memplug":
+        changes = {"arena": config.arena.model_copy(update={"enabled": False})}
+    found = estimate(
+        workload.make_model,
+        workload.inputs,
+        config.model_copy(update=changes),
+        hardware,
+        (mode,),
+        make_optimizer=workload.make_optimizer if workload.optimizer else None,
+        **options,
+    )
+    if mode in found.impossible:
+        return found.impossible[mode].least_gib * GIB
+    return found[mode].peak_reserved_bytes
+
+
+def precise(count: int) -> int:
+    """Returns how far from a count the next one is that the search tells apart from it."""
+    return max(1, count // PRECISION)
+
+
+def largest(bytes_of: Callable[[int], float], begin: int, step: int, limit_bytes: float) -> int:
+    """Returns the largest count whose step takes no more than the limit, `precise` to it; 0: none does.
+
+    Args:
+        bytes_of: of a count.
+        begin: the first count to try.
+        step: how far from it the second one is.
+    """
+    over: dict[int, float] = {}  # bytes beyond the limit, by count
+    count, fits = begin, 0
+    for _ in range(MOST_STEPS):
+        over[count] = bytes_of(count) - limit_bytes
+        fits = max((each for each in over if over[each] <= 0), default=0)
+        fails = min((each for each in over if each > fits), default=None)
+        if fails is not None and fails - fits <= precise(fits):
+            break
+        if fits and fails is not None:
+            count = _between(over, fits, fails)
+        elif len(over) == 1:
+            count = fits + step if fits else max(1, count - step, count // MOST_GROWTH)
+        else:
+            count = _beyond(over, fits)
+    return fits
+
+
+def _between(over: dict[int, float], fits: int, fails: int) -> int:
+    """Returns the next count to try, where a line through both ends meets the limit; every third time half way, as such
+    lines would creep along a bend.
+    """
+    nearest = precise(fits)
+    if len(over) % 3 == 0 or fails - fits <= 2 * nearest:
+        return (fits + fails) // 2
+    return min(max(_where_it_ends(over, fits, fails), fits + nearest), fails - nearest)
+
+
+def _beyond(over: dict[int, float], fits: int) -> int:
+    """Returns the next count to try where all of them fit, or none does."""
+    ordered = sorted(over)
+    ends = _where_it_ends(over, *(ordered[-2:] if fits else ordered[:2]))
+    if fits:
+        most = MOST_GROWTH * fits
+        return most if ends is None else min(max(ends, fits + precise(fits)), most)
+    least, most = max(1, ordered[0] // MOST_GROWTH), ordered[0] - precise(ordered[0])
+    return least if ends is None else max(min(ends, most), least)
+
+
+def _where_it_ends(over: dict[int, float], one: int, other: int) -> int | None:
+    """Returns the count at which a line through two others meets the limit; None: it does not rise."""
+    slope = (over[other] - over[one]) / (other - one)
+    return one + math.floor(-over[one] / slope) if slope > 0 else None

@@ -1,0 +1,193 @@
+"""One rank of a Megatron-Core training on the virtual device: its own data-parallel wrapper, optimizer and schedule."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplug.device.virtual import VirtualDevice
+from memplug.device.virtual.as_cuda import as_cuda
+from memplug.device.virtual.experts import evenly
+from memplug.device.virtual.ranks import joined
+from memplug.device.virtual.replacing import replaced
+from memplug.errors import EstimateError
+from memplug.predict.estimator import gpt
+from memplug.predict.estimator.layout import Layout
+from memplug.predict.estimator.training import Training, unable
+from memplug.predict.estimator.workload import DTYPES, Workload
+from memplug.session.ranks import Ranks
+
+MEGATRON = "megatron-core 0.16"
+
+
+@contextlib.contextmanager
+def rank_of(layout: Layout, stage: int, workload: Workload) -> Iterator[None]:
+    """Within, this process is the first rank of a pipeline's stage, for Megatron-Core.
+
+    There is a virtual device already. Tokens are spread evenly over the experts of a mixture.
+
+    Raises:
+        EstimateError: Megatron-Core is not installed.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # there is nothing to compile for
+        stack.enter_context(as_cuda())
+        stack.enter_context(joined(layout.rank(stage), layout.gpus))
+        # the other ranks have what this one has, also where the first of those that are alike plans for all
+        stack.enter_context(replaced(Ranks, "rank", property(lambda self: 0), "this version"))
+        _import()
+        stack.enter_context(_without_reading())
+        if workload.shape.is_mixture:
+            fields = workload.shape.fields
+            stack.enter_context(evenly(fields["num_experts_per_tok"], fields["num_local_experts"]))
+        yield
+
+
+def _import() -> None:
+    try:
+        from megatron.core.transformer.moe import moe_utils
+    except ImportError as error:
+        raise EstimateError(
+            f"Megatron-Core cannot be imported: {error}", "Run `pip install 'memplug[megatron]'`."
+        ) from None
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # 0.16 reads the name without defining it where Transformer Engine is absent
+
+
+@contextlib.contextmanager
+def _without_reading() -> Iterator[None]:
+    """No number of the device can be read: no gradient in fp16 is infinite."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    name = "_unscale_main_grads_and_check_for_nan"
+    check = getattr(MixedPrecisionOptimizer, name)
+    with replaced(MixedPrecisionOptimizer, name, lambda self: bool(check(self)) and False, MEGATRON):
+        yield
+
+
+class MegatronTraining(Training):
+    """Trains this rank's part of a model by Megatron-Core's own schedule; within `rank_of`.
+
+    As Megatron-LM has it, gradients are reduced in float32, and clipped; Adam's states and parameters in bf16 or fp16
+    have float32 beside them. Where there are data-parallel or context-parallel ranks, they share the optimizer's states
+    (the distributed optimizer), and collectives of gradients and parameters run beside computation.
+
+    Args:
+        workload: of a model with its head, on all ranks.
+        micro_batches: of a step, for each data-parallel rank.
+    """
+
+    def __init__(self, workload: Workload, layout: Layout, micro_batches: int):
+        from megatron.core import parallel_state, tensor_parallel
+
+        self._workload, self._layout, self._micro_batches = workload, layout, micro_batches
+        self._dtype, self._shares = DTYPES[workload.dtype], layout.data * layout.context > 1
+        self._schedule: tuple[torch.Event, torch.Event] | None = None
+        parallel_state.initialize_model_parallel(
+            layout.tensor,
+            layout.pipeline,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=1 if layout.expert > 1 else None,  # each expert is on one rank
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        self._ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        super().__init__(self._make_model, self._inputs)
+        try:
+            self._adam = self._make_adam() if workload.optimizer else None
+        except RuntimeError as error:
+            raise unable("Megatron-Core's optimizer", error) from error
+
+    @property
+    def schedule_s(self) -> float:
+        """What forward and backward of all micro-batches took in the last step, in seconds; all is done by then."""
+        assert self._schedule is not None, "there was a step"
+        return VirtualDevice.current().seconds_between(*self._schedule)
+
+    def close(self) -> None:
+        """What Megatron-Core keeps goes: its groups, the buffer that layers share, angles of positions, and of experts
+        the last graph, by which torch would keep all of the model.
+        """
+        from megatron.core import parallel_state
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+        RotaryEmbedding.forward.cache_clear()
+        for module in self.model.modules():
+            if hasattr(module, "token_dispatcher"):
+                module.token_dispatcher = None
+        parallel_state.destroy_model_parallel()
+
+    def _make_model(self) -> nn.Module:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+
+        workload, shares = self._workload, self._shares
+        config = gpt.config_of(workload.shape, workload.layers, self._layout, self._dtype)
+        first, last = self._ends
+        part = gpt.make_model(config, workload.shape, workload.seq_len, first=first, last=last)
+        reducing = DistributedDataParallelConfig(
+            use_distributed_optimizer=shares,
+            overlap_grad_reduce=shares,
+            overlap_param_gather=shares,
+            grad_reduce_in_fp32=True,
+        )
+        model = DistributedDataParallel(config, reducing, part)
+        config.finalize_model_grads_func = finalize_model_grads
+        if shares:
+            config.no_sync_func, config.grad_sync_func = model.no_sync, model.start_grad_sync
+        return model
+
+    def _inputs(self) -> dict[str, torch.Tensor]:
+        size = self._workload.micro_batch, self._workload.seq_len // self._layout.context
+        ids = torch.zeros(size, dtype=torch.long)
+        return {"input_ids": ids, "position_ids": torch.zeros_like(ids), "labels": ids}
+
+    def _make_adam(self) -> Any:
+        """Its states are updated in place, all at once, as Apex's and Transformer Engine's kernels do."""
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-4,
+            bf16=self._dtype is torch.bfloat16,
+            fp16=self._dtype is torch.float16,
+            params_dtype=self._dtype,
+            use_distributed_optimizer=self._shares,
+            overlap_param_gather=self._shares,
+        )
+        optimizer = get_megatron_optimizer(config, [self.model])
+        for group in optimizer.param_groups:
+            group["fused"] = True
+        return optimizer
+
+    def _train(self) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.model.zero_grad_buffer()
+        if self._adam is not None:
+            self._adam.zero_grad()
+        device = VirtualDevice.current()
+        begin = device.stamp()
+        get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=None,
+            model=self.model,
+            num_microbatches=self._micro_batches,
+            seq_length=self._workload.seq_len,
+            micro_batch_size=self._workload.micro_batch,
+            forward_only=False,
+        )
+        self._schedule = begin, device.stamp()
+        if self._adam is not None:
+            self._adam.step()
+
+    def _forward_step(self, batches: Any, model: nn.Module) -> Any:
+        """One micro-batch, as the schedule asks for it."""
+        return model(attention_mask=None, **self._kwargs), lambda output: (output.float().mean(), {})

@@ -1,0 +1,121 @@
+"""Estimates of Megatron-Core: one process for each stage of a pipeline that differs, and a step of all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import multiprocessing
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from memplug.config import MemplugConfig
+from memplug.device.virtual import Hardware
+from memplug.errors import EstimateError
+from memplug.predict.estimator import megatron
+from memplug.predict.estimator.estimate import estimate_training
+from memplug.predict.estimator.layout import Layout
+from memplug.predict.estimator.result import Estimate, ModeEstimate
+from memplug.predict.estimator.workload import Workload
+
+LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "to_host_bytes", "to_device_bytes")
+"""Of a pipeline, those of the stage that has the most."""
+
+
+def estimate_megatron(
+    workload: Workload,
+    config: MemplugConfig,
+    hardware: Hardware,
+    modes: Sequence[str],
+    layout: Layout,
+    micro_batches: int,
+    *,
+    say: Callable[[str], None] = lambda what: None,
+    **options: Any,
+) -> Estimate:
+    """As `estimate`, of a rank of a Megatron-Core training; of a pipeline, of a rank of each stage that differs.
+
+    Each stage plans for itself, as if all others planned as it does.
+
+    Args:
+        workload: of the whole model, with its head.
+        micro_batches: of a step, for each data-parallel rank.
+        say: called with what runs next.
+        options: further ones of `estimate`.
+
+    Raises:
+        EstimateError: the model cannot be split so; or there is a folder for plans, which no run would use.
+    """
+    if options.get("plan_dir") is not None:
+        raise EstimateError(
+            "a plan of Megatron-Core's ranks is not written: stages differ, and no run was tried with an estimated one",
+            "Leave out --plan-dir: the run plans in its first steps, and keeps its plan for the next one.",
+        )
+    layout.check(workload.shape, workload.layers, workload.seq_len)
+    make_training = functools.partial(megatron.MegatronTraining, workload, layout, micro_batches)
+    stages = {}
+    for stage in layout.stages:
+        say(f"stage {stage}" if layout.pipeline > 1 else ", ".join(modes))
+        rank = functools.partial(megatron.rank_of, layout, stage, workload)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_quietly) as pool:
+            stages[stage] = pool.submit(
+                estimate_training, make_training, config, hardware, tuple(modes), rank=rank, **options
+            ).result()
+    return of_all(stages, layout, micro_batches) if layout.pipeline > 1 else stages[0]
+
+
+def _quietly() -> None:
+    """This process tells of errors only."""
+    logging.getLogger("memplug").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")  # Megatron-Core's, of kernels that are not installed
+
+
+def of_all(stages: Mapping[int, Estimate], layout: Layout, micro_batches: int) -> Estimate:
+    """A pipeline's step: its slowest stage's time, with the bubble, and the memory of the stage that has the most.
+
+    A stage of the virtual device never waits for another one. In 1F1B all micro-batches pass through the slowest stage,
+    and before and behind that one of them through each other stage: with p stages that are alike and m micro-batches
+    that bubble is (p - 1) / m of the schedule's time (Narayanan et al., "Efficient large-scale language model training
+    on GPU clusters using Megatron-LM", 2021, section 2.2.1). So it is too where the last stage, with head and loss, is
+    the slowest; where an earlier one is, the step takes a little less.
+
+    Args:
+        stages: by number, those of `layout.stages`.
+        micro_batches: of a step.
+    """
+    hardware = stages[0].hardware
+    impossible = {}
+    for each in stages.values():
+        for mode, error in each.impossible.items():
+            impossible[mode] = max(error, impossible.get(mode, error), key=lambda error: error.least_gib)
+    modes = {
+        mode: _of_stages({stage: each[mode] for stage, each in stages.items()}, layout, micro_batches)
+        for mode in stages[0]
+        if mode not in impossible
+    }
+    return Estimate(hardware, modes, impossible, stages)
+
+
+def _of_stages(stages: Mapping[int, ModeEstimate], layout: Layout, micro_batches: int) -> ModeEstimate:
+    """`flops` are the mean of all stages."""
+    slowest = max(stages.values(), key=lambda stage: stage.step_s)
+    passed_s = sum(layout.stages[number] * stage.schedule_s for number, stage in stages.items())
+    bubble_s = (passed_s - slowest.schedule_s) / micro_batches
+    largest = {name: max(getattr(stage, name) for stage in stages.values()) for name in LARGEST}
+    if any(stage.arena_reserved_bytes is not None for stage in stages.values()):
+        largest["arena_reserved_bytes"] = max(_reserved_bytes(stage) for stage in stages.values())
+    return dataclasses.replace(
+        slowest,
+        step_s=slowest.step_s + bubble_s,
+        flops=sum(layout.stages[number] * stage.flops for number, stage in stages.items()) / layout.pipeline,
+        fits=all(stage.fits for stage in stages.values()),
+        bubble_s=bubble_s,
+        **largest,
+    )
+
+
+def _reserved_bytes(stage: ModeEstimate) -> int:
+    """With the arena, where it has one."""
+    return stage.peak_reserved_bytes if stage.arena_reserved_bytes is None else stage.arena_reserved_bytes

@@ -1,0 +1,268 @@
+"""Predictions of configurations: ProTrain's equations (memplug.tokenwise.plan.protrain) for what DeepSpeed does.
+
+* Equation 2 has the host update its chunks while backward runs. DeepSpeed updates after backward, chunks on the device
+  and chunks on the host at the same time: `step_s` here is never below Equation 2's.
+* Equations 3 to 6 are as they are. Nothing is uploaded unless parameters are offloaded. ZeRO 1 and 2 gather once, after
+  the update.
+* In Equation 7 persistent chunks stay gathered, and so do the last `n_buffer`. DeepSpeed keeps the last ones only.
+* Swapping takes no time in the paper, and less of the link is left: uploads in backward wait for blocks that are
+  prefetched. There are no configurations whose copies forward does not hide. memplug swaps outputs of matmuls, and
+  computes the rest again, which moves three times its bytes in the device's memory.
+* Equations 8 and 9 go over the model's parts, where each block keeps, swaps or checkpoints. Equation 10 adds a
+  recomputed block to a peak that lies elsewhere, at the loss for instance, and is not needed then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from memplug.predict.tune.machine import Machine
+from memplug.predict.tune.profiled import ELEMENT_BYTES, ModelProfile, Part
+from memplug.predict.tune.search import Box, Configuration, Layout, Prediction
+from memplug.tokenwise.plan import protrain
+from memplug.tokenwise.plan.protrain import ChunkTimes, OperatorMemory, Placement
+
+MASTER_BYTES = 4
+STATE_BYTES = 12
+"""Of a parameter's optimizer states: master weight, and the two of Adam."""
+IN_FLIGHT = 2
+"""Chunks that are gathered at a time besides buffers: the one that computes, and the next."""
+FEWEST_CHUNKS = 8
+REDUCE_BUCKETS = 2
+"""One is filled while the other one is reduced."""
+SWAPPING = 3
+"""How often there is room for what a block swaps: memplug's two `tokenwise.buffers`, from before the first step, and a
+block whose copies are under way when the loss is computed.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Parameters that move together.
+
+    Attributes:
+        parts: of the model that it has, in order.
+        blocks: which of the decoder layers are among them, from 0.
+    """
+
+    parts: tuple[Part, ...]
+    blocks: range
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return sum(part.count for part in self.parts)
+
+
+def chunks_of(profile: ModelProfile) -> list[Chunk]:
+    """Those of the size that wastes the least (appendix B.1), of one, two or four of the largest part; two chunks are
+    gathered at a time, so that none larger than one part has more than an eighth of the model.
+    """
+    sizes = [part.count for part in profile.parts]
+    several = [n * max(sizes) for n in (2, 4) if FEWEST_CHUNKS * n * max(sizes) <= sum(sizes)]
+    size = protrain.chunk_size(sizes, [max(sizes), *several])
+    parts, chunks, block = iter(profile.parts), [], 0
+    for filled in protrain.chunks_of(sizes, size):
+        inside: list[Part] = []
+        while sum(part.count for part in inside) < filled:
+            inside.append(next(parts))
+        layers = sum(part is profile.layer for part in inside)
+        chunks.append(Chunk(tuple(inside), range(block, block + layers)))
+        block += layers
+    return chunks
+
+
+class StepEstimator:
+    """Predicts steps of one model on one machine.
+
+    Args:
+        profiles: of the model, by micro-batch.
+    """
+
+    def __init__(self, machine: Machine, profiles: Mapping[int, ModelProfile]):
+        self._machine = machine
+        self._laid = functools.cache(lambda layout: _Laid(machine, profiles[layout.micro_batch], layout))
+
+    def chunks(self, layout: Layout) -> list[Chunk]:
+        """Of the model: `n_persist` and `n_buffer` count these."""
+        return self._laid(layout).chunks
+
+    def predict(self, configuration: Configuration) -> Prediction:
+        """Of one configuration, by the equations."""
+        at = configuration
+        laid: _Laid = self._laid(at.layout)
+        recomputed = range(at.n_swap, at.n_swap + at.n_checkpoint)
+        return Prediction(
+            step_s=laid.passes_s(at.n_buffer, at.n_swap, recomputed) + laid.update_s(at.n_persist, at.n_persist),
+            tokens=laid.tokens,
+            device_bytes=laid.device_bytes(at.n_persist, at.n_buffer, at.n_swap, at.n_checkpoint, swaps=at.n_swap > 0),
+            host_bytes=laid.host_bytes(at.n_persist, at.n_swap),
+        )
+
+    def least(self, box: Box) -> Prediction:
+        """A lower bound, as of `search.Estimator`: recomputed are at least those blocks that all configurations of the
+        box recompute, and at least so many as the fewest; where none may swap, no buffers for that are counted.
+        """
+        laid: _Laid = self._laid(box.layout)
+        always = range(box.n_swap[-1], max(box.n_swap[-1], box.n_swap[0] + box.n_checkpoint[0]))
+        passes_s = laid.passes_s(box.n_buffer[-1], box.n_swap[0], always)
+        passes_s = max(passes_s, laid.computed_s(box.n_swap[0], box.n_checkpoint[0]))
+        recomputed = min(box.n_checkpoint[-1], box.blocks - box.n_swap[-1])
+        return Prediction(
+            step_s=passes_s + laid.update_s(box.n_persist[0], box.n_persist[-1]),
+            tokens=laid.tokens,
+            device_bytes=laid.device_bytes(
+                box.n_persist[0], box.n_buffer[0], box.n_swap[-1], recomputed, swaps=box.n_swap[0] > 0
+            ),
+            host_bytes=laid.host_bytes(box.n_persist[-1], box.n_swap[0]),
+        )
+
+
+class _Laid:
+    """One layout of a model on a machine: what its configurations share is computed once."""
+
+    def __init__(self, machine: Machine, profile: ModelProfile, layout: Layout):
+        self.machine, self.profile, self.layout = machine, profile, layout
+        self.chunks = chunks_of(profile)
+        self.tokens = profile.tokens * layout.accumulation * machine.gpus
+        self.ranks = machine.gpus if layout.stage > 0 else 1  # that share states
+        self.total = profile.parameters
+        self.before = [0]  # elements of the chunks in front
+        for chunk in self.chunks:
+            self.before.append(self.before[-1] + chunk.count)
+        self.times = [self._times(chunk) for chunk in self.chunks]
+        everywhere = Placement(0, len(self.chunks) if layout.stage < 3 else 0)
+        self.forward_s = protrain.forward_s(self.times, everywhere)
+        self.remade_s = 3 * self._remade_bytes() / machine.hardware.memory_bytes_per_s
+        self.backward_s = functools.cache(self._backward_s)
+        self.peak_bytes = functools.cache(self._peak_bytes)
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _times(self, chunk: Chunk) -> ChunkTimes:
+        """In a micro-batch after which gradients are reduced."""
+        machine, layout = self.machine, self.layout
+        nbytes, shard = ELEMENT_BYTES * chunk.count, chunk.count / machine.gpus
+        return ChunkTimes(
+            forward_s=sum(part.forward_s for part in chunk.parts),
+            backward_s=sum(part.backward_s for part in chunk.parts),
+            gather_s=machine.gather_s(nbytes) if layout.stage == 3 else 0.0,
+            upload_s=machine.upload_s(ELEMENT_BYTES * shard) if layout.offload == "parameters" else 0.0,
+            reduce_s=machine.gather_s(nbytes) * (2 if layout.stage == 0 else 1),
+            offload_s=machine.offload_s(MASTER_BYTES * shard) if layout.offload != "none" else 0.0,
+        )
+
+    def passes_s(self, n_buffer: int, n_swap: int, recomputed: range) -> float:
+        """Forward and backward of all micro-batches; those of ZeRO 0 and 1 reduce gradients in the last one alone."""
+        reducing = self.layout.accumulation if self.layout.stage >= 2 else 1
+        seconds = self.layout.accumulation * self.forward_s
+        seconds += reducing * self.backward_s(n_buffer, n_swap, recomputed, True)
+        if reducing < self.layout.accumulation:
+            others = self.layout.accumulation - reducing
+            seconds += others * self.backward_s(n_buffer, n_swap, recomputed, False)
+        return seconds
+
+    def computed_s(self, n_swap: int, n_checkpoint: int) -> float:
+        """What kernels alone take in forward and backward: never more than `passes_s`."""
+        once = sum(part.forward_s + part.backward_s for part in self.profile.parts)
+        return self.layout.accumulation * (once + n_swap * self.remade_s + n_checkpoint * self.profile.layer.forward_s)
+
+    def _backward_s(self, n_buffer: int, n_swap: int, recomputed: range, reduces: bool) -> float:
+        swap_in_s = self.machine.upload_s(self.profile.swapped_bytes)
+        times = []
+        for chunk, each in zip(self.chunks, self.times, strict=True):
+            swapped = _overlap(chunk.blocks, range(n_swap))
+            again_s = _overlap(chunk.blocks, recomputed) * self.profile.layer.forward_s + swapped * self.remade_s
+            if again_s:
+                upload_s = each.upload_s + swapped * swap_in_s if each.upload_s else 0.0
+                each = replace(each, recompute_s=again_s, upload_s=upload_s)
+            times.append(each if reduces else replace(each, reduce_s=0.0, offload_s=0.0))
+        return protrain.backward_s(times, Placement(0, n_buffer))
+
+    def update_s(self, least_persist: int, most_persist: int) -> float:
+        """Of the optimizer, on the device and beside it on the host, and what follows it; where a range of chunks may
+        persist, a lower bound.
+        """
+        machine, layout = self.machine, self.layout
+        on_device, on_host = self.before[least_persist], self.total - self.before[most_persist]
+        seconds = max(machine.gpu_adam_s(on_device / self.ranks), machine.cpu_adam_s(on_host))
+        if layout.stage in (1, 2):
+            seconds += machine.gather_s(ELEMENT_BYTES * self.total)
+        if layout.offload != "none":  # all gradients go by way of the host, and parameters to where they are
+            seconds += machine.upload_s(MASTER_BYTES * on_device / machine.gpus)
+        if layout.offload == "optimizer":
+            seconds += machine.upload_s(ELEMENT_BYTES * on_host / machine.gpus)
+        elif layout.offload == "parameters":
+            seconds += machine.offload_s(ELEMENT_BYTES * on_device / machine.gpus)
+        return seconds
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def host_bytes(self, n_persist: int, n_swap: int) -> int:
+        """Of the machine: master weights and states, gradients in 4 bytes, parameters, and what blocks swap."""
+        nbytes = self.machine.gpus * n_swap * self.profile.swapped_bytes
+        if self.layout.offload != "none":
+            copies = 1 if self.layout.stage > 0 else self.machine.gpus
+            nbytes += copies * (STATE_BYTES * (self.total - self.before[n_persist]) + MASTER_BYTES * self.total)
+        return nbytes + (ELEMENT_BYTES * self.total if self.layout.offload == "parameters" else 0)
+
+    def device_bytes(self, n_persist: int, n_buffer: int, n_swap: int, n_checkpoint: int, *, swaps: bool) -> int:
+        """Of one rank: states, parameters, gradients and gathered chunks, and the most that blocks have besides."""
+        layout = self.layout
+        parameters = ELEMENT_BYTES * self.total
+        if layout.stage == 3:
+            parameters = 0 if layout.offload == "parameters" else parameters // self.ranks
+        states = STATE_BYTES * self.before[n_persist] // self.ranks
+        gradients = ELEMENT_BYTES * self.total // self.ranks if layout.stage >= 2 and layout.offload == "none" else 0
+        updating = 0 if layout.stage == 3 else MASTER_BYTES * self.before[n_persist] // self.ranks
+        updating += ELEMENT_BYTES * self.total if layout.stage < 2 else gradients
+        largest = max(chunk.count for chunk in self.chunks) * ELEMENT_BYTES
+        gathered = self._buffered_bytes(n_buffer) + IN_FLIGHT * largest if layout.stage == 3 else 0
+        buckets = REDUCE_BUCKETS * largest if self.machine.gpus > 1 else 0
+        rounding = SWAPPING * self.profile.swapped_bytes if swaps else 0
+        passes = gradients + gathered + buckets + rounding + self.peak_bytes(n_swap, n_checkpoint)
+        return parameters + states + max(passes, updating)
+
+    def _buffered_bytes(self, n_buffer: int) -> int:
+        return ELEMENT_BYTES * (self.total - self.before[len(self.chunks) - n_buffer])
+
+    def _remade_bytes(self) -> int:
+        """Of a block that swaps: what is computed again of what it saves."""
+        profile = self.profile
+        return max(0, profile.layer.saved_bytes - profile.hidden_bytes - profile.swapped_bytes)
+
+    def _peak_bytes(self, n_swap: int, n_checkpoint: int) -> int:
+        """Of all that comes and goes in forward and backward, by Equations 8 and 9 over the model's parts.
+
+        A block that checkpoints or swaps has its output alone on the device; while its backward runs all it saved is
+        there again, of one that swaps what was prefetched in a buffer.
+        """
+        profile = self.profile
+        keeps = profile.layers - n_swap - n_checkpoint
+        saved, out = profile.layer.saved_bytes, profile.hidden_bytes
+        kept = self._operator(profile.layer, saved, 0)
+        again = self._operator(profile.layer, out, saved - out)
+        swapped = self._operator(profile.layer, out, self._remade_bytes())
+        blocks = [kept] * keeps + [again] * n_checkpoint + [swapped] * n_swap
+        head = self._operator(profile.head, profile.head.saved_bytes, 0)
+        embedding = self._operator(profile.embedding, profile.embedding.saved_bytes, 0)
+        operators = [head, *blocks, embedding]
+        at_loss = sum(each.activation_bytes for each in operators) - head.activation_bytes
+        backward = protrain.base_peak_bytes(0, operators)
+        there = ELEMENT_BYTES * self.total if self.layout.stage < 2 and self.layout.accumulation > 1 else 0
+        return max(backward, at_loss + profile.head.forward_peak_bytes) + there
+
+    def _operator(self, part: Part, at_rest_bytes: int, again_bytes: int) -> OperatorMemory:
+        """Its backward: what it saved is there again, and with ZeRO 0 and 1 its gradients stay."""
+        stay = ELEMENT_BYTES * part.count if self.layout.stage < 2 and self.layout.accumulation == 1 else 0
+        return OperatorMemory(
+            during_bytes=stay,
+            during_peak_bytes=again_bytes + max(part.backward_peak_bytes, part.forward_peak_bytes - part.saved_bytes),
+            activation_bytes=at_rest_bytes,
+        )
+
+
+def _overlap(one: range, other: range) -> int:
+    return max(0, min(one.stop, other.stop) - max(one.start, other.start))

@@ -1,0 +1,104 @@
+"""The space that is searched: boxes of ProTrain's numbers for each layout that a DeepSpeed JSON leaves free."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from memplug.predict.tune.deepspeed import buffered_within
+from memplug.predict.tune.estimate import chunks_of
+from memplug.predict.tune.fixed import Fixed, all_layouts, micro_batches
+from memplug.predict.tune.machine import Machine
+from memplug.predict.tune.profiled import ModelProfile
+from memplug.predict.tune.search import Box, Layout, Offload
+
+FIXED = "fixed by the DeepSpeed JSON or the command line"
+NOT_HIDDEN = "copies of blocks that swap would take longer than the forward"
+
+
+@dataclass(frozen=True)
+class Space:
+    """Attributes:
+    boxes: of configurations to search.
+    ruled_out: configurations that are in none of them, by reason.
+    """
+
+    boxes: tuple[Box, ...]
+    ruled_out: Counter[str] = field(default_factory=Counter)
+
+
+def space_of(fixed: Fixed, machine: Machine, profiles: Mapping[int, ModelProfile]) -> Space:
+    """Args:
+        profiles: of the model, by micro-batch.
+
+    Raises:
+        TuneError: the batch sizes do not divide, or what is fixed does not go together.
+    """
+    ruled_out: Counter[str] = Counter()
+    boxes = []
+    for micro_batch, accumulation in fixed.batches(machine.gpus):
+        profile = profiles[micro_batch]
+        for stage, offload in fixed.layouts():
+            layout = Layout(stage=stage, offload=offload, micro_batch=micro_batch, accumulation=accumulation)
+            every = _narrowed(free_box(layout, profile), fixed, profile)
+            hidden = replace(every, n_swap=range(min(every.n_swap.stop, most_swaps(machine, profile) + 1)))
+            ruled_out[NOT_HIDDEN] += len(every) - len(hidden)
+            boxes.append(hidden)
+    if fixed != Fixed():
+        searched = sum(map(len, boxes)) + ruled_out[NOT_HIDDEN]
+        ruled_out[FIXED] = max(0, _size_of_all(next(iter(profiles.values()))) - searched)
+    return Space(tuple(boxes), +ruled_out)
+
+
+def free_box(layout: Layout, profile: ModelProfile) -> Box:
+    """All configurations of a layout. Only ZeRO 3 can have a part of the optimizer's states on the host, and only there
+    chunks are gathered. Offloaded optimizer states of all chunks at ZeRO 1 and 2 are on the host.
+    """
+    chunks, blocks = len(chunks_of(profile)), profile.layers
+    persist = range(chunks, chunks + 1)
+    if layout.offload != "none":
+        persist = range(chunks) if layout.stage == 3 else range(1)
+    return Box(
+        layout=layout,
+        blocks=blocks,
+        n_persist=persist,
+        n_buffer=range(chunks + 1) if layout.stage == 3 else range(chunks, chunks + 1),
+        n_swap=range(blocks + 1),
+        n_checkpoint=range(blocks + 1),
+    )
+
+
+def most_swaps(machine: Machine, profile: ModelProfile) -> int:
+    """Blocks whose copies to the host take no longer than the forward of all blocks: ProTrain swaps no more."""
+    copy_s = machine.offload_s(profile.swapped_bytes)
+    return min(profile.layers, int(profile.layers * profile.layer.forward_s / copy_s))
+
+
+def _narrowed(box: Box, fixed: Fixed, profile: ModelProfile) -> Box:
+    """To what is fixed of the four numbers."""
+    counts = [chunk.count for chunk in chunks_of(profile)]
+    if fixed.ratio is not None and box.layout.stage == 3 and box.layout.offload != "none":
+        persist = min(int((1 - fixed.ratio) * len(counts) + 1e-9), len(counts) - 1)
+        box = replace(box, n_persist=range(persist, persist + 1))
+    if fixed.max_reuse_distance is not None and box.layout.stage == 3:
+        buffered = buffered_within(counts, fixed.max_reuse_distance)
+        box = replace(box, n_buffer=range(buffered, buffered + 1))
+    swaps = profile.layers if fixed.swaps else 0
+    if fixed.swapped_gib is not None:
+        swaps = min(swaps, int(fixed.swapped_gib * 2**30 / profile.swapped_bytes))
+    return replace(
+        box,
+        n_swap=range(swaps + 1),
+        n_checkpoint=box.n_checkpoint if fixed.checkpoints else range(1),
+    )
+
+
+def _size_of_all(profile: ModelProfile) -> int:
+    """Configurations of a search in which nothing is fixed; a layout has as many at each micro-batch."""
+
+    def size(stage: int, offload: Offload) -> int:
+        return len(free_box(Layout(stage=stage, offload=offload, micro_batch=1, accumulation=1), profile))
+
+    return len(micro_batches()) * sum(itertools.starmap(size, all_layouts()))

@@ -1,0 +1,215 @@
+"""Techniques that follow the program: each has a part made for what lasts, and that part in force while it lasts.
+
+waiting ──a program lasts──► proposing ──accepted──► in force
+   ▲                                                     │
+   └────────── another program, or another part before it┘
+
+They are asked in order, and each plans for a step in which the parts of those before it are in force. Every rank does
+this by itself: nothing here changes a collective.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from memplug.errors import LayoutError, MemplugError
+from memplug.plans.schema import MemoryPlan
+from memplug.profile.recorder import Detail
+from memplug.profile.trace import Trace
+from memplug.session.technique import Technique
+
+log = logging.getLogger("memplug")
+
+Program = TypeVar("Program", bound=Hashable)
+
+MOST_PARTS = 8
+"""Remembered of a technique at a time, the latest: one for each sequence length, say."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _After:
+    """What lasts, with the part of one technique in force; equal only to the very same ones."""
+
+    key: Hashable
+    part: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _After) and self.key == other.key and self.part is other.part
+
+    def __hash__(self) -> int:
+        return hash((self.key, id(self.part)))
+
+
+class Follower:
+    """When one technique proposes, and which of its parts is in force.
+
+    Args:
+        technique: that it asks.
+        warmup_steps: of a program, before anything is proposed.
+
+    Attributes:
+        part: in force; None: none is.
+    """
+
+    def __init__(self, technique: Technique[Any], warmup_steps: int):
+        self.technique = technique
+        self.part: Any = None
+        self._warmup_steps = warmup_steps
+        self._parts: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
+        self._key: Hashable = None
+        self._steps = 0  # of the program
+        self._begun = False
+
+    def resume(self, parts: Mapping[Hashable, Any], key: Hashable) -> None:
+        """Go on from parts that an earlier run kept, from the next step on; `key` is what it begins with."""
+        self._parts.update(parts)
+        self.enter(key)
+
+    def enter(self, key: Hashable) -> None:
+        """The next step is of this program; None: of one that is not known, or does not last."""
+        if key == self._key or self.technique.off_because:
+            return
+        was_begun = self._begun
+        self._key, self._steps, self._begun = key, 0, False
+        self.technique.whole_steps = 0
+        known = self._parts.get(key) if key is not None else None
+        if known is not None:
+            self._parts.move_to_end(key)
+            self._install(known)
+        elif was_begun:
+            self.technique.withdraw()
+            self.part = None
+
+    def end_step(self, key: Hashable, trace: Trace | None) -> None:
+        """A step is over; the next one is to be of the program `key`. `trace` is of the one that is over, if it was
+        recorded.
+        """
+        if key == self._key:
+            self.technique.whole_steps += 1
+        else:
+            trace = None  # of another program
+        self.enter(key)
+        self._steps += 1
+        if self.technique.off_because or key is None or self._steps <= self._warmup_steps and not self._begun:
+            return
+        self._begun = True
+        try:
+            part = self.technique.propose(trace)
+        except MemplugError as error:
+            self._fail(error)
+            return
+        if part is None:
+            return
+        if wrong := self.technique.judge(part):
+            self._fail(LayoutError(f"the judge refuses the plan: {wrong}", "Please report it, with a trace."))
+            return
+        self._parts[key] = part
+        while len(self._parts) > MOST_PARTS:
+            self._parts.popitem(last=False)
+        self._install(part)
+
+    def close(self, why: str) -> None:
+        """Nothing is in force or proposed any more."""
+        self.technique.off_because = why
+        self.technique.withdraw()
+        self.part = None
+        self._parts.clear()
+
+    def key_after(self, key: Hashable) -> Hashable:
+        """What the techniques behind this one plan for; None: it is not known yet."""
+        if self.technique.off_because:
+            return key
+        return _After(key, self.part) if self.part is not None else None
+
+    def _install(self, part: Any) -> None:
+        try:
+            self.technique.install(part)
+        except MemplugError as error:
+            self._fail(error)
+        else:
+            self.part, self._begun = part, True
+
+    def _fail(self, error: MemplugError) -> None:
+        log.warning("memplug: goes on without the %s: %s", self.technique.name, error)
+        self.close(error.problem)
+
+
+class Followers:
+    """All of a session, in the order in which they take effect.
+
+    Args:
+        techniques: each with the steps of a program before it proposes.
+    """
+
+    def __init__(self, techniques: Iterable[tuple[Technique[Any], int]] = ()):
+        self._all = [Follower(technique, warmup_steps) for technique, warmup_steps in techniques]
+
+    def __iter__(self) -> Iterator[Follower]:
+        return iter(self._all)
+
+    def find(self, name: str) -> Technique[Any] | None:
+        """The technique of this name; None: the session has none."""
+        return next((each.technique for each in self._all if each.technique.name == name), None)
+
+    def resume(self, plans: Mapping[Program, MemoryPlan], program: Program) -> dict[Program, dict[str, Any]]:
+        """Go on from what an earlier run kept of each program, and begin with `program`; returns the parts."""
+        keys: dict[Program, Hashable] = {each: each for each in plans}
+        found: dict[Program, dict[str, Any]] = {each: {} for each in plans}
+        for follower in self._all:
+            technique = follower.technique
+            if technique.off_because:
+                continue
+            parts = {each: technique.kept(plan) for each, plan in plans.items() if keys[each] is not None}
+            parts = {each: part for each, part in parts.items() if part is not None and _is_sound(technique, part)}
+            follower.resume({keys[each]: part for each, part in parts.items()}, keys[program])
+            for each in plans:
+                keys[each] = _After(keys[each], parts[each]) if each in parts else None
+            for each, part in parts.items():
+                found[each][technique.name] = part
+        return found
+
+    def enter(self, key: Hashable) -> None:
+        """The step that begins is of this program; None: of one that is not known."""
+        for follower in self._all:
+            follower.enter(key)
+            key = follower.key_after(key)
+
+    def end_step(self, key: Hashable, trace: Trace | None) -> None:
+        """A step is over; `key` is what lasts, None: nothing yet. `trace` is of the step, if it was recorded."""
+        for follower in self._all:
+            follower.end_step(key, trace)
+            key = follower.key_after(key)
+
+    def close(self, why: str) -> None:
+        """The session is detached, or no step can be recorded any more."""
+        for follower in self._all:
+            follower.close(why)
+
+    @property
+    def detail(self) -> Detail | None:
+        """In which the next step is to be recorded for all of them; None: not at all."""
+        return max((each.technique.detail for each in self._all if each.technique.detail is not None), default=None)
+
+    @property
+    def need_places(self) -> bool:
+        """See `Technique.needs_places`."""
+        return any(each.technique.needs_places for each in self._all)
+
+    @property
+    def parts(self) -> dict[str, Any] | None:
+        """What is in force, by name; None: a technique has no part yet."""
+        active = [each for each in self._all if not each.technique.off_because]
+        if any(each.part is None for each in active):
+            return None
+        return {each.technique.name: each.part for each in active}
+
+
+def _is_sound(technique: Technique[Any], part: Any) -> bool:
+    wrong = technique.judge(part)
+    if wrong:
+        log.warning("memplug: what a plan says of the %s is not used: %s", technique.name, wrong)
+    return not wrong

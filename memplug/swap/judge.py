@@ -1,0 +1,230 @@
+"""The judge of a swap list: replays it on the step that it was made from. What is wrong, in sentences.
+
+It shares no code with the planner, `plan/swap`, and takes the step from its trace.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from memplug.profile.trace import Event, Trace
+
+
+class JudgedSwap(NamedTuple):
+    """One tensor's way, by outermost operators of the step: offloaded after `last_use`, its memory free for [release,
+    prefetch), its content back at `next_use`. A last use of -1: it is there as the step begins; a next use that is the
+    number of operators: behind the last one.
+    """
+
+    tensor: int
+    nbytes: int
+    last_use: int
+    release: int
+    prefetch: int
+    next_use: int
+
+
+class Placed(Protocol):
+    """A tensor of a part that is in a plan, see `memplug.swap.plan.part`."""
+
+    nbytes: int
+    operator: str
+    last_use: int
+    release: int
+    prefetch: int
+    next_use: int
+    key: int
+
+
+class Part(Protocol):
+    """A swap list in a plan, see there."""
+
+    names: tuple[str, ...]
+    program: tuple[int, ...]
+    outside: tuple[tuple[int, tuple[int, ...]], ...]
+    anchors: tuple[tuple[int, int, int], ...]
+    targets: tuple[Placed, ...]
+    host_bytes: int
+
+
+class Limits(NamedTuple):
+    """What a list has to keep to.
+
+    Attributes:
+        device_bytes, host_bytes: budgets.
+        d2h_bytes_per_s, h2d_bytes_per_s: of the link.
+        stall_s: that the plan promises not to exceed: seconds in which the device waits for copies.
+        operator_s: float64[n]: duration of each outermost operator without waiting, and of what runs behind them, if
+            anything does.
+        d2h_busy_s, h2d_busy_s: float64[n]: link time that other copies take while each operator runs.
+        others: tensors that another technique decides on.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    stall_s: float
+    operator_s: np.ndarray
+    d2h_busy_s: np.ndarray
+    h2d_busy_s: np.ndarray
+    others: Collection[int] = ()
+
+
+def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: Limits) -> Iterator[str]:
+    """What is wrong with a swap list; nothing: it is accepted.
+
+    Every tensor is the step's, of its size, no other technique's, and away only between two uses in a row, once at a
+    time; no operator is above the device budget; host memory holds what is swapped; and copies fit the link, with no
+    more waiting than promised.
+
+    Args:
+        swaps: the list.
+        step: one step, without swaps, with tensors.
+        limits: see there.
+    """
+    is_outermost = step.operators["depth"] == 0
+    place_of = np.maximum(np.add.accumulate(is_outermost, dtype=np.int64) - 1, 0)
+    count = int(is_outermost.sum())
+    used_at = place_of + (step.operators["depth"] < 0)  # before the next one
+    behind = (np.cumsum(is_outermost) == count) & (step.operators["depth"] == -1)  # the optimizer, for example
+    place_of[int(behind.argmax()) if behind.any() else len(behind) :] = count
+    misplaced = [
+        sentence
+        for number, swap in enumerate(swaps)
+        for sentence in _of_one(number, swap, step, used_at, count, limits.others)
+    ]
+    yield from misplaced
+    if misplaced:
+        return
+    yield from _twice_away(swaps)
+    yield from _above_the_budget(swaps, step, place_of, count + bool(behind.any()), limits.device_bytes)
+    swapped = sum(swap.nbytes for swap in swaps)
+    if swapped > limits.host_bytes:
+        yield f"{swapped} bytes are swapped, and the host has {limits.host_bytes} for them"
+    yield from _late(swaps, limits)
+
+
+def mistakes_of_places(part: Part) -> Iterator[str]:
+    """What is wrong with a list by itself, without the step that it was made from."""
+    operators = len(part.program)
+    keys = {key for place, _, key in part.anchors if place >= operators}
+    beyond = [names for _, names in part.outside]
+    if any(not 0 <= place < operators + sum(map(len, beyond)) for place, _, _ in part.anchors):
+        yield "an anchor is at no operator"
+    for number, target in enumerate(part.targets):
+        if target.nbytes <= 0:
+            yield f"swap {number} is of {target.nbytes} bytes"
+        if not -1 <= target.last_use < target.release < target.prefetch <= target.next_use <= operators:
+            yield f"swap {number} is not in order: used, released, prefetched, used again"
+        if target.last_use >= 0 and target.operator not in part.names:
+            yield f"swap {number} is used last by {target.operator}, which the program does not run"
+        if target.last_use < 0 and target.key not in keys:
+            yield f"swap {number} leaves as the step begins, and nothing tells which tensor it is"
+    if any(not 0 <= name < len(part.names) for name in (*part.program, *itertools.chain(*beyond))):
+        yield "the program runs operators without a name"
+    if sum(target.nbytes for target in part.targets) > part.host_bytes:
+        yield f"{part.host_bytes} bytes of the host are too few for what is swapped"
+
+
+def _of_one(
+    number: int, swap: JudgedSwap, step: Trace, used_at: np.ndarray, count: int, others: Collection[int]
+) -> Iterator[str]:
+    name = f"swap {number}"
+    if not 0 <= swap.tensor < len(step.tensors):
+        yield f"{name} is of tensor {swap.tensor}, which the step has not"
+        return
+    if swap.nbytes != step.tensors["nbytes"][swap.tensor] or swap.nbytes <= 0:
+        yield f"{name} is of {swap.nbytes} bytes, and its tensor of {step.tensors['nbytes'][swap.tensor]}"
+    if swap.tensor in others:
+        yield f"{name} is of a tensor that another technique decides on"
+    if not -1 <= swap.last_use < swap.release < swap.prefetch <= swap.next_use <= count:
+        yield f"{name} is not in order: used, released, prefetched, used again"
+        return
+    uses = step.uses[step.uses["tensor"] == swap.tensor]
+    using = used_at[uses["operator"]]
+    for what, operator in (("last", swap.last_use), ("next", swap.next_use)):
+        if 0 <= operator < count and operator not in using:
+            yield f"{name}: operator {operator}, its {what} use, does not use it"
+    if swap.last_use < 0 and uses["output"][uses["operator"] == uses["operator"][:1]].all():
+        yield f"{name} is of a tensor that is not there as the step begins"
+    if ((using > swap.last_use) & (using < swap.next_use)).any():
+        yield f"{name} is of a tensor that is used while it is away"
+
+
+def _twice_away(swaps: Sequence[JudgedSwap]) -> Iterator[str]:
+    by_tensor = sorted(swaps, key=lambda swap: (swap.tensor, swap.last_use))
+    for one, other in zip(by_tensor, by_tensor[1:], strict=False):
+        if one.tensor == other.tensor and other.last_use < one.next_use:
+            yield f"tensor {one.tensor} leaves again before it is back"
+
+
+def _above_the_budget(
+    swaps: Sequence[JudgedSwap], step: Trace, place_of: np.ndarray, places: int, budget_bytes: int
+) -> Iterator[str]:
+    """Walks through the requests of the step, in order, with what is away at the operator of each."""
+    away = [0] * places
+    for swap in swaps:
+        for operator in range(swap.release, swap.prefetch):
+            away[operator] += swap.nbytes
+    worst, where = 0, -1
+    in_use, at = int(step.base_bytes), 0
+    sizes = step.requests["nbytes"]
+    for event in step.events.tolist():
+        kind, request, nbytes, _, operator = event[:5]
+        operator = int(place_of[operator]) if operator >= 0 else -1
+        # Operators without requests are passed with what was in use before them.
+        for passed in range(at, min(max(operator, 0) + 1, len(away))):
+            worst, where = max((worst, where), (in_use - away[passed], passed))
+        at = max(at, operator, 0)
+        if kind == Event.MALLOC:
+            in_use += nbytes
+        else:
+            in_use -= int(sizes[request]) if request >= 0 else nbytes
+        if at < len(away):
+            worst, where = max((worst, where), (in_use - away[at], at))
+    for passed in range(at + 1, len(away)):
+        worst, where = max((worst, where), (in_use - away[passed], passed))
+    if worst > budget_bytes:
+        yield f"operator {where} has {worst} bytes in use, and the budget is {budget_bytes}"
+
+
+def _late(swaps: Sequence[JudgedSwap], limits: Limits) -> Iterator[str]:
+    """For every two times the copies that have to be within: they must not take longer than what the link has there.
+
+    One copy has from the end of its last use to its release, or from its prefetch to its next use; and all that the
+    plan waits. Since the stalls may come anywhere, this accepts a little more than what holds, and refuses nothing that
+    does.
+    """
+    begin_s = [0.0, *np.cumsum(limits.operator_s).tolist()]
+    directions = (
+        (
+            "to the host",
+            limits.d2h_bytes_per_s,
+            limits.d2h_busy_s,
+            [(s.last_use + 1, s.release, s.nbytes) for s in swaps],
+        ),
+        (
+            "to the device",
+            limits.h2d_bytes_per_s,
+            limits.h2d_busy_s,
+            [(s.prefetch, s.next_use, s.nbytes) for s in swaps],
+        ),
+    )
+    for name, bytes_per_s, busy_s, copies in directions:
+        free_s = [0.0, *np.cumsum(np.maximum(limits.operator_s - busy_s, 0.0)).tolist()]
+        by_end = sorted(copies, key=lambda copy: copy[1])
+        for start in sorted({copy[0] for copy in copies}):
+            needed = 0
+            for first, end, nbytes in by_end:
+                if first >= start:
+                    needed += nbytes
+                    has_s = free_s[end] - free_s[start] + limits.stall_s
+                    if needed / bytes_per_s > has_s + 1e-6 * begin_s[-1]:
+                        takes_s = needed / bytes_per_s
+                        yield f"copies {name} take {takes_s:g} s, operators {start} to {end} have {has_s:g} s for them"
+                        return

@@ -1,0 +1,119 @@
+"""The fewest bytes that can bring a step within its budget: an integer program over the candidates.
+
+A covering program: at every operator above the budget, the candidates that may be away there must be as large as the
+excess. Where nothing may wait, the link bounds what can be away: of candidates last used at or after an operator a, no
+more bytes can be released by an operator o than the link carries from a to o; and of those next used at or before b no
+more can be missing at o than it carries from o to b. Both are linear in the choice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+
+import numpy as np
+
+from memplug.swap.plan.problem import SwapProblem
+from memplug.swap.plan.simulator import NOT_FORCED, place
+
+TIME_LIMIT_S = 5.0
+"""For all choices together; looking at the last one may take longer."""
+
+GAP = 0.01
+"""Share of the bytes by which a choice may be more than the fewest: to prove less takes longer than it gains."""
+
+ATTEMPTS = 24
+"""Choices that are solved for: one that cannot be placed is forbidden, and the next one tried."""
+
+
+def cover(
+    problem: SwapProblem,
+    below_bytes: int,
+    *,
+    waits: bool,
+    among: Collection[int] = (),
+    without: Collection[int] = (),
+) -> Iterator[tuple[int, ...]]:
+    """Choices of candidates that swap fewer bytes than that, the fewest first; each has to be simulated.
+
+    Args:
+        problem: the step.
+        below_bytes: of a choice that is known.
+        waits: Whether operators may wait for copies.
+        among, without: Candidates that every choice has, and has not.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    gaps = _gaps(problem, waits)
+    usable = [index for index, gap in enumerate(gaps) if gap.stop > gap.start]
+    sizes = np.array([problem.candidates[index].nbytes for index in usable], float)
+    if not usable or below_bytes <= 0:
+        return
+    coefficients, at_least = _rows(problem, gaps, usable, waits)
+    limits = Bounds([float(index in among) for index in usable], [float(index not in without) for index in usable])
+    unit = float(sizes.max())
+    rows = [*(coefficients * sizes / unit), -sizes / unit, -sizes / unit]
+    bounds = [*(at_least / unit), -problem.host_bytes / unit, -(below_bytes - 1) / unit]
+    deadline_s = time.monotonic() + TIME_LIMIT_S
+    for _ in range(ATTEMPTS):
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return
+        result = milp(
+            sizes / unit,
+            integrality=np.ones(len(usable)),
+            bounds=limits,
+            constraints=LinearConstraint(np.array(rows), lb=np.array(bounds)),
+            options={"time_limit": left_s, "mip_rel_gap": GAP},
+        )
+        if result.x is None:
+            return
+        picked = result.x > 0.5
+        yield tuple(index for index, taken in zip(usable, picked, strict=True) if taken)
+        # Not this one again.
+        rows.append(np.where(picked, -1.0, 1.0))
+        bounds.append(1.0 - picked.sum())
+
+
+def _gaps(problem: SwapProblem, waits: bool) -> list[slice]:
+    """Where each candidate can be away, with the link to itself."""
+    if waits:
+        return [each.gap for each in problem.candidates]
+    alone = [place(problem, {index: NOT_FORCED})[0] for index in range(len(problem.candidates))]
+    return [slice(swap.release, swap.prefetch) for swap in alone]
+
+
+def _rows(problem: SwapProblem, gaps: list[slice], usable: list[int], waits: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of which candidates count, bool[r, usable], and how many bytes they have to have at least, float64[r]."""
+    need = problem.in_use_bytes - problem.budget_bytes
+    first = np.array([gaps[index].start for index in usable])
+    end = np.array([gaps[index].stop for index in usable])
+    last_use = np.array([problem.candidates[index].last_use for index in usable])
+    next_use = np.array([problem.candidates[index].next_use for index in usable])
+    edges = np.unique(np.concatenate(([0], first, end)))
+    edges = edges[edges < problem.operators]
+    rows: dict[bytes, tuple[np.ndarray, float]] = {}
+
+    def add(counts: np.ndarray, at_least: float) -> None:
+        if at_least > 0:
+            key = counts.tobytes()
+            rows[key] = (counts, max(at_least, rows[key][1] if key in rows else 0.0))
+
+    for begin, stop in zip(edges.tolist(), [*edges[1:].tolist(), problem.operators], strict=True):
+        operator = begin + int(need[begin:stop].argmax())
+        away = (first <= operator) & (operator < end)
+        add(away, float(need[operator]))
+        if waits or need[operator] <= 0:
+            continue
+        now_s = problem.times_s[operator]
+        for early in np.unique(last_use[away]).tolist():
+            carried = problem.out_link.bytes_between(problem.times_s[early + 1], now_s)
+            add(away & (last_use < early), float(need[operator]) - carried)
+        back_s = problem.times_s[operator + 1]
+        for late in np.unique(next_use[away]).tolist():
+            carried = problem.in_link.bytes_between(back_s, problem.times_s[late])
+            add(away & (next_use > late), float(need[operator]) - carried)
+    if not rows:
+        return np.zeros((0, len(usable)), bool), np.zeros(0)
+    counts, at_least = zip(*rows.values(), strict=True)
+    return np.array(counts), np.array(at_least)

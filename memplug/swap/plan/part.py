@@ -1,0 +1,274 @@
+"""A swap list as a part of a plan: the tensors that it names, when they leave and return, and what it promises."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memplug.errors import SwapError
+from memplug.profile.trace import Trace
+from memplug.swap.judge import JudgedSwap, Limits, mistakes_of_swaps
+from memplug.swap.plan.features import Features, Use, anchors, last_uses, ranks
+from memplug.swap.plan.from_trace import Link, clock_of, even_s, marks, outside_of, swap_problem
+from memplug.swap.plan.other_copies import busy_s
+from memplug.swap.plan.policy import swap_list
+from memplug.swap.plan.problem import FROM_THE_BEGINNING, Candidate, OverBudgetError
+
+GIB = 2**30
+FROM_BEFORE = (Use(FROM_THE_BEGINNING, 0, False, 0, Features()), 0)
+"""Of a tensor that leaves as the step begins."""
+HOST_ALIGNMENT_BYTES = 512  # of what is cut out of pinned memory (memplug/native/host_rows.h)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """One tensor between two uses. Places are outermost operators of the program.
+
+    Attributes:
+        nbytes, dtype: of its storage; the dtype is that of the first tensor in it.
+        operator: name of the one that uses it last.
+        output, slot: whether it is an output of that, else an input, and which one.
+        uses, kinds, recent: see `memplug.swap.plan.features`.
+        tolerance: places by which its last use may be off.
+        last_use, release, prefetch, next_use: places: it leaves after the first, its memory is free for [release,
+            prefetch), and it is back at the last. See `Candidate` for what is before and behind the program.
+        key: of a tensor that leaves as the step begins: which anchor's it is; the features say nothing then. Else -1.
+    """
+
+    nbytes: int
+    dtype: str
+    operator: str
+    output: bool
+    slot: int
+    uses: int
+    kinds: int
+    recent: int
+    tolerance: int
+    last_use: int
+    release: int
+    prefetch: int
+    next_use: int
+    key: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwapPart:
+    """See the module's text.
+
+    Attributes:
+        names: of operators.
+        program: the outermost operators, in order, into `names`.
+        outside: (place, operators) where anchors are no part of the program: the place of the operator before, and what
+            runs since, up to the last anchor there, into `names`.
+        ranks: by name.
+        targets: by last use, rising; none: the step fits without, or there is no list for it.
+        anchors: (place, slot, tensor): see `memplug.swap.plan.features.anchors`; places beyond the program are those of
+            `outside`, one after the other: see `memplug.swap.plan.from_trace.marks`.
+        host_bytes: that they take at most.
+        predicted_peak_bytes, predicted_stall_s, predicted_step_s: of a step.
+        impossible: why there is no list that keeps to the budgets; "": there is one, or it needs none.
+    """
+
+    names: tuple[str, ...] = ()
+    program: tuple[int, ...] = ()
+    outside: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    ranks: tuple[int, ...] = ()
+    targets: tuple[Target, ...] = ()
+    anchors: tuple[tuple[int, int, int], ...] = ()
+    host_bytes: int = 0
+    predicted_peak_bytes: int = 0
+    predicted_stall_s: float = 0.0
+    predicted_step_s: float = 0.0
+    impossible: str = ""
+
+    @property
+    def swapped_bytes(self) -> int:
+        """That leave in a step, and return."""
+        return sum(target.nbytes for target in self.targets)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of these, what leaves as the step begins."""
+        return sum(target.nbytes for target in self.targets if target.last_use == FROM_THE_BEGINNING)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a plan's file has it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> SwapPart:
+        """What `to_json` gave.
+
+        Raises:
+            TypeError, KeyError: it is something else.
+        """
+        targets = tuple(Target(**target) for target in data["targets"])
+        lists = {name: tuple(data[name]) for name in ("names", "program", "ranks")}
+        lists["outside"] = tuple((place, tuple(names)) for place, names in data["outside"])
+        return cls(**{**data, **lists, "targets": targets, "anchors": tuple(map(tuple, data["anchors"]))})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwapBudgets:
+    """What a list may take.
+
+    Attributes:
+        device_bytes, host_bytes: see `SwapProblem`.
+        min_bytes: of a tensor.
+        d2h_bytes_per_s, h2d_bytes_per_s: of the link, while both directions run.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    min_bytes: int
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+
+
+def plan_part(
+    step: Trace,
+    budgets: SwapBudgets,
+    operator_s: np.ndarray | None = None,
+    others: Collection[int] = (),
+    layer_bytes: Mapping[str, int] | None = None,
+    states: bool = False,
+    resident: Collection[int] = (),
+) -> SwapPart:
+    """The swap list of a recorded step, as a part.
+
+    Args:
+        step: one step with tensors.
+        budgets: see there.
+        operator_s, others, states, resident: as of `swap_problem`.
+        layer_bytes: that others copy, see `busy_s`.
+
+    Raises:
+        SwapError: there is no list that keeps to the budgets; says what is possible, and what holds it up.
+        ValueError: the judge refuses it: a defect.
+    """
+    clock, rates = clock_of(step), (budgets.d2h_bytes_per_s, budgets.h2d_bytes_per_s)
+    operator_s = even_s(step) if operator_s is None else operator_s
+    busy = busy_s(step, np.concatenate(([0.0], operator_s.cumsum())), layer_bytes or {}, *rates)
+    problem = swap_problem(
+        step,
+        Link(*rates, *busy),
+        budget_bytes=budgets.device_bytes,
+        host_bytes=budgets.host_bytes,
+        min_bytes=budgets.min_bytes,
+        operator_s=operator_s,
+        others=others,
+        states=states,
+        resident=resident,
+    )
+    looks = last_uses(step, {(each.tensor, each.last_use) for each in problem.candidates})
+    looks |= {
+        (each.tensor, each.last_use): FROM_BEFORE for each in problem.candidates if each.last_use == FROM_THE_BEGINNING
+    }
+    told_apart = tuple(each for each in problem.candidates if (each.tensor, each.last_use) in looks)
+    problem = dataclasses.replace(problem, candidates=told_apart)
+    try:
+        found = swap_list(problem)
+    except OverBudgetError as error:
+        raise _impossible(error, step, budgets) from None
+    placed = [(problem.candidates[swap.candidate], swap) for swap in found.swaps]
+    rank_of = ranks(step)
+    targets = []
+    for candidate, swap in placed:
+        look = looks[candidate.tensor, candidate.last_use]
+        targets.append(target_of(step, candidate, look, swap.release, swap.prefetch))
+    seconds = np.diff(problem.begin_s)
+    mistakes = mistakes_of_swaps(
+        [
+            JudgedSwap(each.tensor, each.nbytes, each.last_use, swap.release, swap.prefetch, each.next_use)
+            for each, swap in placed
+        ],
+        step,
+        Limits(
+            budgets.device_bytes,
+            budgets.host_bytes,
+            budgets.d2h_bytes_per_s,
+            budgets.h2d_bytes_per_s,
+            found.simulation.stall_s,
+            seconds,
+            problem.d2h_busy_s,
+            problem.h2d_busy_s,
+            others,
+        ),
+    )
+    if wrong := next(mistakes, ""):
+        raise ValueError(wrong)
+    aligned = (-(-target.nbytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES for target in targets)
+    outside, marked = _marked(step, {target.key for target in targets})
+    return SwapPart(
+        names=step.names,
+        program=tuple(step.operators["name"][clock.outermost].tolist()),
+        ranks=tuple(rank_of.get(name, 0) for name in range(len(step.names))),
+        targets=tuple(sorted(targets, key=lambda target: target.last_use)),
+        outside=outside,
+        anchors=(*anchors(step), *marked),
+        host_bytes=sum(aligned),
+        predicted_peak_bytes=int(found.simulation.in_use_bytes.max(initial=0)),
+        predicted_stall_s=found.simulation.stall_s,
+        predicted_step_s=found.simulation.step_s,
+    )
+
+
+def _marked(
+    step: Trace, keys: Collection[int]
+) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], list[tuple[int, int, int]]]:
+    """See `SwapPart.outside`, and the anchors there, of tensors that leave as the step begins."""
+    place, outside, anchors_there = clock_of(step).ticks, [], []
+    for after, group in itertools.groupby(
+        (mark for mark in marks(step) if mark.tensor in keys), lambda mark: mark.after
+    ):
+        found = list(group)
+        anchors_there += ((place + mark.number, mark.slot, mark.tensor) for mark in found)
+        outside.append((after, tuple(outside_of(step, after)[: found[-1].number + 1])))
+        place += found[-1].number + 1
+    return tuple(outside), anchors_there
+
+
+def target_of(step: Trace, candidate: Candidate, look: tuple[Use, int], release: int, prefetch: int) -> Target:
+    """A candidate that is away for [release, prefetch); `look`: see `memplug.swap.plan.features.last_uses`."""
+    use, tolerance = look
+    return Target(
+        nbytes=candidate.nbytes,
+        dtype=step.dtypes[step.tensors["dtype"][candidate.tensor]],
+        operator="" if candidate.last_use == FROM_THE_BEGINNING else step.names[use.name],
+        output=use.output,
+        slot=use.slot,
+        **use.features._asdict(),
+        tolerance=tolerance,
+        last_use=candidate.last_use,
+        release=release,
+        prefetch=prefetch,
+        next_use=candidate.next_use,
+        key=candidate.tensor if candidate.last_use == FROM_THE_BEGINNING else -1,
+    )
+
+
+def _impossible(error: OverBudgetError, step: Trace, budgets: SwapBudgets) -> SwapError:
+    least, clock = error.least, clock_of(step)
+    what = "what runs behind the backward, such as the optimizer,"
+    if least.operator < clock.ticks:
+        name = step.names[step.operators["name"][clock.outermost[least.operator]]]
+        what = f"operator {least.operator:,} ({name})"
+    device_gib, host_gib, least_gib = (
+        f"{nbytes / GIB:.3g} GiB" for nbytes in (budgets.device_bytes, budgets.host_bytes, least.nbytes)
+    )
+    if error.host_limited:
+        return SwapError(
+            f"{host_gib} of host memory are too little to keep a step to {device_gib} of the device; with more, as "
+            f"little as {least_gib} could do",
+            'Raise "host_budget_gib", or "device_budget_gib"; or let a step take less.',
+        )
+    return SwapError(
+        f"{device_gib} of the device are too little: {what} takes {least_gib} with all that can be swapped away",
+        f'Set "device_budget_gib" to {least.nbytes / GIB:.3g} or more; or lower "swap.min_bytes", or let a step take '
+        "less: a shorter sequence, a smaller micro-batch.",
+    )

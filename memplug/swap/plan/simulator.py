@@ -1,0 +1,119 @@
+"""When copies run, beside what the link carries anyway: places the swaps of chosen candidates, and predicts what waits
+(Chameleon, section 5.4).
+
+The paper gives each copy one logical layer that has enough time left. Here copies follow one another on the link, each
+direction by itself, and may last longer than a layer: a copy of logits may take as long as several layers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplug.swap.plan.problem import Swap, SwapProblem
+
+Needed = Mapping[int, tuple[int, int]]
+"""By candidate: operators [first, end) for which it has to be away even if the step waits; none if end <= first."""
+
+NOT_FORCED = (1 << 62, -1)
+"""Away only when no operator waits."""
+
+
+def place(problem: SwapProblem, needed: Needed) -> tuple[Swap, ...]:
+    """Offloads as early as they can be, and prefetches as late, so that nothing waits but for what is needed.
+
+    A copy to the host begins after the last use, or when the one before it is done (5.4.2): what is released when no
+    operator has to wait follows. Prefetches are placed from the step's end to its beginning, each so that it is done
+    at its next use, or when the one behind it begins (5.4.1).
+
+    Args:
+        problem: the step.
+        needed: the candidates to swap.
+
+    Returns:
+        By candidate, rising. One that would be back before it is away has `prefetch` equal to `release`.
+    """
+    times_s, candidates = problem.times_s, problem.candidates
+    done_s, free_s = {}, 0.0
+    for index in sorted(needed, key=lambda index: (candidates[index].last_use, index)):
+        start_s = max(free_s, times_s[candidates[index].last_use + 1])
+        done_s[index] = free_s = problem.out_link.finish_s(start_s, candidates[index].nbytes)
+    start_s, taken_s = {}, float("inf")
+    for index in sorted(needed, key=lambda index: (candidates[index].next_use, index), reverse=True):
+        finish_s = min(taken_s, times_s[candidates[index].next_use])
+        start_s[index] = taken_s = problem.in_link.start_s(finish_s, candidates[index].nbytes)
+    swaps = []
+    for index in sorted(needed):
+        gap, (first, end) = candidates[index].gap, needed[index]
+        release = min(max(bisect_left(times_s, done_s[index]), gap.start), gap.stop)
+        prefetch = min(max(bisect_right(times_s, start_s[index]) - 1, gap.start), gap.stop)
+        if end > first:
+            release, prefetch = min(release, first), max(prefetch, end)
+        swaps.append(Swap(index, release, max(release, prefetch)))
+    return tuple(swaps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """A step under a swap list.
+
+    Attributes:
+        in_use_bytes: int64[n], see `SwapProblem`.
+        release_stalls_s: by swap: how long its release waits for the copy to the host.
+        use_stalls_s: by swap: how long its next use waits for the copy to the device.
+        step_s: duration of the step.
+    """
+
+    in_use_bytes: np.ndarray
+    release_stalls_s: tuple[float, ...]
+    use_stalls_s: tuple[float, ...]
+    step_s: float
+
+    @property
+    def stall_s(self) -> float:
+        """All that the step waits for copies."""
+        return sum(self.release_stalls_s) + sum(self.use_stalls_s)
+
+
+def simulate(problem: SwapProblem, swaps: Sequence[Swap]) -> Simulation:
+    """Runs the step: copies of one direction follow one another in program order, and the device waits for them before
+    a release and before a next use.
+
+    Other copies are taken to be where they are without swaps; while the device waits, they wait too.
+    """
+    events = []
+    for number, swap in enumerate(swaps):
+        candidate = problem.candidates[swap.candidate]
+        if swap.prefetch > swap.release:
+            # Between two operators: offloads of what the first one used, releases, prefetches by next use, next uses.
+            events.append((candidate.last_use + 1, 0, 0, number))
+            events.append((swap.release, 1, 0, number))
+            events.append((swap.prefetch, 2, candidate.next_use, number))
+            events.append((candidate.next_use, 3, 0, number))
+    release_stalls, use_stalls = [0.0] * len(swaps), [0.0] * len(swaps)
+    done_s, back_s = {}, {}
+    stalled_s, out_free_s, in_free_s = 0.0, 0.0, 0.0
+    for operator, kind, _, number in sorted(events):
+        nbytes = problem.candidates[swaps[number].candidate].nbytes
+        now_s = problem.times_s[operator] + stalled_s
+        if kind == 0:
+            start_s = max(now_s, out_free_s) - stalled_s
+            done_s[number] = out_free_s = problem.out_link.finish_s(start_s, nbytes) + stalled_s
+        elif kind == 1:
+            release_stalls[number] = max(0.0, done_s[number] - now_s)
+            stalled_s += release_stalls[number]
+        elif kind == 2:
+            start_s = max(now_s, in_free_s) - stalled_s
+            back_s[number] = in_free_s = problem.in_link.finish_s(start_s, nbytes) + stalled_s
+        else:
+            use_stalls[number] = max(0.0, back_s[number] - now_s)
+            stalled_s += use_stalls[number]
+    return Simulation(
+        in_use_bytes=problem.in_use_with(tuple(swaps)),
+        release_stalls_s=tuple(release_stalls),
+        use_stalls_s=tuple(use_stalls),
+        step_s=problem.times_s[-1] + stalled_s,
+    )

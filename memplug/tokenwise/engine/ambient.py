@@ -1,0 +1,98 @@
+"""The state around a region's forward that its recompute pass must meet again: autocast, random generators, attention
+back ends, the default device. On a GPU it runs on autograd's own thread, which knows none of it. The native core takes
+it when a forward starts (memplug/native/ambient.h).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from memplug.device.device import Device
+from memplug.tokenwise.engine.core import core
+
+_ATTENTION = (
+    tuple(  # whether a back end of attention is on, and what turns it; in the order of memplug/native/ambient.cpp
+        (getattr(torch.backends.cuda, f"{name}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{name}_sdp"))
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+    )
+)
+
+
+@contextlib.contextmanager
+def restored(
+    device: Device,
+    surroundings: Sequence[Callable[[], Any]],
+    cpu_rng: torch.Tensor | None,
+    device_rng: torch.Tensor | None,
+    autocast: Sequence[tuple[str, bool, torch.dtype]],
+    attention: tuple[bool, ...],
+    default_device: torch.device | None,
+) -> Iterator[None]:
+    """The same state again, for a pass that runs the module. Nothing compiled runs inside but units: the forward ran
+    functions that the model compiles inside of a region as they are written, since compiled code has no operators to
+    see.
+
+    Args:
+        surroundings: states of the host that random operators depend on, each as a function that gives a context
+            manager in which that state is back.
+        cpu_rng, device_rng: generator states; none where nothing draws, and of the device where that is the CPU.
+        autocast: (device, whether it is on, dtype) of each kind. Without its cache: a weight cast once for two regions
+            would be cast again in the recompute pass of one.
+        attention: which back ends are enabled.
+        default_device: of factory functions, where one was set.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(core().AsWritten())
+        for kind, enabled, dtype in autocast:
+            if enabled or torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != dtype:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
+        if default_device is not None:
+            stack.enter_context(default_device)
+        for (is_on, turn), on in zip(_ATTENTION, attention, strict=True):
+            if (now := is_on()) != on:
+                turn(on)
+                stack.callback(turn, now)
+        if cpu_rng is not None:
+            stack.callback(torch.set_rng_state, torch.get_rng_state())
+            torch.set_rng_state(cpu_rng)
+        if device_rng is not None:
+            stack.callback(device.set_rng_state, device.get_rng_state())
+            device.set_rng_state(device_rng)
+        for again in surroundings:
+            stack.enter_context(again())
+        yield
+
+
+def default_device() -> torch.device | None:
+    """Of factory functions, where one was set; `torch.get_default_device` would make a tensor to find out."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+
+
+def no_transforms() -> AbstractContextManager[None]:
+    """Returns a context without the function transforms that backward runs in, such as that of batched gradients."""
+    batched = torch._C._vmapmode_increment_nesting() - 1  # by `torch.autograd.grad`, which has a vmap of its own
+    torch._C._vmapmode_decrement_nesting()
+    if not batched and torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    return _outside_transforms(batched)
+
+
+@contextlib.contextmanager
+def _outside_transforms(batched: int) -> Iterator[None]:
+    for _ in range(batched):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(batched):
+            torch._C._vmapmode_increment_nesting()

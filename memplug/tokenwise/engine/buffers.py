@@ -1,0 +1,52 @@
+"""Memory from outside of a region that its forward writes to, and its recompute pass finds again as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from memplug.tokenwise.engine.core import core
+
+IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
+
+
+class Buffers:
+    """What one forward wrote to in place, such as running statistics, and the values before: a recompute pass must find
+    those, and leave no trace.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """The forward is about to write to the tensor, for the first time."""
+        self._before.append((alias_of(tensor), tensor.untyped_storage().clone()))
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Every buffer has its former value meanwhile, and no version of it counts."""
+        now = [(tensor, before, tensor.untyped_storage().clone()) for tensor, before in self._before]
+        with torch.autograd._unsafe_preserve_version_counter(tuple(tensor for tensor, _ in self._before)):
+            try:
+                for tensor, before, _ in now:
+                    tensor.untyped_storage().copy_(before)
+                yield
+            finally:
+                for tensor, _, after in now:
+                    tensor.untyped_storage().copy_(after)
+
+
+def check_version(tensor: torch.Tensor, version: int) -> None:
+    """Raise what autograd raises for a tensor that was modified in place since it had that version."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"{IN_PLACE}: {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
+        )
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and version counter, without the graph. Inside a dispatch mode `detach` alone makes a version
+    counter of its own, and a write by the rest of the program would go unnoticed."""
+    return core().alias(tensor)

@@ -1,0 +1,336 @@
+"""Row-cached recompute over rounding buffers: MEMO's token-wise swapping and recomputation, at the operator level
+(MEMO, section 4.1).
+
+Any module can be a region. Its forward runs once under an observer that captures expensive outputs and sends their
+first rows to the host; the region two further on (or as many as `buffers` says) waits for those copies and releases the
+memory. Operators write their outputs to memory that they ask for themselves, so nothing lies in a rounding buffer in
+forward: MEMO's two are a rule of release here. In backward, rows are prefetched ahead of their use:
+
+* into rounding buffers (memplug/native/rounding.h), where those are reserved (`memplug.tokenwise.rounding`): as far
+  ahead as they have room;
+* else into new memory, within a limit of bytes that keeps the peak at full recomputation's: what is restored at any
+  time is at most the largest region's saved tensors, which full recomputation has there too, plus the region inputs,
+  which it never releases.
+
+What runs once a tensor is native: memplug/native/frame.h, flow.h and transfer.h.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from memplug.device.device import Device
+from memplug.device.host_pool import HostPool
+from memplug.errors import InPlaceError, MemplugError, RecomputeError
+from memplug.tokenwise.engine.as_they_are import AsTheyAre
+from memplug.tokenwise.engine.buffers import IN_PLACE, Buffers
+from memplug.tokenwise.engine.core import core
+from memplug.tokenwise.engine.hidden import HiddenFunctions
+from memplug.tokenwise.engine.hooks import Hooks
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.engine.rerun import as_before, rerun
+from memplug.tokenwise.engine.state import State
+from memplug.tokenwise.engine.tape import Tape, named
+from memplug.tokenwise.engine.times import Times
+from memplug.tokenwise.engine.units import run_again
+from memplug.tokenwise.engine.watch import AddressMode
+
+log = logging.getLogger("memplug")
+
+_REFUSED_BY_TORCH = "don't yet support saved tensor hooks"
+
+
+class _OfThread(threading.local):
+    recomputing = 0
+    unit_states: Mapping[Any, collections.deque[Any]] = {}
+
+
+class _Rerunning:
+    """Entered for every unit that runs again: a generator's would take five times as long."""
+
+    def __init__(self, threads: _OfThread, unit_states: Mapping[Any, collections.deque[Any]]):
+        self._threads, self._unit_states = threads, unit_states
+
+    def __enter__(self) -> None:
+        threads = self._threads
+        threads.unit_states, self._unit_states = self._unit_states, threads.unit_states
+        threads.recomputing += 1
+
+    def __exit__(self, *error: object) -> None:
+        threads = self._threads
+        threads.recomputing -= 1
+        threads.unit_states = self._unit_states
+
+
+class Executor:
+    """Runs regions.
+
+    Args:
+        host_budget_bytes: bound of the pinned pool.
+        min_offload_bytes: smaller tensors stay on the device.
+        regathers: parameters are gathered in forward (ZeRO 3): every region recomputes on every rank, whatever is
+            swapped.
+        buffers: how many regions' tensors wait on the device for their release, and how many rounding buffers
+            `flow.reserve` makes.
+        hooks: what to call of others.
+
+    Attributes:
+        pool: pinned host memory.
+        transfer: copies between device and host, and their counters (memplug/native/transfer.h).
+        flow: frames in flight, in order, and the share of the rows that are swapped of those that regions say, below 1
+            where host memory has run out (memplug/native/flow.h).
+        on_timed: what `time_forwards` was given.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        host_budget_bytes: int,
+        min_offload_bytes: int = 1 << 20,
+        regathers: bool = False,
+        buffers: int = 2,
+        hooks: Hooks | None = None,
+    ):
+        self.device = device
+        self.hooks = hooks or Hooks()
+        self.min_offload_bytes = min_offload_bytes
+        self.buffers = buffers
+        self.regathers = regathers
+        self.core = core()
+        self.pool = HostPool(device, host_budget_bytes, self.core)
+        self.transfer = self.core.Transfer(device.streams(self.core), self.pool.rows)
+        self.flow = self.core.Flow(self.transfer, str(device.torch_device), min_offload_bytes, buffers, regathers)
+        self._threads = _OfThread()
+        self.functions = HiddenFunctions(self)
+        self.divergences = 0
+        self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
+        self.on_timed: Callable[[Region, Any, Tape], None] | None = None
+        self._warned = False
+        self._as_they_are = AsTheyAre(device)
+
+    def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
+        """Take device times around every operator of a region, from the next forward on, each of which the listener is
+        given, with its frame and tape; None: no more.
+        """
+        self.on_timed = listener
+
+    @property
+    def recomputing(self) -> int:
+        """Recompute passes under way on this thread that run the module again."""
+        return self._threads.recomputing
+
+    def rerunning(self, unit_states: Iterable[tuple[Any, Any]] = ()) -> AbstractContextManager[None]:
+        """Such a pass is under way; `unit_states`: of the units that it is going to run, in order, by their unit."""
+        by_unit: dict[Any, collections.deque[Any]] = {}
+        for unit, state in unit_states:
+            by_unit.setdefault(unit, collections.deque()).append(state)
+        return _Rerunning(self._threads, by_unit)
+
+    def next_state(self, unit: Any) -> Any:
+        """Such a pass runs a unit: what that needs to run as it ran; None where it is none of the forward's own."""
+        states = self._threads.unit_states.get(unit)
+        return states.popleft() if states else None
+
+    def run(self, region: Region, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
+        if not torch.is_grad_enabled() or self._as_they_are.is_so():
+            return call(*args, **kwargs)
+        if region.is_plain and self._runs_plain(region, args, kwargs):
+            return call(*args, **kwargs)
+        try:
+            if self.hooks.around:
+                with self.standing_around("forward", region):
+                    out = self._observe(region, call, args, kwargs)
+            else:
+                out = self._observe(region, call, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            self.hooks.explain("forward", region, error)
+            raise
+        except RuntimeError as error:
+            if _REFUSED_BY_TORCH in str(error) and hasattr(error, "add_note"):
+                error.add_note(
+                    f"memplug: region {region.name} runs under such hooks, and takes gradients by a function "
+                    'transform: use torch.autograd.grad there, or leave the module out of "tokenwise.regions"'
+                )
+            raise
+        self._warn_if_full()
+        return out
+
+    def _runs_plain(self, region: Region, args: Any, kwargs: Any) -> bool:
+        """Not where it is given more than in the step that the plan was made from: it would keep more too. But all
+        ranks must launch the same collectives, however much each is given.
+        """
+        given_bytes = self.core.given_bytes(args, kwargs)
+        if given_bytes > region.setting.plain_bytes and not (self.regathers or region.native.communicates):
+            self.hooks.on_larger()
+            return False
+        region.native.note_given(given_bytes)
+        return True
+
+    def _observe(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The native core notes every operator and every tensor that autograd saves (memplug/native/forward.h), or
+        finds that they are those of an earlier forward's tape; what is captured leaves for the host
+        (memplug/native/frame.h).
+
+        Autograd gets a small object instead of each tensor, and has it back in one of three ways: it is held, as
+        a parameter or a mask is that was there before the region; from a copy, where all of its storage is captured; or
+        from a recompute pass, which runs the operators of the tape that the saved tensors depend on, up to what is
+        captured. An opaque forward's tape is not all that it did: its input is swapped, and its recompute pass runs
+        the module again. But where it communicates, other ranks may not be opaque: what it saves stays as it is.
+        """
+        times = Times(self.device) if self.on_timed is not None else None
+        surroundings = [take() for take in self.hooks.surroundings]
+        state = _state_before(region, call, args, kwargs)
+        watched = contextlib.nullcontext() if region.native.repeats else AddressMode(self.core)
+        with watched:
+            return self.flow.run(region.native, self, region, times, surroundings, state, call, args, kwargs)
+
+    @contextlib.contextmanager
+    def standing_around(self, phase: str, region: Region) -> Iterator[None]:
+        """What frameworks have to do around a region's forward or recompute pass."""
+        with contextlib.ExitStack() as stack:
+            for context in self.hooks.around:
+                stack.enter_context(context(phase, region))
+            yield
+
+    # -- what the native core calls: memplug/native/running.h ----------------------------------------------------------
+
+    written_buffers = Buffers
+    run_unit_again = run_again
+
+    @property
+    def stands_around(self) -> bool:
+        """Whether a recompute pass needs `restore`, whatever the frame is like."""
+        return bool(self.hooks.around) or self.regathers
+
+    def is_scratch(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in a scratch buffer owned by the framework."""
+        return any(holds(tensor) for holds in self.hooks.scratch)
+
+    def explain(self, phase: str, region: Region, error: BaseException) -> None:
+        """An error of the device's memory passes."""
+        self.hooks.explain(phase, region, error)
+
+    @staticmethod
+    def with_region(region: Region, error: RuntimeError) -> RuntimeError:
+        """Returns the error that backward raises: with the region's name and an advice, where a tensor was modified."""
+        if IN_PLACE not in str(error) or isinstance(error, MemplugError):
+            return error
+        named = InPlaceError(
+            f"region {region.name}: {error}",
+            "Between a forward with gradients and its backward, write to nothing that the forward was given, such as a "
+            "buffer or a static key-value cache: give the other code a copy, or run backward first.",
+        )
+        return named.with_traceback(error.__traceback__)
+
+    def is_alone(self) -> bool:
+        """There is one rank."""
+        return not (dist.is_initialized() and dist.get_world_size() > 1)
+
+    def note_opaque(self, region: Region, why: int | str, why_it_keeps: str = "") -> None:
+        """No tape tells what the region does: the reason, or bits of it. `why_it_keeps`: "" where it runs again."""
+        if not isinstance(why, str):
+            if self.functions.found_some():
+                return  # they are units from the next forward on
+            why = named(why)
+        region.opaque = region.opaque or why
+        self.opaque[region.opaque] += 1
+        if self.opaque_regions == 1:
+            log.warning(
+                "memplug: region %s is opaque (%s): %s",
+                region.name,
+                region.opaque,
+                f"{why_it_keeps}, so that all that it saves stays on the device"
+                if why_it_keeps
+                else "its input is swapped, all else is recomputed by running its module",
+            )
+
+    def note_timed(self, region: Region, frame: Any) -> None:
+        """A timed forward is over."""
+        tape = frame.times.close(frame)
+        if self.on_timed is not None:
+            self.on_timed(region, frame, tape)
+
+    def restore(self, frame: Any, region: Region) -> None:
+        """Run a frame's recompute pass, where that takes more than the tape's operators."""
+        tape = frame.times.tape if frame.times is not None else None
+        with self.standing_around("recompute", region):
+            frame.forget()
+            begin = self.device.stamp() if tape is not None else None
+            if frame.is_opaque and not frame.keeps:
+                rerun(self, frame, region)
+            else:
+                self._replay(frame, region)
+            frame.is_restored = True
+            if tape is not None:
+                tape.recompute_span = (begin, self.device.stamp())
+
+    def _replay(self, frame: Any, region: Region) -> None:
+        def replay() -> None:
+            try:
+                with contextlib.ExitStack() as stack:
+                    for context in self.hooks.gathered:
+                        stack.enter_context(context(region))
+                    stack.enter_context(as_before(frame.buffers))
+                    frame.replay()
+            except self.core.GroupGone as collective:
+                raise RecomputeError(
+                    f"region {region.name}: the process group of {collective} was destroyed before backward, which "
+                    "launches that collective again",
+                    "Destroy process groups after the last backward.",
+                ) from None
+
+        try:
+            replay()
+        except self.core.Diverged as divergence:
+            if frame.has_launches or (frame.decide({}, []), frame.communicates)[1]:
+                raise RecomputeError(f"region {region.name}: {divergence}") from None
+            self.divergences += 1
+            if self.divergences == 1:
+                log.warning("memplug: region %s is recomputed in full: %s", region.name, str(divergence))
+            self._replay_in_full(region, replay)
+
+    def _replay_in_full(self, region: Region, replay: Callable[[], None]) -> None:
+        try:
+            replay()
+        except self.core.Diverged as divergence:
+            raise RecomputeError(f"region {region.name}: {divergence}") from None
+
+    def close(self) -> None:
+        """Wait for all copies and give back the host memory. Graphs still in flight can no longer run backward."""
+        for added in (self.hooks.around, self.hooks.gathered, self.hooks.surroundings, self.hooks.scratch):
+            added.clear()  # by frameworks
+        self.transfer.close()
+        self.pool.close()
+
+    @property
+    def opaque_regions(self) -> int:
+        """How many regions no tape tells of."""
+        return self.opaque.total()
+
+    def _warn_if_full(self) -> None:
+        if self.transfer.refused and not self._warned:
+            self._warned = True
+            log.warning(
+                "memplug: the host budget of %.2f GiB is used up: later regions swap fewer rows and recompute more",
+                self.pool.budget_bytes / 2**30,
+            )
+
+
+def _state_before(region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> State | None:
+    """Returns the Python state that a forward which may be opaque is about to find; None: it repeats a template."""
+    if region.native.repeats or region.unknown_state is not None:
+        return None if region.native.repeats else region.unknown_state
+    state = State.of(call, args, kwargs)
+    if state.unknown:
+        region.unknown_state = state
+    return state

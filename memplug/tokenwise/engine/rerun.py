@@ -1,0 +1,131 @@
+"""A recompute pass that runs the region's module again, where no tape tells what its forward did."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memplug.errors import RecomputeError
+from memplug.tokenwise.engine.ambient import no_transforms, restored
+from memplug.tokenwise.engine.state import State
+from memplug.tokenwise.engine.tape import named
+
+if TYPE_CHECKING:
+    from memplug.tokenwise.engine.executor import Executor
+    from memplug.tokenwise.engine.region import Region
+
+
+def rerun(executor: Executor, frame: Any, region: Region) -> None:
+    """Run the region's module again, and store what it saves. All of it runs, whatever was captured: also its
+    collectives, so that one that has any is not run again where there are several ranks (memplug/native/frame.h).
+
+    Args:
+        frame: of the forward (memplug/native/running.h).
+
+    Raises:
+        RecomputeError: it saves another number of tensors, or tensors of other sizes or dtypes; or it communicates, and
+            nothing of it was kept, since it became opaque all of a sudden.
+    """
+    if frame.talks and not executor.is_alone():
+        raise RecomputeError(
+            f"region {region.name} communicates, and a forward was opaque ({named(frame.opaque)}) where those before "
+            "it were alike and were not: run again on this rank alone, it would leave the others waiting",
+            'Leave the module out of "tokenwise.regions".',
+        )
+    saves = _Saves(frame, region)
+    hooks = torch.autograd.graph.saved_tensors_hooks(saves.pack, held_meanwhile)
+    ambient = restored(executor.device, frame.surroundings, *frame.ambient)
+    states = executor.rerunning(frame.unit_states)
+    leaves = frame.leaves if region.native.asks else []
+    try:
+        with no_transforms(), states, as_before(frame.buffers), _gradients_as_before(leaves), ambient:
+            with torch.enable_grad(), hooks:
+                args, kwargs = frame.arguments()
+                with _names_as_before(frame, region, args, kwargs):
+                    frame.call(*args, **kwargs)
+    finally:
+        saves.frame = None
+    if saves.count != frame.saved:
+        raise RecomputeError(
+            f"region {region.name}: forward saved {frame.saved} tensors for backward, the recompute pass {saves.count}"
+        )
+    frame.consume_inputs()
+
+
+class _Saves:
+    """Gives a frame what a recompute pass saves.
+
+    The pass's graph holds this object, maybe for as long as a tensor that the module wrote to.
+
+    Attributes:
+        frame: None once the pass is over.
+        count: tensors that it saved.
+    """
+
+    def __init__(self, frame: Any, region: Region):
+        self.frame, self.count = frame, 0
+        self._region, self._asks = region, region.native.asks
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns what the pass's own graph keeps of a saved tensor: nothing, unless the module runs that graph."""
+        frame, count = self.frame, self.count
+        if count < frame.saved and frame.has_to_restore(count):
+            size, dtype = frame.saved_as(count)
+            if (size, dtype) != (tuple(tensor.shape), tensor.dtype):
+                raise RecomputeError(
+                    f"region {self._region.name}: a saved tensor was {size} {dtype} in forward and is "
+                    f"{tuple(tensor.shape)} {tensor.dtype} when recomputed"
+                )
+            frame.restore(count, tensor.detach())
+        self.count += 1
+        return tensor.detach() if self._asks else None
+
+
+@contextlib.contextmanager
+def _names_as_before(frame: Any, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Every name is what the forward found, meanwhile. Where a forward became opaque all of a sudden this is not known:
+    the module may change none, then.
+    """
+    if frame.state is not None:
+        with frame.state.as_before():
+            yield
+        return
+    now = State.of(frame.call, args, kwargs, for_backward=False)
+    changed = bool(now.unknown)
+    try:
+        yield
+    finally:
+        changed |= now.put_back()
+    if changed:
+        raise RecomputeError(
+            f"region {region.name} changes attributes in its forward, and a forward was opaque ({named(frame.opaque)}) "
+            "where those before it were alike and were not: it cannot be run again as it ran",
+            'Leave the module out of "tokenwise.regions".',
+        )
+
+
+def as_before(buffers: Any) -> Any:
+    """A context in which every buffer has the value that the forward found; None: it wrote to none."""
+    return contextlib.nullcontext() if buffers is None else buffers.as_before()
+
+
+@contextlib.contextmanager
+def _gradients_as_before(leaves: Sequence[tuple[torch.Tensor, bool]]) -> Iterator[None]:
+    """A context in which leaves that had no gradient have none, for a module that accumulates gradients itself."""
+    now = [(leaf, leaf.grad) for leaf, had_gradient in leaves if not had_gradient]
+    for leaf, _ in now:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in now:
+            leaf.grad = gradient
+
+
+def held_meanwhile(packed: torch.Tensor | None) -> torch.Tensor:
+    """Returns a saved tensor of a pass whose module asks for a gradient itself; nothing else runs the pass's graph."""
+    assert packed is not None, "a region that never asked for a gradient does so when it runs again"
+    return packed

@@ -1,0 +1,108 @@
+"""What one forward of a region did: its operators, which storages they read and made, and what backward asks for.
+
+The native core notes tapes (`memplug/native/forward.h`), and forwards that do the same share one. Here is what Python
+reads of them: the decisions, to name what is captured, and the planner. Storages are named by a running number.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple
+
+import torch
+
+from memplug.tokenwise.engine import operators
+
+
+class Form(enum.Enum):
+    """How an operator touches memory; in the order of `Form` in memplug/native/tape.h."""
+
+    VIEW = "view"  # its outputs share the storage of an input
+    WRITE = "write"  # it writes to an argument
+    PURE = "pure"  # it makes new storages from its inputs, and that is all it does
+    FIXED = "fixed"  # random, or other ranks take part, or it has effects of its own
+    EXCHANGE = "exchange"  # other ranks take part, and its outputs are arguments that it writes to
+    VALUE = "value"  # Python gets a number from it
+
+
+_FORMS = list(Form)
+
+REASONS = {
+    1 << 0: "a tensor subclass that dispatches for itself",
+    1 << 1: "memory that is read or written past torch's operators",
+    1 << 2: "memory that no operator was seen to fill",
+    1 << 3: "an operator that raised",
+    1 << 4: "a tensor that was given other memory in place",
+    1 << 5: "a function transform or forward-mode differentiation inside of it",
+    1 << 6: "an operator that made a sparse, nested or quantized tensor",
+    1 << 7: "another region that runs inside of it",
+    1 << 8: "a gradient that it asks for itself, computed on another thread",
+    1 << 9: "a dispatch mode around it that changes what operators do",
+}
+"""Why a region is opaque, by the bits of `Opaque` in memplug/native/tape.h."""
+
+
+def named(reasons: int) -> str:
+    """Such bits in words."""
+    return ", ".join(text for bit, text in REASONS.items() if reasons & bit)
+
+
+class Record(NamedTuple):
+    """One operator of a tape. Storages are numbers; `outputs` are those that it made, `results` those of all tensors
+    that it returned. `rows` are those of the first of these; `dimensions` are those of the tensors among its arguments.
+    """
+
+    func: Any
+    form: Form
+    root: bool  # a recompute pass runs it whether or not anything reads its outputs
+    draws: bool
+    rows: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    written: tuple[int, ...]
+    results: tuple[int, ...]
+    dimensions: tuple[int, ...]
+
+
+def records_of(tape: Any) -> list[Record]:
+    """All records of a native tape; made once."""
+    if not hasattr(tape, "records"):
+        tape.records = []
+        for index in range(len(tape)):
+            name, overload, form, root, draws, rows, *storages = tape.record(index)
+            func = operators.named(name, overload)
+            tape.records.append(Record(func, _FORMS[form], root, draws, rows, *map(tuple, storages)))
+    return tape.records
+
+
+class Tape:
+    """One forward's own tape, for the planner: the records, and the device times around them.
+
+    Attributes:
+        native: the native tape.
+        asked: storages that backward asks for, in whatever way.
+        given: storages that no operator made.
+        bytes: of every storage.
+        spared: collectives that no recompute pass launches again, and the waits for them.
+        received: storages that such a collective filled, and a recompute pass substitutes.
+        stamps: (begin, end) of every operator, where the profile asked for them.
+        span, recompute_span: (begin, end) of the forward and of the recompute pass, likewise.
+    """
+
+    def __init__(self, frame: Any):
+        self.native = tape = frame.tape
+        self.records = records_of(tape)
+        self.asked: set[int] = {frame.storage_of(saved) for saved in range(frame.saved)} - {-1}
+        self.given = {storage for storage, given in enumerate(tape.given) if given}
+        self.bytes: list[int] = tape.nbytes
+        self.spared: set[int] = frame.spared
+        self.received: set[int] = frame.received
+        self.stamps: list[tuple[Any, Any]] = []
+        self.span: Any = None
+        self.recompute_span: Any = None
+        self.backward_begin: Any = None
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Address of the tensor's storage object: valid as a name only while the tensor lives."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,1 @@
+"""What to keep, swap and recompute: solved without torch."""

@@ -1,0 +1,230 @@
+"""The cost model (MEMO, section 4.1), stated once: amounts that are linear in a choice, and times that are the largest
+of linear pieces of them.
+
+`measure` puts numbers in. The linear program (`tokenwise.py`) puts in `Linear` expressions of its columns, and makes a
+column of each `largest`, with a row for each piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from memplug.tokenwise.plan.model import Bound, Budget, Group, InFlight, Region, RegionPlan, TokenwisePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A constant, and a coefficient for each column of a program."""
+
+    constant: float = 0.0
+    terms: Mapping[int, float] = field(default_factory=dict)
+
+    def __add__(self, other: Linear | float) -> Linear:
+        if not isinstance(other, Linear):
+            return Linear(self.constant + other, self.terms)
+        terms = dict(self.terms)
+        for column, value in other.terms.items():
+            terms[column] = terms.get(column, 0.0) + value
+        return Linear(self.constant + other.constant, terms)
+
+    def __sub__(self, other: Linear | float) -> Linear:
+        return self + other * -1.0
+
+    def __mul__(self, by: float) -> Linear:
+        return Linear(self.constant * by, {column: value * by for column, value in self.terms.items()})
+
+    def __truediv__(self, by: float) -> Linear:
+        return self * (1.0 / by)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+Quantity = float | Linear
+
+
+class Amounts(NamedTuple):
+    """What regions do together, as numbers or as `Linear` expressions."""
+
+    forward_s: Quantity = 0.0
+    """Compute, without waiting for the link."""
+    backward_s: Quantity = 0.0
+    """Likewise, with recompute."""
+    link_bytes: Quantity = 0
+    """To the host in forward, and back in backward."""
+    host_bytes: Quantity = 0
+    """With padding."""
+    kept_bytes: Quantity = 0
+    """On the device."""
+
+    def plus(self, other: Amounts, times: int = 1) -> Amounts:
+        """The sum with so many others."""
+        return Amounts(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+
+
+def together(one: Amounts, instances: int, staying: int) -> Amounts:
+    """Of so many instances, and of others that stay besides: those send nothing."""
+    stays = one._replace(link_bytes=0, host_bytes=0)
+    return Amounts().plus(one, instances).plus(stays, staying)
+
+
+def unchosen(region: Region, budget: Budget, inputs_swapped: bool, plain: bool = False) -> Amounts:
+    """What one instance of a region takes before any choice; a plain one swaps nothing and has no overhead."""
+    if plain:
+        return Amounts(region.forward_s, region.backward_s)
+    input_bytes, tensors = (region.input_bytes, region.input_tensors) if inputs_swapped else (0, 0)
+    return Amounts(
+        forward_s=region.forward_s + region.overhead_forward_s,
+        backward_s=region.backward_s + region.overhead_backward_s,
+        link_bytes=input_bytes,
+        host_bytes=input_bytes + tensors * budget.padding_bytes,
+    )
+
+
+def chosen(
+    budget: Budget, *, recompute_s: Quantity, swapped_bytes: Quantity, swapped_tensors: Quantity, kept_bytes: Quantity
+) -> Amounts:
+    """What a choice for one instance adds."""
+    return Amounts(
+        backward_s=recompute_s,
+        link_bytes=swapped_bytes,
+        host_bytes=swapped_bytes + swapped_tensors * budget.padding_bytes,
+        kept_bytes=kept_bytes,
+    )
+
+
+def passes_s(
+    first: Amounts, last: Amounts, budget: Budget, largest: Callable[..., Quantity] = max
+) -> tuple[Quantity, Quantity]:
+    """Forward and backward, in seconds: compute or copies, the longer one.
+
+    MEMO asks each layer's copies to fit into that layer's forward. Here compute and copies are summed over the whole
+    forward, and the whole backward: buffers in flight smooth what differs from region to region, a copy may lag behind
+    by more than a layer, and backward has its own, longer time. For equal layers this is MEMO's constraint. Where the
+    groups of a region differ, the first ones' copies may lag into the last ones' forward, or lead into their backward,
+    only by the device bytes that kept outputs leave: backlog is memory too. The last ones' copies have their own time.
+
+    Args:
+        first: of the first groups of all regions.
+        last: of all others.
+        budget: its rates and device bytes.
+        largest: of the pieces it is given; the time only grows with it.
+    """
+    unhidden_bytes = first.link_bytes + first.kept_bytes - budget.device_bytes
+    all_bytes = first.link_bytes + last.link_bytes
+
+    def pass_s(first_s: Quantity, last_s: Quantity, rate: float) -> Quantity:
+        early_s = largest(first_s, unhidden_bytes / rate)
+        return largest(early_s + last_s, early_s + last.link_bytes / rate, all_bytes / rate)
+
+    return (
+        pass_s(first.forward_s, last.forward_s, budget.d2h_bytes_per_s),
+        pass_s(first.backward_s, last.backward_s, budget.h2d_bytes_per_s),
+    )
+
+
+def amounts(
+    regions: Sequence[Region], groups: Sequence[Sequence[Group]], budget: Budget, inputs_swapped: bool
+) -> tuple[Amounts, Amounts]:
+    """What the first groups of all regions take, and all others."""
+    first, last = Amounts(), Amounts()
+    for region, parts in zip(regions, groups, strict=True):
+        for at, group in enumerate(parts):
+            one = chosen(
+                budget,
+                recompute_s=group.recompute_s,
+                swapped_bytes=group.swapped_bytes,
+                swapped_tensors=swapped_tensors(region, group.fractions),
+                kept_bytes=group.kept_bytes,
+            ).plus(unchosen(region, budget, inputs_swapped, group.plain))
+            every = together(one, group.instances, region.staying if group is parts[-1] else 0)
+            first, last = (first.plus(every), last) if at == 0 else (first, last.plus(every))
+    return first, last
+
+
+def measure(
+    regions: Sequence[Region],
+    groups: Sequence[Sequence[Group]],
+    budget: Budget,
+    *,
+    inputs_swapped: bool,
+    alpha: float | None = None,
+    alpha_cut_by_host: bool = False,
+) -> TokenwisePlan:
+    """What a choice costs, as a plan.
+
+    Args:
+        regions: every kind of region of the step, once each.
+        groups: the choice: of each region, in the order of the forward.
+        budget: link rates, host bytes and device bytes; the choice may exceed it.
+        inputs_swapped, alpha, alpha_cut_by_host: as in `TokenwisePlan`.
+    """
+    first, last = amounts(regions, groups, budget, inputs_swapped)
+    total, in_flight = first.plus(last), in_flight_bytes(regions, groups, budget)
+    forward_s, backward_s = passes_s(first, last, budget)
+    stalls_s = forward_s - total.forward_s, backward_s - total.backward_s
+    plans = {}
+    for region, parts in zip(regions, groups, strict=True):
+        of_first, of_last = amounts([region], [parts], budget, inputs_swapped)
+        own = of_first.plus(of_last)
+        share = own.link_bytes / max(total.link_bytes, 1)
+        plans[region.key] = RegionPlan(
+            groups=tuple(parts),
+            forward_s=own.forward_s + share * stalls_s[0],
+            backward_s=own.backward_s + share * stalls_s[1],
+        )
+    uses: dict[Bound, tuple[float, float]] = {
+        "host": (total.host_bytes, budget.host_bytes),
+        "link forward": (total.link_bytes / budget.d2h_bytes_per_s, total.forward_s),
+        "link backward": (total.link_bytes / budget.h2d_bytes_per_s, total.backward_s),
+    }
+    fullest = max(uses, key=lambda name: uses[name][0] / uses[name][1] if uses[name][1] > 0 else 1.0)
+    to_gain = sum(stalls_s) > 0.0 or _can_spare(regions, groups)
+    return TokenwisePlan(
+        regions=plans,
+        alpha=alpha,
+        alpha_cut_by_host=alpha_cut_by_host,
+        inputs_swapped=inputs_swapped,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        step_s=forward_s + backward_s,
+        host_bytes=total.host_bytes,
+        device_bytes=total.kept_bytes + in_flight,
+        in_flight_bytes=in_flight,
+        bound=fullest if to_gain else "none",
+    )
+
+
+def in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Group]], budget: Budget) -> int:
+    """Of outputs on their way to the host or back, by which the step's peak is higher than at the safest setting;
+    without rounding buffers.
+    """
+    most_bytes = most_in_flight_bytes(regions, groups)
+    return max(at.count * most_bytes - at.room_bytes for at in (*budget.in_flight, InFlight(0)))
+
+
+def most_in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Group]]) -> int:
+    """Of one instance of the region that swaps the most, on top of the safest setting."""
+    each = (
+        region.in_flight_bytes(group.fractions)
+        for region, parts in zip(regions, groups, strict=True)
+        for group in parts
+        if group.instances
+    )
+    return max(each, default=0)
+
+
+def swapped_tensors(region: Region, swapped: Iterable[int]) -> int:
+    """That these operators put on the host, of one instance."""
+    return sum(len(region.operators[index].outputs) for index in swapped)
+
+
+def _can_spare(regions: Sequence[Region], groups: Sequence[Sequence[Group]]) -> bool:
+    """Whether something runs that swapping would spare."""
+    return any(
+        region.operators[index].time_s > 0.0 and region.operators[index].capturable
+        for region, parts in zip(regions, groups, strict=True)
+        for group in parts
+        for index in group.runs
+    )

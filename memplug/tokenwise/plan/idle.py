@@ -1,0 +1,58 @@
+"""A plan less what it swaps or keeps for no gain: the solver stops within a gap, and ties are below it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memplug.tokenwise.plan.cost import amounts, chosen, measure, passes_s, together
+from memplug.tokenwise.plan.model import (
+    Budget,
+    Region,
+    TokenwisePlan,
+    group_of,
+    makers,
+    part_bytes,
+    recompute_s,
+    run_too,
+)
+
+
+def without_idle(regions: Sequence[Region], plan: TokenwisePlan, budget: Budget) -> TokenwisePlan:
+    """The plan with each output recomputed, one after the other, where that makes the step no longer. A try costs what
+    it changes: the operators that have to run as well.
+
+    Args:
+        regions: that the plan is for, in any order.
+        plan: without plain groups.
+        budget: that it was made with.
+    """
+    groups = [list(plan.regions[region.key].groups) for region in regions]
+    phases = amounts(regions, groups, budget, plan.inputs_swapped)
+    step_s = sum(passes_s(*phases, budget))
+    for region, parts in zip(regions, groups, strict=True):
+        read, _ = makers(region.operators, region.saved, region.given)
+        for at, group in enumerate(parts):
+            fractions, keep, runs = dict(group.fractions), set(group.keep), set(group.runs)
+            available = keep | {index for index, fraction in fractions.items() if fraction >= 1.0}
+            for index in (*group.fractions, *sorted(group.keep)):
+                operator, fraction = region.operators[index], fractions.get(index, 0.0)
+                more = run_too(index, read, runs, available)
+                less = {i: part for i, part in fractions.items() if i != index}
+                change = chosen(
+                    budget,
+                    recompute_s=recompute_s(region.operators, runs.union(more), less)
+                    - recompute_s(region.operators, runs, fractions),
+                    swapped_bytes=-part_bytes(operator.output_bytes, operator.rows, fraction),
+                    swapped_tensors=0,  # padding takes no time
+                    kept_bytes=-operator.output_bytes if index in keep else 0,
+                )
+                every = together(change, group.instances, region.staying if at == len(parts) - 1 else 0)
+                first, last = phases
+                first, last = (first.plus(every), last) if at == 0 else (first, last.plus(every))
+                if (tried_s := sum(passes_s(first, last, budget))) <= step_s:
+                    phases, step_s = (first, last), tried_s
+                    fractions.pop(index, None)
+                    keep.discard(index)
+                    runs.update(more)
+            parts[at] = group_of(region, group.instances, fractions, keep)
+    return measure(regions, groups, budget, inputs_swapped=plan.inputs_swapped)

@@ -1,0 +1,81 @@
+"""A mixed integer linear program in the terms of a plan: seconds and bytes that are linear in its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
+from scipy.sparse import csr_array
+
+from memplug.tokenwise.plan.cost import Linear
+
+NODE_LIMIT = 100
+"""Of one program: bounds the effort the same way on every machine, unlike time."""
+GAP = 1e-4
+"""Share of the objective within which a solution counts as optimal."""
+
+
+@dataclass(slots=True)
+class LinearProgram:
+    """Columns and rows.
+
+    Attributes:
+        unit_s, unit_bytes: what rows and the objective count in, so that their numbers are near 1.
+        cost: by column, what is to be as small as it can be.
+    """
+
+    unit_s: float
+    unit_bytes: float
+    cost: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    entries: list[tuple[int, int, float]] = field(default_factory=list)
+    limits: list[float] = field(default_factory=list)
+
+    def column(self, *, lower: float = 0.0, upper: float = 1.0, integer: bool = False) -> int:
+        """A new one: its index."""
+        self.cost.append(0.0)
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return len(self.cost) - 1
+
+    def row(self, terms: Mapping[int, float], at_least: float = 0.0) -> None:
+        """Sum of coefficient times column >= at_least."""
+        self.entries += [(len(self.limits), column, value) for column, value in terms.items()]
+        self.limits.append(at_least)
+
+    def largest(self, *pieces_s: Linear) -> Linear:
+        """Of seconds, once the program has made it as small as it can be."""
+        return self._largest(pieces_s, self.unit_s)
+
+    def largest_bytes(self, pieces: Sequence[Linear]) -> Linear:
+        """Of bytes, likewise; 0 where there are none above."""
+        return self._largest(pieces, self.unit_bytes)
+
+    def _largest(self, pieces: Sequence[Linear], unit: float) -> Linear:
+        result = Linear(terms={self.column(upper=np.inf): unit})
+        for piece in pieces:
+            over = (result - piece) / unit
+            self.row(over.terms, at_least=-over.constant)
+        return result
+
+    def limit(self, nbytes: Linear, at_most: float, margin: float) -> None:
+        """Less a margin, in units; what no choice can spare is never too much."""
+        left = (Linear(at_most) - nbytes) / self.unit_bytes
+        self.row(left.terms, at_least=min(margin - left.constant, 0.0))
+
+    def run(self, *, relaxed: bool = False) -> OptimizeResult:
+        """The best that is found within `NODE_LIMIT`; `relaxed`: fractions may be where integers are asked for."""
+        rows, columns, values = zip(*self.entries, strict=True)
+        matrix = csr_array((values, (rows, columns)), shape=(len(self.limits), len(self.cost)))
+        return milp(
+            np.array(self.cost),
+            integrality=None if relaxed else np.array(self.integer, dtype=int),
+            bounds=Bounds(self.lower, self.upper),
+            constraints=LinearConstraint(matrix, lb=np.array(self.limits)),
+            options={"node_limit": NODE_LIMIT, "mip_rel_gap": GAP},
+        )

@@ -1,0 +1,77 @@
+"""MEMO's plans: one fraction of every tensor (MEMO, section 4.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from memplug.tokenwise.plan.cost import measure, swapped_tensors
+from memplug.tokenwise.plan.model import Budget, Region, TokenwisePlan, group_of, needed
+
+
+def alpha_of_layer(
+    input_bytes: float,
+    attention_bytes: float,
+    other_bytes: float,
+    layers: int,
+    d2h_bytes_per_s: float,
+    layer_forward_s: float,
+    host_bytes: float,
+) -> float:
+    """MEMO's program for alpha in closed form (section 4.1): the largest fraction whose copies fit one layer's forward
+    and whose bytes, over all layers but the last two, fit the host. 0 where not even input and attention output fit.
+    """
+    by_link = (d2h_bytes_per_s * layer_forward_s - input_bytes - attention_bytes) / other_bytes
+    by_host = (host_bytes / max(layers - 2, 1) - input_bytes - attention_bytes) / other_bytes
+    return min(max(min(by_link, by_host), 0.0), 1.0)
+
+
+def fraction_of(regions: Sequence[Region], budget: Budget) -> float:
+    """The largest fraction, the same for all regions, whose copies fit the forward of each (MEMO, section 4.1). What
+    host memory does not hold, `fixed` cuts.
+    """
+    fractions = [1.0]
+    for region in regions:
+        whole, rows = _parts(region)
+        whole_bytes, rows_bytes = (sum(region.operators[i].output_bytes for i in part) for part in (whole, rows))
+        if rows_bytes:
+            rate = budget.d2h_bytes_per_s
+            fractions.append(
+                alpha_of_layer(
+                    region.input_bytes, whole_bytes, rows_bytes, 1, rate, region.forward_s, host_bytes=math.inf
+                )
+            )
+    return min(fractions)
+
+
+def _parts(region: Region) -> tuple[set[int], set[int]]:
+    """What MEMO swaps whole, and what it swaps the first rows of."""
+    capturable = {i for i, operator in enumerate(region.operators) if operator.capturable}
+    always = {i for i in capturable if region.operators[i].always_swapped}
+    live = needed(region.operators, region.saved, region.given, always)
+    return always, {i for i in live & capturable - always if region.operators[i].capture == "rows"}
+
+
+def fixed(
+    regions: Sequence[Region], budget: Budget, alpha: float, room_bytes: int, inputs_swapped: bool
+) -> TokenwisePlan:
+    """MEMO's plan: one fraction, lowered to what the host holds; without room even for alpha 0, everything runs."""
+    whole, rows = map(list, zip(*map(_parts, regions), strict=True)) if regions else ([], [])
+    whole_bytes, rows_bytes = (
+        sum(r.instances * r.operators[i].output_bytes for r, chosen in zip(regions, part, strict=True) for i in chosen)
+        for part in (whole, rows)
+    )
+    padding_bytes = budget.padding_bytes * sum(
+        r.instances * swapped_tensors(r, (*always, *some)) for r, always, some in zip(regions, whole, rows, strict=True)
+    )
+    left_bytes = room_bytes - whole_bytes - padding_bytes
+    cut = left_bytes < 0 or alpha * rows_bytes > left_bytes
+    if left_bytes < 0:
+        alpha, whole = 0.0, [set() for _ in regions]
+    elif cut:
+        alpha = left_bytes / rows_bytes * (1.0 - 1e-12)  # so that rounding never adds a byte
+    groups = [
+        [group_of(region, region.instances, dict.fromkeys(always, 1.0) | dict.fromkeys(some, float(alpha)), ())]
+        for region, always, some in zip(regions, whole, rows, strict=True)
+    ]
+    return measure(regions, groups, budget, inputs_swapped=inputs_swapped, alpha=float(alpha), alpha_cut_by_host=cut)

@@ -1,0 +1,81 @@
+"""Out of the way: where the device has room for all that backward asks for, regions run as without memplug. Where it
+has room for some of that, the last ones do, whose tensors live the shortest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from memplug.tokenwise.plan import solver as tokenwise
+from memplug.tokenwise.plan.cost import measure
+from memplug.tokenwise.plan.model import Budget, Group, Region, TokenwisePlan
+
+
+def solve(regions: Sequence[Region], budget: Budget) -> TokenwisePlan | None:
+    """The plan that keeps everything and recomputes nothing; None where the device has no room for it, or a region's
+    saved bytes are unknown.
+
+    Args:
+        regions: every kind of region of the step, once each.
+        budget: its device bytes count; the inputs, which the observed step swapped, stay there too.
+    """
+    if not all(region.saved_bytes for region in regions):
+        return None
+    groups = [[_group(region, region.instances)] for region in regions]
+    solution = measure(regions, groups, budget, inputs_swapped=False)
+    return solution if solution.device_bytes <= budget.device_bytes else None
+
+
+def solve_partly(regions: Sequence[Region], budget: Budget) -> TokenwisePlan | None:
+    """The plan whose last instances run as without memplug, the same share of each region and as many as the device has
+    room for, and whose others are planned with the room that is left; None where there is no room for any, or a
+    region's saved bytes are unknown.
+
+    Args:
+        regions: every kind of region of the step, once each.
+        budget: link rates, host bytes and device bytes.
+    """
+    if not all(region.saved_bytes for region in regions):
+        return None
+    most = max((region.instances for region in regions), default=0)
+    for last in range(most - 1, 0, -1):
+        sizes = [last * region.instances // most for region in regions]
+        room_bytes = budget.device_bytes - sum(
+            (size + region.staying) * region.saved_bytes for size, region in zip(sizes, regions, strict=True) if size
+        )
+        if room_bytes >= 0:
+            return _beside(regions, sizes, replace(budget, device_bytes=room_bytes))
+    return None
+
+
+def _beside(regions: Sequence[Region], sizes: Sequence[int], budget: Budget) -> TokenwisePlan:
+    """The last `sizes` instances of each region plain, the others planned."""
+    rest = [
+        replace(region, instances=region.instances - size, staying=0 if size else region.staying)
+        for size, region in zip(sizes, regions, strict=True)
+    ]
+    planned = tokenwise.solve(rest, budget)
+    groups = [
+        [*planned.regions[region.key].groups, *([_group(region, size)] if size else [])]
+        for size, region in zip(sizes, regions, strict=True)
+    ]
+    return measure(regions, groups, budget, inputs_swapped=planned.inputs_swapped)
+
+
+def _group(region: Region, instances: int) -> Group:
+    return Group(
+        instances=instances,
+        fractions={},
+        keep=frozenset(),
+        runs=frozenset(),
+        swapped_bytes=0,
+        kept_bytes=region.saved_bytes,
+        recompute_s=0.0,
+        plain=True,
+    )
+
+
+def is_plain(solution: TokenwisePlan) -> bool:
+    """Whether all regions run as without memplug."""
+    return all(group.plain for region in solution.regions.values() for group in region.groups)

@@ -1,0 +1,322 @@
+"""Keep, swap or recompute: one mixed integer linear program over the operators of all regions.
+
+MEMO (section 4.1) swaps one fraction alpha of every tensor. Here every operator has its own: bytes over the link
+against the time to recompute, under the link's time in forward and in backward, host bytes and device bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from memplug.tokenwise.plan import memo
+from memplug.tokenwise.plan.cost import (
+    Amounts,
+    Linear,
+    Quantity,
+    chosen,
+    measure,
+    most_in_flight_bytes,
+    passes_s,
+    together,
+    unchosen,
+)
+from memplug.tokenwise.plan.idle import without_idle
+from memplug.tokenwise.plan.linear_program import GAP, LinearProgram
+from memplug.tokenwise.plan.model import (
+    Budget,
+    Group,
+    InFlight,
+    Operator,
+    Region,
+    RegionPlan,
+    TokenwisePlan,
+    group_of,
+    makers,
+    needed,
+)
+
+__all__ = [
+    "Budget",
+    "Group",
+    "InFlight",
+    "Operator",
+    "Region",
+    "RegionPlan",
+    "TokenwisePlan",
+    "full_recomputation",
+    "needed",
+    "solve",
+]
+
+EFFORT = 200_000
+"""Of the whole search, in columns times nodes of its programs, about five seconds of a core; the best plan found until
+then counts. Unlike time it is the same on every machine, as plans have to be."""
+ATTEMPTS = 4
+MARGIN = 4e-6
+"""To hold the budgets to the byte."""
+TIE_HOST, TIE_DEVICE = 2e-6, 1e-6
+"""Weights of all bytes against all time: between equal times fewer host bytes win, then fewer device bytes."""
+ALL_SHARES_UP_TO = 8
+"""Up to this many instances every way to cut them in two is tried, beyond only those that the relaxation hints at."""
+
+
+def solve(regions: Sequence[Region], budget: Budget, alpha: float | Literal["auto"] = "auto") -> TokenwisePlan:
+    """The plan with the shortest step, or the one of a fixed alpha (MEMO, section 4.1).
+
+    Inputs are swapped first: they are what a longer sequence fills the device with. With a fixed alpha,
+    `always_swapped` operators follow, then alpha of every `rows` operator that a recompute would run; an alpha that
+    host memory does not hold is lowered.
+
+    Args:
+        regions: every kind of region of the step, once each.
+        budget: link rates, host bytes and device bytes.
+        alpha: "auto" for the program, or MEMO's one fraction from 0 to 1.
+
+    Raises:
+        ValueError: alpha outside [0, 1], a rate that is not positive, a key used twice, or a storage that is asked for
+            but neither given nor made by an earlier operator.
+    """
+    _check(regions, budget, alpha)
+    padding_bytes = budget.padding_bytes
+    inputs_bytes = sum(r.instances * (r.input_bytes + r.input_tensors * padding_bytes) for r in regions)
+    inputs_swapped = inputs_bytes <= budget.host_bytes
+    room_bytes = budget.host_bytes - inputs_bytes if inputs_swapped else budget.host_bytes
+    if alpha != "auto":
+        return memo.fixed(regions, budget, alpha, room_bytes, inputs_swapped)
+    return _Search(regions, budget, inputs_swapped).best()
+
+
+def full_recomputation(regions: Sequence[Region], budget: Budget) -> TokenwisePlan:
+    """What plans are compared with: every operator runs again, and the regions' inputs stay on the device."""
+    groups = [[group_of(region, region.instances, {}, ())] for region in regions]
+    return measure(regions, groups, budget, inputs_swapped=False)
+
+
+def _check(regions: Sequence[Region], budget: Budget, alpha: float | str) -> None:
+    if alpha != "auto" and not (isinstance(alpha, (int, float)) and 0.0 <= alpha <= 1.0):
+        raise ValueError(f'alpha is {alpha!r}; give a number from 0 to 1, or "auto"')
+    if not (budget.d2h_bytes_per_s > 0.0 and budget.h2d_bytes_per_s > 0.0):
+        raise ValueError(f"link rates must be positive bytes per second, not {budget}")
+    if len({region.key for region in regions}) < len(regions):
+        raise ValueError("two regions share a key; merge equal regions into one with more instances")
+    for region in regions:
+        there = set(region.given)
+        for operator in region.operators:
+            if missing := set(operator.inputs) - there:
+                raise ValueError(f"{operator.name} of region {region.key!r} reads {sorted(missing)}: not given or made")
+            there.update(operator.outputs)
+        if missing := region.saved - there:
+            raise ValueError(f"backward of region {region.key!r} asks for {sorted(missing)}: not given or made")
+
+
+_Choice = tuple[int, dict[int, float], Collection[int]]
+"""Instances of a group, the fractions they swap, the operators whose outputs they keep."""
+
+
+@dataclass(slots=True)
+class _Columns:
+    """Columns of one group: operator index -> column."""
+
+    swap: dict[int, int] = field(default_factory=dict)
+    travels: dict[int, int] = field(default_factory=dict)
+    """1 if any of it is swapped: it is on the device whole then, on its way. None: a share of it counts."""
+    keep: dict[int, int] = field(default_factory=dict)
+    run: dict[int, int] = field(default_factory=dict)
+    """Fraction of the operator that runs."""
+    reads: dict[int, int] = field(default_factory=dict)
+    """1 if any of it runs: its inputs are then needed whole."""
+
+    def amounts(self, region: Region, budget: Budget) -> Amounts:
+        """What they stand for, of one instance."""
+        operators = region.operators
+        return chosen(
+            budget,
+            recompute_s=Linear(terms={column: operators[i].time_s for i, column in self.run.items()}),
+            swapped_bytes=Linear(terms={column: operators[i].output_bytes for i, column in self.swap.items()}),
+            swapped_tensors=Linear(terms={column: len(operators[i].outputs) for i, column in self.swap.items()}),
+            kept_bytes=Linear(terms={column: operators[i].output_bytes for i, column in self.keep.items()}),
+        )
+
+    def sources(self, index: int) -> dict[int, float]:
+        """What makes an operator's outputs available, as the left side of a row."""
+        return {columns[index]: 1.0 for columns in (self.swap, self.keep, self.run) if index in columns}
+
+
+class _Search:
+    """All programs for one problem.
+
+    A whole operator, or one that is kept, is so for all instances of a group. One group for each region is tried
+    first, then two, cut at several places; the relaxation of the first program bounds all of them from below, because
+    the mean of two groups is a solution of it.
+    """
+
+    def __init__(self, regions: Sequence[Region], budget: Budget, inputs_swapped: bool) -> None:
+        self.regions = regions
+        self.budget = budget
+        self.inputs_swapped = inputs_swapped
+        self.effort = 0
+        self.live = [sorted(needed(r.operators, r.saved, r.given, ())) for r in regions]
+        self.unit_s = sum(r.instances * (r.forward_s + r.backward_s) for r in regions) or 1.0
+        self.unit_bytes = max(1, sum(r.instances * (r.input_bytes + self._capturable_bytes(r)) for r in regions))
+
+    def _capturable_bytes(self, region: Region) -> int:
+        padding_bytes = self.budget.padding_bytes
+        return sum(o.output_bytes + len(o.outputs) * padding_bytes for o in region.operators if o.capturable)
+
+    def best(self) -> TokenwisePlan:
+        """The best plan over all cuts, and never worse than recomputing everything."""
+        best = self._plan([[(region.instances, {}, ())] for region in self.regions])
+        uncut = [(region.instances,) for region in self.regions]
+        program, _ = self._program(uncut)
+        relaxed = program.run(relaxed=True)
+        assert relaxed.status == 0, f"recomputing everything is always possible: {relaxed.message}"
+        bound_s = (relaxed.fun - TIE_HOST - TIE_DEVICE) * self.unit_s
+        hints = [float(value) for value, whole in zip(relaxed.x, program.integer, strict=True) if whole]
+        for cut in [uncut, *self._cuts(hints)]:
+            if best.step_s <= bound_s * (1.0 + GAP) or self.effort > EFFORT:
+                break
+            plan = self._solve(cut)
+            if plan is not None and self._objective_of(plan) < self._objective_of(best):
+                best = plan
+        return without_idle(self.regions, best, self.budget)
+
+    def _objective_of(self, plan: TokenwisePlan) -> float:
+        return self._objective(plan.step_s, plan.host_bytes, plan.kept_bytes)
+
+    def _objective(self, step_s: Quantity, host_bytes: Quantity, kept_bytes: Quantity) -> Quantity:
+        return step_s / self.unit_s + (TIE_HOST * host_bytes + TIE_DEVICE * kept_bytes) / self.unit_bytes
+
+    def _cuts(self, hints: list[float]) -> list[list[tuple[int, ...]]]:
+        """Sizes of the two groups of each region, the same share of each region in the last group.
+
+        A hint is a yes or no that the relaxation answers by a fraction: the share of instances that want a yes.
+        """
+        most = max((region.instances for region in self.regions), default=1)
+        lasts = set(range(1, most))
+        if most > ALL_SHARES_UP_TO:
+            at = {round(share * most, 3) for hint in hints for share in (hint, 1.0 - hint)}
+            lasts &= {int(last) + up for last in at for up in (0, 1)}
+        return [[self._sizes(region.instances, last / most) for region in self.regions] for last in sorted(lasts)]
+
+    @staticmethod
+    def _sizes(instances: int, share: float) -> tuple[int, ...]:
+        last = min(round(share * instances), instances - 1)
+        return (instances - last, last) if last else (instances,)
+
+    def _plan(self, choices: list[list[_Choice]]) -> TokenwisePlan:
+        groups = [
+            [group_of(region, *choice) for choice in parts] for region, parts in zip(self.regions, choices, strict=True)
+        ]
+        return measure(self.regions, groups, self.budget, inputs_swapped=self.inputs_swapped)
+
+    def _solve(self, cut: list[tuple[int, ...]]) -> TokenwisePlan | None:
+        """HiGHS holds a row to about 1e-6, and takes a share of a tensor for a share of its padding, and for a share of
+        what is in flight; a plan has to hold its budgets to the byte. It is solved again with tensors in flight as a
+        whole, which is slower, and by a margin.
+        """
+        margin, wholly = 0.0, False
+        for _ in range(ATTEMPTS):
+            program, columns = self._program(cut, margin, wholly)
+            result = program.run()
+            self.effort += len(program.cost) * max(1, result.mip_node_count or 0)
+            if result.x is None:
+                return None
+            choices = [
+                [(size, *_chosen(result.x, group)) for size, group in zip(sizes, parts, strict=True)]
+                for sizes, parts in zip(cut, columns, strict=True)
+            ]
+            plan = self._plan(choices)
+            groups = [plan.regions[region.key].groups for region in self.regions]
+            buffer_bytes = self.budget.buffers * most_in_flight_bytes(self.regions, groups)
+            device_bytes = plan.device_bytes + buffer_bytes
+            if plan.host_bytes <= self.budget.host_bytes and device_bytes <= self.budget.device_bytes:
+                return plan
+            over_bytes = max(plan.host_bytes - self.budget.host_bytes, device_bytes - self.budget.device_bytes)
+            if wholly or not plan.in_flight_bytes + buffer_bytes:
+                margin += over_bytes / self.unit_bytes + MARGIN
+            wholly = True
+        return None
+
+    def _program(
+        self, cut: list[tuple[int, ...]], margin: float = 0.0, wholly: bool = False
+    ) -> tuple[LinearProgram, list[list[_Columns]]]:
+        program = LinearProgram(self.unit_s, self.unit_bytes)
+        columns, phases = [], [Amounts(), Amounts()]
+        for region, live, sizes in zip(self.regions, self.live, cut, strict=True):
+            parts = [self._group(program, region, live, wholly) for _ in sizes]
+            base = unchosen(region, self.budget, self.inputs_swapped)
+            for phase, (group, size) in enumerate(zip(parts, sizes, strict=True)):
+                one = base.plus(group.amounts(region, self.budget))
+                staying = region.staying if phase == len(parts) - 1 else 0
+                phases[phase] = phases[phase].plus(together(one, size, staying))
+            columns.append(parts)
+        first, last = phases
+        host_bytes, kept_bytes = first.host_bytes + last.host_bytes, first.kept_bytes + last.kept_bytes
+        program.limit(host_bytes, self.budget.host_bytes, margin)
+        for in_flight_bytes in self._in_flight_bytes(program, columns):
+            program.limit(kept_bytes + in_flight_bytes, self.budget.device_bytes, margin)
+        step_s = sum(passes_s(first, last, self.budget, program.largest))
+        for column, value in self._objective(step_s, host_bytes, kept_bytes).terms.items():
+            program.cost[column] = value
+        return program, columns
+
+    def _in_flight_bytes(self, program: LinearProgram, columns: list[list[_Columns]]) -> list[Linear]:
+        """At most what is in flight, each, with rounding buffers."""
+        times, buffers = (*self.budget.in_flight, InFlight(0)), self.budget.buffers
+        if len(times) == 1 and not buffers:
+            return [Linear()]
+        pieces = []
+        for region, parts in zip(self.regions, columns, strict=True):
+            sizes = [operator.output_bytes for operator in region.operators]
+            for group in parts:
+                terms = {column: sizes[index] for index, column in (group.swap | group.travels).items()}
+                pieces.append(Linear(-region.safest_bytes, terms))
+        most_bytes = program.largest_bytes(pieces)
+        return [most_bytes * (at.count + buffers) + Linear(-at.room_bytes) for at in times]
+
+    def _group(self, program: LinearProgram, region: Region, live: list[int], wholly: bool) -> _Columns:
+        """Columns of the operators, and the rows that make every output that is asked for available."""
+        columns = _Columns()
+        read, asked = makers(region.operators, region.saved, region.given)
+        splits = {operator.made_by_rows for operator in region.operators}
+        for index in live:
+            self._operator(program, columns, index, region.operators[index], wholly)
+            if index in splits:
+                columns.reads[index] = program.column(integer=True)
+                program.row({columns.reads[index]: 1.0, columns.run[index]: -1.0})
+            by_rows = region.operators[index].made_by_rows
+            for writer in read[index]:
+                asks = columns.run if writer == by_rows else columns.reads
+                program.row(columns.sources(writer) | {asks[index]: -1.0})
+        for writer in asked:
+            program.row(columns.sources(writer), at_least=1.0)
+        return columns
+
+    def _operator(
+        self, program: LinearProgram, columns: _Columns, index: int, operator: Operator, wholly: bool
+    ) -> None:
+        if not operator.capturable:
+            columns.run[index] = columns.reads[index] = program.column(lower=float(operator.always_runs))
+            return
+        rows = operator.capture == "rows"
+        columns.swap[index] = program.column(integer=not rows)
+        if 0 < operator.output_bytes <= self.budget.device_bytes:
+            columns.keep[index] = program.column(integer=True)
+        columns.run[index] = columns.reads[index] = program.column()
+        if rows:
+            columns.reads[index] = program.column(integer=True)
+            program.row({columns.reads[index]: 1.0, columns.run[index]: -1.0})
+        if rows and wholly:
+            columns.travels[index] = program.column(integer=True)
+            program.row({columns.travels[index]: 1.0, columns.swap[index]: -1.0})
+
+
+def _chosen(x: np.ndarray, columns: _Columns) -> tuple[dict[int, float], list[int]]:
+    """Fractions and kept operators, freed from the solver's tolerance."""
+    fractions = {index: min(max(float(x[column]), 0.0), 1.0) for index, column in columns.swap.items()}
+    snapped = {i: round(y) if min(y, 1.0 - y) < 1e-6 else y for i, y in fractions.items()}
+    return {i: float(y) for i, y in snapped.items() if y > 0.0}, [i for i, c in columns.keep.items() if x[c] > 0.5]
