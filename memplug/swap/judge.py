@@ -1,6 +1,6 @@
 """The judge of a swap list: replays it on the step that it was made from. What is wrong, in sentences.
 
-It shares no code with the planner, `plan/swap`, and takes the step from its trace.
+It shares no code with the planner, `swap/plan`, and takes the step from its trace.
 """
 
 from __future__ import annotations
