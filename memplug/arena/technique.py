@@ -34,7 +34,7 @@ from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Pass, Trace
 from memplug.session.technique import Given, Technique
-from memplug.show.words import size
+from memplug.words import size
 
 MISMATCHED_SHARE = 0.01  # of the requests of a step, above which it counts against the plan
 MISMATCHED_STEPS = 3  # in a row, after which there is a new one

@@ -50,7 +50,7 @@ def facts_of(
 
 def table_of(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Headers and rows, a column for each mode."""
-    from memplug.show.words import duration, known, size
+    from memplug.words import duration, known, size
 
     def share(value: float | None) -> str:
         return known(value, lambda each: f"{100 * each:.1f} %")

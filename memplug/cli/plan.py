@@ -145,7 +145,7 @@ def _facts(made: "MemoryPlan", served: tuple[int, int], capacity_bytes: int | No
 
 def _rows(made: "MemoryPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
     from memplug.show.layout_summary import ending
-    from memplug.show.words import size
+    from memplug.words import size
 
     rows = [
         ("requests", f"{facts['requests']:,}"),
@@ -167,7 +167,7 @@ def _rows(made: "MemoryPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _why(problem: "Problem", facts: dict[str, Any], capacity_bytes: int) -> list[str]:
     """Why it does not fit: a lower plan was not found, or there is none, and then what is in use at the peak."""
-    from memplug.show.words import size
+    from memplug.words import size
 
     missing = facts["lower_bound_bytes"] - capacity_bytes
     if missing <= 0:

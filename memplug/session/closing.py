@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from memplug.show.words import size
+from memplug.words import size
 
 if TYPE_CHECKING:
     from memplug.session.session import Session

@@ -9,7 +9,7 @@ import numpy as np
 from memplug.plans.schema import MemoryPlan
 from memplug.show.decisions import decisions, region_words, short_region_names
 from memplug.show.figure import Axis, Bars, Column, Group, Panel, bytes_axis
-from memplug.show.words import duration, size
+from memplug.words import duration, size
 
 # No colour of the map's; even in lightness from what the link moves to what nothing is spent on.
 _SWAPPED, _LATE, _KEPT, _PLAIN, _RECOMPUTED = (

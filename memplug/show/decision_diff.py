@@ -9,8 +9,9 @@ from typing import Any
 from memplug.plans.schema import MemoryPlan
 from memplug.show.decisions import KINDS, OPERATORS, bound_words, decisions, region_words, short_region_names
 from memplug.show.groups import layer_words
-from memplug.show.words import both, change, count, duration, known, size
+from memplug.show.words import both, change
 from memplug.tokenwise.plan.decisions import Setting
+from memplug.words import count, duration, known, size
 
 _ROWS_AT_MOST = 8
 _OF_A_PLAN = ("step_s", "full_recomputation_s", "peak_bytes", "host_bytes", "device_bytes", "bound", "run")

@@ -10,8 +10,8 @@ from typing import Any
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.records import Layer
 from memplug.show.groups import range_words, short_names
-from memplug.show.words import count, duration, known, size
 from memplug.tokenwise.plan.decisions import Setting
+from memplug.words import count, duration, known, size
 
 KINDS = ("swapped", "kept", "recomputed")
 """How a region's backward gets its tensors: "swapped_bytes" and the like are keys of a region and of the totals."""

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memplug.words import axis_unit
+
 INK, GRID, PEAK = "#333333", "#dddddd", "#b00020"
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 class Runs(NamedTuple):
@@ -58,11 +59,6 @@ class Axis:
     def drawn(self) -> tuple[float, float]:
         """Both ends."""
         return self.low / self.scale, self.high / self.scale
-
-
-def axis_unit(most_bytes: float) -> tuple[str, int]:
-    """The unit for an axis that reaches to `most_bytes`, and its bytes."""
-    return next((unit for unit in _UNITS if most_bytes >= unit[1]), _UNITS[-1])
 
 
 def bytes_axis(title: str, most_bytes: float, room: float = 1.0, *, grid: bool = True) -> Axis:

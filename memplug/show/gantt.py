@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from memplug.show.figure import Axis, Bars, Column, Figure, Group, Panel
-from memplug.show.words import duration
+from memplug.words import duration
 
 TRACKS = ("host", "prefetch", "offload", "compute")
 """From the bottom up."""

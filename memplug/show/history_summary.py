@@ -9,7 +9,7 @@ from memplug.plans.schema import MemoryPlan
 from memplug.profile.allocator_history import History
 from memplug.show import summary as of_trace
 from memplug.show.groups import BEFORE, OUTSIDE
-from memplug.show.words import count, size
+from memplug.words import count, size
 
 _UNKNOWN_CODE = "code that is not Python's, or unknown"
 _OF_TRACES = (

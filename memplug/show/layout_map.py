@@ -27,7 +27,8 @@ from memplug.show.figure import (
 from memplug.show.groups import by_layer, by_phase, phase_words, sequence
 from memplug.show.timeline import m4, runs
 from memplug.show.trace_figure import strips
-from memplug.show.words import has_addresses, plan_heading, size
+from memplug.show.words import has_addresses, plan_heading
+from memplug.words import size
 
 _IN_USE = Group("in use", "#9fb4c7")
 _SIZE_CLASSES = 6

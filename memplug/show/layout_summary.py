@@ -11,7 +11,8 @@ from memplug.arena.plan.problem import fragmentation
 from memplug.plans.schema import MemoryPlan
 from memplug.show import decisions, swaps
 from memplug.show.summary import bytes_by, held_rows, recorded_rows
-from memplug.show.words import count, has_addresses, size
+from memplug.show.words import has_addresses
+from memplug.words import count, size
 
 
 def summary(plan: MemoryPlan) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from memplug.plans.schema import MemoryPlan
 from memplug.show import decision_diff
 from memplug.show.groups import OUTSIDE, phase_words
 from memplug.show.layout_summary import addresses
-from memplug.show.words import both, change, count, has_addresses, size
+from memplug.show.words import both, change, has_addresses
+from memplug.words import count, size
 
 _LARGEST_AT_MOST = 5
 

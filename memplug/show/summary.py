@@ -11,7 +11,8 @@ import numpy as np
 from memplug.arena.plan.problem import Problem
 from memplug.profile.trace import Trace, earlier_frees, freed_elsewhere, still_live
 from memplug.show.groups import BEFORE, OUTSIDE, phase_words
-from memplug.show.words import Moment, count, moment, size
+from memplug.show.words import Moment, moment
+from memplug.words import count, size
 
 _ROWS_AT_MOST = 8
 _OPERATORS_AT_MOST = 10

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from memplug.plans.schema import MemoryPlan
-from memplug.show.words import count, duration, size
 from memplug.swap.plan.part import SwapPart
+from memplug.words import count, duration, size
 
 _LARGEST = 4
 

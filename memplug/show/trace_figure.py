@@ -10,7 +10,8 @@ from memplug.profile.trace import Layer, Phase, Trace
 from memplug.show.figure import GRID, Axis, Bars, Column, Figure, Line, Mark, Panel, Runs, Stack, Steps, bytes_axis
 from memplug.show.groups import by_phase, layer_words, phase_letters, phase_words, sequence, short_names
 from memplug.show.timeline import timeline
-from memplug.show.words import heading, moment, sampling, size
+from memplug.show.words import heading, moment, sampling
+from memplug.words import size
 
 _BOUNDARIES_AT_MOST = 80  # of phases, that still look like lines
 _ROOM = 1.16  # above the peak, for its label

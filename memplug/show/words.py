@@ -11,11 +11,9 @@ import numpy as np
 from memplug.arena.plan.problem import fragmentation
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.trace import Trace
-from memplug.show.figure import axis_unit
 from memplug.show.groups import BEFORE, phase_words
 from memplug.show.timeline import Timeline
-from memplug.tokenwise.plan.model import TokenwisePlan
-from memplug.tokenwise.plan.plain import is_plain
+from memplug.words import count, known, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +53,6 @@ def moment(trace: Trace, event: int) -> Moment:
         phase=phase_words(trace.phases[row["phase"]]),
         layer=trace.layers[row["layer"]].name if row["layer"] >= 0 else None,
     )
-
-
-def size(nbytes: int) -> str:
-    """Bytes in the binary unit that fits, for example "27.31 GiB"."""
-    unit, unit_bytes = axis_unit(abs(nbytes))
-    return f"{nbytes / unit_bytes:.2f} {unit}" if abs(nbytes) >= unit_bytes else f"{nbytes:,} bytes"
-
-
-def count(number: int, noun: str) -> str:
-    """For example "1 request", "2,048 requests"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def duration(seconds: float) -> str:
-    """For example "1.250 s", "3.57 ms"."""
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
-
-
-def known(amount: float | None, words: Callable[[Any], str]) -> str:
-    """An amount in words, or "unknown"."""
-    return "unknown" if amount is None else words(amount)
 
 
 def both(a: str, b: str) -> str:
@@ -120,16 +97,3 @@ def plan_heading(plan: MemoryPlan) -> str:
 def has_addresses(plan: MemoryPlan) -> bool:
     """Whether they are worth showing: only a plan of decisions may have none."""
     return plan.has_addresses or plan.training is None or plan.training.decisions is None
-
-
-def plan_in_words(solution: TokenwisePlan) -> str:
-    """A plan in one line."""
-    if is_plain(solution):
-        return f"planned: the device has room for {size(solution.kept_bytes)} more: regions run as without memplug"
-    swapped = sum(region.swapped_bytes for region in solution.regions.values())
-    recompute_s = sum(region.recompute_s for region in solution.regions.values())
-    bound = solution.bound if solution.alpha is None else f"{solution.bound}, at alpha {solution.alpha:.3f}"
-    return (
-        f"planned: {size(swapped)} of outputs swapped and {size(solution.kept_bytes)} kept a step, "
-        f"{recompute_s:.3f} s recomputed, {size(solution.host_bytes)} of host memory, bound by {bound}"
-    )

@@ -14,10 +14,10 @@ from memplug.device.device import Device
 from memplug.device.host_pool import HostPool
 from memplug.errors import SwapError
 from memplug.profile.recorder import dtype_numbers
-from memplug.show.words import size
 from memplug.swap.plan.from_trace import Clock
 from memplug.swap.plan.part import SwapPart
 from memplug.swap.tables import Tables, tables_of
+from memplug.words import size
 
 Relief = tuple[str, int]
 """One thing that was done for a request that failed, and bytes: the request "failed"; what was on its way out was

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 
 from memplug.profile.trace import Trace
-from memplug.show.words import size
 from memplug.swap.plan.part import SwapPart
+from memplug.words import size
 
 PEAK_SLACK = 0.02  # share by which a step may take more than predicted
 STALL_SLACK = 0.05  # share of a step for which operators may wait beyond what was predicted

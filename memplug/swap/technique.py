@@ -24,13 +24,13 @@ from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
 from memplug.session.technique import Given, Technique
-from memplug.show.words import size
 from memplug.swap.in_force import InForce, Relief
 from memplug.swap.judge import mistakes_of_places
 from memplug.swap.plan.from_trace import clock_of
 from memplug.swap.plan.part import SwapBudgets, SwapPart, plan_part
 from memplug.swap.promises import Promises
 from memplug.swap.room import Room
+from memplug.words import size
 
 MISSED_SHARE = 0.05  # of a list's tensors, above which a step counts against it
 MISSED_STEPS = 3  # in a row

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.session.ranks import Ranks
-from memplug.show.words import size
 from memplug.tokenwise import budgets
 from memplug.tokenwise.plan.decisions import Decisions
+from memplug.words import size
 
 SLACK = 0.02  # of the budget, by which a step may reserve more than it
 

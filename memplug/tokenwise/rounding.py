@@ -13,10 +13,10 @@ import logging
 import torch
 
 from memplug.config import MemplugConfig
-from memplug.show.words import size
 from memplug.tokenwise import budgets
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.plan.decisions import Decisions
+from memplug.words import size
 
 log = logging.getLogger("memplug")
 

@@ -19,7 +19,6 @@ from memplug.profile.similarity import Program
 from memplug.profile.trace import Trace
 from memplug.session.ranks import Ranks
 from memplug.session.technique import AgreedTechnique
-from memplug.show.words import plan_in_words, size
 from memplug.tokenwise import budgets, planning
 from memplug.tokenwise.checking import AlphaCheck
 from memplug.tokenwise.engine.executor import Executor
@@ -29,10 +28,12 @@ from memplug.tokenwise.judge import mistakes_of
 from memplug.tokenwise.plain_regions import PlainRegions
 from memplug.tokenwise.plan.decisions import Decisions, Learnt, Setting
 from memplug.tokenwise.predictions import Predictions
+from memplug.tokenwise.report import plan_in_words
 from memplug.tokenwise.room import Room, Served
 from memplug.tokenwise.rounding import Rounding
 from memplug.tokenwise.search import Search
 from memplug.tokenwise.shortage import Shortage
+from memplug.words import size
 
 log = logging.getLogger("memplug")
 

@@ -14,7 +14,8 @@ from memplug.profile.trace_file import load
 from memplug.show.groups import BEFORE, OUTSIDE, by_layer, by_phase, is_dark, phase_letters, phase_words
 from memplug.show.summary import rows, summary
 from memplug.show.timeline import runs, timeline
-from memplug.show.words import Moment, axis_unit, moment, size
+from memplug.show.words import Moment, moment
+from memplug.words import axis_unit, size
 from tests.support.rows import requests
 from tests.support.show_traces import MIB, odd_trace, training_trace
 from tests.support.traces import LEGACY, Recording, recordings, training
