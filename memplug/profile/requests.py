@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
-from memplug.profile.records import REQUEST, Event
-
-if TYPE_CHECKING:
-    from memplug.profile.trace import Trace
+from memplug.profile.records import REQUEST, Event, Layer
 
 
-def requests(trace: Trace) -> np.ndarray:
+def requests(events: np.ndarray, layers: Sequence[Layer]) -> np.ndarray:
     """Every malloc with its free; none is dropped.
+
+    Args:
+        events: of dtype REQUEST_EVENT, see `Trace.events`.
+        layers: that they name.
 
     Returns:
         Of dtype REQUEST, read-only, by running number. Frees of what was allocated before the recording belong to no
         malloc here: see `earlier_frees`.
     """
-    events = trace.events
     mallocs = np.flatnonzero(events["kind"] == Event.MALLOC)
     frees = np.flatnonzero((events["kind"] == Event.FREE) & (events["request"] >= 0))
     freed = events["request"][frees]
@@ -34,7 +34,7 @@ def requests(trace: Trace) -> np.ndarray:
         table[f"free_{column}"] = -1
         table[f"free_{column}"][freed] = events[column][frees]
     # The last entry is what -1, outside of layers, refers to.
-    table["dynamic"] = np.array([*(layer.dynamic for layer in trace.layers), False])[table["malloc_layer"]]
+    table["dynamic"] = np.array([*(layer.dynamic for layer in layers), False])[table["malloc_layer"]]
     table.flags.writeable = False
     return table
 
@@ -49,12 +49,12 @@ def freed_elsewhere(table: np.ndarray) -> np.ndarray:
     return ~still_live(table) & (table["free_thread"] != table["malloc_thread"])
 
 
-def earlier_frees(trace: Trace) -> np.ndarray:
+def earlier_frees(events: np.ndarray) -> np.ndarray:
     """Indices into `Trace.events` of the frees whose malloc was before the recording: int64, rising."""
-    return np.flatnonzero((trace.events["kind"] == Event.FREE) & (trace.events["request"] < 0))
+    return np.flatnonzero((events["kind"] == Event.FREE) & (events["request"] < 0))
 
 
-def live_bytes(trace: Trace) -> np.ndarray:
+def live_bytes(events: np.ndarray, base_bytes: int) -> np.ndarray:
     """Bytes in use after each event, `base_bytes` included.
 
     Frees of what was allocated before the recording count with the size that the event has, which may be 0: unknown.
@@ -62,11 +62,10 @@ def live_bytes(trace: Trace) -> np.ndarray:
     Returns:
         int64, read-only, aligned with `Trace.events`.
     """
-    events = trace.events
     malloc = events["kind"] == Event.MALLOC
     change = np.where(malloc, events["nbytes"], -events["nbytes"])
     frees = np.flatnonzero(~malloc & (events["request"] >= 0))
     change[frees] = -events["nbytes"][malloc][events["request"][frees]]
-    live = trace.base_bytes + change.cumsum()
+    live = base_bytes + change.cumsum()
     live.flags.writeable = False
     return live

@@ -96,12 +96,12 @@ class Trace:
     @cached_property
     def requests(self) -> np.ndarray:
         """See the function `requests`; made once."""
-        return requests(self)
+        return requests(self.events, self.layers)
 
     @cached_property
     def live_bytes(self) -> np.ndarray:
         """See the function `live_bytes`; made once."""
-        return live_bytes(self)
+        return live_bytes(self.events, self.base_bytes)
 
     def replayed_peak(self) -> tuple[int, int]:
         """The event that first reaches the most bytes in use, -1 if none exceeds the beginning; and those bytes."""

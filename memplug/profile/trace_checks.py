@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from memplug.errors import TraceError
 from memplug.profile.records import OPERATOR, REQUEST_EVENT, TENSOR, USE, Event, Fingerprint, Layer, Phase
 
-if TYPE_CHECKING:
-    from memplug.profile.trace import Trace
-
 _ARRAYS = {"operators": OPERATOR, "uses": USE, "tensors": TENSOR, "events": REQUEST_EVENT}
 _TABLES = {"names": str, "dtypes": str, "phases": Phase, "layers": Layer}
 
 
-def check(trace: Trace) -> None:
+class Tables(Protocol):
+    """What `memplug.profile.trace.Trace` is made of; see there."""
+
+    fingerprint: Fingerprint
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    phases: tuple[Phase, ...]
+    layers: tuple[Layer, ...]
+    operators: np.ndarray
+    uses: np.ndarray
+    tensors: np.ndarray
+    events: np.ndarray
+    steps: tuple[tuple[int, int, float], ...]
+    base_bytes: int
+    peak_bytes: int
+
+
+def check(trace: Tables) -> None:
     """Refuses what cannot have been recorded.
 
     Raises:
@@ -30,7 +44,7 @@ def check(trace: Trace) -> None:
             raise TraceError(f"not a well-formed trace: {problem}")
 
 
-def _types(trace: Trace) -> Iterator[str]:
+def _types(trace: Tables) -> Iterator[str]:
     for name, dtype in _ARRAYS.items():
         array = getattr(trace, name)
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
@@ -49,7 +63,7 @@ def _types(trace: Trace) -> Iterator[str]:
             yield f"`{name}` is {nbytes!r}, not a number of bytes"
 
 
-def _indices(trace: Trace) -> Iterator[str]:
+def _indices(trace: Tables) -> Iterator[str]:
     operators, events = len(trace.operators), trace.events
     mallocs = int((events["kind"] == Event.MALLOC).sum())
     bounds = (
@@ -74,7 +88,7 @@ def _indices(trace: Trace) -> Iterator[str]:
         yield f"uses[{backwards + 1}].operator is lower than the one before: uses are in the order of operators"
 
 
-def _sizes(trace: Trace) -> Iterator[str]:
+def _sizes(trace: Tables) -> Iterator[str]:
     columns = (
         ("operators", "time_ns"),
         ("operators", "in_use_bytes"),
@@ -92,7 +106,7 @@ def _sizes(trace: Trace) -> Iterator[str]:
         yield "the requests ask for more bytes than fit an int64"
 
 
-def _requests(trace: Trace) -> Iterator[str]:
+def _requests(trace: Tables) -> Iterator[str]:
     kind, request = trace.events["kind"], trace.events["request"]
     mallocs = np.flatnonzero(kind == Event.MALLOC)
     if (wrong := _first(request[mallocs] != np.arange(len(mallocs)))) is not None:
@@ -109,7 +123,7 @@ def _requests(trace: Trace) -> Iterator[str]:
         yield f"events[{frees[sized]}] is a free of a request of this recording and has a size of its own"
 
 
-def _steps(trace: Trace) -> Iterator[str]:
+def _steps(trace: Tables) -> Iterator[str]:
     ends = (len(trace.operators), len(trace.events))
     before = (0, 0)
     if not isinstance(trace.steps, tuple):

@@ -5,15 +5,30 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from memplug.config import MemplugConfig
 from memplug.words import size
 
-if TYPE_CHECKING:
-    from memplug.session.session import Session
+
+class Attached(Protocol):
+    """What is asked of a session; see `memplug.session.session.Session`."""
+
+    config: MemplugConfig
+    steps_are_marked: bool
+
+    @property
+    def history(self) -> list[tuple[int, Any, int, str]]:
+        """Changes of stage or program."""
+
+    def report(self) -> dict[str, Any]:
+        """Counters and predictions."""
+
+    def tell(self, text: str) -> None:
+        """Say something to the user."""
 
 
-def line(session: Session) -> str:
+def line(session: Attached) -> str:
     """For example "after 40 steps; 33 of them planned; 1.21 GiB swapped; 99.8 % of requests served by the arena"."""
     report = session.report()
     parts = [f"after {report['steps']:,} steps", _planned(session, report)]
@@ -23,7 +38,7 @@ def line(session: Session) -> str:
     return "; ".join(filter(None, parts))
 
 
-def at_exit(session: Session) -> Callable[[], None]:
+def at_exit(session: Attached) -> Callable[[], None]:
     """Tell the line of a session that is still there, and attached, when the process ends; returns how to undo it."""
     reference = weakref.ref(session)
 
@@ -37,7 +52,7 @@ def at_exit(session: Session) -> Callable[[], None]:
     return lambda: atexit.unregister(close)
 
 
-def _planned(session: Session, report: dict[str, Any]) -> str:
+def _planned(session: Attached, report: dict[str, Any]) -> str:
     tokenwise = session.config.tokenwise
     if not tokenwise.enabled or not isinstance(tokenwise.alpha, str):
         return ""
@@ -46,7 +61,7 @@ def _planned(session: Session, report: dict[str, Any]) -> str:
     return f"nothing was planned: {_why_unplanned(session, report)}"
 
 
-def _why_unplanned(session: Session, report: dict[str, Any]) -> str:
+def _why_unplanned(session: Attached, report: dict[str, Any]) -> str:
     if not report["forwards"]:
         return "no region ran forward with gradients"
     if not report["steps"]:

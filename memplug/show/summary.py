@@ -52,7 +52,7 @@ def summary(trace: Trace) -> dict[str, Any]:
         "live_at_end_bytes": int(requests["nbytes"][live_at_end].sum()),
         "freed_by_another_thread_requests": int(elsewhere.sum()),
         "freed_by_another_thread_bytes": int(requests["nbytes"][elsewhere].sum()),
-        "earlier_requests_freed": len(earlier_frees(trace)),
+        "earlier_requests_freed": len(earlier_frees(trace.events)),
         "dynamic_requests": int(dynamic.sum()),
         "dynamic_bytes": dynamic_bytes,
         "dynamic_share": dynamic_bytes / requested_bytes if requested_bytes else 0.0,

@@ -73,7 +73,7 @@ def owners(trace: Trace) -> np.ndarray:
     owner = np.arange(len(trace.events))
     freed = trace.requests[~still_live(trace.requests)]
     owner[freed["free_event"]] = freed["malloc_event"]
-    owner[earlier_frees(trace)] = -1
+    owner[earlier_frees(trace.events)] = -1
     return owner
 
 

@@ -103,7 +103,7 @@ def test_gradients_that_stay_are_live_at_the_end_and_freed_as_earlier_ones_in_th
     grads = 4 * (8 * 8 + 8)
     assert first.requests["nbytes"][still_live(first.requests)].sum() == first.live_bytes[-1] == grads
     assert second.base_bytes == grads == second.live_bytes[-1]
-    earlier = second.events[earlier_frees(second)]
+    earlier = second.events[earlier_frees(second.events)]
     assert sorted(earlier["nbytes"]) == [32, 256] and set(earlier["request"]) == {-1}
     model.zero_grad()
     assert native.load().tracked_bytes() == 0, "freed between recordings"

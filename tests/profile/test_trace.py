@@ -59,10 +59,10 @@ def test_what_is_never_freed_and_what_was_there_before_is_kept_and_told_apart():
     recording.free(-1, 7)
     recording.free(gone, thread=1)
     trace = recording.trace()
-    table = requests(trace)
+    table = requests(trace.events, trace.layers)
     assert still_live(table).tolist() == [True, False]
     assert freed_elsewhere(table).tolist() == [False, False]
-    assert earlier_frees(trace).tolist() == [2]
+    assert earlier_frees(trace.events).tolist() == [2]
     request = rows.request(trace, kept)
     assert request.still_live and not request.freed_elsewhere
     assert (request.free_event, request.free_operator, request.free_phase, request.free_layer) == (-1, -1, None, None)
@@ -88,7 +88,7 @@ def test_the_table_of_requests_says_what_a_loop_over_the_events_says(recording):
             row |= {f"free_{name}": event[name] for name in ("operator", "phase", "layer", "thread")}
             row["free_event"] = index
     assert trace.requests.tolist() == [tuple(expected[i][name] for name in REQUEST.names) for i in range(len(expected))]
-    every = list(rows.requests(trace))
+    every = list(rows.requests(trace.events, trace.layers))
     assert [row.still_live for row in every] == still_live(trace.requests).tolist()
     assert [row.freed_elsewhere for row in every] == freed_elsewhere(trace.requests).tolist()
 
@@ -103,7 +103,7 @@ def test_live_bytes_and_their_peak_are_those_of_a_replay(recording, base):
             sizes[request] = nbytes
         live += nbytes if kind == Event.MALLOC else -(sizes[request] if request >= 0 else nbytes)
         replayed.append(live)
-    assert live_bytes(trace).tolist() == replayed
+    assert live_bytes(trace.events, trace.base_bytes).tolist() == replayed
     event, nbytes = trace.replayed_peak()
     assert nbytes == max([base, *replayed])
     assert event == ([base, *replayed].index(nbytes) - 1)
@@ -186,7 +186,7 @@ def test_a_request_from_before_the_step_is_freed_with_its_size_and_counts_as_the
     second = cut(recording.trace(base_bytes=1000), 1)
     assert second.base_bytes == 1101
     assert second.live_bytes.tolist() == [1111, 1011, 1001]
-    assert earlier_frees(second).tolist() == [1]
+    assert earlier_frees(second.events).tolist() == [1]
     assert len(second.requests) == 1 and stays == 1
 
 

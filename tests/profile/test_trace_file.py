@@ -288,7 +288,7 @@ def test_a_recording_of_format_0_keeps_every_row(file):
     columns = [events["kind"], events["request"], events["nbytes"], phases[events["phase"]], layers[events["layer"]]]
     assert np.array_equal(np.stack([*columns, events["stream"]], axis=1), rows)
     assert len(trace.requests) == (rows[:, 0] == 0).sum()
-    assert len(earlier_frees(trace)) == ((rows[:, 0] == 1) & (rows[:, 1] == -1)).sum() > 0
+    assert len(earlier_frees(trace.events)) == ((rows[:, 0] == 1) & (rows[:, 1] == -1)).sum() > 0
     assert still_live(trace.requests).any()
 
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from memplug.arena.plan import memo_program, search
-from memplug.arena.plan.intervals import sections
 from memplug.arena.plan.problem import Problem, Solution, solved
+from memplug.arena.plan.small import Small
 from memplug.native import packing
 
 log = logging.getLogger("memplug")
@@ -30,32 +29,6 @@ LARGEST = 2_000
 """Buffers; beyond, the search hardly ever ends, and its tables grow with the square."""
 PROMISING = 500
 """Buffers; up to here it is the planner to begin with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Small:
-    """A problem on sections of time, in units of the sizes' common divisor.
-
-    Attributes:
-        lower, upper: int32[n], see `intervals.sections`.
-        size, alignment: int64[n], units.
-        unit: bytes.
-    """
-
-    lower: np.ndarray
-    upper: np.ndarray
-    size: np.ndarray
-    alignment: np.ndarray
-    unit: int
-
-    @staticmethod
-    def of(problem: Problem) -> Small:
-        table = problem.buffers
-        lower, upper = sections(table)
-        aligned = table["alignment"][table["alignment"] > 1]
-        unit = int(np.gcd.reduce(np.concatenate([table["size"], aligned]), initial=0)) or 1
-        alignment = np.maximum(table["alignment"] // unit, 1)
-        return Small(lower, upper, table["size"] // unit, alignment, unit)
 
 
 def solve(

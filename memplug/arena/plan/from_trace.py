@@ -114,7 +114,7 @@ def problem_of_all(trace: Trace, alignment_bytes: int = GRANULARITY_BYTES) -> Pr
     """
     requests, events, end = trace.requests, trace.events, len(trace.events) + 1
     requests = requests[requests["nbytes"] > 0]
-    frees = earlier_frees(trace)
+    frees = earlier_frees(trace.events)
     frees = frees[events["nbytes"][frees] > 0]
     rest = trace.base_bytes - int(events["nbytes"][frees].sum())
     table = np.zeros(len(requests) + len(frees) + (rest > 0), BUFFER)
@@ -146,7 +146,7 @@ def _left_by_the_step_before(
 
     Requests of one size and stream take turns, so there have to be as many buffers of each kind as are in use at once.
     """
-    frees = earlier_frees(step)
+    frees = earlier_frees(step.events)
     frees = frees[step.events["nbytes"][frees] > 0]
     earlier = step.events[frees]
     sizes = -(-earlier["nbytes"] // alignment_bytes) * alignment_bytes + margin_bytes

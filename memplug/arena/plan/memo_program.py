@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from memplug.arena.plan.exact import Small
-
+from memplug.arena.plan.small import Small
 
 _PAIRS_AT_MOST = 20_000
 """Binary variables of the mixed integer program; with more, HiGHS does not even look at its time limit in time."""

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplug.arena.plan.exact import Small
 from memplug.arena.plan.first_fit import Placer
 from memplug.arena.plan.problem import Problem, buffers
+from memplug.arena.plan.small import Small
 from memplug.errors import NativeError
 from memplug.native import packing
 from tests.support.folders import ROOT
