@@ -11,9 +11,9 @@ from memplug.cli.output import collected_warnings, echo_warnings, print_table, p
 
 if TYPE_CHECKING:
     from memplug.config import MemplugConfig
-    from memplug.device.virtual import Hardware
     from memplug.predict.estimator import Estimate
     from memplug.predict.estimator.workload import Workload
+    from memplug.predict.virtual import Hardware
 
 _ALL = "all"
 
@@ -174,12 +174,12 @@ def _asked(
 ) -> "tuple[Workload, MemplugConfig, Hardware, dict[str, Any]]":
     """What trains, memplug's block, the GPU, and the DeepSpeed JSON."""
     from memplug.config import load_config, read_ds_config
-    from memplug.device.virtual import Hardware
     from memplug.ds_json.reading import read_json
     from memplug.predict.estimator.engine import dtype_of, micro_batch_of
     from memplug.predict.estimator.shapes import Shape
     from memplug.predict.estimator.values import Values
     from memplug.predict.estimator.workload import Workload
+    from memplug.predict.virtual import Hardware
 
     hardware, shape = Hardware.named(gpu), Shape.read(model)
     settings = read_json(ds_json) if ds_json is not None else {}

@@ -20,7 +20,7 @@ def measure_into(file: Path, *, as_json: bool) -> None:
     with progress("measuring the device (half a minute)") as say:
         import torch
 
-        from memplug.device.virtual.measuring import measure_profile, write_profile
+        from memplug.predict.virtual.measuring import measure_profile, write_profile
         from memplug.tokenwise import host_time
 
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

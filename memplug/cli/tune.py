@@ -72,11 +72,11 @@ def _tuned(
     seq_len: int | None,
     micro_batch: int | None,
 ) -> "Tuned":
-    from memplug.device.virtual import Hardware
     from memplug.ds_json.reading import read_json
     from memplug.predict.estimator.shapes import Shape
     from memplug.predict.tune import tuning
     from memplug.predict.tune.machine import Machine
+    from memplug.predict.virtual import Hardware
 
     ds_config = read_json(ds_json)
     shape, machine = Shape.read(model), Machine(hardware=Hardware.named(gpu), gpus=gpus)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from memplug.device.hardware import host_available_bytes
+from memplug.device.hardware import host_available_bytes, link_rates
 from memplug.device.host_time import HostTime
 from memplug.device.memory import CudaMemory, DeviceMemory
 
@@ -50,6 +51,10 @@ class Device:
     def is_capturing(self) -> bool:
         """Whether operators are captured into a graph now, instead of run."""
         return False
+
+    def link_rates(self) -> tuple[float, float]:
+        """Device to host and host to device with both at work, in bytes per second."""
+        return link_rates(self.torch_device)
 
     def host_available_bytes(self) -> int:
         """Memory of its host that processes can still have."""
@@ -143,18 +148,20 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
 
+def _cuda(device: torch.device) -> Device:
+    return CudaDevice(torch.cuda.current_device() if device.index is None else device.index)
+
+
+KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": lambda _: Device(), "cuda": _cuda}
+"""The implementations by type of a torch device; others add theirs."""
+
+
 def device_of(tensor_device: torch.device) -> Device:
     """The implementation for a torch device ("cuda:0", "cpu").
 
     Raises:
         ValueError: for a device type that memplug has no implementation for.
     """
-    if tensor_device.type == "cuda":
-        return CudaDevice(torch.cuda.current_device() if tensor_device.index is None else tensor_device.index)
-    if tensor_device.type == "cpu":
-        return Device()
-    if tensor_device.type == "virtual":
-        from memplug.device.virtual import VirtualDevice
-
-        return VirtualDevice.current()
-    raise ValueError(f"memplug runs on cuda and cpu devices, not on {tensor_device.type}")
+    if tensor_device.type not in KINDS:
+        raise ValueError(f"memplug runs on cuda and cpu devices, not on {tensor_device.type}")
+    return KINDS[tensor_device.type](tensor_device)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memplug.config import MemplugConfig, load_config
-from memplug.device.device import Device, device_of
+from memplug.device.device import KINDS, Device, device_of
 from memplug.errors import ConflictError, RecorderError, RegionError, UnsupportedVersionError
 from memplug.hooks import first_forward, flex_attention, frameworks, groups, optimizers, transformer_engine, units
 from memplug.hooks import regions as region_hooks
@@ -219,7 +219,7 @@ def _device_of(target: Target) -> torch.device:
             "Move the model to its device before attaching.",
         )
     device = devices.pop()
-    if device.type not in ("cuda", "cpu", "virtual"):
+    if device.type not in KINDS:
         raise RegionError(
             f"{name} is on the {device.type} device; memplug runs on cuda and cpu",
             "Move the model to its device before attaching.",

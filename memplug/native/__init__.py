@@ -1,7 +1,7 @@
 """The native core: C++ beside this file, built on first use (`memplug.native.building`).
 
-`memplug.native.virtual` and `memplug.native.packing` are apart from it. The last one is plain C++, which knows no torch
-and imports none.
+`memplug.predict.virtual.native` and `memplug.native.packing` are apart from it. The last one is plain C++, which knows
+no torch and imports none.
 """
 
 from __future__ import annotations

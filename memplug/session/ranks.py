@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from memplug.errors import RanksError
 from memplug.session.ballots import Ballots, meet
 
-VIRTUAL = "virtual"  # backend of a group whose other ranks are not there (memplug/device/virtual/ranks.py)
+MADE_UP: set[str] = set()  # backends of groups whose other ranks are not there
 LIMIT_S = 60.0  # that a rank waits at the end of a step for one that has not ended it
 
 
@@ -62,7 +62,7 @@ class Ranks:
     @property
     def are_made_up(self) -> bool:
         """The others are not there: what they have is what this one has, in an estimate."""
-        return dist.is_initialized() and dist.get_backend() == VIRTUAL
+        return dist.is_initialized() and dist.get_backend() in MADE_UP
 
     def vote(self, mask: int) -> Callable[[], int]:
         """Start the bitwise and of a non-negative number over all ranks; returns what waits for the result."""

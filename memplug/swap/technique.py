@@ -18,7 +18,6 @@ import torch
 from memplug import native
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
-from memplug.device.hardware import link_rates
 from memplug.errors import SwapError
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
@@ -255,7 +254,7 @@ class SwapsWhole(Technique[SwapPart]):
         if int(trace.live_bytes.max(initial=0)) <= self._room.budget_bytes:
             self._others_left -= 1
             return None if self._others_left >= 0 else SwapPart()
-        d2h, h2d = link_rates(self._device.torch_device)
+        d2h, h2d = self._device.link_rates()
         budgets = SwapBudgets(
             device_bytes=self._room.of_list(trace),
             host_bytes=self._given.host_bytes(),

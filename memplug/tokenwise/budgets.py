@@ -10,7 +10,6 @@ from memplug.config import MemplugConfig
 from memplug.device import capacity
 from memplug.device.capacity import DEVICE_SHARE
 from memplug.device.device import Device
-from memplug.device.hardware import link_rates
 from memplug.device.host_pool import ALIGNMENT_BYTES
 from memplug.errors import BudgetError
 from memplug.tokenwise.plan import solver as plan
@@ -49,7 +48,7 @@ def budget(
         room_bytes: see `device_room_bytes`.
         in_flight: see `Budget`; None: unknown, and it counts as if it were there at the peak.
     """
-    d2h, h2d = link_rates(device.torch_device)
+    d2h, h2d = device.link_rates()
     is_limited = device_bytes(config, device) is not None
     return plan.Budget(
         d2h_bytes_per_s=d2h,

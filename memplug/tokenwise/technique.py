@@ -12,7 +12,6 @@ from typing import Any
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
-from memplug.device.hardware import link_rates
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program
@@ -215,7 +214,7 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     def keep(self, part: Decisions, plan: MemoryPlan) -> MemoryPlan:
         """The plan with these decisions, what forwards have shown under them, and the link that they were made for."""
-        d2h, h2d = link_rates(self.executor.device.torch_device)
+        d2h, h2d = self.executor.device.link_rates()
         settings = {
             region.name: replace(part.settings[region.name], learnt=_learnt(region))
             for region in self._regions

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.errors import BudgetError
+from memplug.predict.virtual import Hardware, VirtualDevice
 from tests.bench.table import Row, figures, render, write_rows
 from tests.support.folders import ROOT
 

@@ -89,7 +89,7 @@ class OnVirtual:
     """Predicted: as its clocks and its allocator say."""
 
     def __init__(self, case: Case):
-        from memplug.device.virtual import Hardware, VirtualDevice
+        from memplug.predict.virtual import Hardware, VirtualDevice
 
         attention = None if case.attention == "default" else case.attention
         self.device = VirtualDevice(Hardware.named(case.gpu), attention=attention)

@@ -8,7 +8,7 @@ from the first step on. GB are 10^9 bytes. Exits with 1 where a mode failed or i
 With `--budget B` memplug has B times the memory that `full` reserves; else all of the device's, and where that is
 enough it keeps everything.
 
-`--device virtual` predicts: the same steps on the virtual device (memplug/device/virtual), with the rates of `--gpu`.
+`--device virtual` predicts: the same steps on the virtual device (memplug/predict/virtual), with the rates of `--gpu`.
 
 Targets on one H200 with `7b`: over `keep_all` at most 1.10 / 1.03 / 1.015 / 1.01 at 8,192 / 32,768 / 65,536 / 131,072
 tokens, with a peak no higher than `full`'s.

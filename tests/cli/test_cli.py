@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from memplug.cli import app
 from memplug.config import json_schema, load_config
-from memplug.device.virtual.hardware import LINK_RATES, Hardware
+from memplug.predict.virtual.hardware import LINK_RATES, Hardware
 from memplug.profile.trace_file import load, save
 from memplug.show.summary import summary
 from tests.support.folders import ROOT
@@ -178,7 +178,7 @@ def test_doctor_in_a_pipe_is_plain_text_with_progress_on_stderr_only(monkeypatch
 @pytest.fixture
 def measured(monkeypatch):
     """What the doctor measures, without the half minute: the profile of an H200."""
-    from memplug.device.virtual import measuring
+    from memplug.predict.virtual import measuring
 
     profile = json.loads((ROOT / "configs" / "hardware" / "h200.json").read_text())
     for entry in (*profile["matmul_flops"].values(), *map(profile.get, LINK_RATES)):

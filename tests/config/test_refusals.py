@@ -19,7 +19,6 @@ import memplug
 from memplug.arena.arena import Arena
 from memplug.arena.plan.problem_file import read_csv
 from memplug.config import load_config
-from memplug.device.virtual import Hardware
 from memplug.errors import (
     ArenaError,
     ConfigError,
@@ -36,6 +35,7 @@ from memplug.predict.estimator.values import Values
 from memplug.predict.tune import tuning
 from memplug.predict.tune.fixed import Fixed
 from memplug.predict.tune.machine import Machine
+from memplug.predict.virtual import Hardware
 from memplug.profile.allocator_history import is_snapshot
 from memplug.profile.allocator_history import load as load_snapshot
 from memplug.profile.trace_file import load as load_trace

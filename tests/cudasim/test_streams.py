@@ -174,7 +174,7 @@ def test_a_region_that_is_captured_into_a_graph_runs_as_it_is_and_that_is_said_o
 def test_what_the_link_is_measured_with_leaves_the_peak_of_memory_as_it_is() -> None:
     from memplug.device import hardware
 
-    hardware.measured_link_rates.cache_clear()
+    hardware.link_rates.cache_clear()
     kept = torch.empty(300 << 20, dtype=torch.uint8, device="cuda")
     del kept
     before = torch.cuda.max_memory_allocated()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from memplug.device.host_time import HostTime
-from memplug.device.virtual import Hardware, Rate, measuring
-from memplug.device.virtual.measuring import measure_profile, write_profile
 from memplug.errors import HardwareError
+from memplug.predict.virtual import Hardware, Rate, measuring
+from memplug.predict.virtual.measuring import measure_profile, write_profile
 from tests.support.forking import launch_forked
 
 HOST_TIME = HostTime(launch_s=3e-6, observe_s=1e-6, time_s=5e-6, region_s=4e-5, restore_s=0.0)
@@ -21,7 +21,7 @@ STEP = """
 import sys, torch
 from torch.nn.functional import scaled_dot_product_attention
 from memplug.device.host_time import HostTime
-from memplug.device.virtual import Hardware, VirtualDevice
+from memplug.predict.virtual import Hardware, VirtualDevice
 device = VirtualDevice(Hardware.named(sys.argv[1]))
 with torch.device("virtual"):
     layer, x = torch.nn.Linear(64, 192, dtype=torch.bfloat16), torch.randn(1, 256, 64, dtype=torch.bfloat16)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from memplug.config import load_config
 from memplug.device.capacity import DEVICE_SHARE
-from memplug.device.virtual import Hardware
 from memplug.predict.estimator import limits
 from memplug.predict.estimator.limits import MOST_GROWTH, MOST_STEPS, Limits, capacity_bytes, largest, precise
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.workload import Workload
+from memplug.predict.virtual import Hardware
 
 BYTES = st.integers(1, 10**9)
 BEGIN = st.integers(1, 64)

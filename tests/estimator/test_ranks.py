@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from memplug.config import MemplugConfig
-from memplug.device.virtual import Hardware
 from memplug.predict.estimator import MODES, Estimate, ranks
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.workload import Workload
+from memplug.predict.virtual import Hardware
 
 
 @pytest.mark.parametrize(("stage", "left_out"), [(2, set()), (3, {"selective"})])

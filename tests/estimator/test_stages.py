@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplug.device.virtual import Hardware
 from memplug.errors import BudgetError
 from memplug.predict.estimator.layout import Layout
 from memplug.predict.estimator.result import Estimate, ModeEstimate
 from memplug.predict.estimator.stages import of_all
+from memplug.predict.virtual import Hardware
 
 OPTIMIZER_S = 1.0
 

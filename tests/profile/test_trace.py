@@ -88,7 +88,7 @@ def test_the_table_of_requests_says_what_a_loop_over_the_events_says(recording):
             row |= {f"free_{name}": event[name] for name in ("operator", "phase", "layer", "thread")}
             row["free_event"] = index
     assert trace.requests.tolist() == [tuple(expected[i][name] for name in REQUEST.names) for i in range(len(expected))]
-    every = list(rows.requests(trace.events, trace.layers))
+    every = list(rows.requests(trace))
     assert [row.still_live for row in every] == still_live(trace.requests).tolist()
     assert [row.freed_elsewhere for row in every] == freed_elsewhere(trace.requests).tolist()
 

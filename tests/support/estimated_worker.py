@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import memplug
-from memplug.device.virtual import Hardware
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.workload import Workload
+from memplug.predict.virtual import Hardware
 
 SHAPE = {
     "vocab_size": 128,

@@ -129,7 +129,7 @@ def megatron(layout: dict[str, Any], device: str) -> Requests:
 def _balanced(device: str) -> Iterator[None]:
     """Within, all experts get as many tokens."""
     if device == "virtual":
-        from memplug.device.virtual.experts import evenly
+        from memplug.predict.virtual.experts import evenly
 
         with evenly(EXPERTS["num_experts_per_tok"], EXPERTS["num_local_experts"]):
             yield
@@ -236,15 +236,15 @@ def _on(device: str, is_megatron: bool, rank: int) -> Iterator[None]:
     """A rank of two, which programs run on."""
     with contextlib.ExitStack() as stack:
         if device == "virtual":
-            from memplug.device.virtual.as_cuda import as_cuda
-            from memplug.device.virtual.ranks import joined
+            from memplug.predict.virtual.as_cuda import as_cuda
+            from memplug.predict.virtual.ranks import joined
 
             if is_megatron:
                 torch.compiler.set_stance("force_eager")
                 stack.enter_context(as_cuda())
             stack.enter_context(joined(rank=rank, world_size=2))
             if not is_megatron:
-                from memplug.device.virtual.accelerator import accelerated
+                from memplug.predict.virtual.accelerator import accelerated
 
                 stack.enter_context(accelerated())
         else:
@@ -271,7 +271,7 @@ def _program(name: str, device: str) -> Callable[[], Requests]:
 def _prepare(device: str, framework: str) -> None:
     """Before anything of the framework's runs."""
     if device == "virtual":
-        from memplug.device.virtual import VirtualDevice
+        from memplug.predict.virtual import VirtualDevice
         from tests.support.on_virtual.devices import SIMPLE
 
         VirtualDevice(SIMPLE)

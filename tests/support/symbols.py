@@ -215,7 +215,7 @@ MEGATRON = Package(
             f"{_MC}.transformer.moe.fused_a2a:",
             *("FusedDispatch", "FusedCombine", "HybridEPDispatch", "HybridEPCombine"),
         ),
-        "memplug/device/virtual/experts.py": (
+        "memplug/predict/virtual/experts.py": (
             f"{_DISPATCHER}.preprocess(routing_map)",
             *members(f"{_DISPATCHER}.", "drop_and_pad", "config", "num_experts", "local_expert_indices", "ep_size"),
             *members(f"{_DISPATCHER}.", "tp_size", "input_splits", "output_splits", "output_splits_tp"),
@@ -321,7 +321,7 @@ DEEPSPEED = Package(
         "memplug/hooks/job.py": (Text("param.ds_numel =", "deepspeed/runtime/zero/partition_parameters.py"),),
         "memplug/predict/tune/deepspeed.py": (f"{_ZERO}offload_config:DeepSpeedZeroOffloadOptimizerConfig.ratio",),
         "memplug/predict/estimator/engine.py": ("deepspeed:zero.Init(config_dict_or_path)",),
-        "memplug/device/virtual/accelerator.py": (
+        "memplug/predict/virtual/accelerator.py": (
             *members("deepspeed.accelerator.real_accelerator:", "ds_accelerator", "set_accelerator"),
             "deepspeed:init_distributed",
             "deepspeed.comm.comm:cdb",

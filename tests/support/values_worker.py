@@ -83,7 +83,7 @@ def _requests(mode: str, device: str, folder: Path) -> list[int]:
             model(x).backward()
     with contextlib.ExitStack() as stack:
         if device == "virtual":
-            from memplug.device.virtual import VirtualDevice
+            from memplug.predict.virtual import VirtualDevice
 
             stack.enter_context(Answers(Values.read(folder / "values.json")).to(VirtualDevice.current(), model))
         modes.recompute(model.layers, mode)
@@ -108,7 +108,7 @@ def main() -> None:
     """Runs the modes."""
     device, folder, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     if device == "virtual":
-        from memplug.device.virtual import VirtualDevice
+        from memplug.predict.virtual import VirtualDevice
         from tests.support.on_virtual.devices import SIMPLE
 
         VirtualDevice(SIMPLE)

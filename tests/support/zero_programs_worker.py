@@ -19,11 +19,11 @@ from typing import Any
 from unittest import mock
 
 from memplug.config import load_config
-from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.predict.estimator.engine import EngineTraining, rank_of, settings_of
 from memplug.predict.estimator.estimate import estimate_training
 from memplug.predict.estimator.shapes import Shape, needed
 from memplug.predict.estimator.workload import Workload
+from memplug.predict.virtual import Hardware, VirtualDevice
 from memplug.profile.similarity import Program
 from memplug.session.adjuster import Adjuster
 from memplug.tokenwise import candidates

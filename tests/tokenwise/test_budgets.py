@@ -146,7 +146,7 @@ def test_a_step_with_buffers_keeps_to_the_budget_too(device: Device, allocator: 
 def test_where_there_is_a_limit_what_is_in_flight_counts_and_buffers_where_no_arena_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(budgets, "link_rates", lambda device: (2.0, 3.0))
+    monkeypatch.setattr(Device, "link_rates", lambda device: (2.0, 3.0))
     for arena, limit, expected in ((True, 1, (((3, 0),), 0)), (False, 1, (((3, 0),), 3)), (False, "auto", ((), 0))):
         config = MemplugConfig(
             enabled=True, device_budget_gib=limit, tokenwise={"buffers": 3}, arena={"enabled": arena}
@@ -158,7 +158,7 @@ def test_where_there_is_a_limit_what_is_in_flight_counts_and_buffers_where_no_ar
 def test_the_link_is_measured_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
     monkeypatch.setattr(hardware, "measure_links", lambda *args: measured.append(args) or (2.0, 3.0))
-    hardware.measured_link_rates.cache_clear()
+    hardware.link_rates.cache_clear()
     found = [budgets.budget(MemplugConfig(enabled=True), Device(), 100, 0) for _ in range(2)]
-    hardware.measured_link_rates.cache_clear()
+    hardware.link_rates.cache_clear()
     assert len(measured) == 1 and [(one.d2h_bytes_per_s, one.h2d_bytes_per_s) for one in found] == [(2.0, 3.0)] * 2

@@ -161,7 +161,7 @@ def training(
 ) -> Iterator[Run]:
     """Of four blocks."""
     monkeypatch.setattr("memplug.hooks.attach.device_of", lambda device: SlowLink())
-    monkeypatch.setattr("memplug.tokenwise.budgets.link_rates", lambda device: (RATE, RATE))
+    monkeypatch.setattr("memplug.device.device.Device.link_rates", lambda device: (RATE, RATE))
     torch.manual_seed(0)
     model = Stack(4)
     reference = twin(model)

@@ -46,7 +46,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets its rate, in bytes a second; at first it is so fast that a plan swaps all that it can, on any machine."""
 
     def of_rate(rate: float) -> None:
-        monkeypatch.setattr("memplug.tokenwise.budgets.link_rates", lambda device: (rate, rate))
+        monkeypatch.setattr("memplug.device.device.Device.link_rates", lambda device: (rate, rate))
 
     of_rate(1e15)
     return of_rate
@@ -137,7 +137,7 @@ def test_a_plan_that_moves_something_else_is_told_once(
 def endless_link() -> Iterator[None]:
     """Nothing but the host's memory binds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memplug.tokenwise.budgets.link_rates", lambda device: (1e15, 1e15))
+        patch.setattr("memplug.device.device.Device.link_rates", lambda device: (1e15, 1e15))
         yield
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from memplug.device.virtual.hardware import Hardware, Rate
 from memplug.predict.tune.machine import Machine
 from memplug.predict.tune.profiled import ModelProfile, Part
 from memplug.predict.tune.search import Configuration, Layout, Offload
+from memplug.predict.virtual.hardware import Hardware, Rate
 
 
 def hardware(to_host: float = 1.0, to_device: float = 1.0, **fields: Any) -> Hardware:

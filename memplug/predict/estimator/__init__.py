@@ -3,7 +3,7 @@
     estimate = memplug.estimate(make_model, lambda: torch.zeros(1, 4096, dtype=torch.long), gpu="h200")
     print(estimate["memplug"].step_s / estimate["keep"].step_s)
 
-The step runs on the virtual device (memplug/device/virtual), with executor, planner and arena as in a real run.
+The step runs on the virtual device (memplug/predict/virtual), with executor, planner and arena as in a real run.
 """
 
 from memplug.predict.estimator.estimate import estimate

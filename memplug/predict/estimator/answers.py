@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplug.device.virtual import VirtualDevice
 from memplug.errors import EstimateError
 from memplug.predict.estimator.calls import Call, Calls, line
 from memplug.predict.estimator.values import COPY, NUMBER, Output, Read, Values, modules_of
+from memplug.predict.virtual import VirtualDevice
 
 Reads = dict[tuple[str, str], list[Read]]
 """By line and operator."""

@@ -10,11 +10,11 @@ from unittest import mock
 
 from torch import nn
 
-from memplug.device.virtual.accelerator import accelerated
-from memplug.device.virtual.ranks import joined
 from memplug.ds_json.keys import offloads_of, present
 from memplug.errors import EstimateError
 from memplug.predict.estimator.training import Training, differentiable, unable
+from memplug.predict.virtual.accelerator import accelerated
+from memplug.predict.virtual.ranks import joined
 
 ADAM = ("adam", "adamw")
 PRECISIONS = ("bf16", "fp16")

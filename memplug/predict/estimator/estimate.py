@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from memplug.config import MemplugConfig, load_config
-from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.errors import BudgetError, EstimateError, RegionError
 from memplug.files import path_of
 from memplug.hooks.attach import attach, find_layers
@@ -26,6 +25,7 @@ from memplug.predict.estimator.bound import bound
 from memplug.predict.estimator.result import Estimate, ModeEstimate, Span
 from memplug.predict.estimator.training import MakeOptimizer, Training
 from memplug.predict.estimator.values import Values
+from memplug.predict.virtual import Hardware, VirtualDevice
 from memplug.session.session import Session
 from memplug.session.table import Stage
 

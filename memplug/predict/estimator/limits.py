@@ -13,9 +13,9 @@ from typing import Any
 
 from memplug.config import MemplugConfig
 from memplug.device.capacity import DEVICE_SHARE
-from memplug.device.virtual import Hardware
 from memplug.predict.estimator.estimate import estimate
 from memplug.predict.estimator.workload import Workload
+from memplug.predict.virtual import Hardware
 
 SEQ_LEN_STEP = 256  # tokens
 NO_BUDGET_GIB = 1e-3

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplug.device.virtual import VirtualDevice
-from memplug.device.virtual.as_cuda import as_cuda
-from memplug.device.virtual.experts import evenly
-from memplug.device.virtual.ranks import joined
-from memplug.device.virtual.replacing import replaced
 from memplug.errors import EstimateError
 from memplug.predict.estimator import gpt
 from memplug.predict.estimator.layout import Layout
 from memplug.predict.estimator.training import Training, unable
 from memplug.predict.estimator.workload import DTYPES, Workload
+from memplug.predict.virtual import VirtualDevice
+from memplug.predict.virtual.as_cuda import as_cuda
+from memplug.predict.virtual.experts import evenly
+from memplug.predict.virtual.ranks import joined
+from memplug.predict.virtual.replacing import replaced
 from memplug.session.ranks import Ranks
 
 MEGATRON = "megatron-core 0.16"

@@ -9,12 +9,12 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from memplug.config import MemplugConfig
-from memplug.device.virtual import Hardware
 from memplug.predict.estimator.engine import settings_of
 from memplug.predict.estimator.estimate import estimate, refuse_plan
 from memplug.predict.estimator.result import Estimate
 from memplug.predict.estimator.shapes import needed
 from memplug.predict.estimator.workload import Workload
+from memplug.predict.virtual import Hardware
 
 log = logging.getLogger("memplug")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from memplug.device.virtual import Hardware
 from memplug.errors import BudgetError
+from memplug.predict.virtual import Hardware
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from memplug.config import MemplugConfig
-from memplug.device.virtual import Hardware
 from memplug.errors import EstimateError
 from memplug.predict.estimator import megatron
 from memplug.predict.estimator.estimate import estimate_training
 from memplug.predict.estimator.layout import Layout
 from memplug.predict.estimator.result import Estimate, ModeEstimate
 from memplug.predict.estimator.workload import Workload
+from memplug.predict.virtual import Hardware
 
 LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "to_host_bytes", "to_device_bytes")
 """Of a pipeline, those of the stage that has the most."""

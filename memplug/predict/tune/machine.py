@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memplug.device.virtual.hardware import Hardware
+from memplug.predict.virtual.hardware import Hardware
 
 HOST_BYTES_PER_S = 1.5e11
 """That a host's memory is read and written with, by all its processes together: about half of what eight channels of

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.predict.estimator.shapes import Shape, needed
 from memplug.predict.estimator.workload import by_default
+from memplug.predict.virtual import Hardware, VirtualDevice
 
 ELEMENT_BYTES = 2
 """Of a parameter, a gradient or an activation in bfloat16."""

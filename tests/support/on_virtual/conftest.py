@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from memplug.device.virtual import VirtualDevice
+from memplug.predict.virtual import VirtualDevice
 from tests.support.on_virtual.devices import SIMPLE
 
 

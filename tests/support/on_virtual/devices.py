@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memplug.device.virtual import Hardware, Rate, VirtualDevice
+from memplug.predict.virtual import Hardware, Rate, VirtualDevice
 from tests.support.folders import ROOT
 
 H200 = ROOT / "configs" / "hardware" / "h200.json"

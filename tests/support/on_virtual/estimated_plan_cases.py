@@ -12,12 +12,12 @@ import torch
 
 import memplug
 from memplug.device.capacity import DEVICE_SHARE
-from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.predict.estimator import limits
 from memplug.predict.estimator.result import Estimate
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.training import Training
 from memplug.predict.estimator.workload import Workload
+from memplug.predict.virtual import Hardware, VirtualDevice
 from tests.support.folders import ROOT
 from tests.support.on_virtual.devices import H200
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import memplug
-from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.errors import BudgetError, EstimateError, HardwareError, RegionError
 from memplug.predict.estimator.estimate import LASTING_STEPS
 from memplug.predict.estimator.result import Estimate
 from memplug.predict.estimator.training import Training
+from memplug.predict.virtual import Hardware, VirtualDevice
 from tests.support.on_virtual.devices import H200, HIDDEN, Layers
 from tests.support.on_virtual.h200 import measured
 

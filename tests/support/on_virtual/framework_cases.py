@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memplug.device.virtual import VirtualDevice
-from memplug.device.virtual.as_cuda import as_cuda
-from memplug.device.virtual.experts import evenly
-from memplug.device.virtual.ranks import joined
+from memplug.predict.virtual import VirtualDevice
+from memplug.predict.virtual.as_cuda import as_cuda
+from memplug.predict.virtual.experts import evenly
+from memplug.predict.virtual.ranks import joined
 from tests.support import hosts
 from tests.support.on_virtual.devices import MIB, SIMPLE, seconds
 
@@ -41,7 +41,7 @@ def test_with_tokens_spread_evenly_a_mask_has_its_share_and_later_all(device: Vi
 
 def test_a_rank_of_deepspeed_has_its_share_of_the_states_and_steps(device: VirtualDevice) -> None:
     pytest.importorskip("deepspeed")
-    from memplug.device.virtual.accelerator import accelerated
+    from memplug.predict.virtual.accelerator import accelerated
 
     ranks = 8
     with joined(0, ranks), accelerated(), pytest.MonkeyPatch.context() as environment:

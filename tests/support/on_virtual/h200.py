@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.predict.estimator import modes
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.training import Training
 from memplug.predict.estimator.workload import Workload
+from memplug.predict.virtual import Hardware, VirtualDevice
 from tests.support.folders import ROOT
 from tests.support.on_virtual.devices import H200, HIDDEN, TOKEN_HEADS, DecoderLayer
 

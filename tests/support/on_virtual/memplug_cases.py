@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.device.virtual import Hardware, VirtualDevice
+from memplug.predict.virtual import Hardware, VirtualDevice
 from tests.bench import larger_models
 from tests.support.on_virtual.devices import H200, HIDDEN, SIMPLE, Layers
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memplug.device.virtual import Hardware, Rate, VirtualDevice, costs
 from memplug.errors import HardwareError
+from memplug.predict.virtual import Hardware, Rate, VirtualDevice, costs
 from tests.support.on_virtual.devices import H200, SIMPLE
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.device.virtual import Hardware
 from memplug.predict.estimator.estimate import estimate_training
 from memplug.predict.estimator.layout import Layout
 from memplug.predict.estimator.megatron import MegatronTraining, rank_of
 from memplug.predict.estimator.result import Estimate
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.workload import Workload
+from memplug.predict.virtual import Hardware
 from tests.support.on_virtual.devices import H200
 
 FIELDS = {

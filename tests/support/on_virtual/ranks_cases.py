@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memplug.device.virtual import VirtualDevice
-from memplug.device.virtual.ranks import joined
 from memplug.errors import HardwareError
+from memplug.predict.virtual import VirtualDevice
+from memplug.predict.virtual.ranks import joined
 from memplug.session.ranks import Ranks
 from tests.support.on_virtual.devices import MIB, SIMPLE, on_device, seconds
 

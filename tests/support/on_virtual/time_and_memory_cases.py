@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from memplug.device.hardware import link_rates
-from memplug.device.virtual import Hardware, Rate, VirtualDevice
+from memplug.device.device import device_of
+from memplug.predict.virtual import Hardware, Rate, VirtualDevice
 from tests.bench.caching_allocator import CachingAllocator
 from tests.support.on_virtual.devices import MIB, SIMPLE, on_device, seconds
 
@@ -128,7 +128,7 @@ def test_queues_in_both_directions_take_as_long_as_if_no_end_was_fixed_early(dev
 
 def test_the_rates_that_memplug_plans_with_are_those_of_both_directions_at_work(device: VirtualDevice) -> None:
     VirtualDevice(SHARED)
-    assert torch.get_device_module("virtual").link_rates() == (0.5e6, 1e6)
+    assert VirtualDevice.current().link_rates() == (0.5e6, 1e6)
 
 
 def test_these_rates_are_those_of_the_present_hardware(device: VirtualDevice) -> None:
@@ -136,7 +136,7 @@ def test_these_rates_are_those_of_the_present_hardware(device: VirtualDevice) ->
     for factor in (1, 3):
         faster = Rate.always(factor * 1e6)
         VirtualDevice(dataclasses.replace(SIMPLE, to_host_both_bytes_per_s=faster))
-        found.append(link_rates(torch.device("virtual", 0))[0])
+        found.append(device_of(torch.device("virtual", 0)).link_rates()[0])
     assert found == [1e6, 3e6]
 
 

@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplug
-from memplug.device.virtual import Hardware, VirtualDevice
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.tune.estimate import StepEstimator
 from memplug.predict.tune.machine import Machine
 from memplug.predict.tune.profiled import profile
 from memplug.predict.tune.search import Configuration, Layout
+from memplug.predict.virtual import Hardware, VirtualDevice
 from tests.support.folders import ROOT
 
 

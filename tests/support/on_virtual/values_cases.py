@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplug
-from memplug.device.virtual import VirtualDevice
 from memplug.errors import EstimateError
 from memplug.predict.estimator.values import COPY, NUMBER, Values
+from memplug.predict.virtual import VirtualDevice
 from tests.support.values_worker import HIDDEN, TOKENS, Routed
 
 REGIONS = {"enabled": True, "tokenwise": {"regions": ["layers.*"], "alpha": 0}, "swap": {"enabled": False}}

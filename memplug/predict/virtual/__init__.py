@@ -8,7 +8,7 @@
     print(device.synchronize() - began_s, "s", device.usage().allocated_peak, "bytes")
 
 It is a device of torch's, "virtual": programs, autograd and memplug run on it as on any other, with streams and events,
-with torch's caching allocator of CUDA simulated (memplug/native/virtual/memory.h), and with torch's own
+with torch's caching allocator of CUDA simulated (memplug/predict/virtual/native/memory.h), and with torch's own
 `OutOfMemoryError` where its memory is used up. What shapes an operator's outputs have, torch's meta kernels say; one
 whose output depends on data fails there, but for `nonzero` and `masked_select`: see `assume_true`. A number that is
 read, such as `loss.item()`, is 1. `answer_by` has other answers.
@@ -25,13 +25,12 @@ from typing import Any
 
 import torch
 
-from memplug.device.device import Device
+from memplug.device.device import KINDS, Device
 from memplug.device.host_time import HostTime
 from memplug.device.memory import DeviceMemory
-from memplug.device.virtual import costs
-from memplug.device.virtual.hardware import Hardware, Rate
 from memplug.errors import HardwareError
-from memplug.native import virtual
+from memplug.predict.virtual import costs, native
+from memplug.predict.virtual.hardware import Hardware, Rate
 
 NAME = "virtual"
 _UNBOUNDED = 2**63 - 1  # bytes
@@ -99,6 +98,10 @@ class VirtualDevice(Device):
     def streams(self, core: Any) -> Any:
         own = self.hardware
         return core.other_streams(self._core.spend, own.observe_s, own.region_s, own.restore_s)
+
+    def link_rates(self) -> tuple[float, float]:
+        both = self.hardware.to_host_both_bytes_per_s, self.hardware.to_device_both_bytes_per_s
+        return both[0].at(LINK_RATES_BYTES), both[1].at(LINK_RATES_BYTES)
 
     def host_available_bytes(self) -> int:
         return super().host_available_bytes() if self.host_bytes is None else int(self.host_bytes)
@@ -238,24 +241,18 @@ class _Module:
     @staticmethod
     def memory_stats(device: Any = None) -> dict[str, int]:
         """As of `torch.cuda.memory_stats`, what memplug asks for."""
-        return {"requested_bytes.all.current": virtual.load().memory().requested}
+        return {"requested_bytes.all.current": native.load().memory().requested}
 
     @staticmethod
     def empty_cache() -> None:
-        virtual.load().empty_cache()
-
-    @staticmethod
-    def link_rates() -> tuple[float, float]:
-        """Device to host and host to device with both at work, in bytes per second: what `profile.hardware.link_rates`
-        measures on a GPU.
-        """
-        hardware = VirtualDevice.current().hardware
-        both = hardware.to_host_both_bytes_per_s, hardware.to_device_both_bytes_per_s
-        return both[0].at(LINK_RATES_BYTES), both[1].at(LINK_RATES_BYTES)
+        native.load().empty_cache()
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
+
+
+KINDS[NAME] = lambda _: VirtualDevice.current()
 
 
 @functools.cache
@@ -264,7 +261,7 @@ def _started() -> Any:
         raise HardwareError(
             f"torch has a device {torch._C._get_privateuse1_backend_name()!r} in the virtual one's place"
         )
-    core = virtual.load()
+    core = native.load()
     try:
         core.start()
     except RuntimeError as error:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from memplug.device.virtual import VirtualDevice
-from memplug.device.virtual.replacing import replaced
+from memplug.predict.virtual import VirtualDevice
+from memplug.predict.virtual.replacing import replaced
 
 DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 

@@ -1,4 +1,4 @@
-"""What a GPU does in a second: the rates that `memplug.device.virtual` counts with, and the files that have them."""
+"""What a GPU does in a second: the rates that `memplug.predict.virtual` counts with, and the files that have them."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
-from memplug.device.virtual import NAME, VirtualDevice
-from memplug.device.virtual.costs import collective_s
-from memplug.device.virtual.replacing import replaced
 from memplug.errors import HardwareError
-from memplug.native import virtual
+from memplug.predict.virtual import NAME, VirtualDevice, native
+from memplug.predict.virtual.costs import collective_s
+from memplug.predict.virtual.replacing import replaced
+from memplug.session.ranks import MADE_UP
 
 TORCH = "torch 2.6 to 2.15"
 WORK = """allreduce_coalesced_ reduce_ allgather_coalesced_ allgather_into_tensor_coalesced_ gather_ send recv_
@@ -94,7 +94,7 @@ class _Links:
     """From this rank to all others: one collective at a time."""
 
     def __init__(self) -> None:
-        self._core = virtual.load()
+        self._core = native.load()
         self._stream = torch.Stream(NAME)
         self._coalesced: list[_Pending] | None = None
 
@@ -142,6 +142,7 @@ def _registered() -> _Links:
         warnings.filterwarnings("ignore", "(?s).*registered kernel")  # torch's own, which hands on to a backend
         for name in WORK + OUTPUTS_AND_WORK:
             links.library.impl(name, functools.partial(links.run, name), "PrivateUse1")
+    MADE_UP.add(NAME)
     dist.Backend.register_backend(NAME, _fake_group, extended_api=True, devices=["cpu", NAME])
     return links
 

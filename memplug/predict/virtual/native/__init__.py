@@ -1,7 +1,7 @@
 """A device of torch's on which kernels and copies take time instead of doing work: C++ beside this file, built on first
 use.
 
-It knows nothing of memplug, as CUDA does not; `memplug.device.virtual` is how it is used.
+It knows nothing of memplug, as CUDA does not; `memplug.predict.virtual` is how it is used.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memplug.device.virtual import NAME, VirtualDevice
-from memplug.device.virtual.replacing import replaced
+from memplug.predict.virtual import NAME, VirtualDevice
+from memplug.predict.virtual.replacing import replaced
 
 TORCH = "torch 2.6 to 2.15"
 

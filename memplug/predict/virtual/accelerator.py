@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from memplug.device.virtual import NAME, VirtualDevice
-from memplug.device.virtual.replacing import replaced
+from memplug.predict.virtual import NAME, VirtualDevice
+from memplug.predict.virtual.replacing import replaced
 
 DEEPSPEED = "deepspeed 0.19"
 

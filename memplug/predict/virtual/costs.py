@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from memplug.device.virtual.hardware import Hardware
 from memplug.errors import HardwareError
+from memplug.predict.virtual.hardware import Hardware
 
 DTYPES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
 """Of matrix products, by bytes of an element: float16 is as fast as bfloat16."""
@@ -35,7 +35,7 @@ def kernel_s(hardware: Hardware, attention: str, work: Any) -> float:
     Args:
         attention: the back end.
         work: its `name`, and of its `inputs` and `outputs` the `sizes` and `nbytes`; of attention whether it is
-            `causal` (memplug/native/virtual/device.h).
+            `causal` (memplug/predict/virtual/native/device.h).
     """
     seconds = max(moved_bytes(work) / hardware.memory_bytes_per_s, hardware.kernel_s)
     if work.name.startswith("attention"):
