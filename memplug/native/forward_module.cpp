@@ -189,7 +189,8 @@ void add_forwards(py::module_& module) {
   module.def("pause", &Observer::pause);
   module.def("resume", &Observer::resume);
   module.def("paused", &Observer::paused);
-  module.def("address_taken", &Observer::address_taken);
+  module.def("address_taken", [](py::handle tensor) { Observer::address_taken(tensor_of(tensor)); });
+  module.def("read", [](py::handle tensor) { Observer::read(tensor_of(tensor)); });
   // what garbage collection runs on this thread, finalizers of whatever has died, is no operator of a region
   module.def("collecting", [](const std::string& phase, py::handle) {
     phase == "start" ? Observer::pause() : Observer::resume();
@@ -217,6 +218,7 @@ void add_forwards(py::module_& module) {
     const Suspension own;
     std::vector<at::Tensor> others, before(given.size());
     for (size_t i = 0; i < given.size(); ++i) {
+      forward.read(given[i]);
       if (!is_parameter(given[i])) {
         others.push_back(given[i]);
         const bool has_values = !given[i].is_privateuseone() && !given[i].is_meta(); // the virtual device has none
@@ -328,7 +330,7 @@ void add_forwards(py::module_& module) {
       .def_property_readonly("leaves", &Running::leaves)
       .def("has_to_restore", [](const Running& r, size_t index) {
         const Forward::Saved& saved = r.forward.saved.at(index);
-        return saved.alive && saved.way == Forward::Way::RECOMPUTED;
+        return saved.alive && saved.way == Forward::Way::RECOMPUTED && r.forward.changed(index) == nullptr;
       })
       .def("restore", [](Running& r, size_t index, py::handle tensor) { r.forward.restore(index, tensor_of(tensor)); })
       .def("saved_as", [](const Running& r, size_t index) {

@@ -121,6 +121,9 @@ void Running::end() {
   if (observer_.has_value()) {
     observer_.reset();
     observed_now = std::exchange(outer_, nullptr);
+    if (observed_now != nullptr) {
+      observed_now->forward.read(forward);
+    }
   }
 }
 
@@ -151,6 +154,9 @@ py::object Running::run_unit(
       at::GradMode::is_enabled()};
   const bool writes_unsaid = made.unit.attr("writes_unsaid").cast<bool>();
   const UnitInputs given = inputs_of(made, arguments, keywords);
+  for (const at::Tensor& parameter : made.parameters) {
+    forward.read(parameter, true);
+  }
   const size_t index = forward.begun(), saved = forward.saved.size();
   const auto versions = versions_of(given.tensors);
   if (writes_unsaid && forward.followed() == nullptr) { // it may write to more than it did yet

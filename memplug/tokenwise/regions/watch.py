@@ -14,10 +14,11 @@ from memplug.tokenwise.regions import operators
 from memplug.tokenwise.regions.tape import storage_of
 
 _GIVES_ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.__dlpack__, torch.utils.dlpack.to_dlpack}
+_READS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist}
 
 
 class AddressMode(TorchFunctionMode):
-    """Tells the core when an address is taken."""
+    """Tells the core when an address is taken, or values are read past operators."""
 
     def __init__(self, native: Any):
         super().__init__()
@@ -25,7 +26,9 @@ class AddressMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _GIVES_ADDRESSES:
-            self._native.address_taken()
+            self._native.address_taken(args[0])
+        elif func in _READS:
+            self._native.read(args[0])
         return func(*args, **(kwargs or {}))
 
 
