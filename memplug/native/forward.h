@@ -141,7 +141,13 @@ class Forward {
   // An operator is called with a tensor of a subclass.
   void meet_subclass(const at::Tensor& tensor) {
     opaque_ |= listener_->is_transparent(tensor) ? 0 : SUBCLASS;
-    if (tensor.is_leaf() && tensor.requires_grad()) { // writes to it count there, and not where its memory is
+    meet_wrapper(tensor);
+  }
+
+  // An operator or a function is about to be given one, such as a DTensor: writes to it count there, and not where its
+  // memory is.
+  void meet_wrapper(const at::Tensor& tensor) {
+    if (tensor.is_leaf() && tensor.requires_grad()) { // else it may be the region's own
       read(tensor, begun_ + 1, false);
     }
   }
@@ -204,6 +210,9 @@ class Forward {
   // module gives that tensor; null: none. What the forward itself wrote to is put back for the pass.
   const Count* changed(size_t index) const;
 
+  // Such a pass begins, and may write to some of it as the forward did: which saved tensors it does not give.
+  void note_stale();
+
   // What was restored and not taken goes.
   void forget(size_t index);
 
@@ -238,6 +247,7 @@ class Forward {
     bool alive = true; // backward may still ask for it
     bool in_unit = false; // by a unit, whose backward may have kernels that write over it
     bool written = false;
+    bool stale = false; // a pass that runs the module does not give it
     Way way = Way::HELD;
     at::Tensor restored; // by a recompute pass, until backward takes it
     uint32_t restored_version = 0;

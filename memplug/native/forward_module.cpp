@@ -3,6 +3,7 @@
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <iterator>
@@ -259,6 +260,15 @@ void add_forwards(py::module_& module) {
     });
     return Running::observed()->forward.writes_elsewhere(since.progress.begun, others);
   });
+  // a function is about to be given these
+  module.def("meet_wrappers", [](const py::args& arguments) {
+    Running* const running = Running::observed();
+    for (const py::handle each : arguments) {
+      if (running != nullptr && THPVariable_Check(each.ptr()) && tensor_of(each).key_set().has(c10::DispatchKey::Python)) {
+        running->forward.meet_wrapper(tensor_of(each));
+      }
+    }
+  });
   module.def("is_undecided", [] { Running::observed()->region->is_undecided = true; });
   module.def("observes", [] { return Running::observed() != nullptr; });
   module.def("observing_executor", [] {
@@ -330,7 +340,7 @@ void add_forwards(py::module_& module) {
       .def_property_readonly("leaves", &Running::leaves)
       .def("has_to_restore", [](const Running& r, size_t index) {
         const Forward::Saved& saved = r.forward.saved.at(index);
-        return saved.alive && saved.way == Forward::Way::RECOMPUTED && r.forward.changed(index) == nullptr;
+        return saved.alive && saved.way == Forward::Way::RECOMPUTED && !saved.stale;
       })
       .def("restore", [](Running& r, size_t index, py::handle tensor) { r.forward.restore(index, tensor_of(tensor)); })
       .def("saved_as", [](const Running& r, size_t index) {

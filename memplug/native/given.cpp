@@ -53,6 +53,13 @@ void Forward::close_counts() {
       each.close();
     }
   }
+  const auto is_own = [&](const Count& each) { // or was written to later, and is put back for the pass
+    const auto tensor = each.first.lock();
+    const bool lies = tensor.defined() && (is_plain(at::Tensor(tensor)) || is_irregular(at::Tensor(tensor)));
+    const int32_t storage = lies ? storages.find(at::Tensor(tensor)) : -1;
+    return storage >= 0 && (own_[storage] || !storages.given[storage]);
+  };
+  read_.erase(std::remove_if(read_.begin(), read_.end(), is_own), read_.end());
   for (Count& each : read_) {
     each.close();
   }
@@ -63,6 +70,12 @@ void Forward::check_read(size_t end) const {
     if (!each.in_unit && each.met <= end && each.has_changed()) {
       each.fail();
     }
+  }
+}
+
+void Forward::note_stale() {
+  for (size_t i = 0; i < saved.size(); ++i) {
+    saved[i].stale = changed(i) != nullptr;
   }
 }
 

@@ -6,8 +6,11 @@
 namespace memplug {
 
 void Frame::restore_here(size_t index) {
-  if (const Count* const changed = is_opaque && !keeps ? forward.changed(index) : nullptr) {
-    changed->fail();
+  if (is_opaque && !keeps) {
+    forward.note_stale();
+    if (forward.saved[index].stale) {
+      forward.changed(index)->fail();
+    }
   }
   restored_on_ = flow->transfer->streams().current();
   restore();

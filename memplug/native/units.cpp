@@ -154,8 +154,14 @@ py::object Running::run_unit(
       at::GradMode::is_enabled()};
   const bool writes_unsaid = made.unit.attr("writes_unsaid").cast<bool>();
   const UnitInputs given = inputs_of(made, arguments, keywords);
-  for (const at::Tensor& parameter : made.parameters) {
-    forward.read(parameter, true);
+  std::vector<at::Tensor> reads;
+  for (const py::handle parameter : made.unit.attr("reads")()) {
+    reads.push_back(tensor_of(parameter));
+  }
+  for (const auto* const parameters : {&made.parameters, &reads}) {
+    for (const at::Tensor& parameter : *parameters) {
+      forward.read(parameter, true);
+    }
   }
   const size_t index = forward.begun(), saved = forward.saved.size();
   const auto versions = versions_of(given.tensors);
@@ -183,6 +189,10 @@ py::object Running::run_unit(
       forward.fail_unit();
       throw Failure(Failure::GIVEN_WAS_WRITTEN, made.parameters[i].sizes());
     }
+  }
+  for (const at::Tensor& parameter : reads) {
+    made.parameters.push_back(parameter);
+    made.versions.push_back(version_of(parameter));
   }
   const Suspension own;
   if (!made.unit.attr("puts_back").cast<bool>()) {

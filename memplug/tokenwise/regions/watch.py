@@ -14,7 +14,7 @@ from memplug.tokenwise.regions import operators
 from memplug.tokenwise.regions.tape import storage_of
 
 _GIVES_ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.__dlpack__, torch.utils.dlpack.to_dlpack}
-_READS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist}
+_READS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
 class AddressMode(TorchFunctionMode):

@@ -12,8 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
 
+import memplug
 from memplug.errors import InPlaceError
-from tests.support.blocks import Stack, assert_clean, assert_same, gradients, tokenwise
+from memplug.tokenwise.regions.units import Unit
+from tests.support.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, train_stacks
+from tests.support.hidden import run_as_unit
+from tests.support.with_and_without import block
 
 WIDTH = 16
 NAMED = torch.zeros(WIDTH)
@@ -84,6 +88,10 @@ def _global(layer: Reads, y: torch.Tensor) -> torch.Tensor:
     return y + NAMED
 
 
+def _data(layer: Reads, y: torch.Tensor) -> torch.Tensor:
+    return y + layer.shift.data
+
+
 def _hidden(layer: Reads, y: torch.Tensor) -> torch.Tensor:
     return Adds.apply(y, layer.shift)
 
@@ -94,7 +102,7 @@ def _transform(layer: Reads, y: torch.Tensor) -> torch.Tensor:
 
 READS: dict[str, Read] = {
     read.__name__.strip("_"): read
-    for read in (_parameter, _view, _buffer, _values, _attribute, _global, _hidden, _transform)
+    for read in (_parameter, _view, _buffer, _values, _attribute, _global, _data, _hidden, _transform)
 }
 
 
@@ -220,19 +228,25 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("address", [False, True])
-def test_a_distributed_parameter_that_was_written_to_is_an_error(address: bool) -> None:
-    def distributed(model: Stack) -> Stack:
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in model.layers:
-            layer.shift = nn.Parameter(distribute_tensor(layer.shift.detach(), mesh, [Replicate()]))
-            layer.read = lambda layer, y: (DTensor.from_local(y, mesh) + layer.shift).to_local()
-        return model
+def _distributed(layer: Reads, y: torch.Tensor) -> torch.Tensor:
+    return (DTensor.from_local(y, layer.shift.device_mesh) + layer.shift).to_local()
 
-    model = distributed(stack("parameter", address=address))
-    tokenwise(model, 0.0)
-    with pytest.raises(InPlaceError, match="region layers.0"):
+
+def _local(layer: Reads, y: torch.Tensor) -> torch.Tensor:
+    return y + layer.shift.to_local()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("read", [_distributed, _local])
+@pytest.mark.parametrize("address", [False, True])
+def test_a_distributed_parameter_that_was_written_to_is_an_error(address: bool, read: Read) -> None:
+    model, mesh = stack("parameter", address=address), init_device_mesh("cpu", (1,))
+    for layer in model.layers:
+        layer.shift, layer.read = nn.Parameter(distribute_tensor(layer.shift.detach(), mesh, [Replicate()])), read
+    with (
+        memplug.attach(model, block(0.0, regions=["layers.*"])),
+        pytest.raises(InPlaceError, match="region layers.0"),
+    ):
         trained(model, lambda layer: layer.shift.add_(1))
 
 
@@ -257,6 +271,48 @@ def test_what_a_region_inside_of_another_read_is_read_by_both() -> None:
     tokenwise(model, 1.0)
     with pytest.raises(InPlaceError, match="region layers.1"):
         trained(model, lambda layer: layer.inner.bias.add_(1))
+
+
+class Counts(nn.Module):
+    """Writes to buffers in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(y.mean((0, 1)))
+        return y + self.mean
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_what_a_region_inside_of_another_writes_is_put_back_for_both(alpha: float) -> None:
+    def nested() -> Stack:
+        torch.manual_seed(0)
+        model = Stack(1, Counts)
+        model.layers.append(Outer(model.layers[0]))
+        return model
+
+    model, reference = nested(), nested()
+    tokenwise(model, alpha)
+    for step in range(3):
+        train_stacks(model, reference, step)
+        assert torch.equal(model.layers[0].mean, reference.layers[0].mean)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("address", [False, True])
+def test_a_parameter_of_a_unit_that_was_written_to_is_an_error(address: bool, alpha: float) -> None:
+    model = stack("parameter", address=address)
+    executor = tokenwise(model, alpha)
+    for layer in model.layers:
+        layer.inner = nn.Sequential(layer.inner)
+        run_as_unit(layer.inner, Unit(executor, "inner", None, reads=layer.inner.parameters))
+    with pytest.raises(InPlaceError, match="region layers.0"):
+        trained(model, lambda layer: layer.inner[0].bias.add_(1))
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
