@@ -136,6 +136,7 @@ def _unit(executor: Executor, name: str, module: nn.Module, own: str, is_shared:
         is_shared=is_shared,
         puts_back=own in ("", "DotProductAttention"),  # whose dropout may have a generator's state of its own
         lasting=passes.kept_casts,
+        reads=module.parameters,
         forward=passes.forward,
         again=passes.again,
     )

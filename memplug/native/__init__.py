@@ -21,8 +21,8 @@ CORE = Extension(
         for names in (
             "ambient arguments as_written forward_module module running saved_type swap_module transfer_module "
             "withheld writes",
-            "again captures decisions flow following forward frame giving_back modes noting_units observer operators "
-            "saving sequence",
+            "again captures decisions flow following forward frame given giving_back modes noting_units observer "
+            "operators saving sequence",
             "literals storages tape unfilled units",
             "followed_step leaving relief repeated_step returning short_step storage_swapper swap_list swap_step",
             "clock exchange host_rows operator_names replay rounding streams transfer",

@@ -43,7 +43,7 @@ std::optional<std::vector<at::Tensor>> Frame::again(
       }
     }
     for (const int32_t storage : its.reads) {
-      bases[storage] = base_of(storage, read);
+      bases[storage] = base_of(storage, own_tape->records.size(), read);
     }
     auto found = run_again(its, std::move(bases), wanted);
     for (const auto& part : away) {

@@ -1,7 +1,6 @@
 // Which tape a forward follows, where it leaves one, and what it leaves at its end.
 #include "forward.h"
 #include "unfilled.h"
-#include "versions.h"
 
 namespace memplug {
 
@@ -48,9 +47,7 @@ std::shared_ptr<const Tape> Forward::close() {
   if (followed_ != nullptr && (begun_ < followed_->records.size() || saved.size() < followed_->saves.size())) {
     depart(begun_);
   }
-  for (Given& each : given) {
-    each.version = each.tensor.defined() ? version_of(each.tensor) : 0;
-  }
+  close_counts();
   for (Saved& each : saved) {
     each.written = each.counter.enabled() && each.counter.current_version() != each.version;
   }

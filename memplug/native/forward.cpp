@@ -79,11 +79,13 @@ int32_t Forward::number(const at::Tensor& tensor, bool is_given) {
   return storages.add(tensor, is_given);
 }
 
-int32_t Forward::meet(const at::Tensor& tensor) {
+int32_t Forward::meet(const at::Tensor& tensor, size_t met) {
   int32_t storage = storages.find(tensor);
   if (storage < 0) {
     storage = number(tensor, true);
-    give(storage, tensor);
+    give(storage, tensor, met);
+  } else if (Given& memory = given[storage]; memory.tensor.defined()) {
+    count(memory, tensor, met);
   }
   return storage;
 }
@@ -94,19 +96,20 @@ int32_t Forward::enter(const at::Tensor& tensor, bool captured) {
     storage = number(tensor, true);
     entered_ = storage + 1;
     if (!captured) {
-      give(storage, tensor);
+      give(storage, tensor, 0);
     }
   }
   return storage;
 }
 
-void Forward::give(int32_t storage, const at::Tensor& tensor) {
+void Forward::give(int32_t storage, const at::Tensor& tensor, size_t met) {
   if (!given[storage].tensor.defined()) {
     // parameters themselves: what shards them exchanges their memory; others without a graph, which may lead back here
     const bool itself = storages.regathered[storage] || (tensor.is_leaf() && tensor.requires_grad());
     given[storage].tensor = itself ? tensor : alias_of(tensor);
     given[storage].had_gradient = itself && tensor.is_leaf() && tensor.grad().defined();
   }
+  count(given[storage], tensor, met);
 }
 
 void Forward::set_captured(int32_t storage, bool whole, bool kept, at::ScalarType dtype) {
@@ -127,7 +130,7 @@ void Forward::find_arguments(c10::ArrayRef<c10::IValue> arguments) {
       opaque_ |= reasons;
       return;
     }
-    found_.push_back({path, meet(tensor), &tensor});
+    found_.push_back({path, meet(tensor, begun_ + 1), &tensor});
   });
 }
 
@@ -277,7 +280,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   for (const auto& [storage, tensor] : saved_early_) {
     if (std::find(made_.begin(), made_.end(), storage) == made_.end()) {
       storages.given[storage] = true; // no result, such as a copy of memory that is about to be overwritten: it is kept
-      give(storage, tensor);
+      give(storage, tensor, begun_);
     }
   }
   saved_early_.clear();

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Generator.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/util/SmallVector.h>
 
 #include <memory>
 #include <optional>
@@ -12,6 +13,7 @@
 #include "source.h"
 #include "storages.h"
 #include "tape.h"
+#include "versions.h"
 
 namespace memplug {
 
@@ -22,10 +24,10 @@ struct Drawn {
 };
 
 // Memory that was there before the region, or that has Python's values (literals.cpp): the first tensor of each that it
-// met, and how often that had been written to when the forward was over.
+// met, and how often that and others in it had been written to when the forward was over.
 struct Given {
   at::Tensor tensor; // undefined: made by the region, or swapped
-  uint32_t version = 0;
+  c10::SmallVector<Count, 1> counts; // none where it is undefined
   bool had_gradient = false; // a leaf, when it was met
   bool noted = false; // what that was
 };
@@ -139,6 +141,15 @@ class Forward {
   // An operator is called with a tensor of a subclass.
   void meet_subclass(const at::Tensor& tensor) {
     opaque_ |= listener_->is_transparent(tensor) ? 0 : SUBCLASS;
+    meet_wrapper(tensor);
+  }
+
+  // An operator or a function is about to be given one, such as a DTensor: writes to it count there, and not where its
+  // memory is.
+  void meet_wrapper(const at::Tensor& tensor) {
+    if (tensor.is_leaf() && tensor.requires_grad()) { // else it may be the region's own
+      read(tensor, begun_ + 1, false);
+    }
   }
 
   // An operator that was looked through has run, since `before` operators had begun.
@@ -180,8 +191,27 @@ class Forward {
   at::Tensor held_again(size_t index) const;
 
   // Memory from outside, for a recompute pass. Throws where it is gone, or was written to since and does not change by
-  // the region's own doing.
-  at::Tensor given_again(int32_t storage, bool regathered, bool changes) const;
+  // the region's own doing. The pass runs no operator from `end` on.
+  at::Tensor given_again(int32_t storage, bool regathered, bool changes, size_t end) const;
+
+  // What runs now reads a tensor of which no operator tells: its address was taken, another region or a unit has it, or it
+  // wraps the tensor that operators are given.
+  void read(const at::Tensor& tensor, bool in_unit = false) {
+    read(tensor, begun_, in_unit);
+  }
+
+  // The same of all that another forward, inside of this one, was given.
+  void read(const Forward& inner);
+
+  // Throws where one of those was written to since, for a pass that runs no operator from `end` on.
+  void check_read(size_t end) const;
+
+  // A count of what a saved tensor may have been computed from, and which has changed since, so that no pass that runs the
+  // module gives that tensor; null: none. What the forward itself wrote to is put back for the pass.
+  const Count* changed(size_t index) const;
+
+  // Such a pass begins, and may write to some of it as the forward did: which saved tensors it does not give.
+  void note_stale();
 
   // What was restored and not taken goes.
   void forget(size_t index);
@@ -217,6 +247,7 @@ class Forward {
     bool alive = true; // backward may still ask for it
     bool in_unit = false; // by a unit, whose backward may have kernels that write over it
     bool written = false;
+    bool stale = false; // a pass that runs the module does not give it
     Way way = Way::HELD;
     at::Tensor restored; // by a recompute pass, until backward takes it
     uint32_t restored_version = 0;
@@ -253,8 +284,11 @@ class Forward {
   enum : uint8_t { NOT, PART, WHOLE };
 
   int32_t number(const at::Tensor& tensor, bool given);
-  int32_t meet(const at::Tensor& tensor); // given, if it is new
-  void give(int32_t storage, const at::Tensor& tensor);
+  int32_t meet(const at::Tensor& tensor, size_t met); // given, if it is new
+  void count(Given& memory, const at::Tensor& tensor, size_t met);
+  void give(int32_t storage, const at::Tensor& tensor, size_t met);
+  void close_counts();
+  void read(const at::Tensor& tensor, size_t met, bool in_unit);
   void find_arguments(c10::ArrayRef<c10::IValue> arguments);
   bool find_results(c10::ArrayRef<c10::IValue> results, const Record& record);
   bool is_same(const Operator& op, c10::ArrayRef<c10::IValue> arguments, const Record& record) const;
@@ -293,6 +327,7 @@ class Forward {
   uint32_t opaque_ = 0;
   size_t unobserved_ = 0; // how often it became opaque as something was done past operators
 
+  std::vector<Count> read_; // of what no operator tells
   std::vector<bool> own_, counted_; // by storage
   struct Captured {
     uint8_t rows = NOT;

@@ -3,6 +3,7 @@
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <iterator>
@@ -189,7 +190,8 @@ void add_forwards(py::module_& module) {
   module.def("pause", &Observer::pause);
   module.def("resume", &Observer::resume);
   module.def("paused", &Observer::paused);
-  module.def("address_taken", &Observer::address_taken);
+  module.def("address_taken", [](py::handle tensor) { Observer::address_taken(tensor_of(tensor)); });
+  module.def("read", [](py::handle tensor) { Observer::read(tensor_of(tensor)); });
   // what garbage collection runs on this thread, finalizers of whatever has died, is no operator of a region
   module.def("collecting", [](const std::string& phase, py::handle) {
     phase == "start" ? Observer::pause() : Observer::resume();
@@ -217,6 +219,7 @@ void add_forwards(py::module_& module) {
     const Suspension own;
     std::vector<at::Tensor> others, before(given.size());
     for (size_t i = 0; i < given.size(); ++i) {
+      forward.read(given[i]);
       if (!is_parameter(given[i])) {
         others.push_back(given[i]);
         const bool has_values = !given[i].is_privateuseone() && !given[i].is_meta(); // the virtual device has none
@@ -256,6 +259,15 @@ void add_forwards(py::module_& module) {
       return !is_parameter(each);
     });
     return Running::observed()->forward.writes_elsewhere(since.progress.begun, others);
+  });
+  // a function is about to be given these
+  module.def("meet_wrappers", [](const py::args& arguments) {
+    Running* const running = Running::observed();
+    for (const py::handle each : arguments) {
+      if (running != nullptr && THPVariable_Check(each.ptr()) && tensor_of(each).key_set().has(c10::DispatchKey::Python)) {
+        running->forward.meet_wrapper(tensor_of(each));
+      }
+    }
   });
   module.def("is_undecided", [] { Running::observed()->region->is_undecided = true; });
   module.def("observes", [] { return Running::observed() != nullptr; });
@@ -328,7 +340,7 @@ void add_forwards(py::module_& module) {
       .def_property_readonly("leaves", &Running::leaves)
       .def("has_to_restore", [](const Running& r, size_t index) {
         const Forward::Saved& saved = r.forward.saved.at(index);
-        return saved.alive && saved.way == Forward::Way::RECOMPUTED;
+        return saved.alive && saved.way == Forward::Way::RECOMPUTED && !saved.stale;
       })
       .def("restore", [](Running& r, size_t index, py::handle tensor) { r.forward.restore(index, tensor_of(tensor)); })
       .def("saved_as", [](const Running& r, size_t index) {

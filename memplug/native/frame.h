@@ -106,8 +106,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // all of them, and the first that a further backward asks for does so again.
   virtual void restore() = 0;
 
-  // The same, and notes the stream on which it runs, which what it restores belongs to.
-  void restore_here();
+  // The same for one of them, and notes the stream on which it runs, which what it restores belongs to. Throws where the
+  // module would run again, and what that tensor may have been computed from was written to since.
+  void restore_here(size_t index);
 
   // A restored tensor, for the current stream. Throws where it was written to since.
   at::Tensor take(size_t index);
@@ -227,8 +228,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
  private:
   void refill();
   void hold_so_far();
-  // What a pass finds of a storage that was there before the region; notes a swapped input that it reads.
-  at::Tensor base_of(int32_t storage, std::vector<std::shared_ptr<Swapped>>& read);
+  // What a pass that runs no operator from `end` on finds of a storage that was there before the region; notes a swapped
+  // input that it reads.
+  at::Tensor base_of(int32_t storage, size_t end, std::vector<std::shared_ptr<Swapped>>& read);
   struct Capture {
     std::vector<Part> parts; // none: a collective whose result no backward asks for
     bool whole;

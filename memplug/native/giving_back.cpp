@@ -5,7 +5,13 @@
 
 namespace memplug {
 
-void Frame::restore_here() {
+void Frame::restore_here(size_t index) {
+  if (is_opaque && !keeps) {
+    forward.note_stale();
+    if (forward.saved[index].stale) {
+      forward.changed(index)->fail();
+    }
+  }
   restored_on_ = flow->transfer->streams().current();
   restore();
 }
@@ -103,7 +109,7 @@ void Frame::forget() {
   }
 }
 
-at::Tensor Frame::base_of(int32_t storage, std::vector<std::shared_ptr<Swapped>>& read) {
+at::Tensor Frame::base_of(int32_t storage, size_t end, std::vector<std::shared_ptr<Swapped>>& read) {
   if (const auto found = written.find(storage); found != written.end()) {
     ordered(found->second->tensor);
     return found->second->fresh();
@@ -115,7 +121,7 @@ at::Tensor Frame::base_of(int32_t storage, std::vector<std::shared_ptr<Swapped>>
   }
   // what the forward has read is not compared before it is over
   const bool changes = !is_over_ || changing.count(storage) > 0;
-  return ordered(forward.given_again(storage, forward.storages.regathered[storage], changes));
+  return ordered(forward.given_again(storage, forward.storages.regathered[storage], changes, end));
 }
 
 Frame::Pass Frame::begin_pass() {
@@ -125,8 +131,13 @@ Frame::Pass Frame::begin_pass() {
   }
   const auto wanted = storages_of(pass.indices); // less than when it was decided, where parts of the graph are gone
   const auto reads = wanted == decisions->wanted ? decisions->reads : read_by(*tape, decisions->actions, wanted);
+  const auto last = std::find_if(decisions->actions.rbegin(), decisions->actions.rend(), [](Action action) {
+    return action != Action::SKIP;
+  });
+  const auto end = static_cast<size_t>(decisions->actions.rend() - last);
+  forward.check_read(end);
   for (const int32_t storage : reads) {
-    pass.bases[storage] = base_of(storage, pass.inputs);
+    pass.bases[storage] = base_of(storage, end, pass.inputs);
   }
   return pass;
 }

@@ -85,7 +85,7 @@ void Forward::lift(size_t index, const at::Tensor& tensor) {
   if (!makers.empty()) {
     literal_bytes_ += storages.nbytes[storage];
     literals_.push_back(storage);
-    give(storage, tensor);
+    give(storage, tensor, begun_);
   }
 }
 

@@ -52,7 +52,7 @@ std::vector<Source> Forward::end_unit(
         lasting.begin(), lasting.end(), [&, &own = tensor](const auto& each) { return each.is_alias_of(own); });
     if (lasts) {
       storages.given[storage] = true;
-      give(storage, tensor);
+      give(storage, tensor, begun_);
       continue;
     }
     const auto save = std::find_if(
@@ -152,7 +152,7 @@ bool Forward::writes_elsewhere(size_t begun, const std::vector<at::Tensor>& give
 
 void Forward::protect(const std::vector<at::Tensor>& given) {
   for (const at::Tensor& tensor : given) {
-    const int32_t storage = meet(tensor);
+    const int32_t storage = meet(tensor, begun_);
     if ((storages.given[storage] && !own_[storage]) || is_captured(storage)) {
       own_[storage] = true;
       listener_->before_write(storage, tensor);

@@ -50,9 +50,16 @@ void Observer::resume() {
   --pauses;
 }
 
-void Observer::address_taken() {
+void Observer::address_taken(const at::Tensor& tensor) {
   if (is_noting()) {
     current->forward_.blind(UNOBSERVED);
+    current->forward_.read(tensor);
+  }
+}
+
+void Observer::read(const at::Tensor& tensor) {
+  if (is_noting()) {
+    current->forward_.read(tensor);
   }
 }
 

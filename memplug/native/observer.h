@@ -40,8 +40,11 @@ class Observer {
     }
   };
 
-  // Somebody took the address of a tensor: what is done with it is no operator.
-  static void address_taken();
+  // A tensor's address escaped: what is done with it is no operator.
+  static void address_taken(const at::Tensor& tensor);
+
+  // Python reads its values past operators.
+  static void read(const at::Tensor& tensor);
 
   // Whether a forward of this thread is told of its operators; and whether one that began now would be noted: what runs
   // inside of a leaf is its own affair.

@@ -154,7 +154,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   std::exception_ptr failed_; // of a pass that was begun, until `replay` throws it
   pybind11::object executor_, region_object_;
   std::optional<Observer> observer_;
-  Running* outer_ = nullptr; // that the thread was told of before
+  Running* outer_ = nullptr; // that the thread was told of before, and whose operators are not noted meanwhile
   std::map<size_t, UnitCall> units_; // by operator
   std::vector<Item> items_;
   Containers arguments_, keywords_;

@@ -8,14 +8,12 @@
 #include "observer.h"
 #include "replay.h"
 #include "transfer_module.h"
+#include "versions.h"
 
 namespace py = pybind11;
 
 namespace memplug {
 namespace {
-
-constexpr const char* kWritten =
-    "one of the variables needed for gradient computation has been modified by an inplace operation";
 
 // Stands for a tensor in autograd's graph.
 struct SavedObject {
@@ -97,7 +95,7 @@ PyObject* unpack(PyObject*, PyObject* object) {
   PyObject* const unpacked = translated([&]() -> PyObject* {
     const Forward::Saved& saved = frame.forward.saved[self->index];
     if (saved.written) {
-      PyErr_SetString(PyExc_RuntimeError, kWritten);
+      PyErr_SetString(PyExc_RuntimeError, kWrittenInPlace);
       return nullptr;
     }
     const bool is_itself = saved.way == Forward::Way::HELD || (saved.way == Forward::Way::RECOMPUTED && saved.kept.defined());
@@ -105,7 +103,7 @@ PyObject* unpack(PyObject*, PyObject* object) {
       PyErr_Format(
           PyExc_RuntimeError,
           "%s: it is at version %u; expected version %u",
-          kWritten,
+          kWrittenInPlace,
           saved.counter.current_version(),
           saved.version);
       return nullptr;
@@ -123,7 +121,7 @@ PyObject* unpack(PyObject*, PyObject* object) {
       }
       frame.flow->pump(frame, saved.largest_bytes);
       if (saved.way == Forward::Way::RECOMPUTED && !saved.restored.defined()) {
-        frame.restore_here();
+        frame.restore_here(self->index);
       }
       const at::Tensor found =
           saved.way == Forward::Way::VIEW ? frame.view(self->index) : frame.take(self->index);

@@ -39,7 +39,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
       }
     }
     if (storages.given[storage] && !is_captured(storage)) {
-      give(storage, tensor);
+      give(storage, tensor, begun_);
     } else if (!unit_saves_) { // else once it is known whether the unit made it
       count(storage);
     }
@@ -111,24 +111,6 @@ void Forward::restore(size_t index, const at::Tensor& tensor) {
   each.restored = tensor;
   each.restored_version = version_of(tensor);
   ledger_->recomputed_bytes += memory_bytes(tensor);
-}
-
-at::Tensor Forward::given_again(int32_t storage, bool regathered, bool changes) const {
-  const Given& memory = given[storage];
-  if (!memory.tensor.defined()) {
-    throw Diverged("a tensor from outside of the region is not there in the recompute pass");
-  }
-  if (!changes) {
-    check_version(memory.tensor, memory.version, "tensor that its region reads");
-  }
-  if (is_irregular(memory.tensor)) {
-    return memory.tensor;
-  }
-  const size_t nbytes = regathered ? memory.tensor.nbytes() : memory.tensor.storage().nbytes();
-  if (static_cast<int64_t>(nbytes) < storages.nbytes[storage]) {
-    throw Failure(Failure::GIVEN_WAS_TAKEN, memory.tensor.sizes());
-  }
-  return memory.tensor;
 }
 
 at::Tensor Forward::take(size_t index) {

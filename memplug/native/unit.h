@@ -33,7 +33,7 @@ struct __attribute__((visibility("hidden"))) UnitCall {
   std::vector<pybind11::object> values = {}; // of those: null where it is a tensor of the tape
   std::vector<bool> requires_grad = {}, written = {}; // of these tensors: `written` by the unit, as its operator says
   std::vector<pybind11::object> types = {}; // likewise, see `type_of`
-  std::vector<at::Tensor> parameters = {}; // among the values
+  std::vector<at::Tensor> parameters = {}; // among the values, and of its module
   std::vector<uint32_t> versions = {}; // of these
   std::vector<Source> parts = {};
   size_t saved = 0; // how many tensors it saved

@@ -121,6 +121,9 @@ void Running::end() {
   if (observer_.has_value()) {
     observer_.reset();
     observed_now = std::exchange(outer_, nullptr);
+    if (observed_now != nullptr) {
+      observed_now->forward.read(forward);
+    }
   }
 }
 
@@ -151,6 +154,15 @@ py::object Running::run_unit(
       at::GradMode::is_enabled()};
   const bool writes_unsaid = made.unit.attr("writes_unsaid").cast<bool>();
   const UnitInputs given = inputs_of(made, arguments, keywords);
+  std::vector<at::Tensor> reads;
+  for (const py::handle parameter : made.unit.attr("reads")()) {
+    reads.push_back(tensor_of(parameter));
+  }
+  for (const auto* const parameters : {&made.parameters, &reads}) {
+    for (const at::Tensor& parameter : *parameters) {
+      forward.read(parameter, true);
+    }
+  }
   const size_t index = forward.begun(), saved = forward.saved.size();
   const auto versions = versions_of(given.tensors);
   if (writes_unsaid && forward.followed() == nullptr) { // it may write to more than it did yet
@@ -177,6 +189,10 @@ py::object Running::run_unit(
       forward.fail_unit();
       throw Failure(Failure::GIVEN_WAS_WRITTEN, made.parameters[i].sizes());
     }
+  }
+  for (const at::Tensor& parameter : reads) {
+    made.parameters.push_back(parameter);
+    made.versions.push_back(version_of(parameter));
   }
   const Suspension own;
   if (!made.unit.attr("puts_back").cast<bool>()) {

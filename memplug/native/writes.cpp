@@ -10,6 +10,9 @@ namespace memplug {
 
 void Running::before_write(int32_t storage, const at::Tensor& tensor) {
   const Locked locked;
+  if (outer_ != nullptr && forward.storages.given[storage]) {
+    outer_->forward.protect({tensor});
+  }
   remember(tensor);
   Frame::before_write(storage, tensor);
 }

@@ -154,6 +154,10 @@ def _deterministic() -> Any:
         torch.use_deterministic_algorithms(False)
 
 
+def _saving_copies() -> AbstractContextManager[Any]:
+    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copy: copy)
+
+
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     # regions cast a weight for each use of it
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
@@ -192,9 +196,12 @@ class Program:
     roomy: bool = False
     arena: bool = False
 
-    def trained(self, alpha: float | str | None) -> Any:
+    def trained(self, alpha: float | str | None, copies: bool = False) -> Any:
         """Returns what the training gives, for `==`: losses, gradients and state of each step, and the error that ended
         it; with memplug where `alpha` is one.
+
+        Args:
+            copies: autograd saves copies, so that writing to what it saved is no error, and changes no gradient.
         """
         torch.manual_seed(0)
         random.seed(0)
@@ -203,7 +210,8 @@ class Program:
         model, found = Model(self.layers, self.given, self.entry), []
         KINDS[self.kind](model)
         try:
-            self._train(model, alpha, found)
+            with _saving_copies() if copies else contextlib.nullcontext():
+                self._train(model, alpha, found)
         except Exception as error:
             return found, error
         return found, None

@@ -177,6 +177,29 @@ def _interrupt(grad: torch.Tensor) -> None:
     raise _Interrupted
 
 
+def _write_biases(model: nn.Module) -> None:
+    """Write to parameters that autograd does not save."""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.bias.add_(1)
+
+
+def _written_between(model: nn.Module, x: torch.Tensor) -> Losses:
+    loss = model(x)
+    _write_biases(model)
+    loss.backward()
+    return [loss]
+
+
+def _written_between_backwards(model: nn.Module, x: torch.Tensor) -> Losses:
+    losses = [model(x), model(x * 2)]
+    losses[0].backward()
+    _write_biases(model)
+    losses[1].backward()
+    return losses
+
+
 def _stepped_in_backward(model: nn.Module, x: torch.Tensor) -> Losses:
     def step(weight: torch.Tensor) -> None:
         with torch.no_grad():
@@ -196,5 +219,6 @@ SCHEDULES: dict[str, Any] = {
         *(_plain, _micro_batches, _reversed, _twice, _in_parts, _asked, _penalized, _batched, _batched_by_function),
         *(_evaluated, _inferred, _dropped, _larger, _smaller, _vmapped, _transformed, _pushed_forward, _checkpointed),
         *(_checkpointed_reentrant, _in_thread, _interrupted, _stepped_in_backward),
+        *(_written_between, _written_between_backwards),
     )
 }

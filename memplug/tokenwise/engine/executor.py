@@ -227,8 +227,8 @@ class Executor:
             return error
         named = InPlaceError(
             f"region {region.name}: {error}",
-            "Between a forward with gradients and its backward, write to nothing that the forward was given, such as a "
-            "buffer or a static key-value cache: give the other code a copy, or run backward first.",
+            "Between a forward with gradients and its backward, write to nothing that the forward read, such as a "
+            "parameter, a buffer or a static key-value cache: give the other code a copy, or run backward first.",
         )
         return named.with_traceback(error.__traceback__)
 

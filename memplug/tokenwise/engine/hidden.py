@@ -67,6 +67,7 @@ class HiddenFunctions:
         executor = self._executor
         if not self._is_on:
             return call(*args, **kwargs)
+        executor.core.meet_wrappers(*args)
         unit = self._units.get(function)
         if unit is not None:
             return unit.run(call, args, kwargs)

@@ -7,7 +7,7 @@ plan keeps, swaps or recomputes what a custom autograd function saved, tensor by
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class Unit:
         writes_unsaid: its kernels may write to what it is given and gives back, which no version tells.
         lasting: tensors that outlive the unit, such as a weight's cast that its module keeps: what it saves of these is
             held. Asked behind each call.
+        reads: parameters of its own, which it is not given.
         forward: entered around a forward; gives what it takes to run again as it ran, complete once it is over.
         again: entered around such a run, with that.
 
@@ -56,11 +57,12 @@ class Unit:
         puts_back: bool = True,
         writes_unsaid: bool = False,
         lasting: Callable[[], list[torch.Tensor]] = list,
+        reads: Callable[[], Iterable[torch.Tensor]] = list,
         forward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         again: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self.executor, self.name, self.is_shared, self.puts_back = executor, name, is_shared, puts_back
-        self._is_row_wise, self.lasting, self.writes_unsaid = is_row_wise, lasting, writes_unsaid
+        self._is_row_wise, self.lasting, self.reads, self.writes_unsaid = is_row_wise, lasting, reads, writes_unsaid
         self._forward, self.again = forward, again
         self._overload = _overload(kind, is_shared)
         self.writes: set[int] = set()

@@ -1,4 +1,4 @@
-"""A mode that notices what the native core does not: an address that is taken."""
+"""A mode that notices what the native core does not: an address that is taken, values that are read."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _GIVES_ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.__dlpack__, torch.utils.dlpack.to_dlpack}
+_READS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
 class AddressMode(TorchFunctionMode):
-    """Tells the core when an address is taken."""
+    """Tells the core when an address is taken, or values are read past operators."""
 
     def __init__(self, native: Any):
         super().__init__()
@@ -19,5 +20,7 @@ class AddressMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _GIVES_ADDRESSES:
-            self._native.address_taken()
+            self._native.address_taken(args[0])
+        elif func in _READS:
+            self._native.read(args[0])
         return func(*args, **(kwargs or {}))
