@@ -218,7 +218,7 @@ def decisions_of(
                 captured,
                 solution.inputs_swapped,
                 input_bytes + sum(swapped.values()),
-                tape.native.fingerprint,
+                tape.native.fingerprint if not region.opaque else None,
                 is_agreed=observer.is_agreed,
                 kept_bytes=sum(_output_bytes(tape, index) for index in group.keep),
                 recomputed_bytes=recomputed_bytes,

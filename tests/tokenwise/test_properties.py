@@ -31,6 +31,8 @@ FOUND = (
     Program((("resizes", "sorts"), ()), schedule=("plain",) * 6, entry="scaled", arena=False),
     # a sparse tensor that a module saves which runs again
     Program((("skips", "later sparse"),), schedule=("micro batches",) * 2, entry="scaled", turn=1, arena=False),
+    # a region that is opaque only once there is a plan
+    Program((("later raises",), ()), schedule=("plain",) * 6, entry="scaled", turn=4, arena=False),
     # a region where no hooks may be set
     Program((("sin",),), modes=("without hooks",)),
 )
@@ -42,11 +44,6 @@ UNDER_HOOKS = ("don't yet support saved tensor hooks", "no hooks here")
 """Of torch, in a region that runs a transform or disables such hooks, by which memplug sees what autograd saves."""
 UNDER_OTHER_HOOKS = ("Cannot copy out of meta tensor", "NestedTensorImpl doesn't support sizes")
 """Of torch, where hooks of torch's own save tensors, which memplug saves by its own in a region."""
-
-
-@pytest.fixture(autouse=True)
-def plans_do_what_they_say() -> None:
-    """Leave the warning a warning: here tensors below `min_offload_bytes` are more than 2 % of what is swapped."""
 
 
 def found(test: Callable[..., None]) -> Callable[..., None]:
