@@ -33,6 +33,8 @@ FOUND = (
     Program((("skips", "later sparse"),), schedule=("micro batches",) * 2, entry="scaled", turn=1, arena=False),
     # a region that is opaque only once there is a plan
     Program((("later raises",), ()), schedule=("plain",) * 6, entry="scaled", turn=4, arena=False),
+    # forwards of one step of which one is given inputs that need a gradient
+    Program((("raises",),) * 2, "with gradient", schedule=("interrupted",) * 7),
     # a region where no hooks may be set
     Program((("sin",),), modes=("without hooks",)),
 )
