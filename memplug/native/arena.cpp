@@ -277,7 +277,7 @@ bool Arena::hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, ui
   counters_.peak_bytes = std::max(counters_.peak_bytes, counters_.live_bytes);
   counters_.peak_size = std::max(counters_.peak_size, counters_.live_size);
   const bool wanted = device_.handed_out(begin, nbytes, stream);
-  counters_.unwanted_bytes += wanted ? 0 : static_cast<int64_t>(nbytes);
+  counters_.wanted_bytes += wanted ? static_cast<int64_t>(nbytes) : 0;
   return wanted;
 }
 
@@ -339,9 +339,23 @@ void Arena::take_in(Part& part, char* begin, char* end, int64_t nbytes, Stream s
   }
   counters_.live_bytes -= nbytes;
   counters_.live_size -= end - begin;
-  counters_.unwanted_bytes -= wanted ? 0 : nbytes;
+  counters_.wanted_bytes -= wanted ? nbytes : 0;
   --part.live;
   device_.came_back(begin, static_cast<size_t>(nbytes), wanted, open_);
+}
+
+void Arena::forget_wanted() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
+    live_[start].wanted = false;
+  }
+  for (auto& [begin, other] : others_) {
+    other.wanted = false;
+  }
+  for (auto& [begin, kept] : kept_blocks_) {
+    kept.wanted = false;
+  }
+  counters_.wanted_bytes = 0;
 }
 
 bool Arena::use_on(void* pointer, Stream stream) {
@@ -386,7 +400,7 @@ std::vector<std::pair<int32_t, int32_t>> Arena::late() const {
 ArenaCounters Arena::counters() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   ArenaCounters counters = counters_;
-  counters.unwanted_bytes = open_ ? counters_.unwanted_bytes : 0;
+  counters.told_bytes = open_ ? counters_.live_bytes : counters_.wanted_bytes;
   for (const auto& part : parts_) {
     counters.reserved_bytes += part->nbytes;
   }

@@ -115,7 +115,8 @@ struct ArenaCounters {
   int64_t peak_size = 0; // the most of it since the last plan
   int64_t peak_bytes = 0; // likewise, as asked for
   int64_t leftover_bytes = 0; // now: of the part that is used again and again, held by blocks of earlier steps
-  int64_t unwanted_bytes = 0; // now, while there is a plan: of blocks whose end is not to be told
+  int64_t wanted_bytes = 0; // now: of blocks whose end is told, as their beginning was
+  int64_t told_bytes = 0; // now: of blocks whose end is told to a recording, which are all of them while there is a plan
 };
 
 // Whether a request that the plan does not know may use reusable space.
@@ -152,6 +153,9 @@ class Arena {
 
   // Nothing is known of what outlives its step: another model trains.
   void forget_leftovers();
+
+  // Of no block that is in use the end is wanted any more.
+  void forget_wanted();
 
   // Memory for a request, null: ask the native allocator.
   void* request(int32_t phase, int32_t layer, size_t nbytes, Stream stream, Reuse reuse);

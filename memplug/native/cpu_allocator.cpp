@@ -91,7 +91,8 @@ Limited& limited() {
 }
 
 void free_noted(void* pointer) {
-  note_free(pointer, limited().remove(pointer));
+  const int64_t counted = limited().remove(pointer);
+  note_free(pointer, base_of_recording() == Base::LIMIT ? counted : 0);
   native_deleter(pointer);
 }
 

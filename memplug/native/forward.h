@@ -251,6 +251,7 @@ class Forward {
     Way way = Way::HELD;
     at::Tensor restored; // by a recompute pass, until backward takes it
     uint32_t restored_version = 0;
+    int64_t restored_bytes = 0; // in the ledger; a frame that dies asks no tensor for them
     at::Tensor taken; // by a backward that does not keep its graph, until its node is done
     uint32_t taken_version = 0;
   };

@@ -93,7 +93,7 @@ struct Region {
 
   std::string kind; // the name of its class
   std::shared_ptr<const Setting> setting = std::make_shared<Setting>();
-  std::optional<uint64_t> planned_from; // fingerprint of the tape that the plan was made from
+  std::optional<uint64_t> planned_from; // fingerprint of the tape that the plan was made from; none: it was opaque
   std::shared_ptr<const Tape> last; // of its last forward that was not opaque
   std::shared_ptr<const Decisions> decisions; // of its last recompute pass, for the next
   std::optional<int64_t> forward_bytes; // that one forward sends to the host by the plan

@@ -38,6 +38,7 @@ Log& log() {
 }
 
 std::atomic<bool> recording{false};
+std::atomic<Base> base{Base::TRACKED};
 std::atomic<int64_t> in_use{0}; // of the log's usage, readable without its lock
 thread_local bool moving = false;
 std::atomic<int64_t> moved_out{0};
@@ -66,7 +67,8 @@ void add(Log& l, int32_t kind, Block block, int64_t nbytes) {
 
 void begin_requests(int64_t base_bytes) {
   // Before the lock: the arena and the limit tell of their blocks under their own.
-  const int64_t unrecorded = unrecorded_bytes(), counted = is_cpu_limited() ? cpu_bytes().in_use : -1;
+  base = base_bytes >= 0 ? Base::DEVICE : is_cpu_limited() ? Base::LIMIT : Base::TRACKED;
+  const int64_t told = told_bytes(), wanted = wanted_bytes(), counted = cpu_bytes().in_use;
   auto& l = log();
   const std::lock_guard<std::mutex> lock(l.mutex);
   for (auto& [pointer, block] : l.alive) {
@@ -76,10 +78,12 @@ void begin_requests(int64_t base_bytes) {
   l.events.reserve(1 << 16);
   l.streams.clear();
   l.requests = 0;
-  if (base_bytes >= 0 || counted >= 0) {
-    base_bytes = (base_bytes < 0 ? counted + unrecorded : base_bytes) + moved_out;
+  if (base == Base::DEVICE) {
+    base_bytes += moved_out;
+  } else if (base == Base::LIMIT) {
+    base_bytes = counted + told + moved_out;
   } else {
-    base_bytes = l.tracked_bytes + unrecorded;
+    base_bytes = l.tracked_bytes + told - wanted; // what is wanted is tracked
   }
   l.usage = {base_bytes, base_bytes, base_bytes, base_bytes};
   in_use = base_bytes;
@@ -88,6 +92,10 @@ void begin_requests(int64_t base_bytes) {
 
 void end_requests() {
   recording = false;
+}
+
+Base base_of_recording() {
+  return base.load(std::memory_order_relaxed);
 }
 
 bool recording_requests() {
@@ -115,19 +123,23 @@ void note_moved_out(int64_t nbytes) {
   moved_out += nbytes;
 }
 
-void note_malloc(void* pointer, size_t nbytes, const void* stream) {
+bool note_malloc(void* pointer, size_t nbytes, const void* stream) {
   if (moving) {
-    return;
+    return true; // `note_moved` tells of it
+  }
+  if (!recording_requests()) {
+    return false;
   }
   auto& l = log();
   const std::lock_guard<std::mutex> lock(l.mutex);
   if (!recording_requests()) {
-    return;
+    return false;
   }
   const Block block{l.requests++, static_cast<int64_t>(nbytes), number_of(l, stream)};
   l.alive[pointer] = block;
   l.tracked_bytes += block.nbytes;
   add(l, 0, block, block.nbytes);
+  return true;
 }
 
 void note_free(void* pointer, size_t nbytes) {
@@ -158,6 +170,7 @@ RequestWatcher request_watcher() {
 }
 
 void forget_blocks() {
+  forget_wanted();
   auto& l = log();
   const std::lock_guard<std::mutex> lock(l.mutex);
   l.alive.clear();

@@ -31,14 +31,21 @@ struct Usage {
 };
 
 // Begin a recording. `base_bytes`: in use on the device now, as its allocator counts, of which what was recorded earlier
-// and is still alive is part; -1: where nothing counts, that and the arena's alone, or what a limit of the CPU counts.
+// and is still alive is part; -1: where nothing counts, that and the arena's alone, or what a limit of the CPU counts. A
+// free is noted if, and only if, its bytes are part of that, or its malloc was noted: so never more is freed than there is.
 void begin_requests(int64_t base_bytes);
 void end_requests();
 bool recording_requests();
 
+// What a recording begins with: blocks that were recorded earlier, and the arena's; what a limit of the CPU counts, and the
+// arena's; all that the device's allocator counts. Of the one that runs now, or ran last.
+enum class Base { TRACKED, LIMIT, DEVICE };
+Base base_of_recording();
+
 // What an allocator saw. `stream` is any name of it; streams are numbered in order of appearance.
-void note_malloc(void* pointer, size_t nbytes, const void* stream);
-// `nbytes`: size of the block where the allocator knows it; only used for blocks from before the recording.
+// Returns whether it was noted, and its free is to be told, recording or not.
+bool note_malloc(void* pointer, size_t nbytes, const void* stream);
+// `nbytes`: size of the block where it is part of what a recording begins with; only used for blocks from before it.
 void note_free(void* pointer, size_t nbytes);
 
 // While one lives, what the calling thread asks for and gives back is not noted, if `on`: the step is recorded as if it

@@ -172,9 +172,10 @@ void Running::over() {
   if (!region->repeats || !region->talks) {
     region->talks = region->talks.value_or(false) || forward.communicates();
   }
+  const std::optional<uint64_t> followed = is_opaque ? std::nullopt : std::optional(tape->fingerprint());
+  flow->strayed += followed != region->planned_from ? 1 : 0;
   if (!is_opaque) {
     flow->keep(*region, tape);
-    flow->strayed += tape->fingerprint() != region->planned_from ? 1 : 0;
   } else if (!(region->opaque && region->seen)) {
     executor_.attr("note_opaque")(region_object_, forward.opaque(), why_it_keeps());
   }

@@ -108,9 +108,10 @@ void Forward::keep(size_t index, const at::Tensor& tensor) {
 void Forward::restore(size_t index, const at::Tensor& tensor) {
   forget(index);
   Saved& each = saved[index];
+  each.restored_bytes = memory_bytes(tensor);
   each.restored = tensor;
   each.restored_version = version_of(tensor);
-  ledger_->recomputed_bytes += memory_bytes(tensor);
+  ledger_->recomputed_bytes += each.restored_bytes;
 }
 
 at::Tensor Forward::take(size_t index) {
@@ -137,7 +138,7 @@ at::Tensor Forward::held_again(size_t index) const {
 
 void Forward::forget(size_t index) {
   if (saved[index].restored.defined()) {
-    ledger_->recomputed_bytes -= memory_bytes(saved[index].restored);
+    ledger_->recomputed_bytes -= saved[index].restored_bytes;
     saved[index].restored.reset();
   }
 }

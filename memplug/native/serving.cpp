@@ -113,8 +113,20 @@ void give_back_served(void* pointer) {
   }
 }
 
-int64_t unrecorded_bytes() {
-  return sum_of(&ArenaCounters::unwanted_bytes);
+int64_t told_bytes() {
+  return sum_of(&ArenaCounters::told_bytes);
+}
+
+int64_t wanted_bytes() {
+  return sum_of(&ArenaCounters::wanted_bytes);
+}
+
+void forget_wanted() {
+  auto& known = arenas();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  for (const auto& [key, each] : known.all) {
+    each->forget_wanted();
+  }
 }
 
 int64_t reserved_bytes() {
@@ -141,18 +153,15 @@ void unlock_arenas_after_fork() {
 
 bool RecordingDevice::handed_out(void* pointer, size_t nbytes, Stream stream) {
   profile(pointer, static_cast<int64_t>(nbytes));
-  if (!recording_requests()) {
-    return false;
-  }
-  note_malloc(pointer, nbytes, stream);
-  return true;
+  return note_malloc(pointer, nbytes, stream);
 }
 
 // A block that was handed out before the recording is noted with its size, as the native allocators do it; unless it is
 // older than what the recording knows of.
 void RecordingDevice::came_back(void* pointer, size_t nbytes, bool wanted, bool open) {
   profile(pointer, -static_cast<int64_t>(nbytes));
-  if (wanted || (open && recording_requests())) {
+  const bool known = open || base_of_recording() == Base::DEVICE;
+  if (wanted || (known && recording_requests())) {
     note_free(pointer, nbytes);
   }
 }

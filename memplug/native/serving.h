@@ -37,9 +37,13 @@ void* serve_request(size_t nbytes, Stream stream);
 // What deletes a block of the arena.
 void give_back_served(void* pointer);
 
-// The bytes in use of arenas with a plan that the recorder has not heard of; what a former arena left is as unknown to it
-// as what the native allocator gave out before.
-int64_t unrecorded_bytes();
+// The bytes in use of all arenas whose end a recording is told of, and those of which it was told the beginning too; what a
+// former arena left is as unknown to it as what the native allocator gave out before.
+int64_t told_bytes();
+int64_t wanted_bytes();
+
+// The recorder has forgotten all blocks: see `Arena::forget_wanted`.
+void forget_wanted();
 
 // What all arenas have reserved now, and what is in use of it, as asked for.
 int64_t reserved_bytes();

@@ -38,6 +38,7 @@ from memplug.arena.technique import PlannedAddresses
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
+from memplug.device.reserved import Reserved, Served
 from memplug.errors import RanksError
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program
@@ -54,7 +55,6 @@ from memplug.session.technique import Given
 from memplug.session.techniques import FOLLOWING
 from memplug.swap.technique import SwapsWhole
 from memplug.tokenwise.engine.region import Region
-from memplug.tokenwise.room import Served
 from memplug.tokenwise.technique import TokenWise
 
 log = logging.getLogger("memplug")
@@ -99,9 +99,10 @@ class Boundary:
     ):
         self._config, self._device, self._ranks = config, device, ranks
         self._request_failed = request_failed
+        self._reserved = Reserved(device.memory, self._served)
         self.tokenwise = TokenWise(
             *(config, regions, device, regathers, explain, self.unrecorded, self._ranks),
-            *(self._step_peak, self._trace, self._served),
+            *(self._step_peak, self._trace, self._reserved),
         )
         plans = self.tokenwise.plans
         self._unwatched_because = _why_unwatched(config)
@@ -132,6 +133,7 @@ class Boundary:
                 self._device,
                 self.adjuster.tell,
                 self._free_host_bytes,
+                self._reserved,
                 self._request_failed,
                 self.tokenwise.layer_bytes,
                 tensors,

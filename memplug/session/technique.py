@@ -15,6 +15,7 @@ import torch
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
+from memplug.device.reserved import Reserved
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
@@ -29,6 +30,7 @@ class Given:
         device: that trains.
         tell: the user, in one line of a level of logging.
         host_bytes: host memory that nothing else of the session holds, within its budget.
+        reserved: beside the tensors of a step.
         explain: what is known as a request for device memory fails for good, for people; on any thread.
         layer_bytes: that the last forward of each layer sent to the host, and its backward got back.
         tensors: parameters and buffers of the model.
@@ -38,6 +40,7 @@ class Given:
     device: Device
     tell: Callable[[str, int], None]
     host_bytes: Callable[[], int]
+    reserved: Reserved
     explain: Callable[[], str]
     layer_bytes: Callable[[], Mapping[str, int]] = dict
     tensors: Callable[[], Iterable[torch.Tensor]] = tuple

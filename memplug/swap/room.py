@@ -5,6 +5,7 @@ from __future__ import annotations
 from memplug.config import MemplugConfig
 from memplug.device.capacity import GIB, device_bytes
 from memplug.device.device import Device
+from memplug.device.reserved import Reserved
 from memplug.profile.trace import Trace
 from memplug.swap.plan.from_trace import held_bytes
 
@@ -18,10 +19,11 @@ class Room:
     Args:
         config: the block.
         device: that trains.
+        reserved: beside the tensors of a step.
     """
 
-    def __init__(self, config: MemplugConfig, device: Device):
-        self._config, self._device = config, device
+    def __init__(self, config: MemplugConfig, device: Device, reserved: Reserved):
+        self._config, self._device, self._reserved = config, device, reserved
         self.forget()
 
     def forget(self) -> None:
@@ -33,13 +35,12 @@ class Room:
     def budget_bytes(self) -> int | None:
         """What a step may have asked for at a time; None: nothing was set on the CPU.
 
-        A number counts as it is; of what the device has, the allocator's share that no tensor has does not.
+        A number counts as it is; of what the device has, what is reserved beside tensors does not.
         """
-        asked_gib, memory = self._config.device_budget_gib, self._device.memory
-        if memory is None:
+        asked_gib = self._config.device_budget_gib
+        if self._device.memory is None:
             return device_bytes(asked_gib, self._device)
-        requested_share = memory.allocated_peak_bytes / max(memory.reserved_peak_bytes, 1)
-        room_bytes = int(device_bytes("auto", self._device) * requested_share)
+        room_bytes = self._reserved.largest_peak(device_bytes("auto", self._device))
         return room_bytes if asked_gib == "auto" else min(int(asked_gib * GIB), room_bytes)
 
     def holds(self, was_short: bool) -> bool:

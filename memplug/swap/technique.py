@@ -64,7 +64,7 @@ class SwapsWhole(Technique[SwapPart]):
         self.part: SwapPart | None = None
         self._given, self._config, self._tell = given, given.config, given.tell
         self._device = device = given.device
-        self._core, self._room = native.load(), Room(given.config, device)
+        self._core, self._room = native.load(), Room(given.config, device, given.reserved)
         self._beside = Beside(given.config.profiler.wait_for_plans)
         self._state = State.WAITING
         self._in_force = InForce(device, self._core, given.config.swap.min_bytes, given.host_bytes, given.explain)

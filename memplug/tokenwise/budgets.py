@@ -80,14 +80,6 @@ def device_room_bytes(
     return max(0, (device_bytes(config, device) or 0) - needed_bytes)
 
 
-def cached_bytes(device: Device, peak_bytes: int) -> int:
-    """What torch's allocator reserves for a step with that peak, and no tensor has: as large a share as in the run so
-    far.
-    """
-    reserved_bytes, allocated_bytes = device.memory.reserved_peak_bytes, max(device.memory.allocated_peak_bytes, 1)
-    return max(0, reserved_bytes - allocated_bytes) * peak_bytes // allocated_bytes
-
-
 def device_bytes(config: MemplugConfig, device: Device) -> int | None:
     """The most that a plan's step may have in use on the device; None: nothing was asked for on the CPU."""
     return capacity.device_bytes(config.device_budget_gib, device)

@@ -7,6 +7,7 @@ operator. Its tapes become the planner's regions; the planner's groups become ea
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from math import ceil
 from statistics import fmean, median
@@ -27,7 +28,13 @@ Seconds = Callable[[Any, Any], float]
 
 
 class Observer:
-    """Keeps the last timed tape of every region: a listener of `Executor.time_forwards`."""
+    """Keeps the last timed tape of every region: a listener of `Executor.time_forwards`.
+
+    Attributes:
+        input_bytes: that a forward swaps whatever is planned: the mean over a region's forwards, which may differ in
+            whether their inputs need a gradient.
+        largest_input_bytes, input_tensors: the most of these, and of their tensors.
+    """
 
     def __init__(self, min_offload_bytes: int = 1) -> None:
         self.min_offload_bytes = max(1, min_offload_bytes)
@@ -36,11 +43,13 @@ class Observer:
     def clear(self) -> None:
         """Let the tapes go."""
         self.tapes: dict[str, Tape] = {}
-        self.input_bytes: dict[str, int] = {}
+        self.input_bytes: dict[str, float] = {}
+        self.largest_input_bytes: dict[str, int] = {}
         self.input_tensors: dict[str, int] = {}
         self.given_bytes: dict[str, int] = {}
         self.saved_bytes: dict[str, int] = {}
         self._whole: dict[str, set[int]] = {}
+        self._forwards: Counter[str] = Counter()
         self.is_agreed = False
 
     def __call__(self, region: Region, frame: Any, tape: Tape) -> None:
@@ -53,8 +62,11 @@ class Observer:
         self._whole[name] = tape.received | _chosen(tape) if not region.opaque else set()
         sizes = (tape.bytes[number] for number in self._whole[name])
         large = [nbytes for nbytes in sizes if nbytes >= self.min_offload_bytes]
-        self.input_bytes[name] = frame.offered_bytes + sum(large)
-        self.input_tensors[name] = frame.offered + len(large)
+        input_bytes, before = frame.offered_bytes + sum(large), self.input_bytes.get(name, 0.0)
+        self._forwards[name] += 1
+        self.input_bytes[name] = before + (input_bytes - before) / self._forwards[name]
+        self.largest_input_bytes[name] = max(input_bytes, self.largest_input_bytes.get(name, 0))
+        self.input_tensors[name] = max(frame.offered + len(large), self.input_tensors.get(name, 0))
 
     def settle(self, is_agreed: bool) -> None:
         """Whether units that communicate may run again by plan (memplug.tokenwise.agreement): else what they made is
@@ -65,6 +77,7 @@ class Observer:
             sizes = [tape.bytes[number] for number in self._whole[name] & tape.received & _shared(tape)]
             large = [nbytes for nbytes in sizes if nbytes >= self.min_offload_bytes]
             self.input_bytes[name] -= sum(large)
+            self.largest_input_bytes[name] -= sum(large)
             self.input_tensors[name] -= len(large)
 
 
@@ -206,7 +219,7 @@ def decisions_of(
                 continue
             captured = {i: Decision(_name_of(tape, i), fraction) for i, fraction in group.fractions.items()}
             captured.update({i: Decision(_name_of(tape, i), 1.0, keep=True) for i in group.keep})
-            input_bytes = observer.input_bytes[region.name] if solution.inputs_swapped else 0
+            input_bytes = round(observer.input_bytes[region.name]) if solution.inputs_swapped else 0
             frame_bytes = max(frame_bytes, _frame_bytes(tape, group, observer, region.name))
             swapped = _swapped_bytes(tape, group, observer.min_offload_bytes)
             recomputed_bytes = saved_bytes  # of an opaque region all that backward asks for
@@ -218,7 +231,7 @@ def decisions_of(
                 captured,
                 solution.inputs_swapped,
                 input_bytes + sum(swapped.values()),
-                tape.native.fingerprint,
+                tape.native.fingerprint if not region.opaque else None,
                 is_agreed=observer.is_agreed,
                 kept_bytes=sum(_output_bytes(tape, index) for index in group.keep),
                 recomputed_bytes=recomputed_bytes,
@@ -259,7 +272,7 @@ def _frame_bytes(tape: Tape, group: plan.Group, observer: Observer, name: str) -
     """A tensor of which some rows are swapped is prefetched in full size: the other rows are recomputed in place."""
     outputs = [tape.bytes[number] for index in group.fractions for number in tape.records[index].outputs]
     tensors = observer.input_tensors[name] + len(outputs)
-    return observer.input_bytes[name] + sum(outputs) + tensors * (ALIGNMENT_BYTES - 1)
+    return observer.largest_input_bytes[name] + sum(outputs) + tensors * (ALIGNMENT_BYTES - 1)
 
 
 def put(decisions: Decisions | None, regions: Sequence[Region], executor: Executor) -> None:

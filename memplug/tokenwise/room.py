@@ -1,19 +1,13 @@
-"""What the device has room for, by what is reserved of it, and when a plan was given more.
-
-A step reserves more than its tensors have. With the arena that is what the arena is taller than they are, which is
-known once it serves, and the holes in segments of torch's allocator, which hold what stays from step to step. Without
-it, it is what that allocator caches. Steps before the arena serves run on that allocator too, which then empties its
-cache where the device has no more: they take longer, and no more than there is.
-"""
+"""What the device has room for, by what is reserved of it, and when a plan was given more."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
+from memplug.device.reserved import Reserved
 from memplug.session.ranks import Ranks
 from memplug.tokenwise import budgets
 from memplug.tokenwise.plan.decisions import Decisions
@@ -24,29 +18,16 @@ SLACK = 0.02  # of the budget, by which a step may reserve more than it
 log = logging.getLogger("memplug")
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What the arena does for the session's steps.
-
-    Attributes:
-        wanted: it serves them, or will.
-        whole: it served all of the step that ended last.
-    """
-
-    wanted: bool = False
-    whole: bool = False
-
-
 class Room:
     """Called at the end of the same steps on all ranks.
 
     Args:
-        served: of the step that ended last.
+        reserved: beside the tensors of a step.
     """
 
-    def __init__(self, config: MemplugConfig, device: Device, ranks: Ranks, served: Callable[[], Served] = Served):
-        self._config, self._device, self._ranks, self._served = config, device, ranks, served
-        self._retries = self._beside_bytes = 0
+    def __init__(self, config: MemplugConfig, device: Device, ranks: Ranks, reserved: Reserved):
+        self._config, self._device, self._ranks, self._reserved = config, device, ranks, reserved
+        self._retries = 0
         self._measured: Decisions | None = None
         self._warned = False
         self._agreed: Callable[[], float] | None = None
@@ -57,7 +38,8 @@ class Room:
         Args:
             peak_bytes: largest allocation total in that step; None: unknown.
         """
-        return budgets.device_room_bytes(self._config, self._device, peak_bytes, self._beside(peak_bytes))
+        beside_bytes = 0 if peak_bytes is None else self._reserved.beside(peak_bytes)
+        return budgets.device_room_bytes(self._config, self._device, peak_bytes, beside_bytes)
 
     def is_short(self, decisions: Decisions | None) -> bool:
         """A step ran by `decisions`: whether that of a rank, in the step before this one, keeps more than there is room
@@ -73,22 +55,16 @@ class Room:
         self._agreed = self._ranks.least(0.0 if news and self._lacks(decisions) else 1.0)
         return agreed is not None and agreed() < 1.0
 
-    def _beside(self, peak_bytes: int | None) -> int:
-        if self._device.memory is None or peak_bytes is None:
-            return 0
-        if not self._served().wanted:
-            return budgets.cached_bytes(self._device, peak_bytes)
-        return max(self._beside_bytes, self._device.memory.holes_bytes)
-
     def _measures(self, decisions: Decisions) -> bool:
         """Whether the step is the first one under these decisions that the arena served, which tells what is reserved
         by them.
         """
-        if decisions is self._measured or decisions.peak_bytes is None or not self._served().whole:
+        if decisions is self._measured or decisions.peak_bytes is None:
+            return False
+        reserved_bytes = self._reserved.measure(decisions.peak_bytes)
+        if reserved_bytes is None:
             return False
         self._measured = decisions
-        reserved_bytes = self._device.memory.reserved_bytes
-        self._beside_bytes = max(self._beside_bytes, reserved_bytes - decisions.peak_bytes)
         is_over = reserved_bytes > (1 + SLACK) * budgets.device_bytes(self._config, self._device)
         if is_over and not decisions.solution.device_bytes:
             self._warn(reserved_bytes)

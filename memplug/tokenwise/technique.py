@@ -12,6 +12,7 @@ from typing import Any
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
+from memplug.device.reserved import Reserved
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program
@@ -28,7 +29,7 @@ from memplug.tokenwise.plain_regions import PlainRegions
 from memplug.tokenwise.plan.decisions import Decisions, Learnt, Setting
 from memplug.tokenwise.predictions import Predictions
 from memplug.tokenwise.report import plan_in_words
-from memplug.tokenwise.room import Room, Served
+from memplug.tokenwise.room import Room
 from memplug.tokenwise.rounding import Rounding
 from memplug.tokenwise.search import Search
 from memplug.tokenwise.shortage import Shortage
@@ -47,7 +48,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         own: `with own():` around operators that are no part of the program.
         step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
         step_trace: the last step that was recorded in detail, None where none was.
-        served: what the arena does for the session's steps.
+        reserved: beside the tensors of a step.
 
     Attributes:
         executor: runs the regions.
@@ -71,7 +72,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         ranks: Ranks,
         step_peak: Callable[[], int | None],
         step_trace: Callable[[], Trace | None],
-        served: Callable[[], Served],
+        reserved: Reserved,
     ):
         tokenwise, host_bytes = config.tokenwise, budgets.host_budget_bytes(config, device)
         self._config, self._regions, self._ranks = config, regions, ranks
@@ -87,7 +88,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         self.rounding = Rounding(config, self.executor, planned=self.plans)
         self.sizes: tuple[tuple[int, ...], ...] = ()
         self._shortage = Shortage(self.executor, ranks)
-        self._room = Room(config, device, ranks, served)
+        self._room = Room(config, device, ranks, reserved)
         self._search: Search | None = None
 
     # -- the four verbs ------------------------------------------------------------------------------------------------

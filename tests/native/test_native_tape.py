@@ -233,6 +233,29 @@ def test_memory_that_was_taken_away_is_an_error_and_no_crash(core: Any) -> None:
         run.restored({}, pytest.fail)
 
 
+class Silent(torch.Tensor):
+    """A sparse tensor that does not say what it is made of."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError("it does not say")
+
+
+def test_a_frame_that_dies_asks_no_tensor_for_its_bytes(core: Any) -> None:
+    """An error there would end the process."""
+    run = Run(core, lambda: torch.ones(4).requires_grad_().exp())
+    run.forward.restore(0, torch.ones(4))
+    with pytest.raises(TypeError, match="does not say"):
+        run.forward.restore(0, torch.Tensor._make_subclass(Silent, torch.eye(3).to_sparse()))
+    assert run.forward.restored() == {}
+    restored = torch.ones(4)
+    run.forward.restore(0, restored)
+    assert run.flow.recomputed_bytes == 16
+    restored.resize_(100)
+    run.forward.forget()
+    assert run.flow.recomputed_bytes == 0
+
+
 def test_memory_that_a_pass_lacks_is_a_divergence_and_no_crash(core: Any) -> None:
     run = Run(core, lambda: (torch.ones(4, 4).requires_grad_() @ torch.ones(4, 4)).exp())
     (matmul,) = [i for i, record in enumerate(records_of(run.tape)) if record.func._schema.name in MATMULS]

@@ -25,7 +25,8 @@ class Run:
         transfer = core.Transfer(core.cpu_streams(), core.HostRows(lambda nbytes: False))
         region = core.Region("")
         region.opaque = True  # nothing is captured
-        self.forward = core.Frame(list(known), core.Flow(transfer, "cpu", 1, 2), region, Watcher())
+        self.flow = core.Flow(transfer, "cpu", 1, 2)
+        self.forward = core.Frame(list(known), self.flow, region, Watcher())
         packed = self.forward.pack()
         self.objects: list[Any] = []
 

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from memplug.config import MemplugConfig
+from memplug.device.memory import DeviceMemory
+from memplug.device.reserved import Reserved, Served
 from memplug.profile.trace import Trace
 from memplug.swap.room import TIGHTER, Room
 from tests.support.traces import Recording
@@ -15,7 +17,16 @@ CPU = SimpleNamespace(kind="cpu", memory=None)
 
 
 def room() -> Room:
-    return Room(MemplugConfig(enabled=True, device_budget_gib=1000 / 2**30), CPU)
+    return Room(MemplugConfig(enabled=True, device_budget_gib=1000 / 2**30), CPU, Reserved(None))
+
+
+class Counted(DeviceMemory):
+    """1000 bytes, of which 920 are for plans; tensors had 500 of 625 that were reserved."""
+
+    own_bytes, retries, reserved_bytes, holes_bytes = 1000, 0, 700, 70
+
+    def _peaks(self) -> tuple[int, int]:
+        return 500, 625
 
 
 @pytest.fixture
@@ -54,3 +65,18 @@ def test_where_no_list_leaves_so_much_the_next_one_leaves_nothing_and_there_is_n
 
 def test_a_step_without_failed_requests_fits() -> None:
     assert room().holds(was_short=False) and not room().holds(was_short=True)
+
+
+def test_a_list_plans_with_what_is_reserved_as_tokenwise_does() -> None:
+    """Torch's cache counts without the arena, and holes and what the arena was seen to take with it."""
+    memory = Counted()
+    device, config = SimpleNamespace(kind="cuda", memory=memory), MemplugConfig(enabled=True)
+    without, served = Reserved(memory), Reserved(memory, lambda: Served(wanted=True, whole=True))
+    assert Room(config, device, without).budget_bytes == 920 * 500 // 625
+    assert Room(config, device, served).budget_bytes == 920 - 70
+    assert served.measure(peak_bytes=600) == 700 and without.measure(peak_bytes=600) is None
+    assert Room(config, device, served).budget_bytes == 920 - 100
+    assert Room(config, device, served).holds(was_short=False)
+    for reserved in (without, served):
+        peak_bytes = reserved.largest_peak(920)
+        assert peak_bytes + reserved.beside(peak_bytes) <= 920 < peak_bytes + 2 + reserved.beside(peak_bytes + 2)

@@ -9,6 +9,7 @@ import pytest
 from memplug.config import MemplugConfig
 from memplug.device import hardware
 from memplug.device.device import CudaDevice, Device
+from memplug.device.reserved import Reserved
 from memplug.errors import BudgetError
 from memplug.tokenwise import budgets
 
@@ -60,11 +61,12 @@ def test_the_peak_of_the_observed_step_counts_where_it_is_known_with_what_is_res
 
 
 def test_torchs_allocator_caches_as_large_a_share_as_in_the_run_so_far(allocator: dict[str, int]) -> None:
-    assert budgets.cached_bytes(CUDA, 32 * GIB) == 8 * GIB
-    assert budgets.cached_bytes(CUDA, 16 * GIB) == 4 * GIB
+    reserved = Reserved(CUDA.memory)
+    assert reserved.beside(32 * GIB) == 8 * GIB and reserved.beside(16 * GIB) == 4 * GIB
+    assert reserved.largest_peak(40 * GIB) == 32 * GIB
     allocator["most_allocated"] = 41 * GIB
     CUDA.memory.begin()
-    assert budgets.cached_bytes(CUDA, 16 * GIB) == 0
+    assert reserved.beside(16 * GIB) == 0 and reserved.largest_peak(40 * GIB) == 40 * GIB
 
 
 def test_peaks_that_a_program_resets_in_every_step_count_from_the_sessions_beginning(allocator: dict[str, int]) -> None:

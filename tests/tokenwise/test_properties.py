@@ -38,6 +38,10 @@ FOUND = (
     Program((("sparse", "gradient of leaf"),), schedule=("stepped in backward",)),
     # a buffer that the next forward writes to, where torch refuses
     Program((("moves in place", "renames"),), schedule=("reversed",)),
+    # a region that is opaque only once there is a plan
+    Program((("later raises",), ()), schedule=("plain",) * 6, entry="scaled", turn=4, arena=False),
+    # forwards of one step of which one is given inputs that need a gradient
+    Program((("raises",),) * 2, "with gradient", schedule=("interrupted",) * 7),
     # a region where no hooks may be set
     Program((("sin",),), modes=("without hooks",)),
 )
@@ -49,11 +53,6 @@ UNDER_HOOKS = ("don't yet support saved tensor hooks", "no hooks here")
 """Of torch, in a region that runs a transform or disables such hooks, by which memplug sees what autograd saves."""
 UNDER_OTHER_HOOKS = ("Cannot copy out of meta tensor", "NestedTensorImpl doesn't support sizes")
 """Of torch, where hooks of torch's own save tensors, which memplug saves by its own in a region."""
-
-
-@pytest.fixture(autouse=True)
-def plans_do_what_they_say() -> None:
-    """Leave the warning a warning: here tensors below `min_offload_bytes` are more than 2 % of what is swapped."""
 
 
 def found(test: Callable[..., None]) -> Callable[..., None]:

@@ -46,7 +46,7 @@ class Setting:
         plan: decisions by index of the operator in the region's tape; None before there is a plan.
         swaps_input: the input leaves for the host; else it is held.
         forward_bytes: that one forward offloads, as predicted; None where nothing was.
-        planned_from: fingerprint of the tape that the plan was made from; None: none was.
+        planned_from: fingerprint of the tape that the plan was made from; None: of none, or of an opaque region.
         plain_bytes: it runs as it would without memplug where it is given no more than so many bytes of tensors; None:
             it never does.
         kept_bytes: of outputs that stay on the device from one forward to its backward, as planned.

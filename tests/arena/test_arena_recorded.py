@@ -1,0 +1,74 @@
+"""Recordings of steps with an arena, and after one: never is more freed than was in use."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import memplug
+from memplug import native
+from memplug.profile.recorder import Detail, Recorder
+from memplug.profile.trace import Fingerprint, Trace
+from tests.support.serving import ALONE, llama, owned
+
+pytestmark = pytest.mark.cpu("of its allocator")
+
+LIMITED = {**ALONE, "device_budget_gib": 1}
+"""The CPU stands in for a device that has so much: what is asked for is counted."""
+
+
+def trained(block: dict[str, Any], steps: int, recorded: range) -> tuple[list[Any], list[Trace]]:
+    """Returns what a training leaves in use, and the traces of those steps."""
+    torch.manual_seed(0)
+    model, batch, traces = llama(), torch.randint(0, 64, (2, 16)), []
+    with memplug.attach(model, block) as session:
+        for step in range(steps):
+            if step in recorded:
+                session.record()
+            out = model(batch, labels=batch)
+            out.loss.backward()
+            session.step()
+            if step - 1 in recorded:
+                traces.append(session.trace)
+            if step % 2:
+                model.zero_grad()
+    return [out, model], traces
+
+
+def freed(kept: list[Any]) -> Trace:
+    """Returns the recording of a recorder that comes after them, in which they are freed."""
+    recorder = Recorder("cpu")
+    try:
+        recorder.begin(Detail.REQUESTS)
+        kept.clear()
+        gc.collect()
+        torch.ones(4)
+        return recorder.end(Fingerprint(), [])
+    finally:
+        recorder.stop()
+
+
+@pytest.mark.parametrize(
+    ("block", "steps", "recorded"), [(ALONE, 9, range(7, 8)), (LIMITED, 4, range(0))], ids=["arena", "limit"]
+)
+def test_memory_of_an_earlier_recorder_is_no_part_of_a_recording(
+    block: dict[str, Any], steps: int, recorded: range
+) -> None:
+    kept, _ = trained(block, steps, recorded)
+    assert owned(kept[0].logits) if block is ALONE else native.load().cpu_bytes()[0] > 0
+    trace = freed(kept)
+    assert trace.base_bytes == 0 and trace.live_bytes.min() >= 0
+    assert trace.requests["nbytes"].tolist() == [16] and (trace.events["request"] >= 0).all()
+
+
+def test_recordings_under_a_limit_count_what_the_arena_has_in_use() -> None:
+    """Steps with an arena are recorded one after another; gradients are freed in every second one."""
+    _, limited = trained(LIMITED, 14, range(1, 13))
+    _, others = trained(ALONE, 14, range(1, 13))
+    assert [trace.base_bytes for trace in limited[3:]] == [trace.base_bytes for trace in others[3:]]
+    for trace in (*limited, *others):
+        assert trace.live_bytes.min() >= 0 and trace.replays_exactly()
+    assert len({trace.base_bytes for trace in limited[3:]}) == 1 and limited[-1].base_bytes > 0
