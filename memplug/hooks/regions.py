@@ -235,8 +235,8 @@ def _refuse_compiled(name: str) -> None:
 
 def _refuse_script(module: nn.Module) -> NoReturn:
     raise ConflictError(
-        f"torch.jit.script was given a {type(module).__name__} that memplug is attached to: it compiles what the class of "
-        "a module is written as",
+        f"torch.jit.script was given a {type(module).__name__} that memplug is attached to: it compiles what the class "
+        "of a module is written as",
         "Call `session.detach()` before, or use `torch.export.export` or `torch.jit.trace`, which run the model.",
     )
 

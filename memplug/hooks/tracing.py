@@ -26,8 +26,6 @@ _disable = (
     else torch.compiler.disable
 )
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
-# nothing is compiled of a frame that only chooses, which dynamo would try for each module
-_skip_frame = getattr(torch._C._dynamo.eval_frame, "skip_code", lambda code: None)
 
 
 def outside(run: Call, traced: Call) -> Call:
@@ -35,6 +33,7 @@ def outside(run: Call, traced: Call) -> Call:
 
     Dynamo, which is asked for strict exports too, traces the choice; else it goes around `run`.
     """
+    from torch._dynamo import decorators  # which takes as long to import as all else
 
     @_disable
     @functools.wraps(run)
@@ -44,7 +43,8 @@ def outside(run: Call, traced: Call) -> Call:
     def choose(*args: Any, **kwargs: Any) -> Any:
         return traced(*args, **kwargs) if _is_exporting() else around(*args, **kwargs)
 
-    _skip_frame(choose.__code__)
+    # dynamo would try to compile each module's for itself, and give up after eight
+    decorators.skip_code(choose.__code__)
     return functools.update_wrapper(choose, run)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memplug
@@ -56,6 +56,7 @@ COMPILED: dict[str, Trace] = {backend: compiled(backend) for backend in ("eager"
 @pytest.fixture(autouse=True)
 def nothing_is_compiled_yet() -> Iterator[None]:
     torch.compiler.reset()
+    counters.clear()
     yield
     torch.compiler.reset()
 
@@ -117,15 +118,14 @@ def test_a_traced_program_is_that_of_the_model() -> None:
         assert torch.equal(found(tokens(1)), expected(tokens(1)))
 
 
-def test_a_compiled_model_compiles_no_frames_of_memplug(caplog: pytest.LogCaptureFixture) -> None:
-    """Torch compiles a frame eight times at most, and says so where it gives up."""
+def test_a_compiled_model_compiles_no_frames_of_memplug() -> None:
     model = layers(12)
-    with memplug.attach(model, block(regions=["*"])) as session, caplog.at_level(logging.WARNING):
+    with memplug.attach(model, block(regions=["*"])) as session:
         call = torch.compile(model, backend="eager")
         for _ in range(4):
             step(call, model)
             session.step()
-    assert "recompile_limit" not in caplog.text
+    assert 0 < counters["frames"]["total"] < 8  # which is as often as torch compiles one anew
 
 
 @pytest.mark.parametrize("tokenwise", [{"regions": ["[0-1]"]}, {"enabled": False}], ids=["regions", "arena"])
