@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memplug.hooks.places import shapes
+from memplug.hooks.tracing import nothing, outside
 from memplug.session.session import Session
 
 
@@ -16,7 +17,6 @@ def watch(chunks: Sequence[nn.Module], session: Session) -> None:
     """Have the session begin its run as the first of these is called with gradients."""
     removals: list[Callable[[], None]] = []
 
-    @torch.compiler.disable
     def begin(chunk: nn.Module, args: Any, kwargs: Any) -> None:
         if not (removals and torch.is_grad_enabled()):  # compiled code calls hooks that are gone
             return
@@ -25,6 +25,6 @@ def watch(chunks: Sequence[nn.Module], session: Session) -> None:
         session.begin_run(shapes((*args, *kwargs.values())), chunk, args, kwargs)
 
     for chunk in chunks:
-        handle = chunk.register_forward_pre_hook(begin, with_kwargs=True)
+        handle = chunk.register_forward_pre_hook(outside(begin, nothing), with_kwargs=True)
         removals.append(handle.remove)
         session.at_detach(handle.remove)

@@ -19,6 +19,7 @@ from torch.optim import optimizer as optimizers
 from memplug.hooks.framework import outermost
 from memplug.hooks.frameworks import holds_experts
 from memplug.hooks.job import job_of
+from memplug.hooks.tracing import nothing, outside
 from memplug.profile.recorder import Place, Recorder
 from memplug.profile.trace import Fingerprint, Layer
 
@@ -67,13 +68,14 @@ class Places:
         self._inside.clear()
         if self._removals:
             return
-        outside = torch.compiler.disable  # compiled code goes around hooks, which it cannot trace
-        begin, leave = outside(self.begin_forward), outside(functools.partial(self._leave, _ROOT))
+        begin, leave = (outside(call, nothing) for call in (self.begin_forward, functools.partial(self._leave, _ROOT)))
         for chunk in self._chunks:
             self._removals.append(chunk.register_forward_pre_hook(begin, with_kwargs=True).remove)
             self._removals.append(chunk.register_forward_hook(leave, always_call=True).remove)
         for index, (_, module, _) in enumerate(self._modules):
-            enter, leave = (outside(functools.partial(step, index)) for step in (self._enter_layer, self._leave))
+            enter, leave = (
+                outside(functools.partial(step, index), nothing) for step in (self._enter_layer, self._leave)
+            )
             self._removals.append(module.register_forward_pre_hook(enter).remove)
             self._removals.append(module.register_forward_hook(leave, always_call=True).remove)
         # torch's own for all optimizers: they keep neither model nor session alive, and go with them

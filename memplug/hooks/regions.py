@@ -12,12 +12,13 @@ import fnmatch
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from memplug.errors import ConflictError, RegionError
+from memplug.hooks.tracing import nothing, outside
 from memplug.session.session import Session
 from memplug.tokenwise.engine.region import Region
 
@@ -185,26 +186,27 @@ def _region_class(original: type) -> type:
             bound.changes_arguments = call is not own
         return bound.session.executor.run(bound.region, call, args, kwargs)
 
-    functools.update_wrapper(forward, original.forward)
-    # compiled code has no operators to see: `torch.compile` of the whole model goes around its regions
-    return subclass(original, forward=torch.compiler.disable(forward))
+    forward = functools.update_wrapper(outside(forward, original.forward), original.forward)
+    return subclass(original, forward=forward, __prepare_scriptable__=_refuse_script)
 
 
 @functools.cache
 def _marked_class(original: type) -> type:
     """A subclass of `original` that runs as it does, and tells the session of it."""
 
-    @torch.compiler.disable
     def begin(self: nn.Module) -> None:
         bound = self.__dict__.get(_REGION)
         if bound is not None and torch.is_grad_enabled():
             bound.session.begin_forward()
 
+    begin = outside(begin, nothing)
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         begin(self)
         return original.forward(self, *args, **kwargs)
 
-    return subclass(original, forward=functools.update_wrapper(forward, original.forward))
+    forward = functools.update_wrapper(forward, original.forward)
+    return subclass(original, forward=forward, __prepare_scriptable__=_refuse_script)
 
 
 def subclass(original: type, **members: Any) -> type:
@@ -228,6 +230,14 @@ def _refuse_compiled(name: str) -> None:
         f"module {name} is compiled, and memplug needs to see its operators",
         "Attach to the model before it is compiled, and do not compile the regions themselves: `torch.compile` of the "
         "whole model goes around them.",
+    )
+
+
+def _refuse_script(module: nn.Module) -> NoReturn:
+    raise ConflictError(
+        f"torch.jit.script was given a {type(module).__name__} that memplug is attached to: it compiles what the class "
+        "of a module is written as",
+        "Call `session.detach()` before, or use `torch.export.export` or `torch.jit.trace`, which run the model.",
     )
 
 

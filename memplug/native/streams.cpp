@@ -113,7 +113,7 @@ class AcceleratorStreams final : public Streams {
   }
 #ifdef MEMPLUG_CUDA
   bool is_capturing() override {
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+    return device_.is_cuda() && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   }
 #endif
   void copy(const StreamRef& stream, const at::Tensor& destination, const at::Tensor& source) override {

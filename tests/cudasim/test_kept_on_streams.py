@@ -15,6 +15,7 @@ from torch import nn
 import memplug
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
+from tests.support.two_streams import Beside
 
 pytestmark = pytest.mark.gpu
 
@@ -24,25 +25,6 @@ SWAPPED = {**ALONE, "tokenwise": {"alpha": 1, "regions": ["[0-2]"], "min_offload
 BLOCKS = {"alone": ALONE, "checked": CHECKED, "swapped": SWAPPED}
 ORDERS = [*SCHEDULES, Schedule("random", 1)]
 STEPS = 40
-
-
-class Beside(nn.Module):
-    """A layer of which a part runs on another stream."""
-
-    def __init__(self, side: torch.cuda.Stream):
-        super().__init__()
-        self.up, self.down, self.side = nn.Linear(32, 64), nn.Linear(64, 32), side
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        main, y = torch.cuda.current_stream(), self.up(x)
-        self.side.wait_stream(main)
-        with torch.cuda.stream(self.side):
-            z = y.sin() * y.cos()
-        y.record_stream(self.side)
-        u = y.tanh()
-        main.wait_stream(self.side)
-        z.record_stream(main)
-        return x + self.down(u + z)
 
 
 class Script:

@@ -15,6 +15,7 @@ import memplug
 from memplug.device.device import CudaDevice, Wait
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
+from tests.support.two_streams import Beside
 
 pytestmark = pytest.mark.gpu
 
@@ -24,28 +25,6 @@ ARENA = {
     "on": {"profiler": {"wait_for_plans": True}},
 }
 STEPS = 12
-
-
-class Beside(nn.Module):
-    """A layer of which a part runs on another stream, in the way that its subclass says."""
-
-    def __init__(self, side: torch.cuda.Stream):
-        super().__init__()
-        self.up, self.down, self.side = nn.Linear(32, 64), nn.Linear(64, 32), side
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        main, y = torch.cuda.current_stream(), self.up(x)
-        self.side.wait_stream(main)
-        with torch.cuda.stream(self.side):
-            z = self.aside(y)
-        y.record_stream(self.side)
-        u = y.tanh()
-        main.wait_stream(self.side)
-        z.record_stream(main)
-        return x + self.down(u * z)
-
-    def aside(self, y: torch.Tensor) -> torch.Tensor:
-        return y.sin() * y.cos()
 
 
 class WithWeight(Beside):

@@ -54,8 +54,8 @@ if child:
 
 
 CASES = [
-    *"time_and_memory operator h200 ranks framework values megatron qwen3".split(),
-    *(pytest.param(cases, marks=pytest.mark.long) for cases in ("memplug", "estimator")),
+    *"time_and_memory operator h200 ranks framework values megatron qwen3 memplug".split(),
+    pytest.param("estimator", marks=pytest.mark.long),
 ]
 
 
@@ -67,6 +67,11 @@ def test_cases_on_it_pass(cases: str) -> None:
 @pytest.mark.long
 def test_plans_and_limits_that_were_estimated_are_those_of_steps_that_train_by_them() -> None:
     run_cases("estimated_plan")
+
+
+@pytest.mark.long
+def test_steps_keep_to_their_plans_budgets_and_times() -> None:
+    run_cases("memplug", "-m", "long")
 
 
 @pytest.mark.long

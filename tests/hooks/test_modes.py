@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import detect_anomaly, graph
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -138,21 +137,6 @@ def test_forward_has_as_many_flops(alpha: Any) -> None:
         assert count(model) == expected
 
 
-def test_a_traced_program_is_that_of_the_model() -> None:
-    def trace(model: nn.Module) -> Any:
-        call = lambda x: model(input_ids=x, use_cache=False).logits  # noqa: E731
-        return make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(tokens())
-
-    expected, model = trace(tiny_llama()), tiny_llama()
-    with memplug.attach(model, block()):
-        step(model, 0, contextlib.nullcontext(), contextlib.nullcontext())
-        found = trace(model)
-        assert [str(node.target) for node in found.graph.nodes if node.op == "call_function"] == [
-            str(node.target) for node in expected.graph.nodes if node.op == "call_function"
-        ]
-        assert torch.equal(found(tokens(1)), expected(tokens(1)))
-
-
 def test_gradients_of_fake_tensors_are_fake_and_the_next_step_holds() -> None:
     model, plain = tiny_llama(), tiny_llama()
     with memplug.attach(model, block()) as session:
@@ -163,13 +147,3 @@ def test_gradients_of_fake_tensors_are_fake_and_the_next_step_holds() -> None:
         none = contextlib.nullcontext()
         assert_same(step(model, 0, none, none)[1], step(plain, 0, none, none)[1])
         assert session.executor.opaque_regions == 0
-
-
-def test_export_has_the_programs_results() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
-    x = torch.randn(4, 8)
-    expected = torch.export.export(model, (x,)).module()(x)
-    with memplug.attach(model, block(regions=["[0-1]"])):
-        model(x).sum().backward()
-        assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)

@@ -1,4 +1,4 @@
-"""When regions run as they are: inside of what replays, transforms or traces their operators."""
+"""When regions run as they are: inside of what replays or transforms their operators; and when torch traces them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class AsTheyAre:
         """Whether a region's forward runs as without memplug now.
 
         Replays of a CUDA graph would write to host rows that are others' by then. Tensors of transforms and of
-        forward-mode differentiation have no memory of their own to swap, and those that are traced no values. Without
-        saved-tensor hooks memplug does not learn what backward needs.
+        forward-mode differentiation have no memory of their own to swap. Without saved-tensor hooks memplug does not
+        learn what backward needs.
         """
         if self._device.is_capturing():
             return self._tell(
@@ -38,10 +38,10 @@ class AsTheyAre:
                 "memplug: regions inside of a function transform or of forward-mode differentiation run as they are: "
                 "nothing of them is swapped or recomputed"
             )
-        if _is_traced() or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
             return self._tell(
-                "memplug: regions that are traced, or run where saved-tensor hooks are disabled, run as they are: "
-                "nothing of them is swapped or recomputed"
+                "memplug: regions that run where saved-tensor hooks are disabled run as they are: nothing of them is "
+                "swapped or recomputed"
             )
         return False
 
@@ -53,5 +53,8 @@ class AsTheyAre:
         return True
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
+    """Whether this forward is torch's, which makes a program of it, or of fake tensors: it trains nothing."""
+    if torch.jit.is_tracing() or torch.fx._symbolic_trace._is_fx_tracing_flag:
+        return True
     return torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, TRACING))

@@ -36,6 +36,7 @@ NO_LIST, NO_REGIONS = {"swap": {"enabled": False}}, {"tokenwise": {"enabled": Fa
 PLAIN = {"arena": {"enabled": False}, "profiler": {"wait_for_plans": True}}
 
 
+@pytest.mark.long
 def test_a_swap_list_keeps_to_its_budget_and_waits_as_long_as_it_says_where_the_link_is_never_faster() -> None:
     """It counts with the rates of a link whose directions both run."""
     hardware = Hardware.read(H200)
@@ -55,6 +56,7 @@ def test_a_swap_list_keeps_to_its_budget_and_waits_as_long_as_it_says_where_the_
     assert peak <= budget_bytes and 0 < report["swap_stall_s"] < report["predicted_swap_stall_s"] and less_s < took_s
 
 
+@pytest.mark.long
 def test_regions_swap_keep_and_recompute_and_that_is_faster_than_recomputing_all() -> None:
     device = VirtualDevice(Hardware.read(H200))
     _, most, keep_s = _trained(device, {**PLAIN, **NO_LIST, **NO_REGIONS})
@@ -67,6 +69,7 @@ def test_regions_swap_keep_and_recompute_and_that_is_faster_than_recomputing_all
     assert keep_s * 0.99 < took_s < keep_s + 0.9 * (full_s - keep_s)
 
 
+@pytest.mark.long
 def test_plans_take_what_they_say_and_at_the_memory_of_full_recomputation_little_is_recomputed() -> None:
     device = VirtualDevice(Hardware.read(H200))
     _, most, keep_s = _trained(device, {**PLAIN, **NO_LIST, **NO_REGIONS})
@@ -121,6 +124,7 @@ def test_memplugs_own_work_takes_the_hosts_time() -> None:
     assert taken_s == pytest.approx([layers * _Sines.operators, layers, layers], abs=hidden_s)
 
 
+@pytest.mark.long
 def test_larger_models_finds_the_largest_that_fits() -> None:
     pytest.importorskip("transformers")
     device = VirtualDevice(dataclasses.replace(Hardware.read(H200), memory_bytes=2 << 30))

@@ -1,0 +1,52 @@
+"""Parts of an attached model's forward that torch.compile does not look into, and that are no part of a program that
+torch traces: torch.export, make_fx, torch.fx, torch.jit.trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memplug.tokenwise.engine.as_they_are import is_traced
+
+REASON = (
+    "memplug needs to see the operators of its regions, and where training is: leave out `fullgraph=True`, or call "
+    "`session.detach()` before"
+)
+
+Call = Callable[..., Any]
+
+_disable = (
+    functools.partial(torch.compiler.disable, reason=REASON)
+    if "reason" in inspect.signature(torch.compiler.disable).parameters
+    else torch.compiler.disable
+)
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
+
+
+def outside(run: Call, traced: Call) -> Call:
+    """Returns what calls `run`, and `traced` in its place where torch traces a program.
+
+    Dynamo, which is asked for strict exports too, traces the choice; else it goes around `run`.
+    """
+    from torch._dynamo import decorators  # which takes as long to import as all else
+
+    @_disable
+    @functools.wraps(run)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return (traced if is_traced() else run)(*args, **kwargs)
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        return traced(*args, **kwargs) if _is_exporting() else around(*args, **kwargs)
+
+    # dynamo would try to compile each module's for itself, and give up after eight
+    decorators.skip_code(choose.__code__)
+    return functools.update_wrapper(choose, run)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Does nothing, in the place of what only counts."""
