@@ -38,6 +38,12 @@ class Listener {
   // An operator is about to run on the current stream.
   virtual void note_stream() = 0;
 
+  // It uses a tensor there.
+  virtual void note_use(const at::Tensor& tensor) = 0;
+
+  // An operator reads what it is given, on the current stream.
+  virtual void note_reads(const Record& record) = 0;
+
   // An operator begins, or is over; where `is_timed`.
   virtual void time(size_t index, bool over) = 0;
 
