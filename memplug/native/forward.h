@@ -126,8 +126,12 @@ class Forward {
   bool writes_elsewhere(size_t begun, const std::vector<at::Tensor>& given) const;
 
   // What runs next may write to these past torch's operators: of memory that was there before, and of what is captured, the
-  // values of now are remembered.
+  // values of now are remembered; not of what may be unfinished.
   void protect(const std::vector<at::Tensor>& given);
+
+  // Whether another stream has made a tensor, as far as autograd tells, and no operator has read it here: what runs next may
+  // be the first to wait for that stream, so that no copy can be made before.
+  bool may_be_unfinished(const at::Tensor& tensor) const;
 
   // These were written to so: no tape tells of that, and what was captured of them may be stale. Throws where it was there
   // before, was not protected, and is not kept either.
