@@ -14,6 +14,7 @@ from torch import nn
 import memplug
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
+from tests.support.hidden import hidden
 
 pytestmark = pytest.mark.gpu
 
@@ -103,7 +104,68 @@ class RecordsFirst(Waiting):
         return x + self.down(self.up(x).tanh())
 
 
-LAYERS = [Waiting, LaterView, Writing, Aside, RecordsFirst]
+class WaitsItself(torch.autograd.Function):
+    """Waits for the stream of its argument, which it keeps for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        main.wait_stream(side)
+        x.record_stream(main)
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return gradient * x.exp(), None
+
+
+class InFunction(Waiting):
+    """Reads its input in a function alone, which waits by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = WaitsItself.apply(x, self.side)
+        return x + self.down(self.up(y).tanh())
+
+
+class OfView(Waiting):
+    """The same of a view of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = WaitsItself.apply(x.view(-1, 32), self.side)
+        return x + self.down(self.up(y).tanh())
+
+
+class Filled(torch.autograd.Function):
+    """Fills its result past operators, as a kernel of an extension does, once it has waited."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        main.wait_stream(side)
+        x.record_stream(main)
+        ctx.save_for_backward(x)
+        out = torch.empty_like(x)
+        with hidden():
+            torch.exp(x, out=out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return gradient * x.exp(), None
+
+
+class InUnit(Waiting):
+    """The same of a function whose kernels no operator shows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Filled.apply(x, self.side)
+        return x + self.down(self.up(y).tanh())
+
+
+LAYERS = [Waiting, LaterView, Writing, Aside, RecordsFirst, InFunction, OfView, InUnit]
 
 
 class Block(nn.Module):
