@@ -23,13 +23,13 @@ std::shared_ptr<Swapped> Flow::swap_input(const at::Tensor& value, bool later) {
       continue;
     }
     for (const auto& [storage, input] : frame->inputs) {
-      if (input->tensor.defined() && input->resident && input->version == version_of(value) &&
+      if (input->ready != Ready::ASSUMED && input->tensor.defined() && input->resident && input->version == version_of(value) &&
           input->geometry.is_of(value) && input->tensor.is_alias_of(value)) {
         return input;
       }
     }
   }
-  return transfer->offload(value, value.size(0), later);
+  return transfer->offload(value, value.size(0), later, /*unread=*/true);
 }
 
 void Flow::before_write(const Frame& by, const at::Tensor& tensor) {

@@ -40,7 +40,7 @@ class Flow {
   // Large enough, on this device, and laid out so that rows travel as they lie.
   bool is_worth_swapping(const at::Tensor& tensor) const;
 
-  // Starts a region input on its way to the host, whole, now or `later`; a neighbour region's copy of the same tensor is
+  // Offloads a region input, whole, once something reads it, or `later`; a neighbour region's copy of the same tensor is
   // shared. Null: the host is full.
   std::shared_ptr<Swapped> swap_input(const at::Tensor& value, bool later);
 

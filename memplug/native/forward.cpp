@@ -236,6 +236,12 @@ void Forward::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
   const size_t index = begun_++;
   running_ = true;
   listener_->note_stream();
+  for (const Found& found : found_) {
+    listener_->note_use(*found.tensor);
+  }
+  if (op.reads_elements && op.hides_nothing) {
+    listener_->note_reads(record);
+  }
   exchanged_.clear();
   if (!record.written.empty()) {
     for (const Found& found : found_) {
@@ -262,6 +268,9 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   const size_t index = begun_ - 1;
   running_ = false;
   const Operator& op = *tape().records[index].op;
+  if (op.reads_elements && !op.hides_nothing) { // a unit, or an operator of another library, may itself wait for a stream
+    listener_->note_reads(tape().records[index]);
+  }
   if (listener_->is_timed) {
     listener_->time(index, true);
   }

@@ -40,6 +40,12 @@ class Listener {
   // An operator is about to run on the current stream.
   virtual void note_stream() = 0;
 
+  // It uses a tensor there.
+  virtual void note_use(const at::Tensor& tensor) = 0;
+
+  // An operator reads what it is given, on the current stream.
+  virtual void note_reads(const Record& record) = 0;
+
   // An operator begins, or is over; where `is_timed`.
   virtual void time(size_t index, bool over) = 0;
 
@@ -122,8 +128,12 @@ class Forward {
   bool writes_elsewhere(size_t begun, const std::vector<at::Tensor>& given) const;
 
   // What runs next may write to these past torch's operators: of memory that was there before, and of what is captured, the
-  // values of now are remembered.
+  // values of now are remembered; not of what may be unfinished.
   void protect(const std::vector<at::Tensor>& given);
+
+  // Whether another stream has made a tensor, as far as autograd tells, and no operator has read it here: what runs next may
+  // be the first to wait for that stream, so that no copy can be made before.
+  bool may_be_unfinished(const at::Tensor& tensor) const;
 
   // These were written to so: no tape tells of that, and what was captured of them may be stale. Throws where it was there
   // before, was not protected, and is not kept either.

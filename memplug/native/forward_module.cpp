@@ -223,7 +223,7 @@ void add_forwards(py::module_& module) {
       if (!is_parameter(given[i])) {
         others.push_back(given[i]);
         const bool has_values = !given[i].is_privateuseone() && !given[i].is_meta(); // the virtual device has none
-        const bool has_bytes = has_values && !given[i].is_conj() && !given[i].is_neg();
+        const bool has_bytes = has_values && !given[i].is_conj() && !given[i].is_neg() && !forward.may_be_unfinished(given[i]);
         before[i] = has_bytes ? Forward::bytes_of(given[i]).clone() : at::Tensor();
       }
     }

@@ -94,8 +94,13 @@ std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
   }
   const int32_t storage = forward.enter(value, part != nullptr);
   if (part != nullptr) {
+    Streams& streams = flow->transfer->streams();
+    streams.use_on(streams.current(), value); // it goes sooner than without memplug, and may be another stream's
     swapped.push_back(part);
     inputs.emplace_back(storage, part);
+    if (part->ready == Ready::UNREAD) {
+      unread_.push_back(part);
+    }
     parts_[storage] = {part, nullptr};
     forward.set_captured(storage, part->whole(), false, value.scalar_type());
   }
@@ -113,6 +118,45 @@ void Frame::note_stream() {
       streams_.push_back(current);
     }
   }
+}
+
+// A saved tensor is freed sooner than without memplug, where autograd keeps it for as long as another stream may read it.
+void Frame::note_use(const at::Tensor& tensor) {
+  if (streams_.size() > 1) {
+    Streams& streams = flow->transfer->streams();
+    streams.use_on(streams.current(), tensor);
+  }
+}
+
+void Frame::note_reads(const Record& record) {
+  const Suspension own;
+  for (const Use& use : record.inputs) {
+    const auto found = parts_.find(use.storage);
+    if (found != parts_.end() && found->second.swapped != nullptr) {
+      flow->transfer->note_read(*found->second.swapped);
+    }
+  }
+  forget_read();
+}
+
+void Frame::forget_read() {
+  const auto is_read = [](const auto& input) { return input->ready != Ready::UNREAD; };
+  unread_.erase(std::remove_if(unread_.begin(), unread_.end(), is_read), unread_.end());
+}
+
+// An input that nothing has read stays: other code may wait for the stream that makes it, and another region read it then.
+void Frame::close_unread() {
+  forget_read();
+  for (const auto& input : unread_) {
+    if (is_opaque) {
+      flow->transfer->note_read(*input, Ready::ASSUMED);
+    } else if (input->uses == 0) {
+      --offered;
+      offered_bytes -= input->nbytes;
+      input_bytes -= input->nbytes;
+    }
+  }
+  unread_.clear();
 }
 
 std::shared_ptr<Swapped> Frame::input_of(int32_t storage) const {
@@ -153,6 +197,7 @@ void Frame::before_write_elsewhere(const at::Tensor& tensor) {
 
 void Frame::close(bool direct) {
   is_opaque = region->opaque || forward.opaque() != 0;
+  close_unread();
   const bool again = !is_unrepeatable && !forward.communicates() && (forward.opaque() & CHANGED) == 0;
   keeps = is_opaque && forward.holds && !again;
   if (!keeps) {

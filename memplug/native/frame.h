@@ -80,6 +80,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::shared_ptr<Swapped> enter(const at::Tensor& value, bool swaps);
 
   void note_stream() override;
+  void note_use(const at::Tensor& tensor) override;
+  void note_reads(const Record& record) override;
   bool wants(size_t index, const Operator& op) const override;
   void capture(size_t index, c10::ArrayRef<c10::IValue> results) override;
   void before_write(int32_t storage, const at::Tensor& tensor) override;
@@ -208,6 +210,10 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   }
 
  protected:
+  bool has_unread() const {
+    return !unread_.empty();
+  }
+
   std::vector<size_t> recomputed() const; // saved tensors that a recompute pass gives
   std::shared_ptr<Swapped> input_of(int32_t storage) const; // null: it is none that was swapped
 
@@ -228,6 +234,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
  private:
   void refill();
   void hold_so_far();
+  void close_unread();
+  void forget_read();
   // What a pass that runs no operator from `end` on finds of a storage that was there before the region; notes a swapped
   // input that it reads.
   at::Tensor base_of(int32_t storage, size_t end, std::vector<std::shared_ptr<Swapped>>& read);
@@ -255,6 +263,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::map<int32_t, Part> parts_; // captured tensors by storage
   std::vector<StreamRef> streams_; // that its operators ran on
   int64_t newest_stream_ = 0; // number of the last one's
+  std::vector<std::shared_ptr<Swapped>> unread_; // inputs
   StreamRef restored_on_; // the stream of the last recompute pass
   bool is_over_ = false;
   const std::thread::id thread_ = std::this_thread::get_id(); // that runs the forward

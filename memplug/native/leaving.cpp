@@ -56,13 +56,9 @@ StorageSwapper::Absent* StorageSwapper::start_leaving(const c10::Storage& storag
   absent->nbytes = nbytes;
   absent->slot = *slot;
   absent->stream = streams_->current();
-  if (std::none_of(compute_streams_.begin(), compute_streams_.end(), [&](const StreamRef& known) {
-        return streams_->same(known, absent->stream);
-      })) {
-    compute_streams_.push_back(absent->stream);
-  }
-  for (const StreamRef& stream : compute_streams_) { // what read these bytes of the host before ran on one of them
-    streams_->wait(offload_stream_, streams_->record(stream), Wait::OFFLOAD_FOR_COMPUTE);
+  user_of(absent->stream);
+  for (const User& user : users_) { // what read these bytes of the host before ran on one of them
+    streams_->wait(offload_stream_, streams_->record(user.stream), Wait::OFFLOAD_FOR_COMPUTE);
   }
   copy(absent->stream, [&] {
     streams_->offload(offload_stream_, pool_.slab(*slot), slot->offset, absent->memory, nbytes, impl->device());
@@ -116,6 +112,9 @@ void StorageSwapper::leave(Absent& absent) {
   }
   const Moving moving(absent.passive);
   const c10::DataPtr released = std::exchange(storage._mutable_data_ptr_no_checks(), std::move(host));
+  for (size_t i = 0; i < users_.size() && !absent.passive; ++i) { // for no plan, only what one stream alone has used leaves
+    streams_->use_on(users_[i].stream, released);
+  }
   const auto held = std::move(absent.held); // if it is the last one, `forget` is called
 }
 

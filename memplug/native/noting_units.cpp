@@ -1,6 +1,8 @@
 // How a forward notes its units (unit.h).
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/equal.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
 #include <array>
@@ -150,8 +152,28 @@ bool Forward::writes_elsewhere(size_t begun, const std::vector<at::Tensor>& give
   return false;
 }
 
+bool Forward::may_be_unfinished(const at::Tensor& tensor) const {
+  const auto is_elsewhere = [](const at::Tensor& each) {
+    const auto& node = each.grad_fn();
+    const auto stream = node != nullptr ? node->stream() : std::nullopt;
+    return stream && *stream != c10::impl::VirtualGuardImpl(stream->device_type()).getStream(stream->device());
+  };
+  if (!is_elsewhere(tensor) && !(tensor.is_view() && is_elsewhere(at::Tensor(tensor._base())))) {
+    return false;
+  }
+  const int32_t storage = storages.find(tensor);
+  const auto& records = tape().records;
+  return std::none_of(
+      records.begin(), records.begin() + static_cast<int64_t>(begun_), [&](const Record& each) {
+        return each.reads(storage) && each.op->reads_elements;
+      });
+}
+
 void Forward::protect(const std::vector<at::Tensor>& given) {
   for (const at::Tensor& tensor : given) {
+    if (may_be_unfinished(tensor)) {
+      continue;
+    }
     const int32_t storage = meet(tensor, begun_);
     if ((storages.given[storage] && !own_[storage]) || is_captured(storage)) {
       own_[storage] = true;

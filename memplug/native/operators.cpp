@@ -44,11 +44,23 @@ struct Watch final : c10::OpRegistrationListener {
   }
 };
 
+// Not a view, nor one that makes memory like another's.
+bool may_read_elements(const c10::FunctionSchema& schema, bool mutates, uint32_t traits) {
+  const bool makes = std::any_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& each) {
+    const auto kind = each.type()->kind();
+    return each.alias_info() == nullptr &&
+        (kind == c10::TypeKind::TensorType || kind == c10::TypeKind::ListType || kind == c10::TypeKind::OptionalType);
+  });
+  return (makes || mutates || (traits & VALUE) != 0) && (traits & (BLANK | FACTORY)) == 0;
+}
+
 std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits) {
   const auto handle = c10::Dispatcher::singleton().findSchema(name);
-  if (!handle) {
+  if (!handle || name.name == "aten::record_stream") {
     return nullptr;
   }
+  const bool mutates =
+      (handle->schema().is_mutable() && name.name != "aten::detach_") || (traits & (EXCHANGE | STATISTICS)) != 0;
   const auto& arguments = handle->schema().arguments();
   const auto position = [&](const char* argument) {
     for (size_t i = 0; i < arguments.size(); ++i) {
@@ -73,7 +85,8 @@ std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits
       has(Key::AutocastCPU),
       has(Key::AutocastCUDA),
       has(Key::AutocastPrivateUse1),
-      (handle->schema().is_mutable() && name.name != "aten::detach_") || (traits & (EXCHANGE | STATISTICS)) != 0,
+      mutates,
+      may_read_elements(handle->schema(), mutates, traits),
       handle->schema().arguments().size(),
       handle->schema().returns().size(),
       std::max(position("dropout_p"), position("p_dropout")),

@@ -48,6 +48,7 @@ struct Operator {
   bool kernel_on_cuda, kernel_on_other; // unless there is a kernel for the device, as CUDA's of a norm
   bool casts_on_cpu, casts_on_cuda, casts_on_other; // under autocast it casts its arguments first, and is called again
   bool mutates; // memory: `detach_` does not
+  bool reads_elements; // of what it is given, not its sizes alone
   size_t argument_count, result_count; // by its schema
   int32_t dropout, async_op; // positions of the arguments `dropout_p` and `async_op`, or -1
   int32_t running_mean, running_var, training; // likewise; -1 of what is no statistic
@@ -102,7 +103,7 @@ struct Operator {
   bool draws(c10::ArrayRef<c10::IValue> arguments) const;
 };
 
-// Null for labels, which are no operators. Operators live for ever.
+// Null for labels, which are no operators, and for `record_stream`, which touches no values. Operators live for ever.
 const Operator* operator_of(const at::RecordFunction& function);
 
 // By its schema's name and its overload, "" for the default one; null where there is none.

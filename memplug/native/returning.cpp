@@ -52,7 +52,13 @@ bool StorageSwapper::start_return(Absent& absent) {
 }
 
 void StorageSwapper::arrive(Absent& absent) {
-  wait_on_its_streams(absent, absent.prefetched, Wait::USE_FOR_PREFETCH);
+  wait_for_return(absent.stream, absent.began, absent.prefetched);
+  wait_for_return(streams_->current(), absent.began, absent.prefetched);
+  if (absent.began > arrived_) {
+    arrived_ = absent.began;
+    last_arrival_ = absent.prefetched;
+  }
+  returned_.insert(absent.storage);
   const auto record = take(absent);
   record->host->absent = nullptr;
   record->storage->clear_materializer();
@@ -93,8 +99,23 @@ void StorageSwapper::restore(int64_t key) {
   }
 }
 
+bool StorageSwapper::order_use() {
+  const Lock lock(swap_mutex());
+  if (const int64_t number = streams_->current_number(); users_.empty() || number != newest_stream_) {
+    newest_stream_ = number;
+    newest_user_ = &user_of(streams_->current()) - users_.data();
+  }
+  if (users_[newest_user_].waited < arrived_) {
+    wait_for_return(users_[newest_user_].stream, arrived_, last_arrival_);
+  }
+  return !all_.empty() || (users_.size() > 1 && !returned_.empty());
+}
+
 void StorageSwapper::use(const c10::StorageImpl* storage) {
   const Lock lock(swap_mutex());
+  if (users_.size() > 1 && returned_.find(storage) != returned_.end()) { // its former memory may have been recorded
+    streams_->use_on(streams_->current(), storage->data_ptr());
+  }
   const auto found = absents().find(storage);
   if (found != absents().end() && found->second->swapper == this) {
     counters_.demanded += found->second->state != State::LEAVING && !found->second->passive;
@@ -126,6 +147,10 @@ bool StorageSwapper::restore_all() {
   for (Absent* const absent : away) {
     all = bring_back(*absent) && all;
   }
+  for (size_t i = 0; i < users_.size() && last_arrival_ != nullptr; ++i) { // until the next step operators are not seen
+    wait_for_return(StreamRef(users_[i].stream), arrived_, last_arrival_);
+  }
+  returned_.clear();
   return all;
 }
 
@@ -155,6 +180,9 @@ int64_t StorageSwapper::turn_back() {
 
 void StorageSwapper::prefetch(int64_t) {}
 void StorageSwapper::restore(int64_t) {}
+bool StorageSwapper::order_use() {
+  return false;
+}
 void StorageSwapper::use(const c10::StorageImpl*) {}
 bool StorageSwapper::restore_all() {
   return true;

@@ -202,6 +202,13 @@ std::string Running::why_it_keeps() const {
   return (forward.opaque() & CHANGED) != 0 ? "a dispatch mode changes its operators" : "it communicates";
 }
 
+void Running::note_reads(const Record& record) {
+  if (has_unread()) {
+    const Locked locked;
+    Frame::note_reads(record);
+  }
+}
+
 void Running::time(size_t index, bool over) {
   const Locked locked;
   times.attr("time")(index, over);

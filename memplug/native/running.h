@@ -84,6 +84,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // It is over. Throws what went wrong while it was observed.
   void finish();
 
+  void note_reads(const Record& record) override;
   void time(size_t index, bool over) override;
   void before_write(int32_t storage, const at::Tensor& tensor) override;
   void capture(size_t index, c10::ArrayRef<c10::IValue> results) override;

@@ -87,6 +87,23 @@ void StorageSwapper::wait(const StreamRef& stream, const EventRef& event, Wait w
   times_.around(*streams_, stream, [&] { streams_->wait(stream, event, why); });
 }
 
+StorageSwapper::User& StorageSwapper::user_of(const StreamRef& stream) {
+  for (User& user : users_) {
+    if (streams_->same(user.stream, stream)) {
+      return user;
+    }
+  }
+  return users_.emplace_back(User{stream});
+}
+
+void StorageSwapper::wait_for_return(const StreamRef& stream, int64_t began, const EventRef& event) {
+  User& user = user_of(stream);
+  if (user.waited < began) {
+    wait(stream, event, Wait::USE_FOR_PREFETCH);
+    user.waited = began;
+  }
+}
+
 // The tensor's own stream, and the one that operators run on now where that is another.
 void StorageSwapper::wait_on_its_streams(const Absent& absent, const EventRef& event, Wait why) {
   wait(absent.stream, event, why);

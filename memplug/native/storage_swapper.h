@@ -14,7 +14,8 @@
 // the step as it would be with memory enough.
 //
 // Streams are ordered by events alone, by the rules and the names (`Wait`) of transfer.h. Device memory belongs to the
-// stream that the storage left on; where another one is current, nothing is released or prefetched.
+// stream that the storage left on; where another one is current, nothing is released or prefetched. Each stream that operators
+// run on waits for what has returned before its next operator (`order_use`), and memory is freed only after all of them.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -94,10 +95,14 @@ class StorageSwapper {
   // From here on it is on the device for the current stream, wherever it was.
   void restore(int64_t key);
 
-  // An operator that is about to run uses a storage, which is restored if it is on its way.
+  // An operator is about to run on the current stream, which waits for all that has returned. Returns whether `use` is to be
+  // told of its storages.
+  bool order_use();
+
+  // Such an operator uses a storage, which is restored if it is on its way.
   void use(const c10::StorageImpl* storage);
 
-  // All that is away comes back. False: the device has no room for some of it, which stays where the device can read it.
+  // All that is away comes back, for every stream that operators have run on. False: the device has no room for some of it, which stays where the device can read it.
   bool restore_all();
 
   // That operators run on now, by number.
@@ -107,11 +112,6 @@ class StorageSwapper {
 
   // It is on its way.
   bool has(const c10::StorageImpl* storage) const;
-
-  // Nothing is on its way.
-  bool is_empty() const {
-    return all_.empty();
-  }
 
   // How long the program waits for copies is measured from here on, and when operators begin, see `mark_operator`; or no
   // more. What it waited, and see `StepTimes::operators_s`: seconds; none: the device is not done.
@@ -133,6 +133,12 @@ class StorageSwapper {
 
  private:
   enum class State : uint8_t { LEAVING, AWAY, RETURNING };
+  // That operators run on, or storages have left on. All copies in are on one stream: to wait for a return is to wait for
+  // all before it.
+  struct User {
+    StreamRef stream;
+    int64_t waited = 0; // number of the last return that it has waited for
+  };
   struct Absent;
   struct HostMemory;
 
@@ -151,6 +157,8 @@ class StorageSwapper {
   bool bring_back(Absent& absent);
   void wait(const StreamRef& stream, const EventRef& event, Wait why);
   void wait_on_its_streams(const Absent& absent, const EventRef& event, Wait why);
+  User& user_of(const StreamRef& stream);
+  void wait_for_return(const StreamRef& stream, int64_t began, const EventRef& event);
   template <typename Copy>
   void copy(const StreamRef& stream, const Copy& act);
   std::unique_ptr<Absent> take(Absent& absent);
@@ -159,7 +167,12 @@ class StorageSwapper {
   std::shared_ptr<Streams> streams_;
   HostRows pool_;
   StreamRef offload_stream_, prefetch_stream_;
-  std::vector<StreamRef> compute_streams_; // that storages have left on
+  std::vector<User> users_;
+  int64_t newest_stream_ = 0; // number of the last operator's
+  size_t newest_user_ = 0; // that stream, once there are some
+  int64_t arrived_ = 0; // number of the latest return that has arrived
+  EventRef last_arrival_; // its end
+  ska::flat_hash_set<const c10::StorageImpl*> returned_; // in this step, to other memory; names alone: they may be gone
   std::vector<std::unique_ptr<Absent>> all_;
   ska::flat_hash_map<int64_t, Absent*> of_key_;
   std::vector<std::unique_ptr<Absent>> gone_; // their storages died while they returned

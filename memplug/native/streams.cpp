@@ -126,9 +126,10 @@ class AcceleratorStreams final : public Streams {
     const On on(backend_, of(stream));
     return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype).device(device_));
   }
-  void use_on(const StreamRef& stream, const at::Tensor& tensor) override {
-    if (tensor.has_storage() && tensor.device() == device_) {
-      backend_.recordDataPtrOnStream(tensor.storage().data_ptr(), of(stream));
+  using Streams::use_on;
+  void use_on(const StreamRef& stream, const c10::DataPtr& memory) override {
+    if (memory && memory.device() == device_) {
+      backend_.recordDataPtrOnStream(memory, of(stream));
     }
   }
   at::Tensor host_memory(int64_t nbytes) override {

@@ -81,8 +81,13 @@ class Streams {
   virtual at::Tensor empty(
       const StreamRef& stream, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) = 0;
 
-  // The tensor's memory, which belongs to another stream, is reused only after the work queued on this one when it is freed.
-  virtual void use_on(const StreamRef&, const at::Tensor&) {}
+  // Memory that may belong to another stream is reused only after the work queued on this one when it is freed.
+  virtual void use_on(const StreamRef&, const c10::DataPtr&) {}
+  void use_on(const StreamRef& stream, const at::Tensor& tensor) {
+    if (tensor.has_storage()) {
+      use_on(stream, tensor.storage().data_ptr());
+    }
+  }
 
   // Copies bytes of a device to or from a 1-D uint8 tensor of the host, from an offset on. On the CPU without operators; of
   // a device as a tensor: torch's allocator of pinned memory has to know what is still read.

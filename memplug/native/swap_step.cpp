@@ -193,11 +193,9 @@ void SwapStep::take_until(int32_t place, bool outside) {
 
 bool SwapStep::is_away(const at::RecordFunction& function) const {
   bool found = false;
-  if (!swapper_->is_empty()) {
-    each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t) {
-      found = found || swapper_->has(tensor.storage().unsafeGetStorageImpl());
-    });
-  }
+  each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t) {
+    found = found || swapper_->has(tensor.storage().unsafeGetStorageImpl());
+  });
   return found;
 }
 
@@ -226,7 +224,7 @@ void SwapStep::see(const at::Tensor& tensor, const Moment& moment, bool made) {
 
 // What is away comes back, once all that the operator uses is known to be in use.
 void SwapStep::use(const at::RecordFunction& function) {
-  if (swapper_->is_empty()) {
+  if (!swapper_->order_use()) {
     return;
   }
   each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <utility>
 
 #include "replay.h"
 #include "versions.h"
@@ -46,7 +47,7 @@ Swapped::~Swapped() {
        std::move(stream),
        std::move(prefetched),
        std::move(offloaded),
-       slot,
+       slot ? slot : promised,
        resident ? held_bytes : 0,
        resident ? 0 : held_bytes});
 }
@@ -75,7 +76,7 @@ Transfer::Transfer(std::shared_ptr<Streams> streams, std::shared_ptr<HostRows> p
       offload_stream_(streams_->make()),
       prefetch_stream_(streams_->make()) {}
 
-std::shared_ptr<Swapped> Transfer::offload(const at::Tensor& tensor, int64_t rows, bool later) {
+std::shared_ptr<Swapped> Transfer::offload(const at::Tensor& tensor, int64_t rows, bool later, bool unread) {
   drain();
   std::optional<Slot> slot;
   if (!later) {
@@ -87,10 +88,24 @@ std::shared_ptr<Swapped> Transfer::offload(const at::Tensor& tensor, int64_t row
   auto swapped = std::make_shared<Swapped>(shared_from_this(), tensor, rows);
   add_to(compute_streams_, swapped->stream);
   resident_bytes += swapped->nbytes;
-  if (slot) {
+  if (unread) {
+    swapped->ready = Ready::UNREAD;
+    swapped->promised = slot;
+  } else if (slot) {
     send(*swapped, *slot);
   }
   return swapped;
+}
+
+void Transfer::note_read(Swapped& swapped, Ready ready) {
+  if (swapped.ready != Ready::UNREAD) {
+    return;
+  }
+  swapped.ready = ready;
+  add_to(compute_streams_, streams_->current());
+  if (const auto slot = std::exchange(swapped.promised, std::nullopt)) {
+    send(swapped, *slot);
+  }
 }
 
 void Transfer::add_to(std::vector<StreamRef>& streams, const StreamRef& stream) {
@@ -123,9 +138,9 @@ void Transfer::send(Swapped& swapped, Slot slot) {
   offloaded_total_bytes += slot.nbytes;
 }
 
-// Starts a copy out that has not been; where the pool has no room, the tensor stays.
+// Starts a copy out that has not been; where the pool has no room, or nothing has read the tensor, it stays.
 void Transfer::send_late(Swapped& swapped) {
-  if (!swapped.slot) {
+  if (!swapped.slot && swapped.ready != Ready::UNREAD) {
     check_version(swapped);
     if (const auto slot = take(swapped.nbytes / swapped.geometry.size[0] * swapped.rows)) {
       send(swapped, *slot);
@@ -165,6 +180,7 @@ void Transfer::release(std::vector<std::shared_ptr<Swapped>> group) {
 
 void Transfer::before_write(Swapped& swapped) {
   swapped.mutated = true;
+  note_read(swapped);
   if (!swapped.slot) {
     copy_on_device(swapped);
     return;
@@ -176,16 +192,22 @@ void Transfer::before_write(Swapped& swapped) {
   leave(swapped);
 }
 
-// The tensor's stream copies, as the new memory belongs to it; an operator on another stream waits for that.
+// The tensor's stream copies, as the new memory belongs to it, after all that an operator on another stream has waited for;
+// that one waits for the copy.
 void Transfer::copy_on_device(Swapped& swapped) {
   check_version(swapped);
   const at::Tensor original = swapped.tensor;
   const Geometry& geometry = swapped.geometry;
+  const StreamRef current = streams_->current();
+  const bool elsewhere = !streams_->same(current, swapped.stream);
+  if (elsewhere) {
+    streams_->wait(swapped.stream, streams_->record(current), Wait::MUTATE_FOR_OFFLOAD);
+  }
   ++allocations;
   swapped.tensor = tensor_at(streams_->empty(swapped.stream, geometry.size, geometry.stride, geometry.dtype), geometry);
   streams_->copy(swapped.stream, swapped.tensor, original);
   swapped.version = version_of(swapped.tensor);
-  if (const StreamRef current = streams_->current(); !streams_->same(current, swapped.stream)) {
+  if (elsewhere) {
     streams_->wait(current, streams_->record(swapped.stream), Wait::MUTATE_FOR_OFFLOAD);
   }
 }

@@ -15,7 +15,8 @@
 //   3. host rows go back to the pool only after the tensor's stream has waited for every copy in that reads them, and
 //      a copy out starts only after the present of all streams that regions have run on.
 // All device memory belongs to its tensor's stream, so the caching allocator needs no `record_stream`, and a rounding
-// buffer that the host finds free is safe by rule 2. Where backward or a recompute pass reads a tensor on another stream,
+// buffer that the host finds free is safe by rule 2. An input that another stream made, and what a region's forward reads on
+// another one, is recorded. Where backward or a recompute pass reads a tensor on another stream,
 // `order_use` orders that: the reader waits for the tensor's stream, the allocator is told of the reader, and a copy into a
 // rounding buffer starts only after the present of all such readers.
 //
@@ -55,6 +56,11 @@ struct Failure : std::runtime_error {
 
 class Transfer;
 
+// Whether the values of a tensor are there for the streams that regions run on. A region's input may come from a stream for
+// which only code inside of the region waits: the first operator that reads it shows that this is done. Of an opaque
+// region, which may read it past operators, the end of its forward is taken to show the same.
+enum class Ready : uint8_t { UNREAD, ASSUMED, READ };
+
 // A tensor whose first `rows` of dimension 0 have a copy on the host.
 struct Swapped {
   Swapped(std::shared_ptr<Transfer> transfer, const at::Tensor& tensor, int64_t rows);
@@ -78,6 +84,8 @@ struct Swapped {
   Geometry geometry;
   int64_t nbytes, rows;
   std::optional<Slot> slot; // none until its copy out starts
+  std::optional<Slot> promised; // while it is `UNREAD`: where its copy out is to go
+  Ready ready = Ready::READ;
   bool resident = true; // the original or its copy on the device, with every row valid; later `[0, rows)` are prefetched
   bool mutated = false; // overwritten in place after it was captured: only a recompute pass can replay that
   EventRef offloaded, prefetched; // that its stream has not waited for yet
@@ -93,7 +101,11 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
   // Starts copying rows `[0, rows)` of a dense device tensor to the host; null when the pool is exhausted. `later`: only
   // when its device memory is to be released, which may never be.
-  std::shared_ptr<Swapped> offload(const at::Tensor& tensor, int64_t rows, bool later);
+  // Of one that is `unread` it starts with `note_read` at the earliest.
+  std::shared_ptr<Swapped> offload(const at::Tensor& tensor, int64_t rows, bool later, bool unread = false);
+
+  // An operator reads the tensor on the current stream, which has waited for what made it.
+  void note_read(Swapped& swapped, Ready ready = Ready::READ);
 
   // Releases the device memory of resident tensors, once the last of their copies out is done. Throws
   // `SWAPPED_WAS_WRITTEN` where the copy out may have read either value.

@@ -75,7 +75,7 @@ _OVERWRITES = {
     *(f"aten::{name}_" for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal")),
     *(f"aten::{name}_" for name in ("normal", "random", "uniform", "_philox_normal", "_philox_uniform")),
 }
-_PARTIAL = {"aten::index_put_", "aten::_index_put_impl_", "aten::index_copy_", "aten::scatter_", "aten::record_stream"}
+_PARTIAL = {"aten::index_put_", "aten::_index_put_impl_", "aten::index_copy_", "aten::scatter_"}
 _WRITES_NOTHING = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_"}
 # write to the running mean and variance that they are given in training, which their schemas do not say
 _STATISTICS = {

@@ -1,0 +1,296 @@
+"""Regions whose inputs another stream makes, for which only code inside of the region, or behind it, waits: copies out start
+after that, and no memory is reused while another stream reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from tests.cudasim import device
+from tests.cudasim.device import SCHEDULES, Schedule, scheduled
+from tests.support.hidden import hidden
+
+pytestmark = pytest.mark.gpu
+
+ORDERS = [*SCHEDULES, Schedule("random", 1)]
+STEPS = 10
+
+
+class Maker(nn.Module):
+    """Makes the next region's input on another stream; nothing waits for it here."""
+
+    def __init__(self, side: torch.cuda.Stream):
+        super().__init__()
+        self.lin, self.side = nn.Linear(32, 32), side
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            made = self.lin(x).sin()
+        x.record_stream(self.side)
+        return made
+
+
+class Waiting(nn.Module):
+    """A region whose first statement waits for the stream of its input."""
+
+    def __init__(self, side: torch.cuda.Stream):
+        super().__init__()
+        self.up, self.down, self.side = nn.Linear(32, 64), nn.Linear(64, 32), side
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        main.wait_stream(self.side)
+        x.record_stream(main)
+        return x + self.down(self.up(x).tanh())
+
+
+class LaterView(Waiting):
+    """Looks at its input, and makes memory like it, before it waits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, like = x.view(-1, 32), torch.empty_like(x)
+        main = torch.cuda.current_stream()
+        main.wait_stream(self.side)
+        x.record_stream(main)
+        like.copy_(x.detach())
+        return rows + self.down(self.up(rows).tanh()) * like
+
+
+class Writing(Waiting):
+    """Writes to its input in place, once it has waited."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        main.wait_stream(self.side)
+        x.record_stream(main)
+        y = self.up(x.clone())
+        x.mul_(2)
+        return x + self.down(y.tanh())
+
+
+class Aside(Waiting):
+    """Reads its input on a third stream first, which waits for the maker alone."""
+
+    def __init__(self, side: torch.cuda.Stream):
+        super().__init__(side)
+        self.third = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        self.third.wait_stream(self.side)
+        with torch.cuda.stream(self.third):
+            y = self.up(x).tanh()
+        x.record_stream(self.third)
+        main.wait_stream(self.third)
+        y.record_stream(main)
+        x.record_stream(main)
+        return x + self.down(y)
+
+
+class RecordsFirst(Waiting):
+    """Tells the allocator of the stream that is to read its input before it waits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        x.record_stream(main)
+        main.wait_stream(self.side)
+        return x + self.down(self.up(x).tanh())
+
+
+class WaitsItself(torch.autograd.Function):
+    """Waits for the stream of its argument, which it keeps for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        main.wait_stream(side)
+        x.record_stream(main)
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return gradient * x.exp(), None
+
+
+class InFunction(Waiting):
+    """Reads its input in a function alone, which waits by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = WaitsItself.apply(x, self.side)
+        return x + self.down(self.up(y).tanh())
+
+
+class OfView(Waiting):
+    """The same of a view of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = WaitsItself.apply(x.view(-1, 32), self.side)
+        return x + self.down(self.up(y).tanh())
+
+
+class Filled(torch.autograd.Function):
+    """Fills its result past operators, as a kernel of an extension does, once it has waited."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        main.wait_stream(side)
+        x.record_stream(main)
+        ctx.save_for_backward(x)
+        out = torch.empty_like(x)
+        with hidden():
+            torch.exp(x, out=out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return gradient * x.exp(), None
+
+
+class InUnit(Waiting):
+    """The same of a function whose kernels no operator shows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Filled.apply(x, self.side)
+        return x + self.down(self.up(y).tanh())
+
+
+LAYERS = [Waiting, LaterView, Writing, Aside, RecordsFirst, InFunction, OfView, InUnit]
+
+
+class Block(nn.Module):
+    """A region that another stream has no part in, unless `second` is read."""
+
+    def __init__(self, side: torch.cuda.Stream, reads: bool):
+        super().__init__()
+        self.up, self.down, self.side, self.reads = nn.Linear(32, 64), nn.Linear(64, 32), side, reads
+
+    def forward(self, x: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        if self.reads:
+            torch.cuda.current_stream().wait_stream(self.side)
+            x = x + second.cos()
+        return x + self.down(self.up(x).tanh())
+
+
+class SecondInput(nn.Module):
+    """Another stream makes a second input of all regions; those behind the first two wait for it, and read it."""
+
+    def __init__(self, side: torch.cuda.Stream):
+        super().__init__()
+        self.maker = Maker(side)
+        self.layers = nn.ModuleList(Block(side, i > 1) for i in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        second = self.maker(x)
+        for layer in self.layers:
+            x = layer(x, second)
+        second.record_stream(torch.cuda.current_stream())
+        return x
+
+
+class SplitsOff(nn.Module):
+    """A region of which another stream reads a tensor, for which nothing waits before the end of the model."""
+
+    def __init__(self, side: torch.cuda.Stream):
+        super().__init__()
+        self.up, self.down, self.side = nn.Linear(32, 64), nn.Linear(64, 32), side
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        main, y = torch.cuda.current_stream(), self.up(x)
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            z = y.sin()
+        return x + self.down(y.tanh()), z
+
+
+class JoinsLast(nn.Module):
+    """Autograd keeps what the other stream reads, so that a script need not tell the allocator."""
+
+    def __init__(self, side: torch.cuda.Stream):
+        super().__init__()
+        self.layers = nn.ModuleList(SplitsOff(side) for _ in range(6))
+        self.side = side
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        apart = []
+        for layer in self.layers:
+            x, z = layer(x)
+            apart.append(z)
+        main = torch.cuda.current_stream()
+        main.wait_stream(self.side)
+        for z in apart:
+            z.record_stream(main)
+            x = x + z.mean(1, keepdim=True)
+        return x
+
+
+MODELS = [SecondInput, JoinsLast]
+
+
+def pairs(layer: type[nn.Module]) -> Callable[[torch.cuda.Stream], nn.Module]:
+    return lambda side: nn.Sequential(*(make(side) for _ in range(4) for make in (Maker, layer)))
+
+
+def train(make: Callable[[torch.cuda.Stream], nn.Module], block: dict[str, Any]) -> tuple[list[torch.Tensor], dict]:
+    torch.manual_seed(0)
+    model = make(torch.cuda.Stream()).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session, losses, report = memplug.attach(model, {"plan_dir": False, **block}), [], {}
+    for step in range(STEPS):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step)).cuda()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        del loss, x
+        if session is not None:
+            session.step()
+    torch.cuda.synchronize()
+    if session is not None:
+        report = session.report()
+        session.detach()
+    return [value.cpu() for value in [*losses, *model.parameters()]], report
+
+
+CASES = {
+    **{layer.__name__: (pairs(layer), ["1", "3", "5"]) for layer in LAYERS},
+    **{model.__name__: (model, ["layers.[0-4]"]) for model in MODELS},
+}
+
+
+@pytest.mark.parametrize("schedule", ORDERS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_the_models_are_ordered_without_memplug(case: str, schedule: Schedule) -> None:
+    make, _ = CASES[case]
+    expected, _ = train(make, {"enabled": False})
+    with scheduled(schedule):
+        found, _ = train(make, {"enabled": False})
+    assert device.violations() == 0
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("schedule", ORDERS, ids=str)
+@pytest.mark.parametrize("alpha", [0, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_every_access_is_ordered_and_values_hold(case: str, alpha: float, schedule: Schedule) -> None:
+    make, regions = CASES[case]
+    expected, _ = train(make, {"enabled": False})
+    tokenwise = {"alpha": alpha, "regions": regions, "min_offload_bytes": 256}
+    alone = {"profiler": {"enabled": False}, "arena": {"enabled": False}}
+    before = device.violations()
+    with scheduled(schedule):
+        found, report = train(make, {"enabled": True, "tokenwise": tokenwise, **alone})
+    assert device.violations() == before
+    assert all(map(torch.equal, found, expected))
+    assert report["offloaded_bytes"] > 0
