@@ -204,10 +204,14 @@ class Forward {
   // the region's own doing. The pass runs no operator from `end` on.
   at::Tensor given_again(int32_t storage, bool regathered, bool changes, size_t end) const;
 
-  // What runs now reads a tensor of which no operator tells: its address was taken, another region or a unit has it, or it
-  // wraps the tensor that operators are given.
-  void read(const at::Tensor& tensor, bool in_unit = false) {
-    read(tensor, begun_, in_unit);
+  // What runs now reads a tensor of which no operator tells: its address was taken, or a function has it.
+  void read(const at::Tensor& tensor) {
+    read(tensor, begun_, false);
+  }
+
+  // The unit that is about to begin does so: a parameter.
+  void read_in_unit(const at::Tensor& tensor) {
+    read(tensor, begun_ + 1, true);
   }
 
   // The same of all that another forward, inside of this one, was given.

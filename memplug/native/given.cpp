@@ -53,13 +53,13 @@ void Forward::close_counts() {
       each.close();
     }
   }
-  const auto is_own = [&](const Count& each) { // or was written to later, and is put back for the pass
+  const auto is_put_back = [&](const Count& each) { // or made again: it was met, or written to, later
     const auto tensor = each.first.lock();
     const bool lies = tensor.defined() && (is_plain(at::Tensor(tensor)) || is_irregular(at::Tensor(tensor)));
     const int32_t storage = lies ? storages.find(at::Tensor(tensor)) : -1;
-    return storage >= 0 && (own_[storage] || !storages.given[storage]);
+    return storage >= 0 && (own_[storage] || !given[storage].tensor.defined());
   };
-  read_.erase(std::remove_if(read_.begin(), read_.end(), is_own), read_.end());
+  read_.erase(std::remove_if(read_.begin(), read_.end(), is_put_back), read_.end());
   for (Count& each : read_) {
     each.close();
   }

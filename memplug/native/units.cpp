@@ -160,7 +160,7 @@ py::object Running::run_unit(
   }
   for (const auto* const parameters : {&made.parameters, &reads}) {
     for (const at::Tensor& parameter : *parameters) {
-      forward.read(parameter, true);
+      forward.read_in_unit(parameter);
     }
   }
   const size_t index = forward.begun(), saved = forward.saved.size();

@@ -179,9 +179,7 @@ def test_parameters_may_be_stepped_in_backward(read: str, last: bool, address: b
     def train(model: Stack) -> list[Any]:
         if tied:
             model.layers[1].shift = model.layers[0].shift
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(_step)
-        return [trained(model, lambda layer: None, steps) for steps in (1, 2, 3)]
+        return stepped_in_backward(model)
 
     expected = train(stack(read, last, address))
     model = stack(read, last, address)
@@ -190,9 +188,42 @@ def test_parameters_may_be_stepped_in_backward(read: str, last: bool, address: b
         assert_same(measured, right)
 
 
+def stepped_in_backward(model: Stack) -> list[dict[str, torch.Tensor]]:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_step)
+    return [trained(model, lambda layer: None, steps) for steps in (1, 2, 3)]
+
+
 def _step(parameter: nn.Parameter) -> None:
     with torch.no_grad():
         parameter.sub_(parameter.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_a_parameter_of_a_unit_may_be_stepped_in_backward(alpha: float) -> None:
+    def shifting() -> Stack:
+        model = stack("parameter", True, True)
+        for layer in model.layers:
+            layer.last_part, layer.read = Shifts(), lambda layer, y: layer.last_part(y)
+        return model
+
+    model = shifting()
+    executor = tokenwise(model, alpha)
+    for layer in model.layers:
+        run_as_unit(layer.last_part, Unit(executor, "shifts", None, reads=layer.last_part.parameters))
+    for measured, right in zip(stepped_in_backward(model), stepped_in_backward(shifting()), strict=True):
+        assert_same(measured, right)
+
+
+class Shifts(nn.Module):
+    """Adds a parameter, behind all that its region saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return y + self.shift
 
 
 def flat(model: Stack) -> Stack:
