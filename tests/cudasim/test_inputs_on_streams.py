@@ -1,5 +1,5 @@
-"""Regions whose inputs another stream makes, for which only code inside of the region, or behind it, waits: copies out start
-after that, and no memory is reused while another stream reads it.
+"""Regions whose inputs another stream makes, for which only code inside of the region, or behind it, waits: copies out
+start after that, and no memory is reused while another stream reads it.
 """
 
 from __future__ import annotations

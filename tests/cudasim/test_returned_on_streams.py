@@ -68,7 +68,7 @@ def test_the_other_stream_waits_for_what_returned_for_the_first(swapper: Any) ->
     with torch.cuda.stream(side):
         torch.ones(1, device="cuda")
     side.wait_stream(main)  # for all that was written; none of the weights is written to again
-    for turn in range(3):
+    for _ in range(3):
         for key, weight in enumerate(weights):
             away(swapper, weight, key)
         for key in range(0, 4, 2):

@@ -265,7 +265,7 @@ def test_a_shared_input_that_one_of_the_regions_writes_to_has_its_former_value_f
 
 @pytest.mark.cpu("it stands for two streams in Python")
 @pytest.mark.parametrize("writer", ["first", "second"])
-def test_a_stream_that_writes_in_place_waits_for_the_one_that_made_the_captured_tensor(writer):
+def test_a_stream_that_writes_in_place_and_the_one_that_copies_the_captured_tensor_wait_for_each_other(writer):
     class TwoStreams(ScriptedDevice):
         now = "first"
 
@@ -288,7 +288,8 @@ def test_a_stream_that_writes_in_place_waits_for_the_one_that_made_the_captured_
     swapped = transfer.offload(tensor, 3, later=True)
     device.now = writer
     transfer.before_write(swapped)
-    assert calls == [("first", "copies"), *([("second", "event of", "first")] if writer == "second" else [])]
+    before, after = ("first", "event of", "second"), ("second", "event of", "first")
+    assert calls == ([before, ("first", "copies"), after] if writer == "second" else [("first", "copies")])
     tensor.zero_()
     former, rows = transfer.acquire(swapped)
     assert rows == 3 and torch.equal(former, torch.arange(12.0).view(3, 4))
