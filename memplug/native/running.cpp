@@ -314,21 +314,25 @@ std::vector<at::Tensor> Running::run_tape(
 
 std::vector<at::Tensor> Running::run_again(
     const Decisions& its, Bases bases, const std::vector<const Use*>& wanted) {
-  struct Before { // the buffers that the forward wrote to
-    py::object context;
-    explicit Before(const py::object& buffers) : context(buffers.is_none() ? py::none() : buffers.attr("as_before")()) {
-      if (!context.is_none()) {
-        context.attr("__enter__")();
-      }
-    }
-    ~Before() {
-      if (!context.is_none()) {
-        context.attr("__exit__")(py::none(), py::none(), py::none());
-      }
-    }
-  } const before(buffers);
   const auto captured = [](size_t) -> Substitute { throw Diverged("a capture is asked for"); };
-  return run_tape(*its.tape, its.actions, std::move(bases), wanted, captured);
+  const auto run = [&] { return run_tape(*its.tape, its.actions, std::move(bases), wanted, captured); };
+  if (buffers.is_none()) {
+    return run();
+  }
+  const py::object before = buffers.attr("as_before")(); // what the forward wrote to
+  before.attr("__enter__")();
+  std::vector<at::Tensor> found;
+  std::exception_ptr failed; // no destructor leaves it: it may raise
+  try {
+    found = run();
+  } catch (...) {
+    failed = std::current_exception();
+  }
+  before.attr("__exit__")(py::none(), py::none(), py::none());
+  if (failed != nullptr) {
+    std::rethrow_exception(failed);
+  }
+  return found;
 }
 
 py::tuple Running::arguments() {

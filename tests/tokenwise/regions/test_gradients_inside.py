@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from memplug.errors import RecomputeError
-from tests.support.asking import ASKING, BEGINNING, Force, Sometimes
+from memplug.tokenwise.regions.buffers import Buffers
+from tests.support.asking import ASKING, BEGINNING, Draws, Force, Sometimes
 from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 
 pytestmark = pytest.mark.device
@@ -138,3 +141,26 @@ def test_a_region_that_begins_to_ask_for_what_no_operator_shows_is_an_error_once
         model(torch.randn(2, 6, 16)).backward()
     gradients(model)
     step_alike(model, reference, 3)
+
+
+def test_an_error_as_buffers_are_put_back_is_raised_and_ends_no_process(monkeypatch: Any) -> None:
+    """A copy may report what a device's kernel before it did wrong."""
+    as_before = Buffers.as_before
+
+    @contextlib.contextmanager
+    def fails(self: Buffers) -> Iterator[None]:
+        with as_before(self):
+            yield
+        raise RuntimeError("a kernel failed")
+
+    torch.manual_seed(0)
+    model = Stack(1, Draws)
+    reference = twin(model)
+    tokenwise(model, 1.0)
+    for step in range(2):
+        step_alike(model, reference, step)
+    with monkeypatch.context() as patched:
+        patched.setattr(Sometimes, "asks", True)
+        patched.setattr(Buffers, "as_before", fails)
+        with pytest.raises(RuntimeError, match="a kernel failed"):
+            model(torch.randn(2, 6, 16))
