@@ -90,6 +90,7 @@ py::object Running::run(
     frame->forward.holds_meanwhile = region->asks.value_or(true) || region->opaque;
     region->is_undecided = false;
     frame->ambient.emplace(flow->device);
+    frame->modes.emplace();
     frame->surroundings = std::move(surroundings);
     frame->state = std::move(state);
     frame->call = std::move(call);
@@ -223,6 +224,7 @@ void Running::begin_backward() {
 }
 
 void Running::restore() {
+  const ModesAround::Again as_in_forward(*modes);
   flow->transfer->streams().spend_backward();
   if (keeps && !flow->regathers) {
     replay(std::nullopt);
@@ -306,6 +308,7 @@ std::vector<at::Tensor> Running::run_tape(
 
 std::vector<at::Tensor> Running::run_again(
     const Decisions& its, Bases bases, const std::vector<const Use*>& wanted) {
+  const ModesAround::Again as_in_forward(*modes);
   struct Before { // the buffers that the forward wrote to
     py::object context;
     explicit Before(const py::object& buffers) : context(buffers.is_none() ? py::none() : buffers.attr("as_before")()) {

@@ -94,13 +94,14 @@ def step(model: nn.Module, seed: int, forward: Any, backward: Any) -> tuple[torc
 @alphas
 def test_training_holds_to_the_bit_inside_of_modes(mode: Callable[[], Any], alpha: Any) -> None:
     def train(model: nn.Module) -> list[Any]:
-        """Around all of a step, around its forward, and not at all."""
+        """Around all of a step, around its forward, around its backward, and not at all."""
         found, none = [], contextlib.nullcontext()
         for seed in range(2):
             found.append(step(model, seed, none, none))
             with mode():
                 found.append(step(model, seed, none, none))
             found.append(step(model, seed, mode(), none))
+            found.append(step(model, seed, none, mode()))
         return found
 
     expected, model = train(tiny_llama()), tiny_llama()
