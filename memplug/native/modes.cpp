@@ -3,7 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/equal.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <algorithm>
 #include <cstring>
@@ -101,17 +100,25 @@ bool returns_arguments(c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<c10::
   return all;
 }
 
+using DispatchModes = c10::impl::TorchDispatchModeTLS;
+using FunctionModes = at::impl::PythonTorchFunctionTLS;
+
+template <typename Mode>
+bool is_same_object(const Mode& one, const Mode& other) {
+  return one.ptr(&one.pyinterpreter()) == other.ptr(&other.pyinterpreter());
+}
+
 } // namespace
 
 bool Modes::around() {
-  return c10::impl::TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/true) &&
+  return DispatchModes::any_modes_set(/*skip_infra_modes=*/true) &&
       !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python); // else torch calls none now
 }
 
 void Modes::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
   called_.reset();
   if (around()) {
-    called_.emplace(Call{&op, arguments.vec(), c10::impl::TorchDispatchModeTLS::stack_len()});
+    called_.emplace(Call{&op, arguments.vec(), DispatchModes::stack_len()});
   }
 }
 
@@ -176,6 +183,52 @@ bool Modes::end(c10::ArrayRef<c10::IValue> results) {
            const bool are_works = one.isObject() && its.isObject(); // of a collective, made anew on each level
            return are_works || are_same(one, its, is_same_memory);
          });
+}
+
+ModesAround::ModesAround() {
+  if (DispatchModes::any_modes_set(/*skip_infra_modes=*/true)) {
+    for (int64_t i = 0; i < DispatchModes::stack_len(); ++i) {
+      dispatch_.push_back(DispatchModes::get_stack_at(i));
+    }
+  }
+  for (int64_t i = 0; i < FunctionModes::stack_len(); ++i) {
+    functions_.push_back(FunctionModes::get_stack_at(i));
+  }
+}
+
+ModesAround::Again::Again(const ModesAround& forward) {
+  if (DispatchModes::any_modes_set(/*skip_infra_modes=*/true)) {
+    dispatch_ = DispatchModes::get_state();
+    std::vector<std::shared_ptr<c10::impl::PyObject_TorchDispatchMode>> now;
+    while (DispatchModes::any_modes_set(/*skip_infra_modes=*/true)) {
+      now.push_back(DispatchModes::pop_stack());
+    }
+    std::for_each(now.rbegin(), now.rend(), [&](const auto& mode) {
+      if (std::any_of(forward.dispatch_.begin(), forward.dispatch_.end(), [&](const auto& its) {
+            return is_same_object(*mode, *its);
+          })) {
+        DispatchModes::push_non_infra_mode_onto_stack(mode);
+      }
+    });
+  }
+  if (FunctionModes::stack_len() > 0 || !forward.functions_.empty()) {
+    functions_ = FunctionModes::get_state();
+    while (FunctionModes::stack_len() > 0) {
+      FunctionModes::pop_stack();
+    }
+    for (const auto& mode : forward.functions_) {
+      FunctionModes::push_onto_stack(mode);
+    }
+  }
+}
+
+ModesAround::Again::~Again() {
+  if (dispatch_) {
+    DispatchModes::set_state(*dispatch_);
+  }
+  if (functions_) {
+    FunctionModes::set_state(*functions_);
+  }
 }
 
 } // namespace memplug

@@ -2,8 +2,11 @@
 // the place of an operator, and most hand it on as it is.
 #pragma once
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -51,6 +54,31 @@ class Modes {
   bool touches(c10::ArrayRef<const c10::IValue> values) const;
 
   std::optional<Call> called_;
+};
+
+// The script's modes around a forward, of operators and of functions. Guarded by Python's lock.
+class ModesAround {
+ public:
+  // Those that this thread has now.
+  ModesAround();
+
+  // While one lives, this thread is in the forward's function modes, and in those of its dispatch modes that it is in still:
+  // a mode around backward alone sees and changes backward, no recompute pass.
+  class Again {
+   public:
+    explicit Again(const ModesAround& forward);
+    ~Again();
+    Again(const Again&) = delete;
+    Again& operator=(const Again&) = delete;
+
+   private:
+    std::optional<c10::impl::TorchDispatchModeTLS> dispatch_;
+    std::optional<at::impl::PythonTorchFunctionTLS> functions_;
+  };
+
+ private:
+  std::vector<std::shared_ptr<c10::impl::PyObject_TorchDispatchMode>> dispatch_;
+  std::vector<std::shared_ptr<c10::SafePyObject>> functions_;
 };
 
 } // namespace memplug

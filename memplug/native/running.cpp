@@ -90,6 +90,7 @@ py::object Running::run(
     frame->forward.holds_meanwhile = region->asks.value_or(true) || region->opaque;
     region->is_undecided = false;
     frame->ambient.emplace(flow->device);
+    frame->modes.emplace();
     frame->surroundings = std::move(surroundings);
     frame->state = std::move(state);
     frame->call = std::move(call);
@@ -231,6 +232,7 @@ void Running::begin_backward() {
 }
 
 void Running::restore() {
+  const ModesAround::Again as_in_forward(*modes);
   flow->transfer->streams().spend_backward();
   if (keeps && !flow->regathers) {
     replay(std::nullopt);
@@ -314,6 +316,7 @@ std::vector<at::Tensor> Running::run_tape(
 
 std::vector<at::Tensor> Running::run_again(
     const Decisions& its, Bases bases, const std::vector<const Use*>& wanted) {
+  const ModesAround::Again as_in_forward(*modes);
   const auto captured = [](size_t) -> Substitute { throw Diverged("a capture is asked for"); };
   const auto run = [&] { return run_tape(*its.tape, its.actions, std::move(bases), wanted, captured); };
   if (buffers.is_none()) {

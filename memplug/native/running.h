@@ -15,6 +15,7 @@
 #include "ambient.h"
 #include "arguments.h"
 #include "frame.h"
+#include "modes.h"
 #include "observer.h"
 #include "unit.h"
 
@@ -113,6 +114,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   void consume_inputs();
 
   std::optional<Ambient> ambient;
+  std::optional<ModesAround> modes;
   pybind11::object call, surroundings;
   pybind11::object times; // or None
   int64_t given_bytes = 0; // of all tensors among the arguments

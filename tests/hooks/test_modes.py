@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import detect_anomaly, graph
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -82,6 +83,22 @@ MODES = [HandsOn, Scales, ScalesInPlace, GivesMore, Both, on_cpu, copies, withou
 modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
 
 
+class ScalesFunctions(TorchFunctionMode):
+    """Returns other values than a linear layer's function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 1.01 if func is nn.functional.linear else out
+
+
+class Addressed(nn.Sequential):
+    """Opaque: asks for the address of a tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.data_ptr()
+        return super().forward(x)
+
+
 def step(model: nn.Module, seed: int, forward: Any, backward: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     with forward:
         loss = model(input_ids=tokens(seed), labels=tokens(seed)).loss
@@ -94,13 +111,14 @@ def step(model: nn.Module, seed: int, forward: Any, backward: Any) -> tuple[torc
 @alphas
 def test_training_holds_to_the_bit_inside_of_modes(mode: Callable[[], Any], alpha: Any) -> None:
     def train(model: nn.Module) -> list[Any]:
-        """Around all of a step, around its forward, and not at all."""
+        """Around all of a step, around its forward, around its backward, and not at all."""
         found, none = [], contextlib.nullcontext()
         for seed in range(2):
             found.append(step(model, seed, none, none))
             with mode():
                 found.append(step(model, seed, none, none))
             found.append(step(model, seed, mode(), none))
+            found.append(step(model, seed, none, mode()))
         return found
 
     expected, model = train(tiny_llama()), tiny_llama()
@@ -109,6 +127,29 @@ def test_training_holds_to_the_bit_inside_of_modes(mode: Callable[[], Any], alph
             assert torch.equal(loss, other)
             assert_same(gradient, others, exact=alpha != "auto")
         assert session.executor.flow.live == 0
+
+
+@pytest.mark.parametrize("alpha", [0, 1])
+@pytest.mark.parametrize("mode", [HandsOn, Scales, ScalesFunctions])
+def test_an_opaque_region_runs_again_in_its_forwards_modes(mode: Callable[[], Any], alpha: int) -> None:
+    def train(model: nn.Module) -> list[torch.Tensor]:
+        found, none = [], contextlib.nullcontext
+        for step, (forward, backward) in enumerate([(none, none), (none, mode), (mode, none), (mode, mode)]):
+            with forward():
+                loss = model(torch.linspace(-1, 1 + step, 64).view(8, 8)).square().sum()
+            with backward():
+                loss.backward()
+            found += [loss.detach(), *gradients(model).values()]
+        return found
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Addressed(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)))
+
+    expected, model = train(make()), make()
+    with memplug.attach(model, block(alpha=alpha, regions=["[0-2]"])) as session:
+        assert all(map(torch.equal, train(model), expected))
+        assert session.executor.opaque_regions == 3
 
 
 @pytest.mark.parametrize(("mode", "opaque"), [(HandsOn, 0), (FlopCounterMode, 0), (Scales, 3)])

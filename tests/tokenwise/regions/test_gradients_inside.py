@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memplug.errors import RecomputeError
-from memplug.tokenwise.regions.buffers import Buffers
+from memplug.tokenwise.engine.buffers import Buffers
 from tests.support.asking import ASKING, BEGINNING, Draws, Force, Sometimes
 from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 
