@@ -17,16 +17,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.runs import Runs
 from memplug.tokenwise.engine.units import Unit
-
-if TYPE_CHECKING:
-    from memplug.tokenwise.engine.executor import Executor
 
 log = logging.getLogger("memplug")
 
@@ -44,7 +42,7 @@ _CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # not of a byte:
 class HiddenFunctions:
     """The functions of one session's regions."""
 
-    def __init__(self, executor: Executor):
+    def __init__(self, executor: Runs):
         self._executor = executor
         self._units: dict[type, Unit] = {}
         self._visible: set[type] = set()

@@ -8,12 +8,11 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.engine.region import Region
 
 
 def _nothing(*_: Any) -> None:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memplug.errors import RecomputeError
 from memplug.tokenwise.engine.ambient import no_transforms, restored
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.engine.runs import Runs
 from memplug.tokenwise.engine.state import State
 from memplug.tokenwise.engine.tape import named
 
-if TYPE_CHECKING:
-    from memplug.tokenwise.engine.executor import Executor
-    from memplug.tokenwise.engine.region import Region
 
-
-def rerun(executor: Executor, frame: Any, region: Region) -> None:
+def rerun(executor: Runs, frame: Any, region: Region) -> None:
     """Run the region's module again, and store what it saves. All of it runs, whatever was captured: also its
     collectives, so that one that has any is not run again where there are several ranks (memplug/native/frame.h).
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memplug.errors import RecomputeError
 from memplug.tokenwise.engine.ambient import no_transforms, restored
 from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.engine.rerun import held_meanwhile
-
-if TYPE_CHECKING:
-    from memplug.tokenwise.engine.executor import Executor
-    from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.engine.runs import Runs
 
 _NOTHING = contextlib.nullcontext()
 
@@ -49,7 +47,7 @@ class Unit:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: Runs,
         name: str,
         kind: Kind | None,
         is_row_wise: Callable[[Any], bool] = lambda state: False,
@@ -101,7 +99,7 @@ def _overload(kind: Kind | None, is_shared: bool) -> str:
 
 
 def run_again(
-    executor: Executor,
+    executor: Runs,
     unit: Unit,
     region: Region,
     call: Callable[..., Any],
