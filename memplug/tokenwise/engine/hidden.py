@@ -10,6 +10,10 @@ version, and does not give back; nor a parameter that is changed so. A function 
 and was given none has chosen by values, as a router's kernel does: what it made is captured like that of operators that
 choose (memplug.tokenwise.engine.operators). Where gradients are disabled a function is a unit only if it writes to
 what it is given; else what it makes is held until backward, like what was there before the region.
+
+A call may be the first to wait for the stream that makes an argument. So one that another stream has made, as the
+stream of its node in the graph tells, and that no operator of the region has read, is not copied before the call: a
+write to it shows by its version, or where the function gives it back.
 """
 
 from __future__ import annotations
