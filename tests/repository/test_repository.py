@@ -66,7 +66,7 @@ def test_an_installed_memplug_has_the_profiles_of_gpus(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     built = run("-c", "import setuptools; setuptools.setup()", "build_py", "--build-lib", str(tmp_path))
     assert built.returncode == 0, built.stderr
-    profiles = tmp_path / "memplug" / "device" / "virtual" / "profiles"
+    profiles = tmp_path / "memplug" / "predict" / "virtual" / "profiles"
     assert not profiles.is_symlink()
     for file in (ROOT / "configs" / "hardware").iterdir():
         assert (profiles / file.name).read_bytes() == file.read_bytes()
