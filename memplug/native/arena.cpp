@@ -344,20 +344,6 @@ void Arena::take_in(Part& part, char* begin, char* end, int64_t nbytes, Stream s
   device_.came_back(begin, static_cast<size_t>(nbytes), wanted, open_);
 }
 
-void Arena::forget_wanted() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
-    live_[start].wanted = false;
-  }
-  for (auto& [begin, other] : others_) {
-    other.wanted = false;
-  }
-  for (auto& [begin, kept] : kept_blocks_) {
-    kept.wanted = false;
-  }
-  counters_.wanted_bytes = 0;
-}
-
 bool Arena::use_on(void* pointer, Stream stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (part_of(pointer) == nullptr) {

@@ -113,6 +113,20 @@ void Arena::forget_leftovers() {
   }
 }
 
+void Arena::forget_wanted() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
+    live_[start].wanted = false;
+  }
+  for (auto& [begin, other] : others_) {
+    other.wanted = false;
+  }
+  for (auto& [begin, kept] : kept_blocks_) {
+    kept.wanted = false;
+  }
+  counters_.wanted_bytes = 0;
+}
+
 std::vector<std::pair<int64_t, int64_t>> Arena::leftovers() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<std::pair<int64_t, int64_t>> found;

@@ -16,7 +16,9 @@ from tests.support.serving import ALONE, llama, owned
 
 pytestmark = pytest.mark.cpu("of its allocator")
 
-LIMITED = {**ALONE, "device_budget_gib": 1}
+WAITS: dict[str, Any] = {**ALONE, "profiler": {"wait_for_plans": True}}
+
+LIMITED = {**WAITS, "device_budget_gib": 1}
 """The CPU stands in for a device that has so much: what is asked for is counted."""
 
 
@@ -52,13 +54,13 @@ def freed(kept: list[Any]) -> Trace:
 
 
 @pytest.mark.parametrize(
-    ("block", "steps", "recorded"), [(ALONE, 9, range(7, 8)), (LIMITED, 4, range(0))], ids=["arena", "limit"]
+    ("block", "steps", "recorded"), [(WAITS, 9, range(7, 8)), (LIMITED, 4, range(0))], ids=["arena", "limit"]
 )
 def test_memory_of_an_earlier_recorder_is_no_part_of_a_recording(
     block: dict[str, Any], steps: int, recorded: range
 ) -> None:
     kept, _ = trained(block, steps, recorded)
-    assert owned(kept[0].logits) if block is ALONE else native.load().cpu_bytes()[0] > 0
+    assert owned(kept[0].logits) if block is WAITS else native.load().cpu_bytes()[0] > 0
     trace = freed(kept)
     assert trace.base_bytes == 0 and trace.live_bytes.min() >= 0
     assert trace.requests["nbytes"].tolist() == [16] and (trace.events["request"] >= 0).all()
@@ -67,8 +69,9 @@ def test_memory_of_an_earlier_recorder_is_no_part_of_a_recording(
 def test_recordings_under_a_limit_count_what_the_arena_has_in_use() -> None:
     """Steps with an arena are recorded one after another; gradients are freed in every second one."""
     _, limited = trained(LIMITED, 14, range(1, 13))
-    _, others = trained(ALONE, 14, range(1, 13))
-    assert [trace.base_bytes for trace in limited[3:]] == [trace.base_bytes for trace in others[3:]]
+    _, others = trained(WAITS, 14, range(1, 13))
+    for one, other in zip(limited[3:], others[3:], strict=True):
+        assert one.base_bytes == pytest.approx(other.base_bytes, abs=1000), "but for garbage"
+        assert other.base_bytes > 20_000
     for trace in (*limited, *others):
         assert trace.live_bytes.min() >= 0 and trace.replays_exactly()
-    assert len({trace.base_bytes for trace in limited[3:]}) == 1 and limited[-1].base_bytes > 0
