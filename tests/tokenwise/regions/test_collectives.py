@@ -15,8 +15,8 @@ from memplug.tokenwise.regions import operators
 from memplug.tokenwise.regions.core import paused
 from memplug.tokenwise.regions.operators import Kind, kind_of
 from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
+from tests.support.counting import Launches
 from tests.support.forking import launch_forked
-from tests.support.parallel import Launches
 
 
 @pytest.fixture(autouse=True)
