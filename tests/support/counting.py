@@ -11,7 +11,7 @@ from torch.autograd import profiler
 
 
 class Operators:
-    """Counts operators that run within, by name: aten's without their namespace."""
+    """Counts operators that run within, by name, without its namespace."""
 
     def __init__(self) -> None:
         self.calls: collections.Counter[str] = collections.Counter()
@@ -23,12 +23,15 @@ class Operators:
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
         for event in self._profile.function_events:
-            namespace, _, name = event.name.partition("::")
-            if name and "::" not in name:
-                self._count(namespace, name)
+            if self._counts(event.name) and not self._is_inside(event):
+                self.calls[event.name.partition("::")[2]] += 1
 
-    def _count(self, namespace: str, name: str) -> None:
-        self.calls[name if namespace == "aten" else f"{namespace}::{name}"] += 1
+    def _counts(self, name: str) -> bool:
+        return name.count("::") == 1
+
+    def _is_inside(self, event: Any) -> bool:
+        """Whether an operator runs inside of another one that is counted."""
+        return False
 
 
 class Launches(Operators):
@@ -38,9 +41,12 @@ class Launches(Operators):
         super().__init__()
         self._counted = counted
 
-    def _count(self, namespace: str, name: str) -> None:
-        if any(map(self._counted, _overloads(namespace, name))):
-            self.calls[name] += 1
+    def _counts(self, name: str) -> bool:
+        return super()._counts(name) and any(map(self._counted, _overloads(*name.split("::"))))
+
+    def _is_inside(self, event: Any) -> bool:
+        outer = event.cpu_parent
+        return outer is not None and (self._counts(outer.name) or self._is_inside(outer))
 
 
 def _overloads(namespace: str, name: str) -> Iterator[Any]:
