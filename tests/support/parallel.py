@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional_collectives
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.blocks import Layer
-
-
-class Launches(TorchDispatchMode):
-    """Counts collectives that reach the process group, of those that `counted` says."""
-
-    def __init__(self, counted: Callable[[Any], bool]) -> None:
-        super().__init__()
-        self.counted = counted
-        self.calls: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.counted(func):
-            self.calls[func._schema.name.partition("::")[2]] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Reduce(torch.autograd.Function):

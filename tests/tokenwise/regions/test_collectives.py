@@ -15,8 +15,8 @@ from memplug.tokenwise.engine import operators
 from memplug.tokenwise.engine.core import paused
 from memplug.tokenwise.engine.operators import Kind, kind_of
 from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
+from tests.support.counting import Launches
 from tests.support.forking import launch_forked
-from tests.support.parallel import Launches
 
 
 @pytest.fixture(autouse=True)

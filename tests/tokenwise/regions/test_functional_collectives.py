@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, twin
-from tests.support.parallel import Launches
+from tests.support.counting import Launches
 from tests.support.reducing import WHOLE, ReducesMemoryThatWasThere, reducing
 
 

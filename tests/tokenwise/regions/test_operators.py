@@ -17,8 +17,9 @@ from memplug.tokenwise.engine.core import core
 from memplug.tokenwise.engine.operators import Kind, kind_of
 from memplug.tokenwise.engine.tape import records_of
 from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
+from tests.support.counting import Launches
 from tests.support.native_forward import Keeps, Run
-from tests.support.parallel import Launches, Parallel, Reduce
+from tests.support.parallel import Parallel, Reduce
 
 pytestmark = pytest.mark.device
 

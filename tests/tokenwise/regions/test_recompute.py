@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplug.errors import RecomputeError
 from memplug.tokenwise.plan.decisions import Setting
@@ -28,22 +27,11 @@ from tests.support.blocks import (
     train_alike,
     twin,
 )
+from tests.support.counting import Operators
 from tests.support.forwards import Routes
 from tests.support.simulated import ScriptedDevice
 
 pytestmark = pytest.mark.device
-
-
-class Counter(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func._schema.name.partition("::")[2] if func.namespace == "aten" else func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def backward_calls(
@@ -58,7 +46,7 @@ def backward_calls(
         counts = []
         for network in (model, reference):
             loss = network(x)
-            with Counter() as counter:
+            with Operators() as counter:
                 loss.backward()
             counts.append(counter.calls)
     return counts[0] - counts[1]
@@ -99,7 +87,7 @@ def test_attention_is_run_again_where_it_is_not_captured() -> None:
     executor.time_forwards(lambda region, frame, tape: region.set(Setting("captures nothing", plan={})))
     model(x)
     loss = model(x)
-    with Counter() as counter:
+    with Operators() as counter:
         loss.backward()
     assert sum(count for name, count in counter.calls.items() if "attention" in name and "backward" not in name) == 2
     reference(x).backward()
