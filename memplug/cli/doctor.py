@@ -44,7 +44,7 @@ def doctor(
     if measure is not None:
         measure_into(measure, as_json=as_json)
         return
-    from memplug.native import packing
+    from memplug.arena.native import packing
 
     facts = {"versions": versions(), "compiler": _compiler()}
     with progress("building the native core, where that was not done yet (half a minute)"):

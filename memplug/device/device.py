@@ -24,7 +24,7 @@ PAGE_BYTES = 4096
 
 
 class Wait(enum.Enum):
-    """Why one stream waits for another; every wait of the executor is one of these (memplug/native/streams.h)."""
+    """Why one stream waits for another; every wait of the executor is one of these (native/streams.h)."""
 
     OFFLOAD_FOR_COMPUTE = "the copy out starts once the operator has written its output"
     RELEASE_FOR_OFFLOAD = "device memory is released once its copy out has read it"
@@ -45,7 +45,7 @@ class Device:
     runs_behind = False  # the host queues operators, and waits only where the device is the faster
 
     def streams(self, core: Any) -> Any:
-        """Streams, events and copies for transfers (memplug/native/streams.h)."""
+        """Streams, events and copies for transfers (native/streams.h)."""
         return core.cpu_streams()
 
     def is_capturing(self) -> bool:

@@ -2,7 +2,7 @@
 
 `torch.empty(pin_memory=True)` rounds up to a power of two and allocates 1.5-2 GB/s. Here a slab is plain memory that
 threads touch in parallel before it is registered with the driver; rows of any size are cut out of it
-(memplug/native/host_rows.h).
+(memplug/device/native/host_rows.h).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FlexAttention that a program has compiled: a call of it inside of a region runs compiled, as a unit.
 
 All other functions that are compiled inside of a region run as they are written, so that their operators are observed
-(memplug/native/as_written.h). FlexAttention written out has a score for each pair of tokens, which is what it is
+(as_written.h). FlexAttention written out has a score for each pair of tokens, which is what it is
 compiled for. So where `torch.compile(flex_attention)` is called there, with whatever backend, the compiler is called,
 and a call of each graph that it makes is a unit (memplug.tokenwise.engine.units): all tensors that it reads, those in
 the closures of masks and scores among them, are its arguments, and it runs again without asking the compiler.

@@ -1,7 +1,7 @@
-"""The native core: C++ beside this file, built on first use (`memplug.native.building`).
+"""The native core: the C++ of all rooms, built on first use as one library (`memplug.native.building`).
 
-`memplug.predict.virtual.native` and `memplug.native.packing` are apart from it. The last one is plain C++, which knows
-no torch and imports none.
+`memplug.predict.virtual.native` and `memplug.arena.native.packing` are apart from it. The last one is plain C++, which
+knows no torch and imports none.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ from types import ModuleType
 
 from memplug.native.building import Extension
 
+FOLDERS = (
+    *("tokenwise/native/tape", "tokenwise/native/transfer", "tokenwise/native/units"),
+    *("swap/native", "arena/native", "profile/native", "device/native"),
+)
+_PACKAGE = Path(__file__).parent.parent
+
 CORE = Extension(
     "memplug_native",
     "native core",
-    Path(__file__).parent,
+    (Path(__file__).parent, *(_PACKAGE / folder for folder in FOLDERS)),
     tuple(
         tuple(names.split())
         for names in (

@@ -33,14 +33,14 @@ class Extension:
     Attributes:
         name: of its Python module.
         what: it is, as messages call it.
-        folder: of its sources; headers of other folders are not looked at.
+        folders: of its sources and headers, whose names are apart; headers of others are not looked at.
         together: sources that are compiled as one: what they include of torch takes longer to read than all that is in
             them.
     """
 
     name: str
     what: str
-    folder: Path
+    folders: tuple[Path, ...]
     together: tuple[tuple[str, ...], ...]
 
     def load(self) -> ModuleType:
@@ -79,13 +79,19 @@ class Extension:
         versions = torch.__version__, torch.version.cuda, sysconfig.get_config_var("SOABI")
         for part in (*versions, *flags(), *libraries(), self.together):
             key.update(str(part).encode())
-        for source in sorted((*self.folder.glob("*.cpp"), *self.folder.glob("*.h"))):
+        for source in sorted(self.sources().values()):
             key.update(source.name.encode() + source.read_bytes())
         return root / f"{self.name}_{key.hexdigest()[:16]}"
 
     def library(self) -> Path:
         """What `load` builds."""
         return self.build_folder() / f"{self.name}.so"
+
+    def sources(self) -> dict[str, Path]:
+        """Sources and headers, by name."""
+        return {
+            path.name: path for folder in self.folders for path in folder.iterdir() if path.suffix in (".cpp", ".h")
+        }
 
     def _done(self) -> Path:
         return self.build_folder() / "built"
@@ -94,10 +100,10 @@ class Extension:
         import torch
 
         log.info("memplug: building the %s, once, in %s", self.what, folder)
-        sources = []
+        sources, known = [], self.sources()
         for names in self.together:
             source = folder / f"{names[0]}.cpp"
-            source.write_text("".join(f'#include "{self.folder / name}.cpp"\n' for name in names))
+            source.write_text("".join(f'#include "{known[f"{name}.cpp"]}"\n' for name in names))
             sources.append(str(source))
         try:
             self._compile(folder, sources, flags())
@@ -122,7 +128,7 @@ class Extension:
                 self.name,
                 sources,
                 extra_cflags=flags,
-                extra_include_paths=list(map(str, cuda)),
+                extra_include_paths=[str(each) for each in (*self.folders, *cuda)],
                 extra_ldflags=libraries(),
                 build_directory=str(folder),
                 is_python_module=False,

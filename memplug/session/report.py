@@ -112,7 +112,7 @@ def swaps(technique: SwapsWhole | None, why: str) -> dict[str, Any]:
     """What the swap list did so far and promises; counts, bytes and seconds.
 
     `swap_found` and `swap_missed` count its tensors over all steps, `swap_repeated` the steps that were followed by
-    their requests alone (memplug/native/repeated_step.h), `swap_cancelled` those that were used again before
+    their requests alone (memplug/swap/native/repeated_step.h), `swap_cancelled` those that were used again before
     their memory was released, `swap_demanded` those that were used before they were to be back, `swap_passive` those
     that left, for no plan, because a request for memory had failed; `swap_planned_state_bytes` are part of the bytes
     that the list has away in a step, those that leave as it begins; `swap_peak_bytes` is what the second step under the

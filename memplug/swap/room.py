@@ -14,7 +14,7 @@ TIGHTER = 3  # times at most that a list is made anew for less memory, since a s
 
 class Room:
     """The budget, less what lists leave free: memory that a collective holds is free a little sooner or later in every
-    step, and a step that repeats is not seen in time to be helped (memplug/native/repeated_step.h).
+    step, and a step that repeats is not seen in time to be helped (memplug/swap/native/repeated_step.h).
 
     Args:
         config: the block.

@@ -1,4 +1,4 @@
-"""Units that communicate (memplug/native/unit.h) may run again by plan where all ranks that they talk to have the same
+"""Units that communicate (native/units/unit.h) may run again by plan where all ranks that they talk to have the same
 plan: each of them then runs the unit again, or none does.
 """
 

@@ -40,7 +40,7 @@ def includes(tmp_path: Path) -> list[str]:
     macros.mkdir(parents=True)
     (macros / "cuda_cmake_macros.h").write_text("#define C10_CUDA_BUILD_SHARED_LIBS\n")
     folders = [*include_paths(), f"{toolkits[0]}/include", sysconfig.get_path("include"), str(tmp_path)]
-    return [f"-isystem{folder}" for folder in folders] + [f"-I{native.CORE.folder}"]
+    return [f"-isystem{folder}" for folder in folders] + [f"-I{folder}" for folder in native.CORE.folders]
 
 
 def compiled(includes: list[str], source: str, *flags: str) -> str:
@@ -64,7 +64,7 @@ def test_every_call_of_the_allocators_interface_is_handed_on(includes: list[str]
     answer = compiled(includes, CONCRETE, "-Wsuggest-override")
     handed_on = set(re.findall(r"(?:InFront|HandsOn)<.*?>::(\w+)\(.*can be marked override", answer))
     for source in ("cuda_arena.cpp", "hands_on.h"):
-        handed_on |= set(re.findall(r"(\w+)\([^;{}]*\)[^;{}]*override \{", (native.CORE.folder / source).read_text()))
+        handed_on |= set(re.findall(r"(\w+)\([^;{}]*\)[^;{}]*override \{", native.CORE.sources()[source].read_text()))
     interface = HEADER.read_text().split("class CUDAAllocator")[1].split("\n};")[0]
     calls = set(re.findall(r"virtual [^;{}]*?(\w+)\(", interface))
     assert len(calls) > 35 and calls <= handed_on, calls - handed_on

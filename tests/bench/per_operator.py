@@ -34,7 +34,7 @@ from tests.bench.table import Row, figures, render, write_rows
 BENCH = "per_operator"
 PARTS = ("alone", "verified", "again", "replay")
 HEADERS = ("operators", *(f"{part} µs" for part in (*PARTS, "added", "added by region")))
-RUNS = 0  # an operator of a recompute pass, as `Action` in memplug/native/decisions.h
+RUNS = 0  # an operator of a recompute pass, as `Action` in memplug/tokenwise/native/tape/decisions.h
 
 WEIGHTS = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
 # a tensor of each is saved for backward; the last has three operators

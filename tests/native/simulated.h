@@ -1,7 +1,7 @@
 // What the tests of the arena's core share: memory of the host, with streams and events that only keep count.
 #pragma once
 
-#include "../../memplug/native/arena.h"
+#include "../../memplug/arena/native/arena.h"
 
 #include <algorithm>
 #include <cstdio>

@@ -150,7 +150,7 @@ class Outputs(TorchDispatchMode):
         return dict(zip(indices, self.matmuls, strict=True))
 
 
-CHANGED = 1 << 9  # of memplug/native/tape.h: Opaque
+CHANGED = 1 << 9  # of memplug/tokenwise/native/tape/tape.h: Opaque
 MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
 

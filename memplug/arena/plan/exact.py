@@ -1,6 +1,6 @@
 """A planner for small sets, some 100 to 1,000 buffers: anytime, and it knows how far from the optimum it is.
 
-From below: a depth-first search with restarts (`memplug/native/packing/decide.cpp`) decides whether the buffers fit
+From below: a depth-first search with restarts (`native/packing/decide.cpp`) decides whether the buffers fit
 below a height, beginning at the lower bound. The mixed integer program of MEMO (`memplug.arena.plan.memo_program`)
 minimises instead; it ends in time for some 50 buffers, and is the reference that the search is checked against.
 
@@ -17,10 +17,10 @@ from typing import Literal
 
 import numpy as np
 
+from memplug.arena.native import packing
 from memplug.arena.plan import memo_program, search
 from memplug.arena.plan.problem import Problem, Solution, solved
 from memplug.arena.plan.small import Small
-from memplug.native import packing
 
 log = logging.getLogger("memplug")
 

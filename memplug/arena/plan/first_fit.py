@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memplug.arena.native import packing
 from memplug.arena.plan.intervals import instants
-from memplug.native import packing
 
 
 @dataclass(frozen=True, slots=True)

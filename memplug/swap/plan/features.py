@@ -1,7 +1,7 @@
 """What the uses of a tensor say of it, so that it is found again in another step (Chameleon, appendix A).
 
 Exact integers: how many operators have read it, which of the commonest ones, and the last eight. The native core keeps
-the same of every tensor while a step runs (memplug/native/tensor_features.h).
+the same of every tensor while a step runs (memplug/swap/native/tensor_features.h).
 """
 
 from __future__ import annotations

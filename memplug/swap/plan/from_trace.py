@@ -122,7 +122,7 @@ def even_s(step: Trace) -> np.ndarray:
 
 def in_use_bytes(step: Trace) -> np.ndarray:
     """int64[n]: the most device memory in use at each place, in a step without a swap list (Figure 3). What left
-    passively is in use: to a recording it never left (memplug/native/requests.h, `Moving`).
+    passively is in use: to a recording it never left (memplug/profile/native/requests.h, `Moving`).
 
     Requests between two operators count to the one before them.
     """

@@ -22,7 +22,7 @@ from memplug.swap.plan.problem import FROM_THE_BEGINNING, Candidate, OverBudgetE
 GIB = 2**30
 FROM_BEFORE = (Use(FROM_THE_BEGINNING, 0, False, 0, Features()), 0)
 """Of a tensor that leaves as the step begins."""
-HOST_ALIGNMENT_BYTES = 512  # of what is cut out of pinned memory (memplug/native/host_rows.h)
+HOST_ALIGNMENT_BYTES = 512  # of what is cut out of pinned memory (memplug/device/native/host_rows.h)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """The state around a region's forward that its recompute pass must meet again: autocast, random generators, attention
 back ends, the default device. On a GPU it runs on autograd's own thread, which knows none of it. The native core takes
-it when a forward starts (memplug/native/ambient.h).
+it when a forward starts (native/tape/ambient.h).
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from torch.utils._device import DeviceContext
 from memplug.device.device import Device
 from memplug.tokenwise.engine.core import core
 
-_ATTENTION = (
-    tuple(  # whether a back end of attention is on, and what turns it; in the order of memplug/native/ambient.cpp
-        (getattr(torch.backends.cuda, f"{name}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{name}_sdp"))
-        for name in ("flash", "mem_efficient", "math", "cudnn")
-    )
+_ATTENTION = tuple(  # whether a back end of attention is on, and what turns it; in the order of native/tape/ambient.cpp
+    (getattr(torch.backends.cuda, f"{name}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{name}_sdp"))
+    for name in ("flash", "mem_efficient", "math", "cudnn")
 )
 
 

@@ -44,7 +44,7 @@ def in_framework() -> AbstractContextManager[Any]:
 
 
 def fail(kind: int, size: str) -> NoReturn:
-    """Raise what a failure of the core means, by `Failure::Kind` in memplug/native/transfer.h."""
+    """Raise what a failure of the core means, by `Failure::Kind` in native/transfer/transfer.h."""
     if kind == 0:
         raise InPlaceError(f"a captured {size} tensor was modified in place after its region had ended")
     if kind == 1:

@@ -6,13 +6,13 @@ first rows to the host; the region two further on (or as many as `buffers` says)
 memory. Operators write their outputs to memory that they ask for themselves, so nothing lies in a rounding buffer in
 forward: MEMO's two are a rule of release here. In backward, rows are prefetched ahead of their use:
 
-* into rounding buffers (memplug/native/rounding.h), where those are reserved (`memplug.tokenwise.rounding`): as far
+* into rounding buffers (native/transfer/rounding.h), where those are reserved (`memplug.tokenwise.rounding`): as far
   ahead as they have room;
 * else into new memory, within a limit of bytes that keeps the peak at full recomputation's: what is restored at any
   time is at most the largest region's saved tensors, which full recomputation has there too, plus the region inputs,
   which it never releases.
 
-What runs once a tensor is native: memplug/native/frame.h, flow.h and transfer.h.
+What runs once a tensor is native: native/tape/frame.h, flow.h and transfer.h.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class Executor:
 
     Attributes:
         pool: pinned host memory.
-        transfer: copies between device and host, and their counters (memplug/native/transfer.h).
+        transfer: copies between device and host, and their counters (native/transfer/transfer.h).
         flow: frames in flight, in order, and the share of the rows that are swapped of those that regions say, below 1
-            where host memory has run out (memplug/native/flow.h).
+            where host memory has run out (native/transfer/flow.h).
         on_timed: what `time_forwards` was given.
     """
 
@@ -177,9 +177,9 @@ class Executor:
         return True
 
     def _observe(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The native core notes every operator and every tensor that autograd saves (memplug/native/forward.h), or
+        """The native core notes every operator and every tensor that autograd saves (native/tape/forward.h), or
         finds that they are those of an earlier forward's tape; what is captured leaves for the host
-        (memplug/native/frame.h).
+        (native/tape/frame.h).
 
         Autograd gets a small object instead of each tensor, and has it back in one of three ways: it is held, as
         a parameter or a mask is that was there before the region; from a copy, where all of its storage is captured; or
@@ -202,7 +202,7 @@ class Executor:
                 stack.enter_context(context(phase, region))
             yield
 
-    # -- what the native core calls: memplug/native/running.h ----------------------------------------------------------
+    # -- what the native core calls: native/tape/running.h ----------------------------------------------------------
 
     written_buffers = Buffers
     run_unit_again = run_again

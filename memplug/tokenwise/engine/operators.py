@@ -11,7 +11,7 @@ Expensive operators come in four kinds (memplug/README.md, "Swapping and recompu
 
 Every other operator is cheap (`None`): captured only when a plan asks for it. One of a library's own that launches
 collectives and waits for them, as that of DeepSpeed's Ulysses attention for Hugging Face models, is seen to do so when
-it runs, and counts as a `COLLECTIVE` from then on (memplug/native/observer.cpp).
+it runs, and counts as a `COLLECTIVE` from then on (native/tape/observer.cpp).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _CHOICE = {
 }
 # of `c10d`: each writes to its first argument, and ends before it returns unless `async_op` says otherwise
 _FILLS = {"c10d::allreduce_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_"}
-# of `c10d`: read the memory that they write to; a broadcast where this rank sends (memplug/native/unfilled.cpp)
+# of `c10d`: read the memory that they write to; a broadcast where this rank sends (native/tape/unfilled.cpp)
 _READS_WRITTEN = {"c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::reduce_", "c10d::broadcast_"}
 # of torch's operators in place: write all elements, whatever was there
 _OVERWRITES = {
@@ -89,7 +89,7 @@ _EMPTY = {
 _RESHAPES = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data", "aten::swap_"}
 _DUAL = {"aten::_make_dual", "aten::_make_dual_copy"}
 _DETACH = "aten::detach_"  # in place, and takes a tensor out of the graph, which is all
-_LIFT = "aten::lift_fresh"  # ends torch.tensor([1, 2]) (memplug/native/literals.cpp)
+_LIFT = "aten::lift_fresh"  # ends torch.tensor([1, 2]) (native/tape/literals.cpp)
 _WAIT = "_c10d_functional::wait_tensor"
 _WITHOUT_COMMUNICATION = {_WAIT, "_c10d_functional::_wrap_tensor_autograd"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
@@ -104,7 +104,7 @@ _KINDS = {
     "exchange": Kind.COLLECTIVE,
     "choice": Kind.CHOICE,
 }
-"""By the overloads of memplug/native/units.cpp."""
+"""By the overloads of native/units/units.cpp."""
 
 
 @functools.cache
@@ -129,7 +129,7 @@ def kind_of(func: Any) -> Kind | None:
 
 def _may_write_nothing(func: Any) -> bool:
     """Whether all that an operator writes to is optional, as the result of `flash_attn_3::fwd` is. A call without is
-    pure; one with it is a write, and not captured (memplug/native/forward.cpp, `classify`).
+    pure; one with it is a write, and not captured (native/tape/forward.cpp, `classify`).
     """
     written = [each for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     return bool(func._schema.returns) and all(isinstance(each.type, torch.OptionalType) for each in written)
@@ -145,12 +145,12 @@ def is_communication(func: Any) -> bool:
 
 
 def is_unit(func: Any) -> bool:
-    """Whether the operator stands for a unit (memplug/native/unit.h)."""
+    """Whether the operator stands for a unit (native/units/unit.h)."""
     return isinstance(func, torch._ops.OpOverload) and func._schema.name in _UNITS
 
 
 def is_part_of_unit(func: Any) -> bool:
-    """Whether the operator stands for one memory that a unit made (memplug/native/unit.h)."""
+    """Whether the operator stands for one memory that a unit made (native/units/unit.h)."""
     return isinstance(func, torch._ops.OpOverload) and func._schema.name == PART_OF_UNIT
 
 
@@ -252,7 +252,7 @@ def named(name: str, overload: str) -> Any:
 
 
 def describe(name: str, overload: str) -> int:
-    """What the native tape needs to know about an operator, as the bits of `Trait` in memplug/native/operators.h.
+    """What the native tape needs to know about an operator, as the bits of `Trait` in native/tape/operators.h.
 
     Args:
         name: with its namespace, such as "aten::add".

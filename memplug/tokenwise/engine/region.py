@@ -21,7 +21,7 @@ class Region:
         setting: what it runs by, from the next forward on.
         partners: ranks that its units talk to past torch's operators; None: not known.
         unknown_state: of `memplug.tokenwise.engine.state`, where it depends on state that cannot be put back.
-        native: the same for the native core, and what that found out (memplug/native/region.h).
+        native: the same for the native core, and what that found out (native/tape/region.h).
     """
 
     def __init__(self, name: str, kind: str, rows: float = 0.0, is_agreed: bool = False):

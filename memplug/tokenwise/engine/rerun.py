@@ -18,10 +18,10 @@ from memplug.tokenwise.engine.tape import named
 
 def rerun(executor: Runs, frame: Any, region: Region) -> None:
     """Run the region's module again, and store what it saves. All of it runs, whatever was captured: also its
-    collectives, so that one that has any is not run again where there are several ranks (memplug/native/frame.h).
+    collectives, so that one that has any is not run again where there are several ranks (native/tape/frame.h).
 
     Args:
-        frame: of the forward (memplug/native/running.h).
+        frame: of the forward (native/tape/running.h).
 
     Raises:
         RecomputeError: it saves another number of tensors, or tensors of other sizes or dtypes; or it communicates, and

@@ -1,6 +1,6 @@
 """What one forward of a region did: its operators, which storages they read and made, and what backward asks for.
 
-The native core notes tapes (`memplug/native/forward.h`), and forwards that do the same share one. Here is what Python
+The native core notes tapes (`native/tape/forward.h`), and forwards that do the same share one. Here is what Python
 reads of them: the decisions, to name what is captured, and the planner. Storages are named by a running number.
 """
 
@@ -15,7 +15,7 @@ from memplug.tokenwise.engine import operators
 
 
 class Form(enum.Enum):
-    """How an operator touches memory; in the order of `Form` in memplug/native/tape.h."""
+    """How an operator touches memory; in the order of `Form` in native/tape/tape.h."""
 
     VIEW = "view"  # its outputs share the storage of an input
     WRITE = "write"  # it writes to an argument
@@ -39,7 +39,7 @@ REASONS = {
     1 << 8: "a gradient that it asks for itself, computed on another thread",
     1 << 9: "a dispatch mode around it that changes what operators do",
 }
-"""Why a region is opaque, by the bits of `Opaque` in memplug/native/tape.h."""
+"""Why a region is opaque, by the bits of `Opaque` in native/tape/tape.h."""
 
 
 def named(reasons: int) -> str:

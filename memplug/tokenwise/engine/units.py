@@ -1,6 +1,6 @@
 """Units: calls inside of a region whose kernels no operator shows, and which can be run again by themselves.
 
-A region's tape has a unit as an operator, and each memory that it made as one of its own (memplug/native/unit.h): so a
+A region's tape has a unit as an operator, and each memory that it made as one of its own (native/units/unit.h): so a
 plan keeps, swaps or recomputes what a custom autograd function saved, tensor by tensor.
 """
 
@@ -89,7 +89,7 @@ class Unit:
 
 
 def _overload(kind: Kind | None, is_shared: bool) -> str:
-    """Of its operators on the tape (memplug/native/units.cpp), where it is not by rows."""
+    """Of its operators on the tape (native/units/units.cpp), where it is not by rows."""
     if kind is None:
         return "shared" if is_shared else ""
     if kind in (Kind.COLLECTIVE, Kind.CHOICE):

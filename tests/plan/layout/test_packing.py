@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memplug.arena.native import packing
 from memplug.arena.plan.first_fit import Placer
 from memplug.arena.plan.problem import Problem, buffers
 from memplug.arena.plan.small import Small
 from memplug.errors import NativeError
-from memplug.native import packing
 from tests.support.folders import ROOT
 from tests.support.layouts import first_fit, is_valid, problem_of, problems
 
@@ -176,7 +176,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_processes_that_start_at_once_all_get_a_library(tmp_path):
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    code = "from memplug.native import packing; packing.load(); print('loaded')"
+    code = "from memplug.arena.native import packing; packing.load(); print('loaded')"
     started = [
         subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)

@@ -15,7 +15,7 @@ from memplug.native.building import Extension
 VIRTUAL = Extension(
     "memplug_virtual",
     "virtual device",
-    Path(__file__).parent,
+    (Path(__file__).parent,),
     (("device", "memory", "segments", "module"), ("operators", "kernels"), ("autocast", "attention", "chosen")),
 )
 

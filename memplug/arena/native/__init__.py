@@ -1,0 +1,1 @@
+"""The arena in C++, and the placement of its blocks."""
