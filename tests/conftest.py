@@ -17,7 +17,9 @@ from hypothesis import HealthCheck, settings
 
 import memplug
 from memplug import native
+from memplug.errors import TraceError
 from memplug.hooks import attach as attach_module
+from memplug.session.recording import Recording
 from memplug.tokenwise import budgets
 from memplug.tokenwise.predictions import Predictions
 
@@ -81,6 +83,16 @@ def plans_do_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"{sent:,} bytes were sent to the host in a step that was to send {expected:,}")
 
     monkeypatch.setattr(Predictions, "warn", fail)
+
+
+@pytest.fixture(autouse=True)
+def records_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is a warning to users is an error here."""
+
+    def fail(self: Recording, error: TraceError) -> None:
+        raise error
+
+    monkeypatch.setattr(Recording, "refuse", fail)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from memplug.errors import MemplugError, RecorderError
+from memplug.errors import MemplugError, RecorderError, TraceError
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint, Layer, Pass, Trace
 from memplug.profile.trace_file import save
@@ -63,7 +63,7 @@ class Recording:
         self._wanted: list[Path | None] = []
         self._files: list[Path | None] = []
         self._detail: Detail | None = None
-        self._traced = False
+        self._traced = self._has_refused = False
         self.placed = False
         self.able = True
         self.steps = 0
@@ -99,7 +99,11 @@ class Recording:
         if detail is not Detail.TENSORS and not self._traced:
             self.recorder.drop()
             return
-        trace = self.recorder.end(self._places.fingerprint(), self._places.layers)
+        try:
+            trace = self.recorder.end(self._places.fingerprint(), self._places.layers)
+        except TraceError as error:
+            self.refuse(error)
+            return
         self.step_trace = trace if self._traced else None
         if detail is Detail.TENSORS:
             self.trace = trace
@@ -137,6 +141,12 @@ class Recording:
             self.able = False
             log.warning("memplug: steps cannot be recorded: %s", error)
         return self.able
+
+    def refuse(self, error: TraceError) -> None:
+        """Go on without the record of a step that contradicts itself."""
+        if not self._has_refused:
+            self._has_refused = True
+            log.warning("memplug: the record of a step is not used: %s", error)
 
     def stop(self) -> None:
         """The session is detached: nothing is left behind."""

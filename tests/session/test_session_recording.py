@@ -12,11 +12,12 @@ import torch
 from torch.optim import optimizer as optimizers
 
 import memplug
-from memplug.errors import NativeError, RecorderError
+from memplug.errors import NativeError, RecorderError, TraceError
 from memplug.profile.recorder import Recorder
 from memplug.profile.trace import Pass, Trace
 from memplug.profile.trace_file import load
 from memplug.session.boundary import WATCHED_STEPS
+from memplug.session.recording import Recording
 from memplug.session.table import Stage
 from memplug.tokenwise.engine import executor as executing
 from memplug.tokenwise.engine import region as settings
@@ -184,6 +185,31 @@ def test_an_engine_says_where_its_optimizer_runs(cpu_engine: None, tmp_path: Pat
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
+
+
+REFUSE = Recording.refuse  # a fixture makes it an error
+
+
+def test_training_goes_on_without_the_record_of_a_step_that_contradicts_itself(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def contradict(self: Recorder, *args: Any) -> None:
+        self.drop()
+        raise TraceError("not a well-formed trace: `names` holds a name twice")
+
+    monkeypatch.setattr(Recording, "refuse", REFUSE)
+    model = Stack(3)
+    with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(Recorder, "end", contradict)
+            for _ in range(2):
+                session.record(tmp_path / "step.npz")
+                train(model, session, 2)
+        assert session.trace is None and not (tmp_path / "step.npz").exists()
+        assert caplog.text.count("the record of a step is not used: not a well-formed trace") == 1
+        session.record()
+        train(model, session, 2)
+        assert session.trace.replays_exactly() is not False
 
 
 @pytest.mark.parametrize("parts", [{}, {"tokenwise": {"enabled": False}}])
