@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from memplug.errors import ConflictError, RegionError
+from memplug.hooks.derived import once_for_each_class
 from memplug.hooks.tracing import nothing, outside
 from memplug.session.session import Session
 from memplug.tokenwise.engine.region import Region
@@ -170,7 +171,7 @@ def session_of(model: nn.Module) -> Session | None:
     return next((module.__dict__[_REGION].session for module in model.modules() if _REGION in module.__dict__), None)
 
 
-@functools.cache
+@once_for_each_class
 def _region_class(original: type) -> type:
     """A subclass of `original` that runs as a region."""
 
@@ -190,7 +191,7 @@ def _region_class(original: type) -> type:
     return subclass(original, forward=forward, __prepare_scriptable__=_refuse_script)
 
 
-@functools.cache
+@once_for_each_class
 def _marked_class(original: type) -> type:
     """A subclass of `original` that runs as it does, and tells the session of it."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memplug.errors import ConflictError
+from memplug.hooks.derived import once_for_each_class
 from memplug.hooks.regions import UNIT, subclass
 from memplug.session.session import Session
 from memplug.tokenwise.engine.hidden import HiddenFunctions
@@ -43,7 +44,7 @@ def make_unit(module: nn.Module, unit: Unit, session: Session) -> None:
     session.at_detach(undo)
 
 
-@functools.cache
+@once_for_each_class
 def _unit_class(original: type) -> type:
     """A subclass of `original` that runs as a unit."""
 

@@ -5,7 +5,6 @@ their graph is there.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from memplug.errors import ConflictError
+from memplug.hooks.derived import once_for_each_class
 from memplug.tokenwise.engine.core import core
 
 WITHHELD = "_memplug_withheld"
@@ -106,7 +106,7 @@ def give_back(layer: Any) -> None:
     layer.__class__ = type(withheld.look)
 
 
-@functools.cache
+@once_for_each_class
 def _withholding(own: type) -> type:
     """Returns a subclass of a cache's layer that says its length, and asks for its tensors once one is used."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 
 import memplug
 from memplug.session.table import Stage
-from tests.support.blocks import LAYERS, Block, Stack, assert_same, gradients, train_stacks, twin
+from tests.support.blocks import LAYERS, Block, Layer, Stack, assert_same, gradients, train_stacks, twin
 from tests.support.hosts import QUICK, block, ds_config, make_engine, tiny_llama, tokens, train, train_engine
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("keeps_nothing")]
@@ -205,6 +207,25 @@ def test_plain_backward_calls_are_enough(cpu_engine: None) -> None:
         losses.append(loss.item())
     assert losses == expected
     assert session.steps == 3
+
+
+def test_a_class_that_was_made_in_a_function_is_gone_with_its_model() -> None:
+    def train() -> list[weakref.ref[Any]]:
+        class Own(Layer):
+            """It leads to the model."""
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + self.out(self.inner(x).sigmoid()) * len(model.layers)
+
+        model = Stack(2, Own)
+        with memplug.attach(model, block(regions=LAYERS)) as session:
+            model(torch.randn(2, 6, 16)).backward()
+            session.step()
+        return [weakref.ref(model), weakref.ref(Own), weakref.ref(session)]
+
+    left = train()
+    gc.collect()
+    assert [each() for each in left] == [None] * 3
 
 
 def test_a_pipeline_engine_marks_its_steps(cpu_engine: None) -> None:
