@@ -79,8 +79,8 @@ class Extension:
         versions = torch.__version__, torch.version.cuda, sysconfig.get_config_var("SOABI")
         for part in (*versions, *flags(), *libraries(), self.together):
             key.update(str(part).encode())
-        for source in sorted(self.sources().values()):
-            key.update(source.name.encode() + source.read_bytes())
+        for name, source in sorted(self.sources().items()):
+            key.update(name.encode() + source.read_bytes())
         return root / f"{self.name}_{key.hexdigest()[:16]}"
 
     def library(self) -> Path:

@@ -127,7 +127,7 @@ def test_the_cpp_runtime_is_torchs_even_where_the_compiler_links_its_own_in(
     )
     monkeypatch.setenv("CXX", str(wrapper))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
-    tiny = Extension("tiny", "test", tmp_path, (("tiny",),))
+    tiny = Extension("tiny", "test", (tmp_path,), (("tiny",),))
     folder = tiny.build_folder()
     folder.mkdir(parents=True)
     tiny._build(folder)
@@ -136,22 +136,25 @@ def test_the_cpp_runtime_is_torchs_even_where_the_compiler_links_its_own_in(
 
 def test_every_source_is_compiled_once() -> None:
     assert sorted(name for names in native.CORE.together for name in names) == sorted(
-        source.stem for source in native.CORE.folder.glob("*.cpp")
+        source.stem for folder in native.CORE.folders for source in folder.glob("*.cpp")
     )
 
 
 def test_each_source_each_flag_and_each_version_has_a_folder_of_its_own(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = tmp_path / "sources"
-    shutil.copytree(native.CORE.folder, sources, ignore=shutil.ignore_patterns("__pycache__"))
+    copies = tuple(tmp_path / str(number) for number in range(len(native.CORE.folders)))
+    for folder, copy in zip(native.CORE.folders, copies, strict=True):
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
     folders = [native.CORE.build_folder()]
-    monkeypatch.setattr(native, "CORE", replace(native.CORE, folder=sources))
+    monkeypatch.setattr(native, "CORE", replace(native.CORE, folders=copies))
     assert native.CORE.build_folder() == folders[0], "the same sources elsewhere"
-    for source in sorted((*sources.glob("*.cpp"), *sources.glob("*.h"))):
+    sources = native.CORE.sources()
+    assert len(sources) > 100
+    for source in sorted(sources.values()):
         source.write_text(source.read_text() + "\n")
         folders.append(native.CORE.build_folder())
-    sources.joinpath("module.cpp").rename(sources / "renamed.cpp")
+    sources["module.cpp"].rename(sources["module.cpp"].with_name("renamed.cpp"))
     folders.append(native.CORE.build_folder())
     monkeypatch.setattr("memplug.native.building.flags", lambda: ["-O3"])
     folders.append(native.CORE.build_folder())

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import memplug
 from memplug.hooks.regions import subclass
 
-_NOT_THE_PROGRAM = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_NOT_THE_PROGRAM = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(memplug.__file__).parent))
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ def memplug(folder: Path, *arguments: str) -> str:
 def folder(tmp_path: Path) -> Path:
     """A copy of the package with one more planner."""
     shutil.copytree(ROOT / "memplug", tmp_path / "memplug", ignore=shutil.ignore_patterns("__pycache__"))
-    rooms = tmp_path / "memplug" / "plan" / "layout"
+    rooms = tmp_path / "memplug" / "arena" / "plan"
     (rooms / "toy.py").write_text(TOY)
     text = (rooms / "planners.py").read_text()
     begin = text.index("PLANNERS: tuple")

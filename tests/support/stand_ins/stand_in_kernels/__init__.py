@@ -17,7 +17,7 @@ from memplug.native.building import Extension
 _KERNELS = Extension(
     name="stand_in_kernels",
     what="stand-ins' kernels",
-    folder=Path(__file__).parents[1] / "kernels",
+    folders=(Path(__file__).parents[1] / "kernels",),
     together=(("launch", "matmul"), ("attention", "eight_bits"), ("rows", "module")),
 )
 
