@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import memplug
 from memplug.hooks.regions import subclass
 
-_NOT_THE_PROGRAM = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(memplug.__file__).parent))
+_NOT_THE_PROGRAM = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
 
 
 @dataclass(slots=True)
