@@ -1,5 +1,5 @@
 """Each wait of the arena's streams, left out of a copy of the core, is noticed. Those of the executor are left out in
-tests/tokenwise/regions/test_races.py. The recorder has none: it notes what the host does.
+tests/tokenwise/engine/test_races.py. The recorder has none: it notes what the host does.
 """
 
 from __future__ import annotations

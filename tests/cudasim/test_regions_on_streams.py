@@ -117,7 +117,7 @@ def test_every_access_is_ordered_and_values_hold(
 
 @pytest.mark.unordered
 def test_a_missing_wait_for_the_stream_that_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other waits are left out in tests/tokenwise/regions/test_races.py."""
+    """The other waits are left out in tests/tokenwise/engine/test_races.py."""
     streams = CudaDevice.streams
 
     def leaving_out(device: CudaDevice, core: Any) -> Any:

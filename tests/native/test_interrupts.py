@@ -26,7 +26,7 @@ from tests.support.blocks import (
     twin,
 )
 from tests.support.failing import Failing, MayFail
-from tests.tokenwise.regions.test_random import Drops, DropsAttention
+from tests.tokenwise.engine.test_random import Drops, DropsAttention
 
 FOLDER = str(Path(module.__file__).parent)
 

@@ -18,7 +18,7 @@ from memplug.tokenwise.engine import core as native
 from tests.support.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, twin
 from tests.support.forking import launch_forked
 from tests.support.native_forward import Keeps, Run
-from tests.tokenwise.regions.test_collectives import filling
+from tests.tokenwise.engine.test_collectives import filling
 
 functional = torch.ops._c10d_functional
 Collective = Callable[[torch.Tensor, Any], torch.Tensor]

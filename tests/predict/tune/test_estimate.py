@@ -13,7 +13,7 @@ from memplug.predict.tune.fixed import all_layouts
 from memplug.predict.tune.search import Box, Layout, Limits, search
 from memplug.predict.tune.space import free_box, most_swaps
 from memplug.tokenwise.plan import protrain
-from tests.tune.models import configuration, machine, model
+from tests.predict.tune.models import configuration, machine, model
 
 ALONE = StepEstimator(machine(gpus=1), {1: model(), 2: model(micro_batch=2)})
 PAIR = StepEstimator(machine(gpus=2), {1: model(), 2: model(micro_batch=2)})

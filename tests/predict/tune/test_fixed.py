@@ -12,7 +12,7 @@ from memplug.predict.tune.estimate import chunks_of
 from memplug.predict.tune.fixed import Fixed
 from memplug.predict.tune.search import Layout
 from memplug.predict.tune.space import FIXED, NOT_HIDDEN, free_box, space_of
-from tests.tune.models import machine, model
+from tests.predict.tune.models import machine, model
 
 GPUS = machine(gpus=2, to_host=100.0, host_bytes_per_s=1000.0)
 PROFILES = {size: model(micro_batch=size) for size in (1, 2, 4, 8, 16, 32)}

@@ -136,8 +136,8 @@ def test_every_field_of_a_plan_is_corrupted_in_some_test():
     corrupted = {name.split(".")[0] for name in (OF_THE_PROBLEM | OF_THE_REST)}
     of_problem = {each.name for each in fields(Problem)}
     assert corrupted == of_problem | {each.name for each in fields(MemoryPlan)} - {"problem", "training", "parts"}
-    # decisions are corrupted in tests/plan/test_plan_decisions.py; techniques judge their parts:
-    # tests/stages/test_followers.py
+    # decisions are corrupted in tests/plans/test_plan_decisions.py; techniques judge their parts:
+    # tests/session/test_followers.py
 
 
 @pytest.mark.parametrize("field", OF_THE_PROBLEM | OF_THE_REST)

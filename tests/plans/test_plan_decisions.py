@@ -10,7 +10,7 @@ from memplug.plans.plan_file import load, save
 from memplug.plans.schema import PlannedProgram, Training
 from memplug.tokenwise.plan.decisions import Decision, Decisions, Learnt, Setting
 from memplug.tokenwise.plan.model import Group, RegionPlan, TokenwisePlan
-from tests.plan.test_plan_file import assert_same, small_plan
+from tests.plans.test_plan_file import assert_same, small_plan
 
 
 def decided_plan():

@@ -1,1 +1,0 @@
-"""Decisions, the cost model, plans as files, the judge."""

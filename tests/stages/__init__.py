@@ -1,1 +1,0 @@
-"""When techniques plan, and what is remembered."""
