@@ -1,12 +1,8 @@
-"""A trace as Chrome trace events, for ui.perfetto.dev and chrome://tracing: operators in time, and memory in use.
-
-The format is Google's "Trace Event Format", whose times are microseconds.
-"""
+"""A trace as Chrome trace events: operators in time, and memory in use."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +10,7 @@ import numpy as np
 
 from memplug.errors import MemplugError
 from memplug.profile.trace import Trace
+from memplug.show import trace_events
 from memplug.show.groups import phase_words
 from memplug.show.timeline import layer_runs, runs
 from memplug.show.words import heading
@@ -26,7 +23,7 @@ _NOTE = (
 
 
 def write_chrome(trace: Trace, path: str | Path) -> None:
-    """Writes the events as one JSON object, in the order of their tracks.
+    """Write the trace's steps, phases, layers, operators and memory.
 
     Raises:
         MemplugError: The trace has no operators, and so no times.
@@ -37,32 +34,27 @@ def write_chrome(trace: Trace, path: str | Path) -> None:
             "a Chrome trace shows operators in time, and this trace has only requests for memory",
             "Write a page or a snapshot of it, or record the step again with this version of memplug.",
         )
-    written = {
-        "displayTimeUnit": "ms",
-        "otherData": {"title": heading(trace), "note": _NOTE, "fingerprint": trace.fingerprint.digest()},
-        "traceEvents": list(chrome_events(trace)),
-    }
-    Path(path).write_text(json.dumps(written, separators=(",", ":")), encoding="utf-8")
+    about = {"title": heading(trace), "note": _NOTE, "fingerprint": trace.fingerprint.digest()}
+    trace_events.write([process_of(trace)], Path(path), about)
 
 
-def chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Metadata ("M"), complete events ("X") of steps, phases, layers and operators, then the counter ("C")."""
-    # From 1: Perfetto takes process 0 and thread 0 for the kernel's idle task.
-    process = {"pid": trace.fingerprint.rank + 1}
-    name = {"name": f"memplug, rank {trace.fingerprint.rank}"}
-    yield {"ph": "M", **process, "tid": 1, "name": "process_name", "args": name}
+def process_of(trace: Trace) -> trace_events.Process:
+    """Returns the trace's tracks, and a counter of the memory in use."""
     begin_us, end_us = _times_us(trace)
-    for tid, (track, spans) in enumerate(_tracks(trace).items(), start=1):
-        yield {"ph": "M", **process, "tid": tid, "name": "thread_name", "args": {"name": track}}
-        yield {"ph": "M", **process, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
-        for text, first, last, args in spans:
-            ts = begin_us[first]
-            duration = round(max(end_us[last] - ts, 0), 3)
-            yield {"ph": "X", **process, "tid": tid, "name": text, "ts": ts, "dur": duration, "args": args}
-    highest_bytes = _highest_bytes(trace)
-    for operator in np.flatnonzero(np.diff(highest_bytes, prepend=-1)).tolist():
-        args = {"bytes": int(highest_bytes[operator])}
-        yield {"ph": "C", **process, "name": "memory in use", "ts": begin_us[operator], "args": args}
+
+    def slices(spans: Iterable[tuple[str, int, int, dict[str, Any]]]) -> Iterator[trace_events.Slice]:
+        for text, first, last, about in spans:
+            duration_us = round(max(end_us[last] - begin_us[first], 0), 3)
+            yield trace_events.Slice(text, begin_us[first], duration_us, about)
+
+    highest_bytes, rank = _highest_bytes(trace), trace.fingerprint.rank
+    changes = np.flatnonzero(np.diff(highest_bytes, prepend=-1)).tolist()
+    return trace_events.Process(
+        number=rank + 1,
+        name=f"memplug, rank {rank}",
+        tracks={track: slices(spans) for track, spans in _tracks(trace).items()},
+        counters={"memory in use": ((begin_us[each], {"bytes": int(highest_bytes[each])}) for each in changes)},
+    )
 
 
 def _tracks(trace: Trace) -> dict[str, list[tuple[str, int, int, dict[str, Any]]]]:

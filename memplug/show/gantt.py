@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from memplug.show import trace_events
 from memplug.show.figure import Axis, Bars, Column, Figure, Group, Panel
 from memplug.words import duration
 
@@ -117,24 +117,18 @@ def _words(bar: Bar) -> str:
 
 
 def write_chrome(steps: Mapping[str, tuple[float, Sequence[Span]]], path: Path) -> None:
-    """All spans as Chrome trace events, a process for each step and a thread for each track.
+    """Write all spans as Chrome trace events, a process for each step and a thread for each track.
 
     Raises:
         OSError: the file cannot be written.
     """
-    written = {"displayTimeUnit": "ms", "traceEvents": list(chrome_events(steps))}
-    path.write_text(json.dumps(written, separators=(",", ":")), encoding="utf-8")
-
-
-def chrome_events(steps: Mapping[str, tuple[float, Sequence[Span]]]) -> Iterator[dict[str, Any]]:
-    """Metadata ("M") and complete events ("X"), in microseconds."""
-    for pid, (name, (_, spans)) in enumerate(steps.items(), start=1):
-        yield {"ph": "M", "pid": pid, "tid": 1, "name": "process_name", "args": {"name": name}}
-        for tid, track in enumerate(reversed(TRACKS[1:]), start=1):
-            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}}
+    processes = []
+    for number, (name, (_, spans)) in enumerate(steps.items(), start=1):
+        tracks: dict[str, list[trace_events.Slice]] = {track: [] for track in reversed(TRACKS[1:])}
         for span in spans:
-            tid = len(TRACKS) - TRACKS.index(COPIES.get(span.name, "compute"))
             begin_us, duration_us = 1e6 * span.begin_s, 1e6 * (span.end_s - span.begin_s)
-            args = {"stream": span.stream, "queued_us": round(1e6 * span.queued_s, 3)}
-            place = {"pid": pid, "tid": tid, "name": span.name, "args": args}
-            yield {"ph": "X", **place, "ts": round(begin_us, 3), "dur": round(duration_us, 3)}
+            about = {"stream": span.stream, "queued_us": round(1e6 * span.queued_s, 3)}
+            made = trace_events.Slice(span.name, round(begin_us, 3), round(duration_us, 3), about)
+            tracks[COPIES.get(span.name, "compute")].append(made)
+        processes.append(trace_events.Process(number=number, name=name, tracks=tracks))
+    trace_events.write(processes, path)

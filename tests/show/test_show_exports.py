@@ -13,7 +13,8 @@ from torch.cuda import _memory_viz
 
 from memplug.errors import MemplugError
 from memplug.profile.trace_file import load
-from memplug.show.chrome import chrome_events, write_chrome
+from memplug.show import trace_events
+from memplug.show.chrome import process_of, write_chrome
 from memplug.show.snapshot import snapshot, write_snapshot
 from tests.support.show_traces import MIB, odd_trace, training_trace
 from tests.support.traces import LEGACY, Recording, recordings, training
@@ -199,7 +200,7 @@ def test_chrome_trace_has_every_operator_at_its_time_within_its_layer_phase_and_
 
 def test_chrome_traces_counter_reaches_the_peak_at_its_operator():
     trace = training_trace()
-    counter = [event for event in chrome_events(trace) if event["ph"] == "C"]
+    counter = [event for event in trace_events.events(process_of(trace)) if event["ph"] == "C"]
     highest = max(counter, key=lambda event: event["args"]["bytes"])
     event, peak_bytes = trace.replayed_peak()
     assert highest["args"]["bytes"] == peak_bytes
@@ -210,7 +211,11 @@ def test_chrome_traces_counter_reaches_the_peak_at_its_operator():
 @given(recordings())
 def test_chrome_trace_can_be_made_of_any_recording_with_operators(recording):
     if recording.operators:
-        spans = [event for event in chrome_events(recording.trace()) if event["ph"] == "X" and event["tid"] == 4]
+        spans = [
+            event
+            for event in trace_events.events(process_of(recording.trace()))
+            if event["ph"] == "X" and event["tid"] == 4
+        ]
         assert len(spans) == len(recording.operators)
 
 
