@@ -59,9 +59,8 @@ def doctor(
         facts["host_budget_bytes"] = host_budget_bytes(MemplugConfig(), Device())
     facts["memlock"] = _memlock(facts["hardware"], facts["host_budget_bytes"])
     facts["conflicts"] = _conflicts(os.environ)
-    facts["missing"] = [package for package in ("torch", "deepspeed") if facts["versions"][package] == "absent"]
     print_facts(facts, _doctor_rows(facts), as_json=as_json)
-    if facts["missing"] or facts["conflicts"]:
+    if _unbuilt(facts) or facts["conflicts"]:
         raise typer.Exit(1)
 
 
@@ -148,11 +147,11 @@ def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
         built, without = f"absent: {core['problem']}", "absent: see the native core"
     conflicts = [("conflict", f"{conflict['setting']}: {conflict['effect']}") for conflict in facts["conflicts"]]
     return [
-        *facts["versions"].items(),
+        *((name, _needed_for(name) if version == "absent" else version) for name, version in facts["versions"].items()),
         ("C++ compiler", facts["compiler"]),
         ("native core", built),
         ("planned arena", "available" if core.get("arena") else without),
-        ("address search", "built" if search["ready"] else f"absent, slower in Python: {search['problem']}"),
+        ("address search", "built" if search["ready"] else f"absent: {search['problem']}"),
         ("device", f"{hardware['device']}: {hardware['device_name']}"),
         ("device memory", f"{_gib(hardware['device_free_bytes'])} free of {_gib(hardware['device_total_bytes'])}"),
         ("host memory", f"{_gib(hardware['host_available_bytes'])} available"),
@@ -168,13 +167,19 @@ def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
 
 
 def _verdict(facts: dict) -> str:
-    if facts["missing"]:
-        return f"no: {' and '.join(facts['missing'])} not installed"
+    if unbuilt := _unbuilt(facts):
+        return f"no: see the {unbuilt[0]} above. {facts[unbuilt[0].replace(' ', '_')]['advice']}"
     if facts["conflicts"]:
         return "no: see the conflicts above"
-    verdict = "yes" if facts["hardware"]["device"].startswith("cuda") else "yes, on the CPU: torch sees no CUDA device"
-    core = facts["native_core"]
-    return verdict if core["ready"] else f"{verdict}; without the profiler. {core['advice']}"
+    return "yes" if facts["hardware"]["device"].startswith("cuda") else "yes, on the CPU: torch sees no CUDA device"
+
+
+def _unbuilt(facts: dict) -> list[str]:
+    return [name for name in ("native core", "address search") if not facts[name.replace(" ", "_")]["ready"]]
+
+
+def _needed_for(package: str) -> str:
+    return "absent: only DeepSpeed's engines need it" if package == "deepspeed" else "absent"
 
 
 def _gib(size_bytes: int) -> str:

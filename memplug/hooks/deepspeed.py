@@ -33,7 +33,7 @@ from torch import nn
 
 from memplug.config import MemplugConfig, read_ds_config
 from memplug.ds_json.keys import offloads_of
-from memplug.errors import ConflictError, PatchError
+from memplug.errors import ConflictError, PatchError, UnsupportedVersionError
 from memplug.hooks.framework import Framework, Layers, Target
 from memplug.hooks.patching import ORIGINAL, is_patched, patch, put_back, uncompared, unnoticed, wrapped
 from memplug.session import report
@@ -156,9 +156,17 @@ def install(attach: Callable[..., Session]) -> None:
     patch is taken away again.
 
     Raises:
+        UnsupportedVersionError: DeepSpeed is not installed.
         PatchError: this DeepSpeed has no `initialize`.
     """
-    import deepspeed
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UnsupportedVersionError(
+            f"memplug attaches to DeepSpeed's engines, and DeepSpeed cannot be imported: {error}",
+            "Run `pip install 'memplug[deepspeed]'`. Trainer and Lightning have callbacks (memplug.integrations), "
+            "Megatron-LM's scripts the option `--memplug-config`, and other loops `memplug.attach(model)`.",
+        ) from None
 
     original = getattr(deepspeed, "initialize", None)
     if original is None:

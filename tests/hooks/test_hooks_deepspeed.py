@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import memplug
-from memplug.errors import ConfigError, ConflictError, PatchError
+from memplug.errors import ConfigError, ConflictError, PatchError, UnsupportedVersionError
 from memplug.hooks.patching import ORIGINAL, is_patched
 from memplug.session.session import Session
+from tests.support.blocks import LAYERS, Stack
 from tests.support.hosts import DISABLED, block, ds_config, make_engine, tiny_llama, train_engine
 
 PATCHED = {
@@ -156,6 +157,22 @@ def test_install_without_a_symbol_to_patch_names_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(deepspeed, "initialize")
     with pytest.raises(PatchError, match="deepspeed.initialize"):
         memplug.install()
+
+
+def test_without_deepspeed_install_says_so_and_models_are_attached_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(UnsupportedVersionError, match="DeepSpeed cannot be imported") as error:
+        memplug.install()
+    assert "memplug[deepspeed]" in error.value.advice
+    memplug.uninstall()
+    model = Stack(2)
+    with memplug.attach(model, block(regions=LAYERS)) as session:
+        for _ in range(2):
+            model(torch.randn(2, 6, 16)).backward()
+            session.step()
+        assert session.report()["forwards"] == 4
 
 
 @pytest.mark.parametrize("form", ["dict", "path", "args"])

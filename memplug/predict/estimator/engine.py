@@ -34,7 +34,9 @@ def rank_of(gpus: int) -> Iterator[None]:
     try:
         import deepspeed  # noqa: F401
     except ImportError as error:
-        raise EstimateError(f"DeepSpeed cannot be imported: {error}", "Run `pip install deepspeed`.") from None
+        raise EstimateError(
+            f"DeepSpeed cannot be imported: {error}", "Run `pip install 'memplug[deepspeed]'`."
+        ) from None
     with mock.patch.dict(os.environ, names), joined(rank=0, world_size=gpus), accelerated():
         yield
 

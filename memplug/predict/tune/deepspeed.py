@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memplug.ds_json.keys import present
+from memplug.errors import TuneError
 from memplug.predict.tune.estimate import IN_FLIGHT, Chunk
 from memplug.predict.tune.search import Configuration
 
@@ -137,9 +138,15 @@ def ratio(groups: Sequence[int], persisted: float) -> float:
 
 
 def knows_ratio() -> bool:
-    """Whether the installed DeepSpeed can have a part of the states on the host."""
-    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+    """Whether the installed DeepSpeed can have a part of the states on the host.
 
+    Raises:
+        TuneError: none is installed.
+    """
+    try:
+        from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+    except ImportError as error:
+        raise TuneError(f"DeepSpeed cannot be imported: {error}", "Run `pip install 'memplug[deepspeed]'`.") from None
     return "ratio" in DeepSpeedZeroOffloadOptimizerConfig.model_fields
 
 
