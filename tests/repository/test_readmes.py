@@ -116,3 +116,14 @@ def test_an_option_that_does_not_exist_is_found(line: str) -> None:
     with pytest.raises((SystemExit, Exception), match="(?i)2|no such option"):
         for command in commands_of(bash(line)):
             check(command)
+
+
+PATH = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|cpp|h|md|sh))`")
+
+
+@pytest.mark.parametrize("readme", readmes(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_path_that_a_readme_names_is_there(readme: Path) -> None:
+    """From the repository, the package or the folder of the README."""
+    named = PATH.findall(readme.read_text())
+    roots = (ROOT, ROOT / "memplug", readme.parent)
+    assert [path for path in named if not any((root / path).exists() for root in roots)] == []

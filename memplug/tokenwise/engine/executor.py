@@ -177,9 +177,8 @@ class Executor:
         return True
 
     def _observe(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The native core notes every operator and every tensor that autograd saves (native/tape/forward.h), or
-        finds that they are those of an earlier forward's tape; what is captured leaves for the host
-        (native/tape/frame.h).
+        """The native core notes every operator and every tensor that autograd saves (native/tape/forward.h), or finds
+        that they are those of an earlier forward's tape; what is captured leaves for the host (native/tape/frame.h).
 
         Autograd gets a small object instead of each tensor, and has it back in one of three ways: it is held, as
         a parameter or a mask is that was there before the region; from a copy, where all of its storage is captured; or

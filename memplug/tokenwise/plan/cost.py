@@ -1,7 +1,7 @@
 """The cost model (MEMO, section 4.1), stated once: amounts that are linear in a choice, and times that are the largest
 of linear pieces of them.
 
-`measure` puts numbers in. The linear program (`tokenwise.py`) puts in `Linear` expressions of its columns, and makes a
+`measure` puts numbers in. The linear program (`solver.py`) puts in `Linear` expressions of its columns, and makes a
 column of each `largest`, with a row for each piece.
 """
 
