@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import hashlib
 import json
 import logging
@@ -327,6 +328,8 @@ def main() -> None:
         found = globals()[case["kind"]](case)
     result = {**found, "warnings": warnings}
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(result))
+    gc.collect()  # wrappers hold the group, whose threads end with it: else one may abort the process as Python ends
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
