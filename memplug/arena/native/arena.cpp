@@ -321,6 +321,9 @@ bool Arena::give_back(void* pointer) {
 void Arena::take_in(Part& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone) {
   const auto [first, last] = also_used_on_.equal_range(begin);
   for (auto used = first; used != last; ++used) {
+    if (used->second == stream) { // its own work is in order
+      continue;
+    }
     pending_.push_back({begin, end, used->second, device_.record(used->second)});
     if (checks_) { // what is written below must not be read there
       device_.wait(stream, pending_.back().event);

@@ -31,7 +31,7 @@ void* CachingMemory::malloc(int64_t nbytes, int64_t stream) {
   process_pending();
   const int64_t size = (nbytes + kSmallestBlock - 1) / kSmallestBlock * kSmallestBlock;
   const bool small = size <= kSmall;
-  Pool& pool = pools_.try_emplace({stream, small, expands_}, Pool{small, expands_, {}}).first->second;
+  Pool& pool = pools_.try_emplace({stream, small, expands_}, Pool{stream, small, expands_, {}}).first->second;
   const auto fit = pool.free.lower_bound({size, nullptr});
   Block* block = fit != pool.free.end() ? blocks_.at(fit->second).get() : more(pool, size);
   if (block == nullptr && release_free()) {
@@ -81,7 +81,7 @@ void CachingMemory::free(void* address) {
 void CachingMemory::use_on(void* address, int64_t stream) {
   const Lock lock(mutex_);
   const auto found = blocks_.find(static_cast<char*>(address)); // an arena's blocks are none of these
-  if (found != blocks_.end()) {
+  if (found != blocks_.end() && stream != found->second->pool->stream) { // which orders its own work
     found->second->streams.insert(stream);
   }
 }

@@ -55,6 +55,7 @@ class CachingMemory {
   struct Block;
   using Free = std::set<std::pair<int64_t, char*>>; // bytes and address
   struct Pool {
+    int64_t stream;
     bool small, expandable;
     Free free; // with memory
     std::set<char*> unmapped{}; // without
