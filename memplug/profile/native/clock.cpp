@@ -172,6 +172,10 @@ bool trains_unsuspended() {
   return this_thread.suspensions == 0 && trains(this_thread);
 }
 
+bool is_suspended() {
+  return this_thread.suspensions > 0;
+}
+
 int32_t thread_number() {
   Thread& thread = this_thread;
   if (trains(thread)) {

@@ -43,6 +43,9 @@ void end_framework();
 // Whether the calling thread trains, and runs nothing of memplug's own now.
 bool trains_unsuspended();
 
+// Whether the calling thread runs something of memplug's own now.
+bool is_suspended();
+
 // 0 for a thread that trains, else a running number that the thread keeps.
 int32_t thread_number();
 

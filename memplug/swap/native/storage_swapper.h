@@ -99,6 +99,11 @@ class StorageSwapper {
   // told of its storages.
   bool order_use();
 
+  // Nothing is on its way.
+  bool is_empty() const {
+    return all_.empty();
+  }
+
   // Such an operator uses a storage, which is restored if it is on its way.
   void use(const c10::StorageImpl* storage);
 

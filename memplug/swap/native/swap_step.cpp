@@ -224,7 +224,8 @@ void SwapStep::see(const at::Tensor& tensor, const Moment& moment, bool made) {
 
 // What is away comes back, once all that the operator uses is known to be in use.
 void SwapStep::use(const at::RecordFunction& function) {
-  if (!swapper_->order_use()) {
+  // memplug's own copies run on streams of their own, which wait for the streams of the program
+  if (is_suspended() ? swapper_->is_empty() : !swapper_->order_use()) {
     return;
   }
   each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t) {
