@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-import memplug
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
 from tests.support.hidden import hidden
+from tests.support.two_streams import train
 
 pytestmark = pytest.mark.gpu
 
@@ -241,28 +241,6 @@ def pairs(layer: type[nn.Module]) -> Callable[[torch.cuda.Stream], nn.Module]:
     return lambda side: nn.Sequential(*(make(side) for _ in range(4) for make in (Maker, layer)))
 
 
-def train(make: Callable[[torch.cuda.Stream], nn.Module], block: dict[str, Any]) -> tuple[list[torch.Tensor], dict]:
-    torch.manual_seed(0)
-    model = make(torch.cuda.Stream()).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    session, losses, report = memplug.attach(model, {"plan_dir": False, **block}), [], {}
-    for step in range(STEPS):
-        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step)).cuda()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-        del loss, x
-        if session is not None:
-            session.step()
-    torch.cuda.synchronize()
-    if session is not None:
-        report = session.report()
-        session.detach()
-    return [value.cpu() for value in [*losses, *model.parameters()]], report
-
-
 CASES = {
     **{layer.__name__: (pairs(layer), ["1", "3", "5"]) for layer in LAYERS},
     **{model.__name__: (model, ["layers.[0-4]"]) for model in MODELS},
@@ -273,9 +251,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_models_are_ordered_without_memplug(case: str, schedule: Schedule) -> None:
     make, _ = CASES[case]
-    expected, _ = train(make, {"enabled": False})
+    expected, _ = train(make, {"enabled": False}, STEPS)
     with scheduled(schedule):
-        found, _ = train(make, {"enabled": False})
+        found, _ = train(make, {"enabled": False}, STEPS)
     assert device.violations() == 0
     assert all(map(torch.equal, found, expected))
 
@@ -285,12 +263,12 @@ def test_the_models_are_ordered_without_memplug(case: str, schedule: Schedule) -
 @pytest.mark.parametrize("case", CASES)
 def test_every_access_is_ordered_and_values_hold(case: str, alpha: float, schedule: Schedule) -> None:
     make, regions = CASES[case]
-    expected, _ = train(make, {"enabled": False})
+    expected, _ = train(make, {"enabled": False}, STEPS)
     tokenwise = {"alpha": alpha, "regions": regions, "min_offload_bytes": 256}
     alone = {"profiler": {"enabled": False}, "arena": {"enabled": False}}
     before = device.violations()
     with scheduled(schedule):
-        found, report = train(make, {"enabled": True, "tokenwise": tokenwise, **alone})
+        found, report = train(make, {"enabled": True, "tokenwise": tokenwise, **alone}, STEPS)
     assert device.violations() == before
     assert all(map(torch.equal, found, expected))
     assert report["offloaded_bytes"] > 0

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-import memplug
 from memplug.device.device import CudaDevice, Wait
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
+from tests.support import two_streams
 from tests.support.two_streams import Beside
 
 pytestmark = pytest.mark.gpu
@@ -67,26 +67,7 @@ def tokenwise(alpha: float) -> dict[str, Any]:
 def train(
     layer: Callable[[torch.cuda.Stream], nn.Module], block: dict[str, Any]
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    torch.manual_seed(0)
-    side = torch.cuda.Stream()
-    model = nn.Sequential(*(layer(side) for _ in range(4))).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    session, losses, report = memplug.attach(model, {"plan_dir": False, **block}), [], {}
-    for step in range(STEPS):
-        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step)).cuda()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-        del loss, x
-        if session is not None:
-            session.step()
-    torch.cuda.synchronize()
-    if session is not None:
-        report = session.report()
-        session.detach()
-    return [value.cpu() for value in [*losses, *model.parameters()]], report
+    return two_streams.train(lambda side: nn.Sequential(*(layer(side) for _ in range(4))), block, STEPS)
 
 
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
+
+import memplug
 
 
 class Beside(nn.Module):
@@ -26,3 +31,28 @@ class Beside(nn.Module):
 
     def aside(self, y: torch.Tensor) -> torch.Tensor:
         return y.sin() * y.cos()
+
+
+def train(
+    make: Callable[[torch.cuda.Stream], nn.Module], block: dict[str, Any], steps: int
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Returns the losses and parameters of a model that is made with a second stream, and memplug's report."""
+    torch.manual_seed(0)
+    model = make(torch.cuda.Stream()).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session, losses, report = memplug.attach(model, {"plan_dir": False, **block}), [], {}
+    for step in range(steps):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step)).cuda()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        del loss, x
+        if session is not None:
+            session.step()
+    torch.cuda.synchronize()
+    if session is not None:
+        report = session.report()
+        session.detach()
+    return [value.cpu() for value in [*losses, *model.parameters()]], report
