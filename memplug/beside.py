@@ -99,7 +99,7 @@ class Beside:
             os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
 
     def _fall_back(self, error: Exception) -> None:
-        log.warning("memplug: no process plans beside training, which waits for the plan instead: %s", error)
+        log.warning("memplug: no process could plan beside training, which waits for the plan instead, once: %s", error)
         self._process = None
 
 

@@ -11,22 +11,30 @@ class MemplugError(Exception):
     Args:
         problem: One sentence that says what is wrong, with the names and values concerned; an attribute too.
         advice: What to do next, an attribute too; without it, the advice of the class.
+        code: Names the section of examples/troubleshooting.md that says more, such as "MP012"; an attribute too.
     """
 
     default_advice = "Run `memplug doctor` and attach its output to a bug report."
 
-    def __init__(self, problem: str, advice: str | None = None) -> None:
+    def __init__(self, problem: str, advice: str | None = None, *, code: str | None = None) -> None:
         super().__init__(problem)
         self.problem = problem
         self.advice = advice or self.default_advice
+        self.code = code
 
     def __str__(self) -> str:
-        return f"{self.problem}\nWhat to do: {self.advice}"
+        text = f"{self.problem}\nWhat to do: {self.advice}"
+        return coded(self.code, text) if self.code else text
 
     def __reduce__(self) -> tuple:
         # Exception's own would call the class with `args`, which the subclasses' signatures do not match: an error
         # raised in a worker process would reach its parent as a TypeError about unpickling.
         return copyreg.__newobj__, (type(self), self.problem), self.__dict__
+
+
+def coded(code: str, text: str) -> str:
+    """Returns the text of an error or a warning with the code of its section in examples/troubleshooting.md."""
+    return f"{text} [{code}]"
 
 
 class ConfigError(MemplugError):
@@ -72,6 +80,7 @@ class BudgetError(MemplugError):
             "memory even if everything is swapped or recomputed",
             f'Set "device_budget_gib" to {self.least_gib:g} or more, or to "auto"; or let a step take less: a shorter '
             "sequence, a smaller micro-batch, optimizer states in fewer bytes or on more ranks.",
+            code="MP011",
         )
 
 

@@ -107,7 +107,7 @@ class Arena:
         try:
             self._native.open_arena(kind, index, checks)
         except RuntimeError as error:
-            raise ArenaError(f"there can be no planned arena: {_first_line(error)}") from None
+            raise ArenaError(f"there can be no planned arena: {_first_line(error)}", code="MP006") from None
         self._leave: weakref.finalize | None = None  # while it serves, for a session that is never detached
 
     def serve(self, tables: Tables) -> None:
@@ -126,7 +126,7 @@ class Arena:
                 self._stand_in_front(True)
             except RuntimeError as error:
                 self._native.close_arena()
-                raise ArenaError(f"there can be no planned arena: {_first_line(error)}") from None
+                raise ArenaError(f"there can be no planned arena: {_first_line(error)}", code="MP006") from None
             self._leave = weakref.finalize(self, _leave, self._native, self._stand_in_front)
             self._leave.atexit = False
         try:
@@ -146,7 +146,7 @@ class Arena:
             self._native.close_arena()
             needed_gib = (tables.reused_bytes + tables.kept_bytes) / 2**30
             raise ArenaError(
-                f"{needed_gib:.2f} GiB for the arena: {_first_line(error)}",
+                f"{needed_gib:.2f} GiB for the arena cannot be reserved: {_first_line(error)}",
                 'Lower "device_budget_gib", so that less is kept on the device; or set "arena": {"enabled": false}, '
                 "which leaves all memory to torch's own allocator.",
             ) from None
@@ -227,6 +227,7 @@ def _check_cuda(core: object) -> None:
             f"there can be no planned arena in front of torch's allocator {backend}",
             'Take "backend:cudaMallocAsync" out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, or set "arena": '
             '{"enabled": false}.',
+            code="MP006",
         )
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "roundup_power2_divisions" in os.environ.get(variable, ""):
@@ -234,11 +235,13 @@ def _check_cuda(core: object) -> None:
                 f"{variable} rounds large requests up (roundup_power2_divisions), and the arena is the largest",
                 "Take that out: with the arena nothing is left to round. Expandable segments and the garbage "
                 "collection threshold may stay.",
+                code="MP006",
             )
     if not hasattr(core, "stand_before_cuda"):
         raise ArenaError(
             f"the native core was built without the arena for CUDA, whose interface torch {torch.__version__} changed",
             'Install another version of torch, or set "arena": {"enabled": false}.',
+            code="MP006",
         )
 
 

@@ -178,6 +178,7 @@ class PlannedAddresses(Technique[Addresses]):
                     f"{count} time{'s' if count > 1 else ''} in this step memory of the arena was written to {how}",
                     "Look for a kernel that writes outside of its tensors, or uses one that is freed: "
                     "`CUDA_LAUNCH_BLOCKING=1` and `compute-sanitizer` name it.",
+                    code="MP027",
                 )
 
     # -- the four verbs ------------------------------------------------------------------------------------------------

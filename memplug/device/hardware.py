@@ -15,6 +15,8 @@ from statistics import median
 
 import torch
 
+from memplug.errors import coded
+
 _log = logging.getLogger("memplug")
 
 _MIB = 1 << 20
@@ -175,7 +177,11 @@ def _pinned(size_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
         cudart = torch.cuda.cudart()
         registered = int(cudart.cudaHostRegister(block.data_ptr(), size_bytes, 0)) == 0
         if not registered:
-            _log.warning("the driver refused to register host memory: copies are measured without it, and are slow")
+            text = (
+                "the driver refused to register host memory: copies are measured without it, and are slow. Raise the "
+                "limit on locked memory (`ulimit -l unlimited`)"
+            )
+            _log.warning(coded("MP018", text))
             # CUDA keeps the refusal as its last error, and the next kernel launch, whosever it is, would raise it.
             with suppress(RuntimeError):
                 torch.zeros(1, device=device)

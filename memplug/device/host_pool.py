@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from memplug.device.device import Device
+from memplug.errors import coded
 
 log = logging.getLogger("memplug")
 
@@ -104,7 +105,11 @@ class HostPool:
         try:
             slab = self.device.host_memory(nbytes)
         except MemoryError as error:  # the system has less than the budget promised
-            log.warning("memplug: no host memory for another %.2f GiB: %s", nbytes / 2**30, error)
+            text = (
+                "memplug: the host has no memory for another %.2f GiB of swapped rows, and more is recomputed: %s. "
+                'Lower "host_budget_gib", or free host memory'
+            )
+            log.warning(coded("MP017", text), nbytes / 2**30, error)
             self.budget_bytes = capacity
             return False
         if self.device.kind == "cuda":
@@ -113,10 +118,11 @@ class HostPool:
             self._pinned.append(slab)
         elif not self._warned:
             self._warned = True
-            log.warning(
-                "memplug: the driver refused to register host memory (see `memplug doctor`, memlock); "
-                "swapping will be slow"
+            text = (
+                "memplug: the driver refused to register host memory, so that swapping is slow. Raise the limit on "
+                "locked memory (`ulimit -l unlimited`); `memplug doctor` shows it"
             )
+            log.warning(coded("MP018", text))
         self.slabs.append(slab)
         self.rows.add(slab)
         return True

@@ -206,6 +206,7 @@ def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:
             f'Set "tokenwise.regions" to those of its lists of modules that are its layers: [{lists}].'
             if lists
             else None,
+            code="MP001",
         )
     return layers
 

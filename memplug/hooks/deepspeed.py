@@ -80,6 +80,7 @@ class DeepSpeed(Framework):
                 "DeepSpeed's activation checkpointing is configured, and memplug recomputes the same layers",
                 "Leave out the call of `deepspeed.checkpointing.configure` and the model's use of "
                 "`deepspeed.checkpointing.checkpoint`: memplug takes their place.",
+                code="MP002",
             )
 
     def check_states(self, target: Target) -> None:

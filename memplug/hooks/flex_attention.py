@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from memplug.errors import coded
 from memplug.hooks.patching import patch
 from memplug.session.session import Session
 from memplug.tokenwise.engine.core import core
@@ -146,12 +147,13 @@ class _Warning:
         """What FlexAttention as it is written enters."""
         if not self._told and self._is_of_a_region() and _is_compiled_by_a_caller(sys._getframe()):
             self._told = True
-            log.warning(
+            text = (
                 "memplug: FlexAttention is not compiled inside of regions here: it runs as it is written, with a score "
                 "for each pair of tokens. Compile it by itself, `torch.compile(flex_attention)`, without CUDA graphs "
                 "and in torch 2.13, let the model use another attention, or leave its layers out of "
                 '"tokenwise.regions".'
             )
+            log.warning(coded("MP023", text))
         return original(*args, **kwargs)
 
     def _is_of_a_region(self) -> bool:

@@ -67,6 +67,7 @@ def _named(group: Group) -> list[int]:
         raise RanksError(
             "`memplug.attach` was given a group, and torch.distributed is not initialized",
             "Call `torch.distributed.init_process_group` before, or leave out `group`.",
+            code="MP004",
         )
     known = range(dist.get_world_size())
     ranks = sorted(set(group if isinstance(group, (list, tuple, range, set)) else _ranks(group)))
@@ -75,6 +76,7 @@ def _named(group: Group) -> list[int]:
             f"`memplug.attach` was given the group of ranks {ranks} on rank {dist.get_rank()} of {len(known)}",
             "Attach only on the ranks of the group; it is a process group that this rank is in, or the list of the "
             "ranks that train the model.",
+            code="MP004",
         )
     return ranks
 

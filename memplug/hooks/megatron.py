@@ -127,13 +127,18 @@ class Megatron(Framework):
                 if (value := getattr(config, key, None)) not in (None, False, "none")
             ]
             if reasons:
-                raise ConflictError(f"layer {name} is handled by Megatron-Core too: {'; '.join(reasons)}")
+                raise ConflictError(
+                    f"layer {name} is handled by Megatron-Core too: {'; '.join(reasons)}",
+                    "Leave these options out: memplug takes their place.",
+                    code="MP002",
+                )
             _check_kernels(name, config)
             if not inspect.isfunction(inspect.unwrap(type(layer).forward)) or hasattr(layer, "cudagraph_manager"):
                 raise RegionError(
                     f"the forward of layer {name}, a {type(layer).__name__}, is no plain method: memplug cannot run it "
                     "as a region",
                     "Attach before it is compiled, scripted or captured.",
+                    code="MP003",
                 )
 
     def prepare(self, target: Target, name: str) -> Prepare:
@@ -198,7 +203,12 @@ def check_version() -> None:
     if version < OLDEST:
         raise UnsupportedVersionError(f"megatron-core {text} is installed; memplug supports {VERSIONS}")
     if version > NEWEST:
-        log.warning("memplug: megatron-core %s is newer than what memplug knows (%s)", text, VERSIONS)
+        log.warning(
+            "memplug: megatron-core %s is newer than the versions that memplug knows (%s): if training fails, install "
+            "one of those",
+            text,
+            VERSIONS,
+        )
 
 
 def arguments(

@@ -99,6 +99,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
                 "Patterns are globs, no regular expressions, over whole names as `model.named_modules()` has them; "
                 '`*`, `?` and `[0-3]` stay within one part, between dots: "model.layers.*" is every layer, '
                 '"model.layers.*.mlp" the MLP of each.',
+                code="MP001",
             )
     found = [
         (name, module) for name, module in modules.items() if any(_matches(p, name, written[name]) for p in patterns)
@@ -111,6 +112,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
             raise RegionError(
                 f"module {name}, a {type(module).__name__}, is never called itself",
                 f'Name what it contains, for example ["{name}.*"] in "tokenwise.regions".',
+                code="MP001",
             )
     return found
 
@@ -154,7 +156,8 @@ def make_region(
     if "forward" in module.__dict__:
         raise ConflictError(
             f"the forward of module {region.name} was replaced on the instance, so that memplug's would never run",
-            "Attach memplug before whatever replaces it, or undo that.",
+            "Attach memplug before the tool that replaces it, or undo that.",
+            code="MP003",
         )
     bound = _Bound(module, session, region, prepare)
     session.plain.add(region, bound)
@@ -231,6 +234,7 @@ def _refuse_compiled(name: str) -> None:
         f"module {name} is compiled, and memplug needs to see its operators",
         "Attach to the model before it is compiled, and do not compile the regions themselves: `torch.compile` of the "
         "whole model goes around them.",
+        code="MP003",
     )
 
 
@@ -239,6 +243,7 @@ def _refuse_script(module: nn.Module) -> NoReturn:
         f"torch.jit.script was given a {type(module).__name__} that memplug is attached to: it compiles what the class "
         "of a module is written as",
         "Call `session.detach()` before, or use `torch.export.export` or `torch.jit.trace`, which run the model.",
+        code="MP003",
     )
 
 

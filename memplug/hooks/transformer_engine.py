@@ -310,7 +310,8 @@ def _refuse(session: Session) -> None:
     def checkpoint(original: Any, *args: Any, **kwargs: Any) -> Any:
         raise ConflictError(
             "transformer_engine.pytorch.checkpoint is called while memplug recomputes the same layers",
-            "Call the function itself, or detach memplug.",
+            "Call the function itself: memplug takes the place of `checkpoint`. Or detach memplug.",
+            code="MP002",
         )
 
     def offload(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -318,7 +319,8 @@ def _refuse(session: Session) -> None:
             return original(*args, **kwargs)
         raise ConflictError(
             "transformer_engine.pytorch.get_cpu_offload_context is called while memplug offloads the same layers",
-            "Leave it out, or detach memplug.",
+            "Leave it out: memplug takes its place. Or detach memplug.",
+            code="MP002",
         )
 
     package = importlib.import_module("transformer_engine.pytorch")

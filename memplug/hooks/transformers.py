@@ -54,6 +54,7 @@ def check_checkpointing_is_off(layers: Layers) -> None:
                 f"gradient checkpointing of {name or type(layer).__name__} is on, and memplug recomputes it too",
                 "Set `gradient_checkpointing=False` in the trainer's arguments (TRL's default is True), or call "
                 "`model.gradient_checkpointing_disable()`: memplug takes its place.",
+                code="MP002",
             )
 
 

@@ -29,7 +29,8 @@ def make_unit(module: nn.Module, unit: Unit, session: Session) -> None:
         raise ConflictError(
             f"the forward of {unit.name}, a {type(module).__name__}, was replaced on the instance: memplug cannot run "
             "it again by itself",
-            "Attach memplug before whatever replaces it, or undo that.",
+            "Attach memplug before the tool that replaces it, or undo that.",
+            code="MP003",
         )
     own, derived = type(module), _unit_class(type(module))
     module.__class__ = derived

@@ -83,6 +83,7 @@ class Withheld:
             "and the keys and values of that forward are gone with its graph",
             "Run the step again: from now on regions leave them in their caches. Or use the cache before backward "
             "runs, or with `retain_graph=True`, or fill it under `torch.no_grad()`.",
+            code="MP026",
         )
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from memplug.errors import NativeError
+from memplug.errors import NativeError, coded
 
 log = logging.getLogger("memplug")
 
@@ -56,13 +56,15 @@ class Extension:
                 if not self.is_built():
                     self._build(folder)
         except (OSError, RuntimeError) as error:
-            raise NativeError(f"memplug's {self.what} cannot be built in {folder}: {_last_lines(error)}") from error
+            text = f"memplug's {self.what} cannot be built in {folder}: {_last_lines(error)}"
+            raise NativeError(text, code="MP005") from error
         try:
             return self._import()
         except ImportError as error:
             raise NativeError(
                 f"memplug's {self.what} in {folder} cannot be loaded: {_last_lines(error)}",
                 "Delete that folder, so that it is built again.",
+                code="MP005",
             ) from error
 
     def is_built(self) -> bool:
@@ -111,11 +113,11 @@ class Extension:
             if not cuda_headers():
                 raise
             self._compile(folder, sources, [*flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # raises again if it is not that
-            log.warning(
-                "memplug: torch %s has a CUDA allocator that memplug does not know: the %s is built without the arena",
-                torch.__version__,
-                self.what,
+            text = (
+                "memplug: torch %s has a CUDA allocator that memplug does not know: the %s is built without the arena. "
+                "Install another version of torch to have it"
             )
+            log.warning(coded("MP006", text), torch.__version__, self.what)
         self._done().touch()
 
     def _compile(self, folder: Path, sources: list[str], flags: list[str]) -> None:

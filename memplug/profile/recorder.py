@@ -71,7 +71,8 @@ class Recorder:
         try:
             self._native.claim()
         except RuntimeError as error:
-            raise RecorderError(f"memplug cannot watch the operators of this session: {error}") from None
+            text = f"memplug cannot watch the operators of this session: {error}"
+            raise RecorderError(text, code="MP007") from None
         self._release = weakref.finalize(self, _release, self._native, self.device.type)
         self.recording = False
         self.suspended = self._native.Suspended()
@@ -201,6 +202,7 @@ class Recorder:
                     f"requests for memory cannot be recorded: {error}",
                     "Leave out the library that changes the CPU's allocator, or set "
                     '"arena": {"enabled": false}, which needs no record of them.',
+                    code="MP006",
                 ) from None
             self._native.begin_requests(-1)
         elif self.device.type != "cuda":
@@ -222,6 +224,7 @@ class Recorder:
                 "requests for CUDA memory cannot be recorded: CUDA's headers were not there when the native core was "
                 "built",
                 _header_advice(torch.version.cuda),
+                code="MP006",
             )
         torch.cuda.init()  # before it, the allocator has no devices, and would attach the listener to none of them
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
@@ -235,6 +238,7 @@ class Recorder:
                 'Use torch\'s own allocator: take "backend:cudaMallocAsync" out of PYTORCH_ALLOC_CONF and '
                 "PYTORCH_CUDA_ALLOC_CONF, and do not change the allocator "
                 "(torch.cuda.memory.change_current_allocator).",
+                code="MP006",
             ) from None
         return index
 

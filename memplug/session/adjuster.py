@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from memplug.block import ProfilerConfig
-from memplug.errors import LayoutError
+from memplug.errors import LayoutError, coded
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program, difference, similar
 from memplug.session.programs import ALIKE, MOST_PROGRAMS, Programs, Remembered
@@ -253,7 +253,7 @@ class Adjuster:
         """To stable, on the best plan that was found."""
         current, decisions = self.programs.current, self._proposed
         if wrong := self._technique.judge(decisions):
-            raise LayoutError(f"the judge refuses the plan: {wrong}", "Please report it, with a trace.")
+            raise LayoutError(f"the judge refuses the plan: {wrong}", "Please report it, with a trace.", code="MP016")
         current.decisions, current.borrowed = decisions, False
         self.replans += 1
         self._run(current, decisions)
@@ -324,24 +324,22 @@ class Adjuster:
         """Programs keep changing, with sequence lengths or experts: treat every step as the same one from now on."""
         self.programs.indifferent = True
         if self._ranks.first:
-            log.warning(
+            text = (
                 "memplug: step %d: no program lasts long enough to be planned for, the last change was to %s. One plan "
                 "is made for all steps from now on, which keeps nothing on the device. To have plans for each: raise "
-                '"profiler": {"length_tolerance"}, or pad to fewer lengths',
-                self._step,
-                change,
+                '"profiler": {"length_tolerance"}, or pad to fewer lengths'
             )
+            log.warning(coded("MP009", text), self._step, change)
 
     def _stay_safest(self, program: Remembered) -> None:
         if self._ranks.first:
-            log.warning(
+            text = (
                 "memplug: step %d: each plan for %s makes another program of it, whose operators differ though its "
                 "inputs do not. No more plans are made for it: it stays at the safest setting, which swaps the inputs "
                 'of regions and recomputes the rest. Raise "profiler": {"length_tolerance"}, or set '
-                '"tokenwise": {"alpha"} to a number',
-                self._step,
-                _named(program),
+                '"tokenwise": {"alpha"} to a number'
             )
+            log.warning(coded("MP009", text), self._step, _named(program))
 
 
 def _named(program: Remembered) -> str:

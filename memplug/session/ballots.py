@@ -28,7 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from memplug.errors import RanksError
+from memplug.errors import RanksError, coded
 
 log = logging.getLogger("memplug")
 
@@ -146,7 +146,7 @@ class Ballots:
             return ballot.decided.result(ANSWER_S)
         except NotYet:
             self._sending.torn = True
-            raise RanksError("torch's store does not answer any more") from None
+            raise RanksError("torch's store does not answer any more", code="MP010") from None
 
 
 def _close(asked: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
@@ -191,13 +191,11 @@ class _Sending:
         """One rank says for whom all wait."""
         missing = self._voters.missing(ballot.number)
         if missing and self._voters.is_first_to_say(ballot.number):
-            log.warning(
-                "memplug: at the end of a step, ranks wait for %s since %.0f s, and for %.0f s more at most; then "
-                "planning stops",
-                named(missing),
-                PATIENCE_S,
-                limit_s - PATIENCE_S,
+            text = (
+                "memplug: at the end of a step, ranks wait for %s since %.0f s, and for %.0f s more at most; then they "
+                "stop planning and train on. Give all ranks as many batches"
             )
+            log.warning(coded("MP010", text), named(missing), PATIENCE_S, limit_s - PATIENCE_S)
 
     def part(self, has_parted: bool) -> None:
         """See `Ballots.part`."""
@@ -305,19 +303,18 @@ def meet(store: Store, members: Sequence[int], rank: int, timeout_s: float) -> V
             time.sleep(min(MEETING_POLL_S, SHORTEST_POLL_S + waited_s / 8))
     met = voters.store.get("met")
     if met != _DECIDED:
-        raise RanksError(f"the ranks that train this model did not meet: {met[1:].decode()}")
+        raise RanksError(f"the ranks that train this model did not meet: {met[1:].decode()}", code="MP004")
     return voters
 
 
 def _tell_absent(voters: Voters) -> None:
     missing = voters.missing("here")
     if missing and voters.is_first_to_say("here"):
-        log.warning(
+        text = (
             "memplug: rank %d waits in `memplug.attach` for %s, since the ranks that train a model attach to it "
-            "together. If those do not train it, say which do: memplug.attach(model, config, group=...)",
-            voters.members[voters.own],
-            named(missing),
+            "together. If those do not train it, say which do: memplug.attach(model, config, group=...)"
         )
+        log.warning(coded("MP004", text), voters.members[voters.own], named(missing))
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -39,7 +39,7 @@ from memplug.beside import Beside
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.device.reserved import Reserved, Served
-from memplug.errors import RanksError
+from memplug.errors import RanksError, coded
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program
 from memplug.profile.trace import Trace
@@ -241,15 +241,15 @@ class Boundary:
                     "the model communicate",
                     "Start the job again from its last checkpoint: the process that holds torch's store (torchrun, "
                     "else rank 0) has ended, or cannot be reached any more.",
+                    code="MP010",
                 ) from error
             if self._ranks.is_first_to_say():
-                log.warning(
-                    "memplug: step %d: nothing is planned any more, and what was decided stays on all ranks: %s. "
-                    "Ranks that train one model end as many steps; attach anew where they do again, or give ranks that "
-                    "do not train together a `group` each",
-                    self.steps,
-                    self.apart,
+                text = (
+                    "memplug: step %d: planning ends, and all ranks keep the last plan: %s. Give all ranks that train "
+                    "a model as many batches, and ranks that do not train together a `group` each; attach again to "
+                    "plan again"
                 )
+                log.warning(coded("MP010", text), self.steps, self.apart)
 
     def _settle(self) -> None:
         """What the next step is to run by is in force."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from memplug.errors import MemplugError, RecorderError
+from memplug.errors import MemplugError, RecorderError, coded
 from memplug.session.followers import Followers
 from memplug.session.recording import Recording
 from memplug.session.technique import Given, Technique
@@ -128,10 +128,12 @@ class Claim:
         self.off_because = TAKEN
         if not self._told:
             self._told = True
-            log.warning(
+            text = (
                 "memplug: goes on without the profiler and the arena: another model that trains in this process has "
-                "them, and there is one of each; a plan is made by the sizes of inputs alone"
+                "them, and there is one of each. Plans tell programs apart by the sizes of inputs alone. Detach the "
+                "other session to have them here"
             )
+            log.warning(coded("MP007", text))
 
 
 def _detached() -> Recording:

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from memplug.errors import LayoutError, MemplugError
+from memplug.errors import LayoutError, MemplugError, coded
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
@@ -105,7 +105,8 @@ class Follower:
         if part is None:
             return
         if wrong := self.technique.judge(part):
-            self._fail(LayoutError(f"the judge refuses the plan: {wrong}", "Please report it, with a trace."))
+            text = f"the judge refuses the plan: {wrong}"
+            self._fail(LayoutError(text, "Please report it, with a trace.", code="MP016"))
             return
         self._parts[key] = part
         while len(self._parts) > MOST_PARTS:
@@ -211,5 +212,6 @@ class Followers:
 def _is_sound(technique: Technique[Any], part: Any) -> bool:
     wrong = technique.judge(part)
     if wrong:
-        log.warning("memplug: what a plan says of the %s is not used: %s", technique.name, wrong)
+        text = "memplug: a kept plan's part for the %s is not used: %s. This run makes its own"
+        log.warning(coded("MP014", text), technique.name, wrong)
     return not wrong

@@ -12,7 +12,7 @@ import numpy as np
 from memplug import native
 from memplug.arena.plan.problem import BUFFER, Problem, Solution
 from memplug.beside import Beside
-from memplug.errors import LayoutError
+from memplug.errors import LayoutError, coded
 from memplug.plans.schema import MemoryPlan, PlannedProgram, Training, memory_plan
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program, similar
@@ -97,12 +97,11 @@ class KeptPlans:
         expected = plan.problem.fingerprint.inputs[:1] or (inputs,)
         if inputs == expected[0]:
             return
-        log.warning(
-            "memplug: the plan in %s is not used: it was made for inputs %s, and this step begins with %s",
-            self.file,
-            expected[0],
-            inputs,
+        text = (
+            "memplug: the plan in %s is not used: it was made for inputs %s, and this step begins with %s. This run "
+            "makes its own"
         )
+        log.warning(coded("MP014", text), self.file, expected[0], inputs)
         followers.enter(None)
         self._tokenwise.turn_away()
         self._is_turned_away = True
@@ -155,7 +154,7 @@ class KeptPlans:
         try:
             self._beside.take()
         except (OSError, LayoutError) as error:
-            log.warning("memplug: the plan is not kept: %s", error)
+            log.warning('memplug: the plan is not kept; set "plan_dir" to a folder that can be written: %s', error)
 
     def _refuse(self, why: str) -> None:
         self.file, self.refused = None, why

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memplug.beside import Beside
-from memplug.errors import LayoutError
+from memplug.errors import LayoutError, coded
 from memplug.plans import kept_file, plan_file
 from memplug.plans.judge import judge_plan
 from memplug.plans.schema import MemoryPlan
@@ -106,7 +106,8 @@ class PlanStore:
             try:
                 plan = plan_file.load(file)
             except LayoutError as error:
-                log.warning("memplug: a plan that was kept is not used: %s", error.problem)
+                text = "memplug: a kept plan is not used: %s. This run makes its own"
+                log.warning(coded("MP014", text), error.problem)
                 refused = refused or error.problem
                 continue
             why = _unsound(plan, self._job) or unfit(plan)

@@ -124,7 +124,7 @@ class Ranks:
         try:
             self._ballots = Ballots(meet(store, list(self.members), rank, self._timeout_s))
         except RuntimeError as error:
-            raise RanksError(f"torch's store is gone, with the rank that has it: {error}") from error
+            raise RanksError(f"torch's store is gone, with the rank that has it: {error}", code="MP010") from error
 
     @property
     def _alone(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from memplug.errors import MemplugError, RecorderError, TraceError
+from memplug.errors import MemplugError, RecorderError, TraceError, coded
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint, Layer, Pass, Trace
 from memplug.profile.trace_file import save
@@ -146,7 +146,8 @@ class Recording:
         """Go on without the record of a step that contradicts itself."""
         if not self._has_refused:
             self._has_refused = True
-            log.warning("memplug: the record of a step is not used: %s", error)
+            text = "memplug: the record of a step contradicts itself: %s. A later one is used; please report it"
+            log.warning(coded("MP016", text), error.problem)
 
     def stop(self) -> None:
         """The session is detached: nothing is left behind."""
@@ -162,7 +163,7 @@ class Recording:
             file.parent.mkdir(parents=True, exist_ok=True)
             save(self.trace, file)
         except (OSError, MemplugError) as error:  # a full disk must not end the training
-            log.warning("memplug: the trace of this step was not saved in %s: %s", file, error)
+            log.warning("memplug: the trace of this step was not saved in %s; choose another folder: %s", file, error)
         else:
             log.info("memplug: a trace of this step is in %s%s: see `memplug show`", file, replaced)
 

@@ -18,7 +18,7 @@ import torch
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
-from memplug.errors import RecorderError
+from memplug.errors import RecorderError, coded
 from memplug.files import path_of
 from memplug.profile.records import Fingerprint
 from memplug.profile.trace import Trace
@@ -254,10 +254,8 @@ class Session:
         if self._missed_steps or self.steps_are_marked:
             return
         self._missed_steps = True
-        log.warning(
-            "memplug: %s, and no step has ended: nothing is planned. Add `session.step()` after `optimizer.step()`",
-            seen,
-        )
+        text = "memplug: %s, and no step has ended: nothing is planned. Add `session.step()` after `optimizer.step()`"
+        log.warning(coded("MP008", text), seen)
 
     @contextlib.contextmanager
     def in_optimizer(self) -> Iterator[None]:

@@ -98,7 +98,8 @@ class InForce:
         self._pool = HostPool(self._device, budget_bytes, self._core)
         self._pool.reserve(part.host_bytes)
         if self._pool.capacity_bytes < part.host_bytes:
-            raise SwapError(f"the host has no {size(part.host_bytes)} for the swap list")
+            text = f"the host has no {size(part.host_bytes)} for the swap list"
+            raise SwapError(text, 'Lower "host_budget_gib" to the memory that the host has free.', code="MP015")
         tables = tables_of(part, self._core, dtype_numbers(self._core))
         smallest = min((target.nbytes for target in part.targets), default=0)
         passive_bytes = budget_bytes - self._pool.capacity_bytes
@@ -185,7 +186,8 @@ class InForce:
         try:
             self._core.catch_out_of_memory(on, str(self._device.torch_device), self._explain if on else None)
         except RuntimeError as error:
-            raise SwapError(f"requests that fail cannot be caught: {str(error).splitlines()[0]}") from None
+            text = f"requests that fail cannot be caught: {str(error).splitlines()[0]}"
+            raise SwapError(text, code="MP015") from None
         self._core.take_relief_events()  # of a session that ended within a step
         self._catches = on
 

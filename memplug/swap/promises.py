@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from memplug.errors import coded
 from memplug.profile.trace import Trace
 from memplug.swap.plan.part import SwapPart
 from memplug.words import size
@@ -37,10 +38,9 @@ class Promises:
         measured, predicted = int(step.live_bytes.max(initial=0)), self._part.predicted_peak_bytes
         self.peak_bytes = measured
         if measured > predicted * (1 + PEAK_SLACK):
-            self._tell(
-                f"a step under the swap list took {size(measured)} of the device, and was to take {size(predicted)}",
-                logging.WARNING,
-            )
+            text = f"a step under the swap list took {size(measured)} of the device, and was to take {size(predicted)}"
+            advice = "Results are right; report it unless shapes change from step to step"
+            self._tell(coded("MP013", f"{text}. {advice}"), logging.WARNING)
 
     def compare_stall(self, measured_s: float | None) -> None:
         """Its operators waited so long for copies; None: that is not known yet."""
@@ -48,7 +48,8 @@ class Promises:
         predicted_s = self._part.predicted_stall_s
         allowed_s = predicted_s + STALL_SLACK * self._part.predicted_step_s
         if measured_s is not None and measured_s > allowed_s and not self._copies_itself:
-            self._tell(
-                f"a step under the swap list waited {measured_s:.3g} s for copies, and was to wait {predicted_s:.3g} s",
-                logging.WARNING,
+            text = (
+                f"a step under the swap list waited {measured_s:.3g} s for copies, and was to wait {predicted_s:.3g} s"
             )
+            advice = 'Raise "device_budget_gib" if the device has more'
+            self._tell(coded("MP013", f"{text}. {advice}"), logging.WARNING)

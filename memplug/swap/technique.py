@@ -85,7 +85,8 @@ class SwapsWhole(Technique[SwapPart]):
         technique = cls(given)
         why = technique._why_impossible()
         if why and given.config.swap.enabled is True:
-            raise SwapError(f"there is no swap list: {why}")
+            advice = 'Set "swap": {"enabled": "auto"}, which goes without a swap list here, or mend that.'
+            raise SwapError(f"there is no swap list: {why}", advice, code="MP015")
         technique.off_because = why
         if not why:
             technique._watch()

@@ -15,6 +15,7 @@ from math import floor
 from statistics import median
 
 from memplug.config import MemplugConfig
+from memplug.errors import coded
 from memplug.session.ranks import Ranks
 from memplug.tokenwise import budgets, planning
 from memplug.tokenwise.engine import operators
@@ -101,9 +102,13 @@ class AlphaCheck:
             if self._alpha > fraction + SLACK
         ]
         if too_much and self._ranks.first:
-            log.warning(
+            text = (
                 "memplug: alpha %g asks for more than fits: the link hides %.2f of the rows behind the forward, the "
-                'host budget holds %.2f. It stays as asked: %s. "memo" or "auto" choose for you',
+                'host budget holds %.2f. It stays as asked: %s. Set "alpha" to the smaller of both, or to "memo" or '
+                '"auto", which choose for you'
+            )
+            log.warning(
+                coded("MP017", text),
                 self._alpha,
                 _rounded_down(by_link),
                 _rounded_down(by_host),

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from memplug.errors import coded
 from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.plan.decisions import Decisions
 
@@ -79,8 +80,8 @@ class PlainRegions:
             self._left.discard(region.name)
         elif not self._warned:
             self._warned = True
-            log.warning(
-                "memplug: module %s was changed while it ran as without memplug, which it goes on doing: attach again "
-                "after such changes",
-                region.name,
+            text = (
+                "memplug: module %s was compiled, or its forward replaced, while memplug had released it, since the "
+                "device had room: it stays released. Detach before such a change, and attach again after it"
             )
+            log.warning(coded("MP003", text), region.name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 
+from memplug.errors import coded
 from memplug.profile.similarity import Program
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.plan.decisions import Decisions
@@ -67,12 +68,11 @@ class Predictions:
         """Once: a plan was wrong."""
         if not self._warned:
             self._warned = True
-            log.warning(
-                "memplug: a step under a plan offloaded %.3f GiB, and was to offload %.3f: its predicted "
-                "times are off by as much",
-                offloaded / 2**30,
-                expected / 2**30,
+            text = (
+                "memplug: a step under a plan offloaded %.3f GiB, and was to offload %.3f: its predicted times are off "
+                "by as much. Results are right; report it unless shapes change from step to step"
             )
+            log.warning(coded("MP013", text), offloaded / 2**30, expected / 2**30)
 
     def _counts(self) -> tuple[int, ...]:
         executor = self._executor

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.device.reserved import Reserved
+from memplug.errors import coded
 from memplug.session.ranks import Ranks
 from memplug.tokenwise import budgets
 from memplug.tokenwise.plan.decisions import Decisions
@@ -76,14 +77,12 @@ class Room:
         if self._warned or asked_gib == "auto":
             return
         self._warned = True
-        log.warning(
+        text = (
             'memplug: steps reserve %s of the device, "device_budget_gib" is %g, and the plan keeps nothing there that '
             "it could do without; %s of that are holes between tensors that last, in segments of torch's allocator. "
-            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves none, or raise the budget",
-            size(reserved_bytes),
-            asked_gib,
-            size(self._device.memory.holes_bytes),
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves none, or raise the budget"
         )
+        log.warning(coded("MP012", text), size(reserved_bytes), asked_gib, size(self._device.memory.holes_bytes))
 
     def _lacks(self, decisions: Decisions) -> bool:
         if decisions.peak_bytes is None:

@@ -76,6 +76,7 @@ class Rounding:
         if not (has_room or self._told):
             self._told = True
             log.warning(
-                "memplug: no room on the device for rounding buffers of %s: each prefetched tensor is allocated anew",
+                "memplug: no room on the device for rounding buffers of %s: each prefetched tensor is allocated anew. "
+                'Leave the arena on, which needs no such room, or lower "device_budget_gib"',
                 size(total_bytes),
             )

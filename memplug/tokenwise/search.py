@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
+from memplug.errors import coded
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
 from memplug.session.ranks import Ranks
@@ -160,7 +161,8 @@ class Search:
         task = candidates.agree(own, self._gather, most, alpha)
         if not (groups or self._warned):
             self._warned = True
-            log.warning("memplug: no region ran in the step to plan from, for example %s", self.regions[0].name)
+            text = "memplug: no region ran in the step to plan from, for example %s. Name modules that training runs"
+            log.warning(coded("MP008", text), self.regions[0].name)
         if task is None:
             return False
         if not self.config.swap.enabled:  # else the swap list says what is possible

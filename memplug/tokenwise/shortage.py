@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from memplug.errors import coded
 from memplug.session.ranks import Ranks
 from memplug.tokenwise.engine.executor import Executor
 
@@ -37,11 +38,11 @@ class Shortage:
         if self._agreed is not None:
             share = self._agreed()
             if share < min(flow.share, self._lowest) and self._ranks.first:
-                log.warning(
+                text = (
                     "memplug: the host memory of a rank ran out: all ranks swap %.0f %% of the rows that were to be "
-                    'swapped, and recompute the rest; "host_budget_gib" says what they may use',
-                    100 * share,
+                    'swapped, and recompute the rest. Raise "host_budget_gib" if the hosts have more'
                 )
+                log.warning(coded("MP017", text), 100 * share)
             flow.share = share
             self._lowest = min(self._lowest, share)
         self._agreed = self._ranks.least(flow.share if asked is None else asked)

@@ -13,6 +13,7 @@ from typing import Any
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.device.reserved import Reserved
+from memplug.errors import coded
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program
@@ -106,10 +107,11 @@ class TokenWise(AgreedTechnique[Decisions]):
         if decisions is None:
             return None
         if not search.fits and self._ranks.first:
-            log.warning(
+            text = (
                 "memplug: every plan that was tried took more memory than it should have, and the one that keeps the "
-                'least on the device is used: set "device_budget_gib" or "host_budget_gib" to what there is'
+                'least on the device is used: set "device_budget_gib" or "host_budget_gib" to the memory that is free'
             )
+            log.warning(coded("MP013", text))
         self.outcome = search.outcome
         return decisions
 

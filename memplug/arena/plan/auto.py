@@ -14,7 +14,7 @@ from memplug.arena.plan import exact, planners, search
 from memplug.arena.plan.blocks import Blocks
 from memplug.arena.plan.problem import Problem, Solution, solved
 from memplug.arena.plan.streams import on_one_stream
-from memplug.errors import LayoutError
+from memplug.errors import LayoutError, coded
 
 log = logging.getLogger("memplug")
 
@@ -111,6 +111,7 @@ def _refused() -> LayoutError:
     return LayoutError(
         "the judge accepts no plan of this problem",
         "Please report it, with the trace or the file that it comes from.",
+        code="MP016",
     )
 
 
@@ -165,7 +166,8 @@ class _Attempt:
         )
         findings = judge(self.problem, solution)
         if findings:
-            log.warning("memplug: the judge refuses what %s found: %s", found.planner, findings[0].message)
+            text = "memplug: the judge refuses what %s found: %s. The next best is used; please report it, with a trace"
+            log.warning(coded("MP016", text), found.planner, findings[0].message)
             return
         self.best, self.plain_offsets = solution, found.offsets
 

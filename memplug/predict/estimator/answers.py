@@ -79,6 +79,7 @@ class Answers:
             raise EstimateError(
                 f"{_where(call)} asks for {at[1]} at {at[0]}, and the trace of values has no more than {len(found)}",
                 RECORD_ANEW,
+                code="MP028",
             )
         call.asked[at] += 1
         read = found[number]
@@ -87,6 +88,7 @@ class Answers:
                 f"{_where(call)}: {at[1]} at {at[0]} is of sizes {_text(sizes)}, and in the trace of values of "
                 f"{_text(read.inputs)}",
                 RECORD_ANEW,
+                code="MP028",
             )
         given = self._given[at[1], sizes]
         if read.outputs not in given:
@@ -100,6 +102,7 @@ class Answers:
                 f"{_where(call)} reads other values each time that it is called: which of them a recompute has, the "
                 "trace of values does not tell",
                 "Estimate the modes keep and memplug.",
+                code="MP028",
             )
         if len(calls) == 1:
             return calls[0]
@@ -117,6 +120,7 @@ class Answers:
                 f"a recompute pass runs {at[1]} again, of which the trace of values has several answers for sizes "
                 f"{_text(sizes)}",
                 "Estimate the modes keep and full.",
+                code="MP028",
             )
         return given[0] if len(given) == 1 else None
 
@@ -130,6 +134,7 @@ class Answers:
                 raise EstimateError(
                     f"{_where(call)} asks for {at[1]} at {at[0]} {asked} times, and the trace of values has {there}",
                     RECORD_ANEW,
+                    code="MP028",
                 )
 
 

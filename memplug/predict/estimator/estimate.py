@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from memplug.config import MemplugConfig, load_config
-from memplug.errors import BudgetError, EstimateError, RegionError
+from memplug.errors import BudgetError, EstimateError, RegionError, coded
 from memplug.files import path_of
 from memplug.hooks.attach import attach, find_layers
 from memplug.predict.estimator import engine as engines
@@ -105,11 +105,11 @@ def estimate(
     options = {"attention": attention, "host_bytes": host_bytes, "plan_dir": plan_dir, "tell": tell}
     found = estimate_training(make_training, config, gpu, modes, rank=rank, answers_to=answers.to, **options)
     if answers.made_up:
-        log.warning(
+        text = (
             "the model reads values, which the estimate makes up (a number is 1, all of a mask is true): %s. "
-            "Record those of a real step with `memplug.record_values`, and give them to the estimate",
-            ", ".join(answers.made_up),
+            "Record those of a real step with `memplug.record_values`, and give them to the estimate"
         )
+        log.warning(coded("MP028", text), ", ".join(answers.made_up))
     return found
 
 
@@ -213,7 +213,10 @@ def _attached(device: VirtualDevice, training: Training, mode: str, block: Mempl
             else:
                 step()
         if plain is None:
-            raise EstimateError(f"in {MOST_STEPS} steps of mode {mode!r} no plan was made: each is another program")
+            raise EstimateError(
+                f"in {MOST_STEPS} steps of mode {mode!r} no plan was made: each is another program",
+                "Estimate a module that runs the same operators in every step.",
+            )
         for _ in range(KEEPING_STEPS if block.plan_dir else 0):
             step()
         report = session.report()

@@ -134,4 +134,5 @@ def unable(what: str, error: Exception) -> EstimateError:
         f"{what} cannot run on the virtual device: {first}",
         "Where that needs values of tensors, record those of one real step (`memplug.record_values`) and give them to "
         "the estimate (`trace`, `memplug estimate --trace`); or estimate a module without it.",
+        code="MP028",
     )

@@ -58,6 +58,7 @@ class Workload:
                 "Record those of a real step with `memplug.record_values`, and give them with --trace; or estimate one "
                 "of Megatron-Core's: `memplug estimate` without a DeepSpeed engine, or with --expert; `memplug tune` "
                 "estimates a Mixtral by its parts.",
+                code="MP028",
             )
         transformers = needed("transformers")
         name = self.shape.family

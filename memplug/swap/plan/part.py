@@ -266,9 +266,11 @@ def _impossible(error: OverBudgetError, step: Trace, budgets: SwapBudgets) -> Sw
             f"{host_gib} of host memory are too little to keep a step to {device_gib} of the device; with more, as "
             f"little as {least_gib} could do",
             'Raise "host_budget_gib", or "device_budget_gib"; or let a step take less.',
+            code="MP015",
         )
     return SwapError(
         f"{device_gib} of the device are too little: {what} takes {least_gib} with all that can be swapped away",
         f'Set "device_budget_gib" to {least.nbytes / GIB:.3g} or more; or lower "swap.min_bytes", or let a step take '
         "less: a shorter sequence, a smaller micro-batch.",
+        code="MP015",
     )

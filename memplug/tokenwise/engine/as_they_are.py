@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from memplug.device.device import Device
+from memplug.errors import coded
 
 TRACING = tuple(getattr(torch._C._TorchDispatchModeKey, mode) for mode in ("PROXY", "FUNCTIONAL", "FAKE"))
 """Modes of make_fx, torch.export and fake tensors."""
@@ -31,7 +32,8 @@ class AsTheyAre:
         """
         if self._device.is_capturing():
             return self._tell(
-                "memplug: regions inside of a CUDA graph run as they are: nothing of them is swapped or recomputed"
+                "memplug: regions inside of a CUDA graph run as they are: nothing of them is swapped or recomputed. "
+                "Capture without regions, or leave the graph out"
             )
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return self._tell(
@@ -49,7 +51,7 @@ class AsTheyAre:
         """True, for whoever asked."""
         if message not in self._told:
             self._told.add(message)
-            log.warning(message)
+            log.warning(coded("MP019", message))
         return True
 
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from memplug.device.device import Device
 from memplug.device.host_pool import HostPool
-from memplug.errors import InPlaceError, MemplugError, RecomputeError
+from memplug.errors import InPlaceError, MemplugError, RecomputeError, coded
 from memplug.tokenwise.engine.as_they_are import AsTheyAre
 from memplug.tokenwise.engine.buffers import IN_PLACE, Buffers
 from memplug.tokenwise.engine.core import core
@@ -228,6 +228,7 @@ class Executor:
             f"region {region.name}: {error}",
             "Between a forward with gradients and its backward, write to nothing that the forward read, such as a "
             "parameter, a buffer or a static key-value cache: give the other code a copy, or run backward first.",
+            code="MP024",
         )
         return named.with_traceback(error.__traceback__)
 
@@ -245,7 +246,7 @@ class Executor:
         self.opaque[region.opaque] += 1
         if self.opaque_regions == 1:
             log.warning(
-                "memplug: region %s is opaque (%s): %s",
+                coded("MP020", "memplug: region %s is opaque (%s): %s"),
                 region.name,
                 region.opaque,
                 f"{why_it_keeps}, so that all that it saves stays on the device"
@@ -292,17 +293,18 @@ class Executor:
             replay()
         except self.core.Diverged as divergence:
             if frame.has_launches or (frame.decide({}, []), frame.communicates)[1]:
-                raise RecomputeError(f"region {region.name}: {divergence}") from None
+                raise RecomputeError(f"region {region.name}: {divergence}", code="MP021") from None
             self.divergences += 1
             if self.divergences == 1:
-                log.warning("memplug: region %s is recomputed in full: %s", region.name, str(divergence))
+                text = "memplug: region %s is recomputed in full, which is slower and as right: %s"
+                log.warning(coded("MP021", text), region.name, str(divergence))
             self._replay_in_full(region, replay)
 
     def _replay_in_full(self, region: Region, replay: Callable[[], None]) -> None:
         try:
             replay()
         except self.core.Diverged as divergence:
-            raise RecomputeError(f"region {region.name}: {divergence}") from None
+            raise RecomputeError(f"region {region.name}: {divergence}", code="MP021") from None
 
     def close(self) -> None:
         """Wait for all copies and give back the host memory. Graphs still in flight can no longer run backward."""
@@ -319,10 +321,11 @@ class Executor:
     def _warn_if_full(self) -> None:
         if self.transfer.refused and not self._warned:
             self._warned = True
-            log.warning(
-                "memplug: the host budget of %.2f GiB is used up: later regions swap fewer rows and recompute more",
-                self.pool.budget_bytes / 2**30,
+            text = (
+                "memplug: the host budget of %.2f GiB is used up: later regions swap fewer rows and recompute more. "
+                'Raise "host_budget_gib" if the host has more'
             )
+            log.warning(coded("MP017", text), self.pool.budget_bytes / 2**30)
 
 
 def _state_before(region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> State | None:

@@ -32,6 +32,7 @@ def rerun(executor: Runs, frame: Any, region: Region) -> None:
             f"region {region.name} communicates, and a forward was opaque ({named(frame.opaque)}) where those before "
             "it were alike and were not: run again on this rank alone, it would leave the others waiting",
             'Leave the module out of "tokenwise.regions".',
+            code="MP022",
         )
     saves = _Saves(frame, region)
     hooks = torch.autograd.graph.saved_tensors_hooks(saves.pack, held_meanwhile)
@@ -48,7 +49,8 @@ def rerun(executor: Runs, frame: Any, region: Region) -> None:
         saves.frame = None
     if saves.count != frame.saved:
         raise RecomputeError(
-            f"region {region.name}: forward saved {frame.saved} tensors for backward, the recompute pass {saves.count}"
+            f"region {region.name}: forward saved {frame.saved} tensors for backward, the recompute pass {saves.count}",
+            code="MP021",
         )
     frame.consume_inputs()
 
@@ -75,7 +77,8 @@ class _Saves:
             if (size, dtype) != (tuple(tensor.shape), tensor.dtype):
                 raise RecomputeError(
                     f"region {self._region.name}: a saved tensor was {size} {dtype} in forward and is "
-                    f"{tuple(tensor.shape)} {tensor.dtype} when recomputed"
+                    f"{tuple(tensor.shape)} {tensor.dtype} when recomputed",
+                    code="MP021",
                 )
             frame.restore(count, tensor.detach())
         self.count += 1
@@ -102,6 +105,7 @@ def _names_as_before(frame: Any, region: Region, args: tuple[Any, ...], kwargs: 
             f"region {region.name} changes attributes in its forward, and a forward was opaque ({named(frame.opaque)}) "
             "where those before it were alike and were not: it cannot be run again as it ran",
             'Leave the module out of "tokenwise.regions".',
+            code="MP022",
         )
 
 

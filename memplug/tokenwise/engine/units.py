@@ -136,7 +136,8 @@ def run_again(
         out = call(*args, **kwargs)
     if wanted and len(saved) != count:  # hooks of the model's own, around the forward, may have taken all that it saved
         raise RecomputeError(
-            f"region {region.name}: {unit.name} saved {count} tensors for backward, and {len(saved)} when run again"
+            f"region {region.name}: {unit.name} saved {count} tensors for backward, and {len(saved)} when run again",
+            code="MP021",
         )
     returned = executor.core.tensors_in(out)
     return [None if source is None else (saved if source[0] else returned)[source[1]] for source in sources]

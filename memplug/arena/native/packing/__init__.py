@@ -111,7 +111,8 @@ def load() -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
-        raise NativeError(f"the address search cannot be compiled into {library}: {output.strip()[-400:]}") from error
+        text = f"the address search cannot be compiled into {library}: {output.strip()[-400:]}"
+        raise NativeError(text, code="MP005") from error
     pointer, number, wide = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     loaded.memplug_place.argtypes = [number, number, *[pointer] * 5, number, wide, pointer]
     loaded.memplug_place.restype = wide

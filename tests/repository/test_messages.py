@@ -1,0 +1,53 @@
+"""Codes of messages, and their sections in examples/troubleshooting.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from memplug.errors import ConfigError, MemplugError
+from tests.support.folders import ROOT
+
+
+def constants() -> list[str]:
+    """Returns the texts in memplug's Python, those of a formatted one joined with … between its fixed parts."""
+    texts = []
+    for file in sorted((ROOT / "memplug").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Constant(value=str(text)):
+                    texts.append(text)
+                case ast.JoinedStr(values=parts):
+                    texts.append("…".join(part.value for part in parts if isinstance(part, ast.Constant)))
+    return [text.replace("`", "") for text in texts]
+
+
+def sections() -> dict[str, str]:
+    page = (ROOT / "examples/troubleshooting.md").read_text(encoding="utf-8")
+    found = re.findall(r"^## (MP\d{3}): .+\n((?:(?!## ).*\n)*)", page, re.M)
+    assert len(found) == page.count("\n## ")
+    assert len(found) == len(dict(found)), "a code has two sections"
+    return dict(found)
+
+
+def test_each_code_has_a_section_and_each_section_a_message():
+    assert list(sections()) == sorted({text for text in constants() if re.fullmatch(r"MP\d{3}", text)})
+
+
+def test_each_section_quotes_messages_that_memplug_has():
+    known = constants()
+    for code, text in sections().items():
+        messages = re.findall(r"`([^`]+)`", text.strip().partition("\n\n")[0])
+        assert messages, code
+        for part in (part.strip() for message in messages for part in message.split("…")):
+            assert len(part) < 3 or any(part in each for each in known), f"{code}: {part}"
+
+
+def test_each_section_says_why_and_what_to_do():
+    for code, text in sections().items():
+        assert re.search(r"\n\n\*\*Why:\*\* .*\n\n\*\*What to do:\*\* ", text, re.S), code
+
+
+def test_an_error_shows_its_advice_and_its_code():
+    assert str(MemplugError("it failed", "Try again.", code="MP001")) == "it failed\nWhat to do: Try again. [MP001]"
+    assert str(ConfigError(["bad"], "Mend it.")).endswith("bad\nWhat to do: Mend it.")
