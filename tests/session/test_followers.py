@@ -154,7 +154,7 @@ def test_a_kept_part_that_its_judge_refuses_is_not_used(said: list[str], caplog:
     a.wrong = "it is odd"
     followers.resume({"one": plan(a=5, b=6)}, "one")
     assert said == [], "b was planned for a step with a's part in force"
-    assert "what a plan says of the a is not used: it is odd" in caplog.text
+    assert "a kept plan's part for the a is not used: it is odd" in caplog.text
     a.wrong = ""
     followers.end_step("one", TRACE)
     assert said[:2] == ["a proposes 1", "a has 1"]

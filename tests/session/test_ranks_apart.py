@@ -20,7 +20,7 @@ BLOCKS = {
     "1": {"tokenwise": {"alpha": 1.0}},
 }
 LIMIT_S = 2.0
-STOPS = "nothing is planned any more"
+STOPS = "planning ends, and all ranks keep the last plan"
 
 
 def run(folder: Path, processes: int, launch: Callable[..., str] = launch_forked, **case: Any) -> list[dict[str, Any]]:

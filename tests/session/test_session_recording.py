@@ -206,7 +206,7 @@ def test_training_goes_on_without_the_record_of_a_step_that_contradicts_itself(
                 session.record(tmp_path / "step.npz")
                 train(model, session, 2)
         assert session.trace is None and not (tmp_path / "step.npz").exists()
-        assert caplog.text.count("the record of a step is not used: not a well-formed trace") == 1
+        assert caplog.text.count("the record of a step contradicts itself: not a well-formed trace") == 1
         session.record()
         train(model, session, 2)
         assert session.trace.replays_exactly() is not False
