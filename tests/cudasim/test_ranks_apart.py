@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cudasim.forked import ranks_on_cuda
-from tests.session.test_ranks_apart import BLOCKS, LIMIT_S, STOPS, assert_equal, run, same_decisions, warnings
+from tests.support.apart import BLOCKS, LIMIT_S, STOPS, assert_equal, run, same_decisions, warnings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 

@@ -10,9 +10,8 @@ import torch
 
 from tests.cudasim.device import Schedule, scheduled
 from tests.cudasim.forked import ranks_on_cuda
-from tests.cudasim.test_distributed import BLOCKS, case
-from tests.cudasim.test_training import CASES, reference
-from tests.cudasim.training import train
+from tests.cudasim.training import CASES, reference, train
+from tests.cudasim.zero import BLOCKS, case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.long]
 

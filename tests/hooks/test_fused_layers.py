@@ -14,23 +14,9 @@ from torch import nn
 import memplug
 from tests.support.blocks import Stack, assert_same, gradients, twin
 from tests.support.hidden import hidden
-from tests.support.hidden_functions import BLOCK, train
+from tests.support.hidden_functions import BLOCK, Gated, launch, over, train
 
 pytestmark = pytest.mark.device
-
-
-def launch(*tensors: torch.Tensor) -> None:
-    """A kernel is given the addresses of tensors, as Triton's are."""
-    for tensor in tensors:
-        tensor.data_ptr()
-
-
-def over(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A kernel that was given the tensor's address wrote values there."""
-    launch(tensor)
-    with hidden():
-        tensor.data.copy_(values)
-    return tensor
 
 
 class Norm(torch.autograd.Function):
@@ -77,27 +63,6 @@ class Rotary(torch.autograd.Function):
         return *(Rotary.rotated(each, cos, -sin) for each in (q, k)), None, None
 
 
-class Gated(torch.autograd.Function):
-    """SiLU of one times the other. Their gradients lie where they were saved."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
-        with hidden():
-            out = torch.nn.functional.silu(gate) * up
-        launch(gate, up, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = ctx.saved_tensors
-        with hidden():
-            chance = gate.sigmoid()
-            of_up = gradient * gate * chance
-            of_gate = gradient * up * chance * (1 + gate * (1 - chance))
-        return over(gate, of_gate), over(up, of_up)
-
-
 class Decoder(nn.Module):
     """Attention and a gated MLP."""
 
@@ -129,7 +94,7 @@ def test_no_region_is_opaque_and_gradients_are_those_without(alpha: float | str)
 def test_the_functions_are_told_once_each_and_named_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "memplug"):
         report = train(Decoder)
-    names = [f"{__name__}.{each.__qualname__}" for each in (Gated, Norm, Rotary)]
+    names = [f"{each.__module__}.{each.__qualname__}" for each in (Gated, Norm, Rotary)]
     assert report["unit_functions"] == names and report["opaque_because"] == []
     told = [line for line in caplog.messages if line.endswith("it is a unit")]
     assert sorted(line.split()[1] for line in told) == names

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.hooks.test_hidden_writes import Unsaid
 from tests.support.blocks import Layer
 from tests.support.hidden import Product, hidden
-from tests.support.hidden_functions import train
+from tests.support.hidden_functions import Unsaid, train
 
 pytestmark = pytest.mark.device
 

@@ -13,18 +13,9 @@ from torch import nn
 from memplug.errors import InPlaceError
 from tests.support.blocks import Layer
 from tests.support.hidden import hidden
-from tests.support.hidden_functions import ran, train
+from tests.support.hidden_functions import Unsaid, train, written
 
 pytestmark = pytest.mark.device
-
-
-def written(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
-    """A kernel that was given the tensor's address multiplied its memory, and no version tells of that."""
-    ran.append("written")
-    x.data_ptr()
-    with hidden():
-        x.data.mul_(factor)
-    return x
 
 
 class InPlace(torch.autograd.Function):
@@ -70,18 +61,6 @@ class WritesBoth(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, z = WritesInUnit.apply(self.inner(x) * 1.0)
         return x + self.out(y.sigmoid() * z.tanh())
-
-
-class Unsaid(torch.autograd.Function):
-    """Tells nobody."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return written(x.contiguous()).view_as(x)  # contiguous it is
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return 2 * gradient
 
 
 class WritesUnsaid(Layer):

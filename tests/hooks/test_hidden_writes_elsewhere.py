@@ -10,11 +10,9 @@ from torch import nn
 
 from memplug.errors import InPlaceError
 from memplug.tokenwise.engine.units import Unit
-from tests.hooks.test_fused_layers import over
-from tests.hooks.test_hidden_writes import Unsaid
 from tests.support.blocks import Layer, Stack, assert_same, gradients, tokenwise, twin
 from tests.support.hidden import hidden, run_as_unit
-from tests.support.hidden_functions import train
+from tests.support.hidden_functions import Pairs, Unsaid, over, train
 
 pytestmark = pytest.mark.device
 
@@ -126,28 +124,16 @@ class Squashes(nn.Module):
         return (x * 2.0).sigmoid(), x
 
 
-class Pairs(nn.Module):
-    """A region that makes, one that writes to that, and again."""
+class WritesToMade(Pairs):
+    """A region writes to what another one made."""
 
-    first: type[nn.Module] = Makes
-    second: type[nn.Module] = Writes
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(16))
-        self.layers = nn.ModuleList([self.first(), self.second(), self.first(), self.second()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale
-        for made, written in ((0, 1), (2, 3)):
-            x = self.layers[written](*self.layers[made](x))
-        return x.square().mean()
+    first, second = Makes, Writes
 
 
 class SharedInput(Pairs):
     """Two regions are given the same, and the second writes to it."""
 
-    first = Squashes
+    first, second = Squashes, Writes
 
 
 class SharedByMany(nn.Module):
@@ -166,7 +152,7 @@ class SharedByMany(nn.Module):
 
 @pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("alpha", ALPHAS)
-@pytest.mark.parametrize("network", [Pairs, SharedInput, SharedByMany])
+@pytest.mark.parametrize("network", [WritesToMade, SharedInput, SharedByMany])
 def test_what_another_region_still_needs_is_as_it_was(
     network: type[nn.Module], alpha: float | str, min_offload_bytes: int
 ) -> None:

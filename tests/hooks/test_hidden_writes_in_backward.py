@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.hooks.test_fused_layers import Gated, launch, over
-from tests.hooks.test_hidden_writes_elsewhere import Pairs
 from tests.support.hidden import hidden
-from tests.support.hidden_functions import train
+from tests.support.hidden_functions import Gated, Pairs, launch, over, train
 
 pytestmark = pytest.mark.device
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.hooks.test_hidden_writes import Unsaid
 from tests.support.blocks import Layer
-from tests.support.hidden_functions import train
+from tests.support.hidden_functions import Unsaid, train
 
 pytestmark = pytest.mark.device
 

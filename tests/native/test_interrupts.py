@@ -17,6 +17,8 @@ from memplug.tokenwise.engine import executor as module
 from memplug.tokenwise.engine.core import core
 from tests.support.blocks import (
     Block,
+    Drops,
+    DropsAttention,
     Stack,
     assert_clean,
     assert_same,
@@ -26,7 +28,6 @@ from tests.support.blocks import (
     twin,
 )
 from tests.support.failing import Failing, MayFail
-from tests.tokenwise.engine.test_random import Drops, DropsAttention
 
 FOLDER = str(Path(module.__file__).parent)
 

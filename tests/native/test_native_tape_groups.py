@@ -11,17 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # its defaults hold the group that there is when it is imported, so before any
 
 from memplug.errors import RecomputeError
 from memplug.tokenwise.engine import core as native
 from tests.support.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, twin
+from tests.support.collective_layers import COLLECTIVES, filling, saving
 from tests.support.forking import launch_forked
-from tests.support.native_forward import Keeps, Run
-from tests.tokenwise.engine.test_collectives import filling
-
-functional = torch.ops._c10d_functional
-Collective = Callable[[torch.Tensor, Any], torch.Tensor]
+from tests.support.native_forward import Run
 
 
 @pytest.fixture(scope="module")
@@ -42,26 +38,6 @@ def init(tmp_path: Path) -> Iterator[Callable[[], Any]]:
     yield new
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def in_place(y: torch.Tensor, group: Any) -> torch.Tensor:
-    dist.all_reduce(y, group=group)
-    return y
-
-
-COLLECTIVES: dict[str, Collective] = {
-    "of c10d": in_place,
-    "functional, by the group's name": lambda y, group: functional.wait_tensor(
-        functional.all_reduce(y, "sum", group.group_name)
-    ),
-    "functional, by the group": lambda y, group: functional.wait_tensor(functional.all_reduce(y, "sum", group)),
-}
-
-
-def saving(collective: Collective, group: Any) -> torch.Tensor:
-    """Backward needs the collective's result, not its input."""
-    y = collective(torch.full((4,), 3.0), group)
-    return Keeps.apply(torch.ones(4, requires_grad=True), y * 2)
 
 
 def destroy() -> None:

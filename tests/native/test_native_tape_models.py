@@ -16,8 +16,7 @@ from tests.support.native_forward import Run
 
 pytest.importorskip("transformers")
 
-from tests.programs.test_mixtral import mixtral
-from tests.programs.test_models import MODELS, Causal
+from tests.support.causal_models import MODELS, Causal, mixtral
 
 
 @pytest.fixture(scope="module")

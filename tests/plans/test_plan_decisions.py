@@ -7,52 +7,8 @@ import pytest
 from memplug.arena.judge import Fault
 from memplug.plans.judge import judge_plan
 from memplug.plans.plan_file import load, save
-from memplug.plans.schema import PlannedProgram, Training
-from memplug.tokenwise.plan.decisions import Decision, Decisions, Learnt, Setting
-from memplug.tokenwise.plan.model import Group, RegionPlan, TokenwisePlan
-from tests.plans.test_plan_file import assert_same, small_plan
-
-
-def decided_plan():
-    """With decisions, as a training keeps it."""
-    group = Group(
-        instances=2,
-        fractions={3: 0.5},
-        keep=frozenset({9, 4}),
-        runs=frozenset({7, 2}),
-        swapped_bytes=5,
-        kept_bytes=6,
-        recompute_s=0.1,
-    )
-    solution = TokenwisePlan(
-        regions={"key": RegionPlan(groups=(group, replace(group, plain=True)), forward_s=1.0, backward_s=2.0)},
-        alpha=None,
-        alpha_cut_by_host=False,
-        inputs_swapped=True,
-        forward_s=1.0,
-        backward_s=2.0,
-        step_s=3.0,
-        host_bytes=4,
-        device_bytes=5,
-        in_flight_bytes=0,
-        bound="none",
-    )
-    decisions = {3: Decision("aten::mm", 0.5), 4: Decision("aten::add.Tensor", 1.0, keep=True)}
-    learnt = Learnt(communicates=True, offloads_late=False, unneeded={5: "aten::mm"}, asks=True)
-    settings = {
-        "layers.0": Setting("key", 0.25, decisions, planned_from=2**64 - 5, learnt=learnt),
-        "layers.1": Setting("key", plain_bytes=7),
-    }
-    decisions = Decisions(
-        solution=solution, settings=settings, frame_bytes=1, peak_bytes=7, full_recomputation_s=4.5, held_bytes=6
-    )
-    program = PlannedProgram(
-        names=("aten::mm", "aten::t"), operators=(1, 0, 0), sizes=((1, 2), ()), nodes=3, unseen=(1,)
-    )
-    training = Training(
-        run="20261123T1-a", index=1, program=program, decisions=decisions, gradients_stay=True, d2h_bytes_per_s=5e10
-    )
-    return replace(small_plan(), training=training)
+from memplug.tokenwise.plan.decisions import Decision
+from tests.support.memory_plans import assert_same, decided_plan
 
 
 @pytest.mark.parametrize("without", [{}, {"decisions": None}, {"program": None}])

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memplug.arena.plan.part import DynamicSpace
-from memplug.arena.plan.problem import BUFFER, ORDERING, Buffer, Problem, buffers
+from memplug.arena.plan.problem import BUFFER
 from memplug.errors import LayoutError
 from memplug.plans.plan_file import is_plan, load, save
-from memplug.plans.schema import FORMAT, MemoryPlan, memory_plan
+from memplug.plans.schema import FORMAT
 from memplug.profile import trace_file
-from memplug.profile.records import Fingerprint
-from tests.support.layouts import LAYERS, PHASES, memory_plans, stacked
+from tests.support.layouts import memory_plans
+from tests.support.memory_plans import assert_same, small_plan
 from tests.support.traces import training
 
 in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -27,46 +26,6 @@ in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixt
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "plan.json"
-
-
-def small_plan(**solution):
-    rows = [Buffer(lower=i, upper=i + 2, size=512, alignment=512, lower_phase=0, lower_layer=i % 3) for i in range(4)]
-    problem = Problem(
-        buffers=buffers(rows),
-        ids=np.array([0, 1, 3, 4]),
-        orderings=np.array([(1, 0, 1), (1, 1, 0)], ORDERING),
-        phases=PHASES,
-        layers=LAYERS,
-        fingerprint=Fingerprint(model="Llama", inputs=("int64[1, 8]",), versions=(("torch", "2.11.0"), ("µ", "1"))),
-    )
-    group = DynamicSpace(
-        malloc_phase=0,
-        malloc_layer=2,
-        free_phase=1,
-        free_layer=2,
-        stream=0,
-        lower=0,
-        upper=1,
-        spaces=((512, 1536), (1537, 2048)),
-        members=tuple(range(7)),
-        peak_bytes=99,
-    )
-    return memory_plan(problem, replace(stacked(problem), seconds=1.25, **solution), (group,), 99)
-
-
-def assert_same(one: MemoryPlan, other: MemoryPlan) -> None:
-    """Every field, and the dtype and every row of every array, are equal; but texts may be of another width."""
-    for mine, its in ((one.problem, other.problem), (one.solution, other.solution)):
-        for name in type(mine).__dataclass_fields__:
-            a, b = getattr(mine, name), getattr(its, name)
-            if isinstance(a, np.ndarray):
-                kinds = (a.dtype.kind, b.dtype.kind) if name == "ids" and len(a) else (a.dtype, b.dtype)
-                assert a.tolist() == b.tolist(), name
-                assert kinds[0] == kinds[1] or (name == "ids" and not len(a)), name
-            else:
-                assert a == b and type(a) is type(b), name
-    assert one.dynamic == other.dynamic and one.predictions == other.predictions
-    assert one.training == other.training
 
 
 @given(memory_plans(streams=3), st.booleans(), st.booleans(), st.floats(0, 1e9), st.text(max_size=5))

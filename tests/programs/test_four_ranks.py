@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.programs.test_megatron import MIXTURE, block, relative_error, train
+from tests.support.megatron_ranks import MIXTURE, assert_same, assert_sound, block, train
 
 pytestmark = pytest.mark.distributed
 
@@ -34,27 +34,6 @@ SELECTION = [
         for name, short in zip(LAYOUTS, (False, True, False, False, True), strict=True)
     ),
 ]
-AGREED = ("stage", "alpha_by_link", "alpha_by_host", "program", "programs", "replans", "swapped_share")
-"""What all ranks have the same of, in their reports."""
-
-
-def assert_same(ours: dict[str, Any], plain: dict[str, Any], exactly: bool) -> None:
-    """Losses of all micro-batches and gradients of all steps are those of the run without memplug."""
-    if exactly:
-        assert ours["losses"] == plain["losses"] and ours["digests"] == plain["digests"]
-    else:  # rows of a matmul that are recomputed apart from the others round otherwise
-        assert relative_error(ours["gradients"], plain["gradients"]) < 1e-5
-        assert ours["losses"] == pytest.approx(plain["losses"], abs=2e-3)
-
-
-def assert_sound(ranks: list[dict[str, Any]]) -> None:
-    """What the reports of one case say."""
-    for rank in ranks:
-        report = rank["report"]
-        assert report["opaque_regions"] == report["recomputed_in_full"] == 0
-        assert report["offloaded_bytes"] > 0 and report["stage"] == "stable"
-        assert rank["history"] == ranks[0]["history"] and rank["shares"] == ranks[0]["shares"]
-        assert {key: report[key] for key in AGREED} == {key: ranks[0]["report"][key] for key in AGREED}
 
 
 @pytest.mark.parametrize(("layout", "names"), SELECTION)

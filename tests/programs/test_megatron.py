@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.forking import launch_forked
+from tests.support.megatron_ranks import MIXTURE, block, relative_error, train
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 pytestmark = pytest.mark.distributed
 
-MEMPLUG = {"enabled": True, "profiler": {"warmup_steps": 1, "policy_steps": 2}}
-# the choice of experts turns the smallest rounding into another step: small ones, so that few choices are close calls
-MIXTURE = {"experts": 8, "learning_rate": 1e-3}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
     "tensor and sequence": {"tensor": 2, "sequence": True, "micro_batches": 2},
@@ -27,28 +21,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor, sequence and expert": {"tensor": 2, "sequence": True, "expert": 2, **MIXTURE},
     "distributed optimizer": {"distributed_optimizer": True, "micro_batches": 2},
 }
-
-
-def block(alpha: float | str, arena: bool) -> dict[str, Any]:
-    """That swaps even the smallest tensor."""
-    return {**MEMPLUG, "tokenwise": {"alpha": alpha, "min_offload_bytes": 1}, "arena": {"enabled": arena}}
-
-
-def train(folder: Path, layout: dict[str, Any], cases: dict[str, Any], processes: int = 2) -> list[dict[str, Any]]:
-    """What came of each case, of every rank."""
-    launch_forked(
-        ["tests.support.megatron_worker", folder, json.dumps(layout), json.dumps(cases)],
-        libraries="transformer_engine" if layout.get("transformer_engine") else "megatron",
-        module=True,
-        processes=processes,
-        time_limit_s=300,
-    )
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
-
-
-def relative_error(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    ours, theirs = torch.cat([one.flatten() for one in ours]), torch.cat([one.flatten() for one in theirs])
-    return ((ours - theirs).norm() / theirs.norm()).item()
 
 
 CASES = {

@@ -6,20 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import memplug
+from tests.support.causal_models import mixtral
 
 STEPS = 20
-
-
-def mixtral() -> MixtralForCausalLM:
-    """The same weights at every call."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": True}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts))
 
 
 def train(block: dict[str, Any] | None) -> tuple[list[float], list[list[torch.Tensor]], dict[str, Any], set[Any]]:

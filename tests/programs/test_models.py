@@ -6,43 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import memplug
 from tests.support.blocks import assert_clean, assert_same, gradients, tokenwise, twin
+from tests.support.causal_models import MODELS, Causal
 from tests.support.hosts import QUICK
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.device
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GROUPED = {**SHAPE, "num_key_value_heads": 2}
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", SHAPE),
-    "llama with grouped queries": ("LlamaConfig", GROUPED),
-    "mistral with a window": ("MistralConfig", {**GROUPED, "sliding_window": 4}),
-    "qwen2": ("Qwen2Config", GROUPED),
-    "qwen3": ("Qwen3Config", {**GROUPED, "head_dim": 8}),
-    "gemma2": ("Gemma2Config", {**GROUPED, "head_dim": 8, "sliding_window": 4}),
-    "phi3": ("Phi3Config", GROUPED),
-    "mixtral": (
-        "MixtralConfig",
-        {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False},
-    ),
-}
 EXACT = (0.0, 1.0)
 # each batch and each dtype once; the long tests run the rest
 SOME = [
@@ -57,26 +31,6 @@ OTHERS = [
     pytest.param(1, torch.float32, id="1-float32", marks=pytest.mark.long),
     pytest.param(3, torch.bfloat16, id="3-bfloat16", marks=pytest.mark.long),
 ]
-
-
-class Causal(nn.Module):
-    """A causal language model whose decoder layers are found where `tokenwise` looks for them."""
-
-    def __init__(self, kind: str, dtype: torch.dtype = torch.float32, attention: str = "sdpa", **changes: Any):
-        super().__init__()
-        name, settings = MODELS[kind]
-        config = getattr(transformers, name)(**{**settings, **changes})
-        torch.manual_seed(0)
-        self.model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention
-        ).train()
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        return self.model.model.layers
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
 def train_alike(model: Causal, alpha: float, batch: int = 1, steps: int = 2, **settings: Any) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.programs.test_four_ranks import assert_same, assert_sound
-from tests.programs.test_megatron import MIXTURE, block, train
+from tests.support.megatron_ranks import MIXTURE, assert_same, assert_sound, block, train
 
 pytestmark = pytest.mark.distributed
 

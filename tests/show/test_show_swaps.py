@@ -7,7 +7,7 @@ from typing import Any
 
 from memplug.show.layout_summary import rows, summary
 from memplug.swap.plan.part import SwapPart, Target
-from tests.plans.test_plan_decisions import decided_plan
+from tests.support.memory_plans import decided_plan
 
 MIB = 1 << 20
 

@@ -202,3 +202,17 @@ def train_stacks(model: nn.Module, reference: nn.Module, seed: int, exact: bool 
     model(x).backward()
     reference(x).backward()
     assert_same(gradients(model), gradients(reference), exact)
+
+
+class Drops(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.out(F.dropout(self.inner(x).sigmoid(), 0.3)), 0.3).sin()
+
+
+class DropsAttention(Block):
+    """A captured operator that draws random numbers, and another draw behind it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=0.4)
+        return x + F.dropout(self.out(attended.transpose(1, 2).reshape_as(x)), 0.4).sin()

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.blocks import Layer, Stack, assert_clean, gradients, tokenwise, twin
+from tests.support.collective_layers import Exchanges
 from tests.support.reducing import WHOLE, ReducesMemoryThatWasThere, broadcast_in_place, reducing
-from tests.tokenwise.engine.test_collectives import Exchanges
 
 
 def receiving(broadcast: Callable[[torch.Tensor], Any]) -> type[Layer]:

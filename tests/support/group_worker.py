@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from memplug.tokenwise.engine.core import core
-from tests.native.test_native_tape_groups import COLLECTIVES, saving
+from tests.support.collective_layers import COLLECTIVES, saving
 from tests.support.native_forward import Run
 
 

@@ -10,7 +10,7 @@ from memplug.device.host_time import HostTime
 from memplug.tokenwise import host_time
 from memplug.tokenwise.plan import plain
 from memplug.tokenwise.plan import solver as plan
-from tests.tokenwise.test_plain import BUDGET, REGION
+from tests.support.plans import BUDGET, REGION
 
 COSTS = HostTime(launch_s=10.0, observe_s=2.0, time_s=3.0, region_s=50.0, restore_s=40.0)
 

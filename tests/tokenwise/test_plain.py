@@ -19,22 +19,9 @@ from memplug.tokenwise.plan import plain
 from memplug.tokenwise.plan import solver as plan
 from memplug.tokenwise.predictions import TOLERANCE
 from tests.support.blocks import LAYERS, Block, Layer, Stack, assert_same, gradients, twin
+from tests.support.plans import BUDGET, REGION
 
 pytestmark = pytest.mark.device
-
-OPERATOR = plan.Operator(name="mm", time_s=1.0, inputs=(0,), outputs=(1,), output_bytes=100, capture="whole")
-REGION = plan.Region(
-    key="layer",
-    instances=4,
-    operators=(OPERATOR,),
-    saved=frozenset({1}),
-    given=frozenset({0}),
-    input_bytes=10,
-    forward_s=1.0,
-    backward_s=2.0,
-    saved_bytes=100,
-)
-BUDGET = plan.Budget(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, host_bytes=1000, device_bytes=400)
 
 
 def test_a_plan_that_keeps_everything_takes_no_longer_than_the_program() -> None:

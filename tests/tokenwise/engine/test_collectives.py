@@ -15,6 +15,7 @@ from memplug.tokenwise.engine import operators
 from memplug.tokenwise.engine.core import paused
 from memplug.tokenwise.engine.operators import Kind, kind_of
 from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
+from tests.support.collective_layers import Exchanges, _Filled, filling
 from tests.support.counting import Launches
 from tests.support.forking import launch_forked
 
@@ -40,20 +41,6 @@ class _InPlace(torch.autograd.Function):
         return gradient
 
 
-class _Filled(torch.autograd.Function):
-    """Fills new memory, or memory that is there already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, collective: Any, memory: torch.Tensor | None) -> torch.Tensor:
-        out = torch.empty_like(x) if memory is None else memory
-        collective(out, x.contiguous())
-        return out.clone() if memory is not None else out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient, None, None
-
-
 FILLS = {
     "_allgather_base_": dist.all_gather_into_tensor,
     "_reduce_scatter_base_": dist.reduce_scatter_tensor,
@@ -67,17 +54,6 @@ class Reduces(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = _InPlace.apply(self.inner(self.norm(x))).sigmoid()
         return x + _InPlace.apply(self.out(y))
-
-
-def filling(collective: Any, memory: torch.Tensor | None = None) -> type[Layer]:
-    """Layers whose tokens go through a collective."""
-
-    class Fills(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = _Filled.apply(self.norm(x), collective, memory)
-            return x + self.out(self.inner(y).tanh())
-
-    return Fills
 
 
 def _is_launch(func: Any) -> bool:
@@ -115,25 +91,6 @@ def test_a_reduced_matmul_is_not_reduced_again(alpha, settings):
 def test_a_result_in_new_memory_is_not_received_again(name, alpha):
     assert kind_of(getattr(torch.ops.c10d, name).default) is Kind.COLLECTIVE
     assert launched_again(filling(FILLS[name]), alpha) == [0, 0, 0, 0]
-
-
-@torch.library.custom_op("memplug_tests::exchange", mutates_args=())
-def _exchange(x: torch.Tensor) -> torch.Tensor:
-    """As DeepSpeed's Ulysses attention for Hugging Face models: an operator of its own, a collective inside."""
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x)
-    return out
-
-
-_exchange.register_autograd(lambda ctx, gradient: gradient)
-
-
-class Exchanges(Layer):
-    """One result that backward needs, and one at the end that it does not."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _exchange(self.norm(x))
-        return x + _exchange(self.out(self.inner(y).tanh()))
 
 
 @pytest.mark.parametrize("settings", [{}, {"min_offload_bytes": 1 << 30}, {"host_budget_bytes": 2000}])

@@ -14,7 +14,7 @@ from memplug.tokenwise.plan.linear_program import LinearProgram
 from memplug.tokenwise.plan.model import group_of
 from memplug.tokenwise.plan.solver import _Search
 from tests.support import plans
-from tests.tokenwise.plan.test_plan_properties import MIB, budgets, problems
+from tests.support.plans import MIB, budgets, problems
 
 
 @st.composite

@@ -8,51 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplug.tokenwise.plan.solver import InFlight, solve
-from tests.support.plans import GAP, budget, operator, region
+from tests.support.plans import GAP, MIB, budgets, layers, problems
 
-MIB = 2**20  # as large as what is swapped: a plan counts whole bytes
-
-
-@st.composite
-def layers(draw, key="layer", most=6):
-    """A random region; storage 0 is its input, storage 1 + i the output of operator i."""
-    operators = []
-    for index in range(draw(st.integers(1, most))):
-        reads = tuple(draw(st.sets(st.integers(0, index), min_size=1, max_size=3)))
-        capture = draw(st.sampled_from(("rows", "rows", "whole", "never")))
-        operators.append(
-            operator(
-                f"op{index}",
-                reads,
-                (index + 1,),
-                time_s=float(draw(st.integers(0, 10))),
-                size=MIB * draw(st.integers(1, 100)),
-                capture=capture,
-                always_runs=capture == "never" and draw(st.booleans()),
-                always_swapped=capture == "whole" and draw(st.booleans()),
-            )
-        )
-    forward_s = sum(o.time_s for o in operators) + 1.0
-    return region(
-        *operators,
-        saved=draw(st.sets(st.integers(0, len(operators)))),
-        instances=draw(st.integers(1, 4)),
-        forward_s=forward_s,
-        backward_s=2.0 * forward_s,
-        input_bytes=MIB * draw(st.integers(0, 50)),
-        staying=draw(st.integers(0, 1)),
-        key=key,
-    )
-
-
-problems = st.one_of(st.tuples(layers()), st.tuples(layers("first", 4), layers("second", 4)))
-budgets = st.builds(
-    budget,
-    d2h=st.integers(1, 60).map(lambda rate: float(MIB * rate)),
-    h2d=st.integers(1, 60).map(lambda rate: float(MIB * rate)),
-    host=st.integers(0, 1500).map(MIB.__mul__),
-    device=st.one_of(st.just(0), st.integers(0, 400).map(MIB.__mul__)),
-)
 alphas = st.one_of(st.just("auto"), st.floats(0.0, 1.0))
 
 

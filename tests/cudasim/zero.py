@@ -1,0 +1,42 @@
+"""Trainings with ZeRO on ranks of simulated CUDA, each step under a schedule of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.hosts import block
+
+SCHEDULES = [("lazy", 0), ("copyfirst", 0), ("computefirst", 0), ("random", 1)]
+STEPS_BEFORE = [2, 2, 2, 4]  # a plan is made; ZeRO 3 learns what to fetch, which makes it a program of its own
+MICRO_BATCHES = 2
+BLOCKS = {"without": None, "0.5": block(alpha=0.5), "auto": block()}
+FIELDS = {
+    "bf16": {"enabled": True},
+    "gradient_accumulation_steps": MICRO_BATCHES,
+    "gradient_clipping": 1.0,
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def case(
+    stage: int, memplug: dict[str, Any] | None, processes: int, schedules: list[tuple[str, int]] = SCHEDULES
+) -> dict[str, Any]:
+    """A training in which each step has a schedule: some while a plan is made, then these."""
+    schedules = SCHEDULES[: STEPS_BEFORE[stage]] + schedules
+    zero = {
+        "stage": stage,
+        "overlap_comm": True,
+        "reduce_bucket_size": 5000,
+        "allgather_bucket_size": 5000,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 5000,
+    }
+    return {
+        "stage": stage,
+        "memplug": memplug,
+        "layers": 2,
+        "ways": ["keeps nothing"],
+        "fields": {**FIELDS, "zero_optimization": zero},
+        "lengths": [[12] * MICRO_BATCHES * len(schedules)] * processes,
+        "schedules": [schedule for schedule in schedules for _ in range(MICRO_BATCHES)],
+    }

@@ -1,0 +1,64 @@
+"""Trainings of Megatron-Core on several processes, and how their numbers compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.forking import launch_forked
+
+pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+
+
+MEMPLUG = {"enabled": True, "profiler": {"warmup_steps": 1, "policy_steps": 2}}
+# the choice of experts turns the smallest rounding into another step: small ones, so that few choices are close calls
+MIXTURE = {"experts": 8, "learning_rate": 1e-3}
+
+
+def block(alpha: float | str, arena: bool) -> dict[str, Any]:
+    """That swaps even the smallest tensor."""
+    return {**MEMPLUG, "tokenwise": {"alpha": alpha, "min_offload_bytes": 1}, "arena": {"enabled": arena}}
+
+
+def train(folder: Path, layout: dict[str, Any], cases: dict[str, Any], processes: int = 2) -> list[dict[str, Any]]:
+    """What came of each case, of every rank."""
+    launch_forked(
+        ["tests.support.megatron_worker", folder, json.dumps(layout), json.dumps(cases)],
+        libraries="transformer_engine" if layout.get("transformer_engine") else "megatron",
+        module=True,
+        processes=processes,
+        time_limit_s=300,
+    )
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
+
+
+def relative_error(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    ours, theirs = torch.cat([one.flatten() for one in ours]), torch.cat([one.flatten() for one in theirs])
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+AGREED = ("stage", "alpha_by_link", "alpha_by_host", "program", "programs", "replans", "swapped_share")
+"""What all ranks have the same of, in their reports."""
+
+
+def assert_same(ours: dict[str, Any], plain: dict[str, Any], exactly: bool) -> None:
+    """Losses of all micro-batches and gradients of all steps are those of the run without memplug."""
+    if exactly:
+        assert ours["losses"] == plain["losses"] and ours["digests"] == plain["digests"]
+    else:  # rows of a matmul that are recomputed apart from the others round otherwise
+        assert relative_error(ours["gradients"], plain["gradients"]) < 1e-5
+        assert ours["losses"] == pytest.approx(plain["losses"], abs=2e-3)
+
+
+def assert_sound(ranks: list[dict[str, Any]]) -> None:
+    """What the reports of one case say."""
+    for rank in ranks:
+        report = rank["report"]
+        assert report["opaque_regions"] == report["recomputed_in_full"] == 0
+        assert report["offloaded_bytes"] > 0 and report["stage"] == "stable"
+        assert rank["history"] == ranks[0]["history"] and rank["shares"] == ranks[0]["shares"]
+        assert {key: report[key] for key in AGREED} == {key: ranks[0]["report"][key] for key in AGREED}

@@ -1,0 +1,97 @@
+"""Plans of a few buffers, with decisions and without, and how two are compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from memplug.arena.plan.part import DynamicSpace
+from memplug.arena.plan.problem import ORDERING, Buffer, Problem, buffers
+from memplug.plans.schema import MemoryPlan, PlannedProgram, Training, memory_plan
+from memplug.profile.records import Fingerprint
+from memplug.tokenwise.plan.decisions import Decision, Decisions, Learnt, Setting
+from memplug.tokenwise.plan.model import Group, RegionPlan, TokenwisePlan
+from tests.support.layouts import LAYERS, PHASES, stacked
+
+
+def small_plan(**solution):
+    rows = [Buffer(lower=i, upper=i + 2, size=512, alignment=512, lower_phase=0, lower_layer=i % 3) for i in range(4)]
+    problem = Problem(
+        buffers=buffers(rows),
+        ids=np.array([0, 1, 3, 4]),
+        orderings=np.array([(1, 0, 1), (1, 1, 0)], ORDERING),
+        phases=PHASES,
+        layers=LAYERS,
+        fingerprint=Fingerprint(model="Llama", inputs=("int64[1, 8]",), versions=(("torch", "2.11.0"), ("µ", "1"))),
+    )
+    group = DynamicSpace(
+        malloc_phase=0,
+        malloc_layer=2,
+        free_phase=1,
+        free_layer=2,
+        stream=0,
+        lower=0,
+        upper=1,
+        spaces=((512, 1536), (1537, 2048)),
+        members=tuple(range(7)),
+        peak_bytes=99,
+    )
+    return memory_plan(problem, replace(stacked(problem), seconds=1.25, **solution), (group,), 99)
+
+
+def assert_same(one: MemoryPlan, other: MemoryPlan) -> None:
+    """Every field, and the dtype and every row of every array, are equal; but texts may be of another width."""
+    for mine, its in ((one.problem, other.problem), (one.solution, other.solution)):
+        for name in type(mine).__dataclass_fields__:
+            a, b = getattr(mine, name), getattr(its, name)
+            if isinstance(a, np.ndarray):
+                kinds = (a.dtype.kind, b.dtype.kind) if name == "ids" and len(a) else (a.dtype, b.dtype)
+                assert a.tolist() == b.tolist(), name
+                assert kinds[0] == kinds[1] or (name == "ids" and not len(a)), name
+            else:
+                assert a == b and type(a) is type(b), name
+    assert one.dynamic == other.dynamic and one.predictions == other.predictions
+    assert one.training == other.training
+
+
+def decided_plan():
+    """With decisions, as a training keeps it."""
+    group = Group(
+        instances=2,
+        fractions={3: 0.5},
+        keep=frozenset({9, 4}),
+        runs=frozenset({7, 2}),
+        swapped_bytes=5,
+        kept_bytes=6,
+        recompute_s=0.1,
+    )
+    solution = TokenwisePlan(
+        regions={"key": RegionPlan(groups=(group, replace(group, plain=True)), forward_s=1.0, backward_s=2.0)},
+        alpha=None,
+        alpha_cut_by_host=False,
+        inputs_swapped=True,
+        forward_s=1.0,
+        backward_s=2.0,
+        step_s=3.0,
+        host_bytes=4,
+        device_bytes=5,
+        in_flight_bytes=0,
+        bound="none",
+    )
+    decisions = {3: Decision("aten::mm", 0.5), 4: Decision("aten::add.Tensor", 1.0, keep=True)}
+    learnt = Learnt(communicates=True, offloads_late=False, unneeded={5: "aten::mm"}, asks=True)
+    settings = {
+        "layers.0": Setting("key", 0.25, decisions, planned_from=2**64 - 5, learnt=learnt),
+        "layers.1": Setting("key", plain_bytes=7),
+    }
+    decisions = Decisions(
+        solution=solution, settings=settings, frame_bytes=1, peak_bytes=7, full_recomputation_s=4.5, held_bytes=6
+    )
+    program = PlannedProgram(
+        names=("aten::mm", "aten::t"), operators=(1, 0, 0), sizes=((1, 2), ()), nodes=3, unseen=(1,)
+    )
+    training = Training(
+        run="20261123T1-a", index=1, program=program, decisions=decisions, gradients_stay=True, d2h_bytes_per_s=5e10
+    )
+    return replace(small_plan(), training=training)
