@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 
 from tests.bench.table import Row, figures, render, write_rows
-from tests.support.on_virtual.h200 import BY_DEFAULT, GIGABYTE, Measured, Predicted, measured, predicted
+from tests.support.h200 import BY_DEFAULT, GIGABYTE, Measured, Predicted, measured, predicted
 
 BENCH = "against_h200"
 

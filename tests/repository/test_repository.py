@@ -54,6 +54,11 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert not left, sorted(left)
 
 
+def test_no_module_imports_a_test_module() -> None:
+    importing = re.compile(r"^\s*(?:from|import) tests\.(?:\w+\.)*test_\w+", re.M)
+    assert [file for file in (ROOT / "tests").rglob("*.py") if importing.search(file.read_text(encoding="utf-8"))] == []
+
+
 def test_importing_memplug_imports_nothing_heavy() -> None:
     result = run(
         "-c",

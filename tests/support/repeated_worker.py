@@ -18,7 +18,7 @@ from torch import nn
 import memplug
 from memplug.errors import EstimateError
 from memplug.predict.estimator.result import Estimate
-from tests.support.on_virtual.devices import HIDDEN, Layers
+from tests.support.virtual_devices import HIDDEN, Layers
 
 NAMES = ("swapped", "all modes", "impossible", "failing")
 BLOCK = {"enabled": True, "tokenwise": {"regions": ["layers.*"]}, "swap": {"enabled": False}}

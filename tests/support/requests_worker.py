@@ -272,7 +272,7 @@ def _prepare(device: str, framework: str) -> None:
     """Before anything of the framework's runs."""
     if device == "virtual":
         from memplug.predict.virtual import VirtualDevice
-        from tests.support.on_virtual.devices import SIMPLE
+        from tests.support.virtual_devices import SIMPLE
 
         VirtualDevice(SIMPLE)
     if framework == "zero":

@@ -109,7 +109,7 @@ def main() -> None:
     device, folder, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     if device == "virtual":
         from memplug.predict.virtual import VirtualDevice
-        from tests.support.on_virtual.devices import SIMPLE
+        from tests.support.virtual_devices import SIMPLE
 
         VirtualDevice(SIMPLE)
     (folder / f"{device}.json").write_text(json.dumps({name: _requests(name, device, folder) for name in names}))

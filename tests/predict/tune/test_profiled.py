@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.on_virtual.running import run_cases
+from tests.predict.on_virtual.running import run_cases
 
 FEW = "h100-7b-8-4096-4-0-4-1 or 4090-7b-3-2048-16-0-3-1 or h200-7b-8-32768-1-4-4-1"
 """One that keeps, one that checkpoints, one that swaps too."""

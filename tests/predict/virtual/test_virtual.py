@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.predict.on_virtual.running import run_cases
 from tests.support.forking import launch_forked
-from tests.support.on_virtual.running import run_cases
 
 TAKEN = """
 import torch
@@ -20,7 +20,7 @@ torch.ones(1, requires_grad=True).backward()
 STARTS = """
 from memplug.predict.virtual import Hardware, VirtualDevice
 from memplug.errors import HardwareError
-from tests.support.on_virtual.devices import SIMPLE
+from tests.support.virtual_devices import SIMPLE
 for _ in range(2):
     try:
         VirtualDevice(SIMPLE)
@@ -28,12 +28,12 @@ for _ in range(2):
         print(error)
 """
 ENDS = """
-from tests.support.on_virtual.h200 import measured, predicted
+from tests.support.h200 import measured, predicted
 predicted(next(row for row in measured() if row.mode == "selective"))
 """
 FULL = """
 import torch
-from tests.support.on_virtual.devices import MIB, SIMPLE, VirtualDevice
+from tests.support.virtual_devices import MIB, SIMPLE, VirtualDevice
 import dataclasses
 VirtualDevice(dataclasses.replace(SIMPLE, memory_bytes=64 * MIB))
 there = []
@@ -45,7 +45,7 @@ except torch.OutOfMemoryError:
 """
 FORKED = """
 import os, sys
-from tests.support.on_virtual.devices import SIMPLE, VirtualDevice
+from tests.support.virtual_devices import SIMPLE, VirtualDevice
 VirtualDevice(SIMPLE)
 child = os.fork()
 if child:

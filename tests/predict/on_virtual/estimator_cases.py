@@ -16,8 +16,8 @@ from memplug.predict.estimator.estimate import LASTING_STEPS
 from memplug.predict.estimator.result import Estimate
 from memplug.predict.estimator.training import Training
 from memplug.predict.virtual import Hardware, VirtualDevice
-from tests.support.on_virtual.devices import H200, HIDDEN, Layers
-from tests.support.on_virtual.h200 import measured
+from tests.support.h200 import measured
+from tests.support.virtual_devices import H200, HIDDEN, Layers
 
 NO_LIST = {"swap": {"enabled": False}}
 LAYERS = {"enabled": True, "tokenwise": {"regions": ["layers.*"]}, **NO_LIST}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from memplug.predict.virtual import VirtualDevice
-from tests.support.on_virtual.devices import SIMPLE
+from tests.support.virtual_devices import SIMPLE
 
 
 @pytest.fixture

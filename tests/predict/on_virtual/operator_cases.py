@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from memplug.errors import HardwareError
 from memplug.predict.virtual import Hardware, Rate, VirtualDevice, costs
-from tests.support.on_virtual.devices import H200, SIMPLE
+from tests.support.virtual_devices import H200, SIMPLE
 
 
 def test_a_training_step_of_common_operators_runs(device: VirtualDevice) -> None:

@@ -6,10 +6,10 @@ The process is forked from one that has imported the libraries, and calls `main`
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.support.folders import ROOT
 from tests.support.forking import launch_forked
 
 
@@ -19,7 +19,7 @@ def run_cases(cases: str, *options: str) -> None:
     Raises:
         RuntimeError: a case failed; the message ends with what pytest wrote.
     """
-    file = ROOT / "tests" / "support" / "on_virtual" / f"{cases}_cases.py"
+    file = Path(__file__).with_name(f"{cases}_cases.py")
     launch_forked([__name__, file, *options], processes=1, module=True, time_limit_s=600)
 
 

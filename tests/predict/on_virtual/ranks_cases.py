@@ -12,7 +12,7 @@ from memplug.errors import HardwareError
 from memplug.predict.virtual import VirtualDevice
 from memplug.predict.virtual.ranks import joined
 from memplug.session.ranks import Ranks
-from tests.support.on_virtual.devices import MIB, SIMPLE, on_device, seconds
+from tests.support.virtual_devices import MIB, SIMPLE, on_device, seconds
 
 RANKS, RANK = 4, 1
 LATENCY_S, BYTES_PER_S = SIMPLE.collective_s, SIMPLE.collective_bytes_per_s

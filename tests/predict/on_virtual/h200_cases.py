@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.on_virtual.h200 import BY_DEFAULT, LLAMA, Measured, measured, predicted
+from tests.support.h200 import BY_DEFAULT, LLAMA, Measured, measured, predicted
 
 MOST_TOKENS = 32768
 """Of Hugging Face's layers here; `tests.bench.against_h200` has the others."""

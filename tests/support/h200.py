@@ -19,7 +19,7 @@ from memplug.predict.estimator.training import Training
 from memplug.predict.estimator.workload import Workload
 from memplug.predict.virtual import Hardware, VirtualDevice
 from tests.support.folders import ROOT
-from tests.support.on_virtual.devices import H200, HIDDEN, TOKEN_HEADS, DecoderLayer
+from tests.support.virtual_devices import H200, HIDDEN, TOKEN_HEADS, DecoderLayer
 
 GIGABYTE = 1e9
 OWN, LLAMA = "layers.py", "HF Llama, no head"

@@ -10,7 +10,7 @@ from memplug.predict.virtual.as_cuda import as_cuda
 from memplug.predict.virtual.experts import evenly
 from memplug.predict.virtual.ranks import joined
 from tests.support import hosts
-from tests.support.on_virtual.devices import MIB, SIMPLE, seconds
+from tests.support.virtual_devices import MIB, SIMPLE, seconds
 
 
 def test_a_program_for_cuda_runs_and_what_is_replaced_comes_back(device: VirtualDevice) -> None:

@@ -19,7 +19,7 @@ from memplug.predict.estimator.training import Training
 from memplug.predict.estimator.workload import Workload
 from memplug.predict.virtual import Hardware, VirtualDevice
 from tests.support.folders import ROOT
-from tests.support.on_virtual.devices import H200
+from tests.support.virtual_devices import H200
 
 GIB = 2**30
 NO_LIST = {"swap": {"enabled": False}}

@@ -11,7 +11,7 @@ import torch
 from memplug.device.device import device_of
 from memplug.predict.virtual import Hardware, Rate, VirtualDevice
 from tests.bench.caching_allocator import CachingAllocator
-from tests.support.on_virtual.devices import MIB, SIMPLE, on_device, seconds
+from tests.support.virtual_devices import MIB, SIMPLE, on_device, seconds
 
 # -- time --------------------------------------------------------------------------------------------------------------
 

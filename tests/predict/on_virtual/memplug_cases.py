@@ -12,7 +12,7 @@ from torch import nn
 import memplug
 from memplug.predict.virtual import Hardware, VirtualDevice
 from tests.bench import larger_models
-from tests.support.on_virtual.devices import H200, HIDDEN, SIMPLE, Layers
+from tests.support.virtual_devices import H200, HIDDEN, SIMPLE, Layers
 
 
 def _trained(device: VirtualDevice, config: dict[str, Any], steps: int = 12) -> tuple[dict[str, Any], int, float]:

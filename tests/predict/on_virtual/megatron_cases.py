@@ -15,7 +15,7 @@ from memplug.predict.estimator.result import Estimate
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.workload import Workload
 from memplug.predict.virtual import Hardware
-from tests.support.on_virtual.devices import H200
+from tests.support.virtual_devices import H200
 
 pytest.importorskip("megatron.core")
 DENSE = {
