@@ -55,7 +55,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_no_module_imports_a_test_module() -> None:
-    importing = re.compile(r"^\s*(?:from|import) tests\.(?:\w+\.)*test_\w+", re.M)
+    importing = re.compile(r"^ *(?:from|import) tests\.(?:\w+\.)*test_\w+", re.M)
     assert [file for file in (ROOT / "tests").rglob("*.py") if importing.search(file.read_text(encoding="utf-8"))] == []
 
 
