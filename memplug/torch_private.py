@@ -1,112 +1,202 @@
-"""Every private or unstable name of torch that memplug's Python uses. Those of the C++ are in `native/torch_private.h`.
+"""Every private or unstable name of torch that memplug's Python uses; those of the C++ are in `native/torch_private.h`.
 
-`check` says at attach which of them the installed torch lacks, before a step fails on one.
+Each is looked up once, as this module is imported, but for those of torch's compiler. Where the installed torch lacks
+one, `check` and `check_compiler` say so at attach, and calling it raises the same error. Attributes of objects are used
+in their places: `Tensor._version`, `OpOverload._schema`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
 from memplug.errors import UnsupportedVersionError
 
+OLDEST, NEWEST = "2.6", "2.15"
+KNOWN = f"torch {OLDEST} to {NEWEST}"
+"""Versions of torch that memplug knows."""
 
-class Name(NamedTuple):
-    """One of them.
-
-    Attributes:
-        path: from "torch" on.
-        known: versions of torch that have it, as far as they were read.
-        use: what memplug does by it, to follow "memplug".
-    """
-
-    path: str
-    known: str
-    use: str
+_lacking: list[UnsupportedVersionError] = []
 
 
-NAMES = (
-    Name("torch._C._current_graph_task_id", "2.6 to 2.13", "tells forwards that backward runs again from training's own"),
-    Name("torch._C._functorch.peek_interpreter_stack", "2.6 to 2.13", "lets regions in function transforms run as they are"),
-    Name("torch._C._functorch.is_functorch_wrapped_tensor", "2.6 to 2.13", "leaves tensors of function transforms alone"),
-    Name("torch._C._vmapmode_increment_nesting", "2.6 to 2.13", "recomputes outside of batched gradients"),
-    Name("torch._C._vmapmode_decrement_nesting", "2.6 to 2.13", "recomputes outside of batched gradients"),
-    Name(
-        "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
-        "2.6 to 2.13",
-        "recomputes outside of function transforms",
-    ),
-    Name("torch._C._autograd._saved_tensors_hooks_is_enabled", "2.6 to 2.13", "finds out whether it may save tensors"),
-    Name("torch._C._TorchDispatchModeKey", "2.6 to 2.13", "knows programs that torch traces"),
-    Name("torch._C._get_dispatch_mode", "2.6 to 2.13", "knows programs that torch traces"),
-    Name("torch._C._len_torch_dispatch_stack", "2.6 to 2.13", "knows programs that torch traces"),
-    Name("torch.fx._symbolic_trace._is_fx_tracing_flag", "2.6 to 2.13", "knows programs that torch.fx traces"),
-    Name("torch.autograd.forward_ad._current_level", "2.6 to 2.13", "knows forward-mode differentiation"),
-    Name("torch.autograd._unsafe_preserve_version_counter", "2.6 to 2.13", "puts buffers back for a recompute pass"),
-    Name("torch.overrides._get_current_function_mode_stack", "2.6 to 2.13", "compiles FlexAttention outside of its modes"),
-    Name("torch.overrides._push_mode", "2.6 to 2.13", "compiles FlexAttention outside of its modes"),
-    Name("torch.overrides._pop_mode", "2.6 to 2.13", "compiles FlexAttention outside of its modes"),
-    Name("torch.utils._device.DeviceContext", "2.6 to 2.13", "recomputes with the default device of the forward"),
-    Name("torch.distributed.distributed_c10d._get_default_store", "2.6 to 2.13", "has ranks agree"),
-    Name("torch._dynamo.eval_frame.DynamoStance", "2.6 to 2.15", "runs what is compiled in a region as it is written"),
-    Name("torch._dynamo.eval_frame._stance", "2.6 to 2.15", "runs what is compiled in a region as it is written"),
-    Name("torch._dynamo.decorators.skip_code", "2.6 to 2.13", "lets torch.compile go around regions"),
-)
-
-
-def _found(path: str) -> Any:
+def _looked_up(path: str) -> Any:
+    """Returns what torch has by that name; raises AttributeError."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         try:
             found: Any = importlib.import_module(".".join(parts[:length]))
         except ImportError:
             continue
-        for part in parts[length:]:
-            found = getattr(found, part)
-        return found
+        return functools.reduce(getattr, parts[length:], found)
     raise AttributeError(path)
 
 
+def _lacks(path: str, use: str) -> UnsupportedVersionError:
+    return UnsupportedVersionError(
+        f"torch {torch.__version__} has no {path}, by which memplug {use}; {KNOWN} have it",
+        f"Install {KNOWN}, or a newer memplug.",
+    )
+
+
+def _name(path: str, use: str, *older: str, needed: bool = True) -> Any:
+    """Returns what torch has by that name, or else a function that raises what it lacks.
+
+    Args:
+        use: what memplug does by it.
+        older: names that older versions have for it.
+        needed: `check` asks for it.
+    """
+    for each in (path, *older):
+        with contextlib.suppress(AttributeError):
+            return _looked_up(each)
+    error = _lacks(path, use)
+    if needed:
+        _lacking.append(error)
+
+    def lacking(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return lacking
+
+
 def check() -> None:
-    """Find every name.
+    """Ask for every name that training needs.
 
     Raises:
-        UnsupportedVersionError: the installed torch lacks one.
+        UnsupportedVersionError: torch is older than the oldest that is known, or lacks a name.
     """
-    for name in NAMES:
+    if _version(torch.__version__) < _version(OLDEST):
+        raise UnsupportedVersionError(f"memplug needs torch {OLDEST} or newer; {torch.__version__} is installed")
+    if _lacking:
+        raise _lacking[0]
+
+
+def is_newer_than_known() -> bool:
+    """Whether the installed torch is newer than those that memplug knows."""
+    return _version(torch.__version__) > _version(NEWEST)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+
+
+# -- autograd, and what runs around it --
+
+_TRACED, _TRANSFORMED = "knows programs that torch traces", "knows function transforms"
+
+current_graph_task_id = _name("torch._C._current_graph_task_id", "tells recomputed forwards from training's own")
+saved_tensors_hooks_is_enabled = _name("torch._C._autograd._saved_tensors_hooks_is_enabled", "asks whether it may save")
+unsafe_preserve_version_counter = _name("torch.autograd._unsafe_preserve_version_counter", "puts buffers back")
+
+peek_interpreter_stack = _name("torch._C._functorch.peek_interpreter_stack", _TRANSFORMED)
+is_functorch_wrapped_tensor = _name("torch._C._functorch.is_functorch_wrapped_tensor", _TRANSFORMED)
+vmapmode_increment_nesting = _name("torch._C._vmapmode_increment_nesting", _TRANSFORMED)
+vmapmode_decrement_nesting = _name("torch._C._vmapmode_decrement_nesting", _TRANSFORMED)
+temporarily_clear_interpreter_stack = _name(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "recomputes outside of function transforms"
+)
+_name("torch.autograd.forward_ad._current_level", "knows forward-mode differentiation")
+
+get_dispatch_mode = _name("torch._C._get_dispatch_mode", _TRACED)
+len_torch_dispatch_stack = _name("torch._C._len_torch_dispatch_stack", _TRACED)
+_fx_tracing = _name(
+    "torch.fx._symbolic_trace._get_is_fx_tracing", _TRACED, "torch.fx._symbolic_trace._is_fx_tracing_flag"
+)
+TRACING = tuple(_name(f"torch._C._TorchDispatchModeKey.{mode}", _TRACED) for mode in ("PROXY", "FUNCTIONAL", "FAKE"))
+"""Modes of make_fx, torch.export and fake tensors."""
+
+get_function_modes = _name("torch.overrides._get_current_function_mode_stack", "finds the default device of a forward")
+push_function_mode = _name("torch.overrides._push_mode", "compiles FlexAttention outside of modes")
+pop_function_mode = _name("torch.overrides._pop_mode", "compiles FlexAttention outside of modes")
+DeviceContext = _name("torch.utils._device.DeviceContext", "finds the default device of a forward")
+
+OpOverload = _name("torch._ops.OpOverload", "knows operators")
+get_default_store = _name("torch.distributed.distributed_c10d._get_default_store", "has ranks agree", needed=False)
+empty_host_cache = _name("torch._C._host_emptyCache", "gives pinned memory back", needed=False)
+dump_snapshot = _name("torch.cuda.memory._dump_snapshot", "writes a snapshot when memory runs out", needed=False)
+
+
+def is_fx_tracing() -> bool:
+    """Whether torch.fx traces a program now."""
+    return bool(_fx_tracing() if callable(_fx_tracing) else torch.fx._symbolic_trace._is_fx_tracing_flag)  # to 2.13
+
+
+def is_in_forward_ad() -> bool:
+    """Whether forward-mode differentiation is on."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
+# -- torch's compiler, which takes as long to import as all else --
+
+COMPILER, FLEX_ATTENTION = "torch._dynamo.eval_frame", "torch.nn.attention.flex_attention"
+INDUCTOR_CONFIG = "torch._inductor.config"
+_WRAPPER = "compile_wrapper"
+_STANCE = tuple(f"{COMPILER}.{name}" for name in ("_callback_from_stance", "_stance", "DynamoStance"))
+_AS_WRITTEN = "runs what is compiled in a region as it is written"
+_FLEX_NAMES = ("_create_wrapped_callback", "_debug_get_cache_entry_list", "innermost_backend")
+
+
+def skip_code(code: CodeType) -> None:
+    """Let calls of `code` run as they are where torch compiles; those inside of it are compiled as ever."""
+    _name("torch._dynamo.decorators.skip_code", "lets torch.compile go around regions")(code)
+
+
+@functools.cache
+def flex_compiler() -> Any:
+    """Returns the module that has what compiled calls of FlexAttention need; None: this torch lacks some of it."""
+    compiler = importlib.import_module(COMPILER)
+    return compiler if all(hasattr(compiler, name) for name in _FLEX_NAMES) else None
+
+
+def check_compiler(as_written: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Ask the compiler what it does with compiled functions where regions run: nothing, they run as they are written.
+
+    Args:
+        as_written: makes a context in which nothing compiled runs.
+
+    Raises:
+        UnsupportedVersionError: the compiler lacks a name, or would compile all the same.
+    """
+    for name in _STANCE:
         try:
-            _found(name.path)
+            _looked_up(name)
         except AttributeError:
-            raise UnsupportedVersionError(
-                f"torch {torch.__version__} has no {name.path}, by which memplug {name.use}; torch {name.known} has it",
-                f"Install torch {name.known}, or a newer memplug.",
-            ) from None
+            raise _lacks(name, _AS_WRITTEN) from None
+    with as_written():
+        is_disabled = _looked_up(_STANCE[0])(check_compiler) is None
+    if not is_disabled:
+        raise UnsupportedVersionError(
+            f"torch {torch.__version__} compiles whatever {_STANCE[1]} is, by which memplug {_AS_WRITTEN}",
+            f"Install {KNOWN}, or a newer memplug.",
+        )
 
 
-def lazily(path: str) -> Callable[..., Any]:
-    """Returns what calls a function by its name, which `check` has found or will."""
-    try:
-        return _found(path)
-    except AttributeError:
-
-        def absent(*args: Any, **kwargs: Any) -> Any:
-            check()
-
-        return absent
+def compiled_call(frame: FrameType) -> tuple[Any, Any] | None:
+    """Returns the function that is called and the list of what is called behind it, of a frame of torch's compiler that
+    calls a compiled function; None: it is another frame.
+    """
+    if frame.f_code.co_name != _WRAPPER or frame.f_globals.get("__name__") != COMPILER:
+        return None
+    return frame.f_locals.get("fn"), frame.f_locals.get("cleanups")
 
 
-current_graph_task_id: Callable[[], int] = lazily("torch._C._current_graph_task_id")
-peek_interpreter_stack = lazily("torch._C._functorch.peek_interpreter_stack")
-is_functorch_wrapped_tensor = lazily("torch._C._functorch.is_functorch_wrapped_tensor")
-vmapmode_increment_nesting = lazily("torch._C._vmapmode_increment_nesting")
-vmapmode_decrement_nesting = lazily("torch._C._vmapmode_decrement_nesting")
-temporarily_clear_interpreter_stack = lazily("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
-saved_tensors_hooks_is_enabled = lazily("torch._C._autograd._saved_tensors_hooks_is_enabled")
-unsafe_preserve_version_counter = lazily("torch.autograd._unsafe_preserve_version_counter")
-function_modes = lazily("torch.overrides._get_current_function_mode_stack")
-push_function_mode = lazily("torch.overrides._push_mode")
-pop_function_mode = lazily("torch.overrides._pop_mode")
-default_store = lazily("torch.distributed.distributed_c10d._get_default_store")
+# -- the virtual device and estimates --
+
+_LAB = "has a virtual device"
+
+c10d = _name("torch._C._distributed_c10d", _LAB, needed=False)
+new_process_group = _name("torch.distributed.distributed_c10d._new_process_group_helper", _LAB, needed=False)
+PRIVATE_DEVICE_TYPE = _name("torch._C._autograd.DeviceType.PrivateUse1", _LAB, needed=False)
+get_private_device_name = _name("torch._C._get_privateuse1_backend_name", _LAB, needed=False)
+register_device_module = _name("torch._register_device_module", _LAB, needed=False)
+fused_sdp_choice = _name("torch._fused_sdp_choice", "measures attention", needed=False)
+TorchDispatchMode = _name("torch.utils._python_dispatch.TorchDispatchMode", "records values", needed=False)
+tree_leaves = _name("torch.utils._pytree.tree_leaves", "makes estimates", needed=False)
+tree_map = _name("torch.utils._pytree.tree_map", "makes estimates", needed=False)
