@@ -54,7 +54,9 @@ def doctor(
         from memplug.config import MemplugConfig
         from memplug.device.device import Device
         from memplug.tokenwise.budgets import host_budget_bytes
+        from memplug.torch_private import KNOWN, is_newer_than_known
 
+        facts["torch"] = {"known": KNOWN, "newer": is_newer_than_known()}
         facts["hardware"] = _hardware()
         facts["host_budget_bytes"] = host_budget_bytes(MemplugConfig(), Device())
     facts["memlock"] = _memlock(facts["hardware"], facts["host_budget_bytes"])
@@ -148,6 +150,7 @@ def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
     conflicts = [("conflict", f"{conflict['setting']}: {conflict['effect']}") for conflict in facts["conflicts"]]
     return [
         *((name, _needed_for(name) if version == "absent" else version) for name, version in facts["versions"].items()),
+        ("torch that is known", facts["torch"]["known"] + (": this one is newer" if facts["torch"]["newer"] else "")),
         ("C++ compiler", facts["compiler"]),
         ("native core", built),
         ("planned arena", "available" if core.get("arena") else without),

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplug import torch_private
 from memplug.config import MemplugConfig, load_config
 from memplug.device.device import KINDS, Device, device_of
-from memplug.errors import ConflictError, RecorderError, RegionError, UnsupportedVersionError
+from memplug.errors import ConflictError, RecorderError, RegionError
 from memplug.hooks import first_forward, flex_attention, frameworks, groups, optimizers, transformer_engine, units
 from memplug.hooks import regions as region_hooks
 from memplug.hooks.framework import Layers, Target
@@ -26,9 +27,8 @@ from memplug.session.ranks import Ranks
 from memplug.session.recording import Recording
 from memplug.session.session import Session, initial_regions
 from memplug.session.table import Stage
+from memplug.tokenwise.engine.core import core
 from memplug.tokenwise.engine.region import Region
-
-OLDEST_TORCH = (2, 6)
 
 
 class Disabled(Session):
@@ -92,7 +92,7 @@ def attach(
         ConflictError: another checkpointing is on, or the model is attached to another session.
         RanksError: this rank is not in the group, or another one of it did not attach within the time limit of
             `init_process_group`.
-        UnsupportedVersionError: torch is older than 2.6, or Megatron-Core older than 0.16.
+        UnsupportedVersionError: torch is too old, or lacks what memplug uses; or Megatron-Core is older than 0.16.
     """
     target = _target_of(target)
     used = frameworks.frameworks_in(target)
@@ -125,7 +125,7 @@ def _begin(target: Target, config: MemplugConfig, ranks: Ranks) -> Session:
     if not config.active:
         ranks.close()
         return Disabled(config)
-    _check_torch()
+    torch_private.check()
     return _attach(target, config, device_of(target.device or _device_of(target)), ranks)
 
 
@@ -160,7 +160,9 @@ def _attach(target: Target, config: MemplugConfig, device: Device, ranks: Ranks)
     regathers = any(framework.regathers(target) for framework in used)
     session = Session(config, regions, device, regathers, ranks)
     try:
-        if not modules:
+        if modules:
+            torch_private.check_compiler(core().AsWritten)
+        else:
             session.at_detach(region_hooks.mark(target.chunks[0], session))
         for (name, module), region in zip(modules, regions, strict=True):
             prepare = next(filter(None, (framework.prepare(target, name) for framework in used)), None)
@@ -226,11 +228,3 @@ def _device_of(target: Target) -> torch.device:
             "Move the model to its device before attaching.",
         )
     return device
-
-
-def _check_torch() -> None:
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < OLDEST_TORCH:
-        raise UnsupportedVersionError(
-            f"memplug needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer; {torch.__version__} is installed"
-        )

@@ -26,7 +26,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from memplug.errors import coded
 from memplug.hooks.patching import patch
@@ -35,11 +34,16 @@ from memplug.tokenwise.engine.core import core
 from memplug.tokenwise.engine.operators import Kind
 from memplug.tokenwise.engine.units import Unit
 from memplug.tokenwise.engine.watch import AddressMode
-
-VERSIONS = "torch 2.13"  # in others names may differ: then calls run as they are written
-
-_MODULE, _COMPILER = "torch.nn.attention.flex_attention", "torch._dynamo.eval_frame"
-_NAMES = ("_callback_from_stance", "_create_wrapped_callback", "_stance", "DynamoStance", "innermost_backend")
+from memplug.torch_private import (
+    FLEX_ATTENTION,
+    INDUCTOR_CONFIG,
+    KNOWN,
+    compiled_call,
+    flex_compiler,
+    get_function_modes,
+    pop_function_mode,
+    push_function_mode,
+)
 
 log = logging.getLogger("memplug")
 _unobserved: ContextVar[bool] = ContextVar("memplug: a compiled call is under way that a region does not observe")
@@ -49,13 +53,12 @@ def hook(session: Session) -> None:
     """Let compiled calls be units, and warn once where they cannot, until the session is detached."""
     if session.executor.device.torch_device.type not in ("cpu", "cuda"):
         return
-    import torch._dynamo.eval_frame as compiler  # as the first forward of a region does
-
-    if all(hasattr(compiler, name) for name in _NAMES):
-        patch(compiler, "_callback_from_stance", _Callbacks(compiler).choose, session, VERSIONS)
-    module = sys.modules.get(_MODULE)
+    compiler = flex_compiler()
+    if compiler is not None:  # else calls run as they are written
+        patch(compiler, "_callback_from_stance", _Callbacks(compiler).choose, session, KNOWN)
+    module = sys.modules.get(FLEX_ATTENTION)
     if hasattr(module, "setup_compilation_env"):  # else there is only a warning to lose
-        patch(module, "setup_compilation_env", _Warning(session).environment, session, VERSIONS)
+        patch(module, "setup_compilation_env", _Warning(session).environment, session, KNOWN)
 
 
 class _Backend:
@@ -107,11 +110,10 @@ class _Callbacks:
         before = core().stance_before()
         if before is None and callback not in self._everywhere:
             return original(callback)
-        call = sys._getframe(2)  # behind the patch
-        if call.f_code.co_name != "compile_wrapper":  # it is another session's patch that asks
+        call = compiled_call(sys._getframe(2))  # behind the patch
+        if call is None:  # it is another session's patch that asks
             return original(callback)
-        found = call.f_locals
-        function, cleanups = found.get("fn"), found.get("cleanups")
+        function, cleanups = call
         if not _is_flex_attention(function) or not isinstance(cleanups, list):
             return original(callback)
         if before is None:
@@ -130,10 +132,15 @@ class _Callbacks:
             backend = self._compiler.innermost_backend(callback)
             if _has_cuda_graphs(backend):
                 return None
-            if not _has_compiled(backend, function):
+            if not self._has_compiled(backend, function):
                 self._everywhere.add(callback)
             self._own[callback] = self._compiler._create_wrapped_callback(_Backend(backend))
         return self._own[callback]
+
+    def _has_compiled(self, backend: Any, function: Any) -> bool:
+        """Whether the program's own calls have been compiled, outside of regions."""
+        entries = self._compiler._debug_get_cache_entry_list(function.__code__)
+        return any(entry.backend == backend for entry in entries)
 
 
 class _Warning:
@@ -166,20 +173,20 @@ def _leave_region() -> Callable[[], None]:
     """Compiling and its checks are no part of a region, and meet the same state in all of its forwards; returns the way
     back.
     """
-    modes = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    modes = [pop_function_mode() for _ in get_function_modes()]
     for mode in reversed(modes):
         if not isinstance(mode, AddressMode):  # the first forwards have it, later ones do not
-            _push_mode(mode)
+            push_function_mode(mode)
     core().pause()
     token = _unobserved.set(True)
 
     def back() -> None:
         _unobserved.reset(token)
         core().resume()
-        for _ in _get_current_function_mode_stack():
-            _pop_mode()
+        for _ in get_function_modes():
+            pop_function_mode()
         for mode in reversed(modes):
-            _push_mode(mode)
+            push_function_mode(mode)
 
     return back
 
@@ -190,21 +197,18 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_flex_attention(function: Any) -> bool:
-    return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) == (_MODULE, "flex_attention")
+    return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) == (
+        FLEX_ATTENTION,
+        "flex_attention",
+    )
 
 
 def _has_cuda_graphs(backend: Any) -> bool:
     config = getattr(backend, "config", None)
-    inductor = sys.modules.get("torch._inductor.config")
+    inductor = sys.modules.get(INDUCTOR_CONFIG)
     by_default = inductor is not None and inductor.triton.cudagraphs
     named = config.get("triton.cudagraphs", by_default) if isinstance(config, dict) else by_default
     return bool(named) or getattr(backend, "compiler_name", "") == "cudagraphs"
-
-
-def _has_compiled(backend: Any, function: Any) -> bool:
-    """Whether the program's own calls have been compiled, outside of regions."""
-    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
-    return any(entry.backend == backend for entry in entries)
 
 
 def _is_compiled_by_a_caller(frame: FrameType | None) -> bool:
@@ -213,8 +217,8 @@ def _is_compiled_by_a_caller(frame: FrameType | None) -> bool:
     while frame is not None:
         code = frame.f_code
         if is_inside:
-            is_inside = not (code.co_name == "flex_attention" and frame.f_globals.get("__name__") == _MODULE)
-        elif code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == _COMPILER:
+            is_inside = not (code.co_name == "flex_attention" and frame.f_globals.get("__name__") == FLEX_ATTENTION)
+        elif compiled_call(frame) is not None:
             return True
         frame = frame.f_back
     return False

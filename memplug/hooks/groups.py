@@ -15,6 +15,7 @@ from memplug.errors import RanksError
 from memplug.hooks.framework import Target, instances
 from memplug.hooks.patching import patch
 from memplug.session.session import Session
+from memplug.torch_private import KNOWN
 
 COUNT_OTHERS = "_get_num_nonjoined_procs"  # method that a rank calls again and again where it has no more batches
 
@@ -59,7 +60,7 @@ def watch_joins(session: Session) -> None:
 
     # a torch without it: the others wait for this rank as for any that ends no steps
     if hasattr(Join, COUNT_OTHERS) and not (session.ranks.are_known and len(session.ranks.members) == 1):
-        patch(Join, COUNT_OTHERS, count_others, session, "torch 2.6 to 2.13")
+        patch(Join, COUNT_OTHERS, count_others, session, KNOWN)
 
 
 def _named(group: Group) -> list[int]:

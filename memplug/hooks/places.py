@@ -22,6 +22,7 @@ from memplug.hooks.job import job_of
 from memplug.hooks.tracing import nothing, outside
 from memplug.profile.recorder import Place, Recorder
 from memplug.profile.trace import Fingerprint, Layer
+from memplug.torch_private import current_graph_task_id
 
 _ROOT, _OPTIMIZER = -1, -2  # beside the indices of layers
 
@@ -96,7 +97,7 @@ class Places:
 
     def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A chunk's forward begins."""
-        recomputes = torch._C._current_graph_task_id() != -1
+        recomputes = current_graph_task_id() != -1
         if torch.is_grad_enabled() and not recomputes:
             if self._micro_batch == 0 and self._recorder.recording:
                 self.gradients_stay = any(parameter.grad is not None for parameter in self._model.parameters())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memplug.tokenwise.engine.as_they_are import is_traced
+from memplug.torch_private import skip_code
 
 REASON = (
     "memplug needs to see the operators of its regions, and where training is: leave out `fullgraph=True`, or call "
@@ -33,7 +34,6 @@ def outside(run: Call, traced: Call) -> Call:
 
     Dynamo, which is asked for strict exports too, traces the choice; else it goes around `run`.
     """
-    from torch._dynamo import decorators  # which takes as long to import as all else
 
     @_disable
     @functools.wraps(run)
@@ -44,7 +44,7 @@ def outside(run: Call, traced: Call) -> Call:
         return traced(*args, **kwargs) if _is_exporting() else around(*args, **kwargs)
 
     # dynamo would try to compile each module's for itself, and give up after eight
-    decorators.skip_code(choose.__code__)
+    skip_code(choose.__code__)
     return functools.update_wrapper(choose, run)
 
 

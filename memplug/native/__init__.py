@@ -7,9 +7,11 @@ knows no torch and imports none.
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from types import ModuleType
 
+from memplug.errors import NativeError
 from memplug.native.building import Extension
 
 FOLDERS = (
@@ -44,6 +46,14 @@ def load() -> ModuleType:
     """The core's Python module; built first where that was not done yet (a minute or two).
 
     Raises:
-        NativeError: it cannot be built here: no compiler, no ninja, no folder to write to. Or it cannot be loaded.
+        NativeError: it cannot be built here: no compiler, no ninja, no folder to write to. Or it cannot be loaded. Or
+            Python runs without its lock.
     """
-    return CORE.load()
+    module = CORE.load()
+    # free-threaded Python takes the lock back as it loads the core, unless it was told not to
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise NativeError(
+            f"this Python runs without its lock (PYTHON_GIL=0), which guards memplug's {CORE.what}",
+            "Leave out `PYTHON_GIL=0` and `-X gil=0`: Python turns its lock on as it loads the core.",
+        )
+    return module

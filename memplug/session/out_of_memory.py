@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from memplug.device.device import Device
 from memplug.session.recording import of_rank
+from memplug.torch_private import dump_snapshot
 
 GIB = 2**30
 SNAPSHOT_FOLDER = "memplug_snapshots"
@@ -80,7 +79,7 @@ def save_snapshot(asked: bool | str, device: Device, step: int) -> str:
     file = of_rank(Path(SNAPSHOT_FOLDER if asked is True else asked) / f"step{step:06}.pickle")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(file))
+        dump_snapshot(str(file))
     except (OSError, RuntimeError) as error:
         return f"\n  no snapshot: {error}"
     return f"\n  a snapshot of the allocator is in {file}: drop it on https://pytorch.org/memory_viz"

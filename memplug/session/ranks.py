@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from memplug.errors import RanksError
 from memplug.session.ballots import Ballots, meet
+from memplug.torch_private import get_default_store
 
 MADE_UP: set[str] = set()  # backends of groups whose other ranks are not there
 LIMIT_S = 60.0  # that a rank waits at the end of a step for one that has not ended it
@@ -119,7 +119,7 @@ class Ranks:
     def _meet(self) -> None:
         if self._is_closed:
             raise RanksError("the session is detached")
-        store, rank = distributed_c10d._get_default_store(), dist.get_rank()
+        store, rank = get_default_store(), dist.get_rank()
         self._timeout_s = store.timeout.total_seconds()
         try:
             self._ballots = Ballots(meet(store, list(self.members), rank, self._timeout_s))

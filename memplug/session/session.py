@@ -30,6 +30,7 @@ from memplug.session.table import Stage
 from memplug.tokenwise import budgets
 from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.plan import solver as plan
+from memplug.torch_private import current_graph_task_id
 
 log = logging.getLogger("memplug")
 
@@ -245,7 +246,7 @@ class Session:
         self.forwards += 1
         if not self.steps and self.forwards == UNMARKED_FORWARDS * max(1, len(self.regions)):
             self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
-        recomputes = torch._C._current_graph_task_id() != -1  # in a backward, maybe on a thread of autograd's
+        recomputes = current_graph_task_id() != -1  # in a backward, maybe on a thread of autograd's
         if not recomputes and self.stage is not Stage.DETACHED:
             self._boundary.begin_program()
 

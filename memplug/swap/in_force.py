@@ -17,6 +17,7 @@ from memplug.profile.recorder import dtype_numbers
 from memplug.swap.plan.from_trace import Clock
 from memplug.swap.plan.part import SwapPart
 from memplug.swap.tables import Tables, tables_of
+from memplug.torch_private import empty_host_cache
 from memplug.words import size
 
 Relief = tuple[str, int]
@@ -124,7 +125,7 @@ class InForce:
             if pool is not None:
                 pool.close()
             elif self._device.kind == "cuda" and passive:
-                torch._C._host_emptyCache()  # pinned memory of tensors that left passively
+                empty_host_cache()  # pinned memory of tensors that left passively
         self._loaded.clear()
         if self._catches:
             self._catch(False)

@@ -24,7 +24,17 @@ from tests.support import check_symbols
 from tests.support.check_symbols import GONE, MOVED, THERE, check, main, verdict
 from tests.support.folders import ROOT
 from tests.support.source_tree import SourceTree
-from tests.support.symbols import DEEPSPEED, FLASH_ATTN, MEGATRON, PACKAGES, TRANSFORMER_ENGINE, Package, Text, Use
+from tests.support.symbols import (
+    DEEPSPEED,
+    FLASH_ATTN,
+    MEGATRON,
+    PACKAGES,
+    TORCH,
+    TRANSFORMER_ENGINE,
+    Package,
+    Text,
+    Use,
+)
 
 SOURCES = {
     "pack/__init__.py": "from .engine import Engine, old as renamed\nfrom pack.star import *\nfrom torch import nn\n",
@@ -237,7 +247,8 @@ def test_every_symbol_in_the_tables_of_the_hooks_is_asked_for(hooks: ModuleType,
 
 def test_every_import_of_a_checked_package_is_asked_for() -> None:
     known = names_of(*PACKAGES.values())
-    folders = tuple(f"{package.folder.partition('/')[0]}." for package in PACKAGES.values())
+    # but torch, most of which is public
+    folders = tuple(f"{package.folder.partition('/')[0]}." for package in PACKAGES.values() if package is not TORCH)
     imported = {
         f"{node.module}:{alias.name}"
         for path in (ROOT / "memplug").rglob("*.py")
@@ -263,7 +274,16 @@ def test_what_the_hooks_name_as_data_is_asked_for() -> None:
     assert {*transformer_engine._KINDS, megatron.LAYER_CLASS.rpartition(".")[2]} <= classes
 
 
-@pytest.mark.parametrize(("name", "package"), [("megatron.core", MEGATRON), ("deepspeed", DEEPSPEED)])
+def test_every_private_name_of_torch_is_asked_for() -> None:
+    known = " ".join(names_of(TORCH))
+    text = (ROOT / "memplug/torch_private.py").read_text()
+    named = {name.rpartition(".")[2] for name in re.findall(r'"torch(?:\.\w+)*\.(\w+)"', text)} - {"_distributed_c10d"}
+    assert len(named) > 30
+    public = {"flex_attention"}
+    assert {name for name in named - public if not re.search(rf"\b{name}\b", known)} == set()
+
+
+@pytest.mark.parametrize(("name", "package"), [("megatron.core", MEGATRON), ("deepspeed", DEEPSPEED), ("torch", TORCH)])
 def test_the_installed_package_has_all_that_memplug_relies_on(name: str, package: Package) -> None:
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         pytest.skip(f"{name} is not installed")

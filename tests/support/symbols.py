@@ -337,6 +337,53 @@ DEEPSPEED = Package(
     },
 )
 
+_STUB, _FUNCTORCH = "torch/_C/__init__.pyi", "torch/_C/_functorch.pyi"
+_COMPILER = "torch._dynamo.eval_frame:"
+
+TORCH = Package(
+    "torch",
+    distribution="torch",
+    uses={
+        "memplug/torch_private.py": (
+            # what extensions have is in stubs
+            *(
+                Text(f"def {name}(", _STUB)
+                for name in (
+                    *("_current_graph_task_id", "_get_dispatch_mode", "_len_torch_dispatch_stack", "_host_emptyCache"),
+                    *("_vmapmode_increment_nesting", "_vmapmode_decrement_nesting", "_get_privateuse1_backend_name"),
+                )
+            ),
+            Text("class _TorchDispatchModeKey", _STUB),
+            Text("def peek_interpreter_stack(", _FUNCTORCH),
+            Text("def is_functorch_wrapped_tensor(", _FUNCTORCH),
+            Text("PrivateUse1", "torch/_C/_autograd.pyi"),
+            Text("def _fused_sdp_choice(", "torch/_C/_VariableFunctions.pyi"),
+            Text("._saved_tensors_hooks_is_enabled()"),
+            Text("class FakeProcessGroup(", "torch/_C/_distributed_c10d.pyi"),
+            Text("class PythonCallbackWork(", "torch/_C/_distributed_c10d.pyi"),
+            "torch:_register_device_module",
+            "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
+            "torch._ops:OpOverload",
+            *members("torch.autograd:", "_unsafe_preserve_version_counter", "forward_ad._current_level"),
+            "torch.cuda.memory:_dump_snapshot",
+            *members("torch.distributed.distributed_c10d:", "_get_default_store", "_new_process_group_helper"),
+            (
+                "torch.fx._symbolic_trace:_get_is_fx_tracing",
+                "torch.fx._symbolic_trace:_is_fx_tracing_flag",  # up to 2.13
+            ),
+            *members("torch.overrides:", "_get_current_function_mode_stack", "_push_mode", "_pop_mode"),
+            "torch.utils._device:DeviceContext",
+            "torch.utils._python_dispatch:TorchDispatchMode",
+            *members("torch.utils._pytree:", "tree_leaves", "tree_map"),
+            "torch._dynamo.decorators:skip_code",
+            *members(_COMPILER, "_stance", "DynamoStance", "_callback_from_stance", "innermost_backend"),
+            *members(_COMPILER, "_create_wrapped_callback", "_debug_get_cache_entry_list"),
+            Text("def compile_wrapper(", "torch/_dynamo/eval_frame.py"),
+            "torch._inductor.config",
+        ),
+    },
+)
+
 PACKAGES = {
     "transformer-engine": TRANSFORMER_ENGINE,
     "flash-attn": FLASH_ATTN,
@@ -344,5 +391,6 @@ PACKAGES = {
     "megatron-core": MEGATRON,
     "megatron-lm": MEGATRON_LM,
     "deepspeed": DEEPSPEED,
+    "torch": TORCH,
 }
 """By the name that `tests.support.check_symbols` is given."""

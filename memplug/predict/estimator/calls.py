@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memplug.hooks.regions import subclass
+from memplug.torch_private import current_graph_task_id
 
 _NOT_THE_PROGRAM = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
 
@@ -135,4 +136,4 @@ def line() -> str:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memplug.errors import EstimateError
 from memplug.files import path_of
 from memplug.predict.estimator.calls import Call, Calls, line
 from memplug.predict.estimator.values import COPY, MOST_BYTES, NUMBER, Output, Read, Values, modules_of
+from memplug.torch_private import TorchDispatchMode, tree_leaves
 
 _COPIES = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 """By operator, which argument is copied."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from memplug.errors import EstimateError
+from memplug.torch_private import tree_leaves, tree_map
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -31,6 +31,7 @@ from memplug.device.memory import DeviceMemory
 from memplug.errors import HardwareError
 from memplug.predict.virtual import costs, native
 from memplug.predict.virtual.hardware import Hardware, Rate
+from memplug.torch_private import PRIVATE_DEVICE_TYPE, get_private_device_name, register_device_module
 
 NAME = "virtual"
 _UNBOUNDED = 2**63 - 1  # bytes
@@ -92,7 +93,7 @@ class VirtualDevice(Device):
     @staticmethod
     def default_stream() -> torch.Stream:
         """The one that is current where no other is."""
-        kind = torch._C._autograd.DeviceType.PrivateUse1.value
+        kind = PRIVATE_DEVICE_TYPE.value
         return torch.Stream(stream_id=0, device_index=0, device_type=kind)
 
     def streams(self, core: Any) -> Any:
@@ -257,10 +258,8 @@ KINDS[NAME] = lambda _: VirtualDevice.current()
 
 @functools.cache
 def _started() -> Any:
-    if torch._C._get_privateuse1_backend_name() not in ("privateuseone", NAME):
-        raise HardwareError(
-            f"torch has a device {torch._C._get_privateuse1_backend_name()!r} in the virtual one's place"
-        )
+    if get_private_device_name() not in ("privateuseone", NAME):
+        raise HardwareError(f"torch has a device {get_private_device_name()!r} in the virtual one's place")
     core = native.load()
     try:
         core.start()
@@ -268,7 +267,7 @@ def _started() -> Any:
         raise HardwareError(str(error)) from error
     torch.utils.rename_privateuse1_backend(NAME)
     if not hasattr(torch, NAME):  # it was tried before, too late
-        torch._register_device_module(NAME, _Module)
+        register_device_module(NAME, _Module)
     try:
         torch.ones(1, device=NAME, requires_grad=True).backward()
     except RuntimeError as error:

@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from memplug.predict.virtual import NAME, VirtualDevice
 from memplug.predict.virtual.replacing import replaced
-
-TORCH = "torch 2.6 to 2.15"
+from memplug.torch_private import KNOWN
 
 
 @contextlib.contextmanager
@@ -29,11 +28,11 @@ def as_cuda() -> Iterator[None]:
     VirtualDevice.current()
     with contextlib.ExitStack() as stack:
         for name, value in _replaced().items():
-            stack.enter_context(replaced(torch.cuda, name, value, TORCH))
+            stack.enter_context(replaced(torch.cuda, name, value, KNOWN))
         for name in ("get_rng_state", "set_rng_state", "manual_seed"):
-            stack.enter_context(replaced(torch.cuda.random, name, getattr(torch.cuda, name), TORCH))
+            stack.enter_context(replaced(torch.cuda.random, name, getattr(torch.cuda, name), KNOWN))
         for name in ("range_push", "range_pop"):
-            stack.enter_context(replaced(torch.cuda.nvtx, name, lambda *args: None, TORCH))
+            stack.enter_context(replaced(torch.cuda.nvtx, name, lambda *args: None, KNOWN))
         stack.enter_context(_OnVirtual())
         yield
 

@@ -20,6 +20,7 @@ from memplug.device.hardware import host_available_bytes, measure_links
 from memplug.device.host_time import HostTime
 from memplug.errors import HardwareError
 from memplug.files import write_whole
+from memplug.torch_private import fused_sdp_choice
 
 _MIB = 1 << 20
 _REPEATS = 3
@@ -206,7 +207,7 @@ def _backends(device: torch.device) -> list[str]:
             except RuntimeError:
                 continue
         found.append(name)
-    chosen = torch._fused_sdp_choice(query, *others, is_causal=True)
+    chosen = fused_sdp_choice(query, *others, is_causal=True)
     found = [name for name in found if name != "math"] or found
     return sorted(found, key=lambda name: int(_BACKENDS[name]) != chosen)
 

@@ -22,17 +22,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
-from torch.utils._pytree import tree_leaves
 
 from memplug.errors import HardwareError
 from memplug.predict.virtual import NAME, VirtualDevice, native
 from memplug.predict.virtual.costs import collective_s
 from memplug.predict.virtual.replacing import replaced
 from memplug.session.ranks import MADE_UP
+from memplug.torch_private import KNOWN, c10d, new_process_group, tree_leaves
 
-TORCH = "torch 2.6 to 2.15"
 WORK = """allreduce_coalesced_ reduce_ allgather_coalesced_ allgather_into_tensor_coalesced_ gather_ send recv_
 recv_any_source_ reduce_scatter_tensor_coalesced_ alltoall_base_ barrier""".split()
 OUTPUTS_AND_WORK = """allreduce_ broadcast_ allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_ scatter_
@@ -57,14 +55,14 @@ def joined(rank: int, world_size: int) -> Iterator[None]:
             "Leave out `init_process_group`, or destroy its group before.",
         )
     links = _registered()
-    make = distributed_c10d._new_process_group_helper
+    make = new_process_group
 
     @functools.wraps(make)
     def make_fake(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["backend_options"] = None  # of another backend
         return make(size, rank, ranks, dist.Backend(NAME), *args, **kwargs)
 
-    with replaced(distributed_c10d, "_new_process_group_helper", make_fake, TORCH), links.coalescing():
+    with replaced(distributed_c10d, "_new_process_group_helper", make_fake, KNOWN), links.coalescing():
         dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=world_size)
         try:
             yield
@@ -126,8 +124,8 @@ class _Links:
             return c10d.PythonCallbackWork(lambda timeout: all([work.wait() for work in works]))
 
         with (
-            replaced(dist.ProcessGroup, "_start_coalescing", begin, TORCH),
-            replaced(dist.ProcessGroup, "_end_coalescing", end, TORCH),
+            replaced(dist.ProcessGroup, "_start_coalescing", begin, KNOWN),
+            replaced(dist.ProcessGroup, "_end_coalescing", end, KNOWN),
         ):
             yield
 

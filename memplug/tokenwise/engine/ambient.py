@@ -11,12 +11,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from memplug.device.device import Device
 from memplug.tokenwise.engine.core import core
+from memplug.torch_private import (
+    DeviceContext,
+    get_function_modes,
+    peek_interpreter_stack,
+    temporarily_clear_interpreter_stack,
+    vmapmode_decrement_nesting,
+    vmapmode_increment_nesting,
+)
 
 _ATTENTION = tuple(  # whether a back end of attention is on, and what turns it; in the order of native/tape/ambient.cpp
     (getattr(torch.backends.cuda, f"{name}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{name}_sdp"))
@@ -71,15 +76,15 @@ def restored(
 
 def default_device() -> torch.device | None:
     """Of factory functions, where one was set; `torch.get_default_device` would make a tensor to find out."""
-    modes = reversed(_get_current_function_mode_stack())
+    modes = reversed(get_function_modes())
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def no_transforms() -> AbstractContextManager[None]:
     """Returns a context without the function transforms that backward runs in, such as that of batched gradients."""
-    batched = torch._C._vmapmode_increment_nesting() - 1  # by `torch.autograd.grad`, which has a vmap of its own
-    torch._C._vmapmode_decrement_nesting()
-    if not batched and torch._C._functorch.peek_interpreter_stack() is None:
+    batched = vmapmode_increment_nesting() - 1  # by `torch.autograd.grad`, which has a vmap of its own
+    vmapmode_decrement_nesting()
+    if not batched and peek_interpreter_stack() is None:
         return contextlib.nullcontext()
     return _outside_transforms(batched)
 
@@ -87,10 +92,10 @@ def no_transforms() -> AbstractContextManager[None]:
 @contextlib.contextmanager
 def _outside_transforms(batched: int) -> Iterator[None]:
     for _ in range(batched):
-        torch._C._vmapmode_decrement_nesting()
+        vmapmode_decrement_nesting()
     try:
         with temporarily_clear_interpreter_stack():
             yield
     finally:
         for _ in range(batched):
-            torch._C._vmapmode_increment_nesting()
+            vmapmode_increment_nesting()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch.autograd import forward_ad
 
 from memplug.device.device import Device
 from memplug.errors import coded
-
-TRACING = tuple(getattr(torch._C._TorchDispatchModeKey, mode) for mode in ("PROXY", "FUNCTIONAL", "FAKE"))
-"""Modes of make_fx, torch.export and fake tensors."""
+from memplug.torch_private import (
+    TRACING,
+    get_dispatch_mode,
+    is_fx_tracing,
+    is_in_forward_ad,
+    len_torch_dispatch_stack,
+    peek_interpreter_stack,
+    saved_tensors_hooks_is_enabled,
+)
 
 log = logging.getLogger("memplug")
 
@@ -35,12 +40,12 @@ class AsTheyAre:
                 "memplug: regions inside of a CUDA graph run as they are: nothing of them is swapped or recomputed. "
                 "Capture without regions, or leave the graph out"
             )
-        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        if peek_interpreter_stack() is not None or is_in_forward_ad():
             return self._tell(
                 "memplug: regions inside of a function transform or of forward-mode differentiation run as they are: "
                 "nothing of them is swapped or recomputed"
             )
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if not saved_tensors_hooks_is_enabled():
             return self._tell(
                 "memplug: regions that run where saved-tensor hooks are disabled run as they are: nothing of them is "
                 "swapped or recomputed"
@@ -57,6 +62,6 @@ class AsTheyAre:
 
 def is_traced() -> bool:
     """Whether this forward is torch's, which makes a program of it, or of fake tensors: it trains nothing."""
-    if torch.jit.is_tracing() or torch.fx._symbolic_trace._is_fx_tracing_flag:
+    if torch.jit.is_tracing() or is_fx_tracing():
         return True
-    return torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, TRACING))
+    return len_torch_dispatch_stack() > 0 and any(map(get_dispatch_mode, TRACING))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from memplug.tokenwise.engine.core import core
+from memplug.torch_private import unsafe_preserve_version_counter
 
 IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
@@ -28,7 +29,7 @@ class Buffers:
     def as_before(self) -> Iterator[None]:
         """Every buffer has its former value meanwhile, and no version of it counts."""
         now = [(tensor, before, tensor.untyped_storage().clone()) for tensor, before in self._before]
-        with torch.autograd._unsafe_preserve_version_counter(tuple(tensor for tensor, _ in self._before)):
+        with unsafe_preserve_version_counter(tuple(tensor for tensor, _ in self._before)):
             try:
                 for tensor, before, _ in now:
                     tensor.untyped_storage().copy_(before)

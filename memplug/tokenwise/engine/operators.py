@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from memplug.torch_private import OpOverload
+
 
 class Kind(enum.Enum):
     """How an expensive operator may be captured; see the table above."""
@@ -110,7 +112,7 @@ _KINDS = {
 @functools.cache
 def kind_of(func: Any) -> Kind | None:
     """The kind of an operator (an `OpOverload`), None when it is cheap or must not be captured."""
-    if not isinstance(func, torch._ops.OpOverload) or (func._schema.is_mutable and not _may_write_nothing(func)):
+    if not isinstance(func, OpOverload) or (func._schema.is_mutable and not _may_write_nothing(func)):
         return None
     name = func._schema.name
     namespace, _, operator = name.partition("::")
@@ -137,7 +139,7 @@ def _may_write_nothing(func: Any) -> bool:
 
 def is_communication(func: Any) -> bool:
     """Whether other ranks take part: such an operator runs on every rank or on none."""
-    if not isinstance(func, torch._ops.OpOverload) or func._schema.name in _WITHOUT_COMMUNICATION:
+    if not isinstance(func, OpOverload) or func._schema.name in _WITHOUT_COMMUNICATION:
         return False
     if func._schema.name in _UNITS:
         return func._overloadname == "shared"
@@ -146,12 +148,12 @@ def is_communication(func: Any) -> bool:
 
 def is_unit(func: Any) -> bool:
     """Whether the operator stands for a unit (native/units/unit.h)."""
-    return isinstance(func, torch._ops.OpOverload) and func._schema.name in _UNITS
+    return isinstance(func, OpOverload) and func._schema.name in _UNITS
 
 
 def is_part_of_unit(func: Any) -> bool:
     """Whether the operator stands for one memory that a unit made (native/units/unit.h)."""
-    return isinstance(func, torch._ops.OpOverload) and func._schema.name == PART_OF_UNIT
+    return isinstance(func, OpOverload) and func._schema.name == PART_OF_UNIT
 
 
 def is_shared(func: Any) -> bool:
@@ -172,7 +174,7 @@ def is_part_by_rows(func: Any) -> bool:
 @functools.cache
 def is_exchange(func: Any) -> bool:
     """Whether the operator is one of `c10d`: it writes to its arguments, although its schema does not say so."""
-    return isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d"
+    return isinstance(func, OpOverload) and func.namespace == "c10d"
 
 
 def fills(func: Any) -> bool:
@@ -208,7 +210,7 @@ def is_random(func: Any) -> bool:
 
 def has_effects(func: Any) -> bool:
     """Whether the operator may do more than its outputs show: assertions, printing, higher-order operators."""
-    return not isinstance(func, torch._ops.OpOverload) or not func._schema.returns
+    return not isinstance(func, OpOverload) or not func._schema.returns
 
 
 def gives_python_value(func: Any) -> bool:
@@ -222,7 +224,7 @@ def is_factory(func: Any) -> bool:
 
     Never captured: it costs next to nothing, and others may be about to fill it.
     """
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return False
     operator = func._schema.name.partition("::")[2]
     reads = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
@@ -231,13 +233,13 @@ def is_factory(func: Any) -> bool:
 
 def leaves_memory_blank(func: Any) -> bool:
     """Whether the output is memory that another operator has to fill (`empty`)."""
-    return isinstance(func, torch._ops.OpOverload) and func._schema.name in _EMPTY
+    return isinstance(func, OpOverload) and func._schema.name in _EMPTY
 
 
 @functools.cache
 def is_mutable(func: Any) -> bool:
     """Whether the operator writes to memory of one of its arguments."""
-    if not isinstance(func, torch._ops.OpOverload) or func._schema.name == _DETACH:
+    if not isinstance(func, OpOverload) or func._schema.name == _DETACH:
         return False
     return func._schema.is_mutable or is_exchange(func) or func._schema.name in _STATISTICS
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from memplug.tokenwise.engine.buffers import alias_of
+from memplug.torch_private import is_functorch_wrapped_tensor
 
 Result = TypeVar("Result")
 _CONSTANT = (
@@ -28,6 +29,7 @@ _CONSTANT = (
     *(types.ModuleType, types.BuiltinFunctionType, property, staticmethod, classmethod, weakref.ref, np.generic),
     *(threading.local, type(threading.Lock()), type(threading.RLock()), logging.Logger, io.FileIO, io.TextIOWrapper),
 )
+
 _FRAMEWORKS = {
     *("torch", "deepspeed", "megatron", "memplug", "transformer_engine", "transformer_engine_torch", "accelerate"),
     *("lightning", "pytorch_lightning", "apex", "flash_attn", "triton"),
@@ -128,7 +130,7 @@ def is_own(thing: Any) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor is no more than a view of its memory."""
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    is_wrapped = is_functorch_wrapped_tensor(tensor)
     strided = not is_wrapped and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     return type(tensor) is torch.Tensor and strided
 

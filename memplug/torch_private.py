@@ -1,0 +1,202 @@
+"""Every private or unstable name of torch that memplug's Python uses; those of the C++ are in `native/torch_private.h`.
+
+Each is looked up once, as this module is imported, but for those of torch's compiler. Where the installed torch lacks
+one, `check` and `check_compiler` say so at attach, and calling it raises the same error. Attributes of objects are used
+in their places: `Tensor._version`, `OpOverload._schema`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from memplug.errors import UnsupportedVersionError
+
+OLDEST, NEWEST = "2.6", "2.15"
+KNOWN = f"torch {OLDEST} to {NEWEST}"
+"""Versions of torch that memplug knows."""
+
+_lacking: list[UnsupportedVersionError] = []
+
+
+def _looked_up(path: str) -> Any:
+    """Returns what torch has by that name; raises AttributeError."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        return functools.reduce(getattr, parts[length:], found)
+    raise AttributeError(path)
+
+
+def _lacks(path: str, use: str) -> UnsupportedVersionError:
+    return UnsupportedVersionError(
+        f"torch {torch.__version__} has no {path}, by which memplug {use}; {KNOWN} have it",
+        f"Install {KNOWN}, or a newer memplug.",
+    )
+
+
+def _name(path: str, use: str, *older: str, needed: bool = True) -> Any:
+    """Returns what torch has by that name, or else a function that raises what it lacks.
+
+    Args:
+        use: what memplug does by it.
+        older: names that older versions have for it.
+        needed: `check` asks for it.
+    """
+    for each in (path, *older):
+        with contextlib.suppress(AttributeError):
+            return _looked_up(each)
+    error = _lacks(path, use)
+    if needed:
+        _lacking.append(error)
+
+    def lacking(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return lacking
+
+
+def check() -> None:
+    """Ask for every name that training needs.
+
+    Raises:
+        UnsupportedVersionError: torch is older than the oldest that is known, or lacks a name.
+    """
+    if _version(torch.__version__) < _version(OLDEST):
+        raise UnsupportedVersionError(f"memplug needs torch {OLDEST} or newer; {torch.__version__} is installed")
+    if _lacking:
+        raise _lacking[0]
+
+
+def is_newer_than_known() -> bool:
+    """Whether the installed torch is newer than those that memplug knows."""
+    return _version(torch.__version__) > _version(NEWEST)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+
+
+# -- autograd, and what runs around it --
+
+_TRACED, _TRANSFORMED = "knows programs that torch traces", "knows function transforms"
+
+current_graph_task_id = _name("torch._C._current_graph_task_id", "tells recomputed forwards from training's own")
+saved_tensors_hooks_is_enabled = _name("torch._C._autograd._saved_tensors_hooks_is_enabled", "asks whether it may save")
+unsafe_preserve_version_counter = _name("torch.autograd._unsafe_preserve_version_counter", "puts buffers back")
+
+peek_interpreter_stack = _name("torch._C._functorch.peek_interpreter_stack", _TRANSFORMED)
+is_functorch_wrapped_tensor = _name("torch._C._functorch.is_functorch_wrapped_tensor", _TRANSFORMED)
+vmapmode_increment_nesting = _name("torch._C._vmapmode_increment_nesting", _TRANSFORMED)
+vmapmode_decrement_nesting = _name("torch._C._vmapmode_decrement_nesting", _TRANSFORMED)
+temporarily_clear_interpreter_stack = _name(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "recomputes outside of function transforms"
+)
+_name("torch.autograd.forward_ad._current_level", "knows forward-mode differentiation")
+
+get_dispatch_mode = _name("torch._C._get_dispatch_mode", _TRACED)
+len_torch_dispatch_stack = _name("torch._C._len_torch_dispatch_stack", _TRACED)
+_fx_tracing = _name(
+    "torch.fx._symbolic_trace._get_is_fx_tracing", _TRACED, "torch.fx._symbolic_trace._is_fx_tracing_flag"
+)
+TRACING = tuple(_name(f"torch._C._TorchDispatchModeKey.{mode}", _TRACED) for mode in ("PROXY", "FUNCTIONAL", "FAKE"))
+"""Modes of make_fx, torch.export and fake tensors."""
+
+get_function_modes = _name("torch.overrides._get_current_function_mode_stack", "finds the default device of a forward")
+push_function_mode = _name("torch.overrides._push_mode", "compiles FlexAttention outside of modes")
+pop_function_mode = _name("torch.overrides._pop_mode", "compiles FlexAttention outside of modes")
+DeviceContext = _name("torch.utils._device.DeviceContext", "finds the default device of a forward")
+
+OpOverload = _name("torch._ops.OpOverload", "knows operators")
+get_default_store = _name("torch.distributed.distributed_c10d._get_default_store", "has ranks agree", needed=False)
+empty_host_cache = _name("torch._C._host_emptyCache", "gives pinned memory back", needed=False)
+dump_snapshot = _name("torch.cuda.memory._dump_snapshot", "writes a snapshot when memory runs out", needed=False)
+
+
+def is_fx_tracing() -> bool:
+    """Whether torch.fx traces a program now."""
+    return bool(_fx_tracing() if callable(_fx_tracing) else torch.fx._symbolic_trace._is_fx_tracing_flag)  # to 2.13
+
+
+def is_in_forward_ad() -> bool:
+    """Whether forward-mode differentiation is on."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
+# -- torch's compiler, which takes as long to import as all else --
+
+COMPILER, FLEX_ATTENTION = "torch._dynamo.eval_frame", "torch.nn.attention.flex_attention"
+INDUCTOR_CONFIG = "torch._inductor.config"
+_WRAPPER = "compile_wrapper"
+_STANCE = tuple(f"{COMPILER}.{name}" for name in ("_callback_from_stance", "_stance", "DynamoStance"))
+_AS_WRITTEN = "runs what is compiled in a region as it is written"
+_FLEX_NAMES = ("_create_wrapped_callback", "_debug_get_cache_entry_list", "innermost_backend")
+
+
+def skip_code(code: CodeType) -> None:
+    """Let calls of `code` run as they are where torch compiles; those inside of it are compiled as ever."""
+    _name("torch._dynamo.decorators.skip_code", "lets torch.compile go around regions")(code)
+
+
+@functools.cache
+def flex_compiler() -> Any:
+    """Returns the module that has what compiled calls of FlexAttention need; None: this torch lacks some of it."""
+    compiler = importlib.import_module(COMPILER)
+    return compiler if all(hasattr(compiler, name) for name in _FLEX_NAMES) else None
+
+
+def check_compiler(as_written: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Ask the compiler what it does with compiled functions where regions run: nothing, they run as they are written.
+
+    Args:
+        as_written: makes a context in which nothing compiled runs.
+
+    Raises:
+        UnsupportedVersionError: the compiler lacks a name, or would compile all the same.
+    """
+    for name in _STANCE:
+        try:
+            _looked_up(name)
+        except AttributeError:
+            raise _lacks(name, _AS_WRITTEN) from None
+    with as_written():
+        is_disabled = _looked_up(_STANCE[0])(check_compiler) is None
+    if not is_disabled:
+        raise UnsupportedVersionError(
+            f"torch {torch.__version__} compiles whatever {_STANCE[1]} is, by which memplug {_AS_WRITTEN}",
+            f"Install {KNOWN}, or a newer memplug.",
+        )
+
+
+def compiled_call(frame: FrameType) -> tuple[Any, Any] | None:
+    """Returns the function that is called and the list of what is called behind it, of a frame of torch's compiler that
+    calls a compiled function; None: it is another frame.
+    """
+    if frame.f_code.co_name != _WRAPPER or frame.f_globals.get("__name__") != COMPILER:
+        return None
+    return frame.f_locals.get("fn"), frame.f_locals.get("cleanups")
+
+
+# -- the virtual device and estimates --
+
+_LAB = "has a virtual device"
+
+c10d = _name("torch._C._distributed_c10d", _LAB, needed=False)
+new_process_group = _name("torch.distributed.distributed_c10d._new_process_group_helper", _LAB, needed=False)
+PRIVATE_DEVICE_TYPE = _name("torch._C._autograd.DeviceType.PrivateUse1", _LAB, needed=False)
+get_private_device_name = _name("torch._C._get_privateuse1_backend_name", _LAB, needed=False)
+register_device_module = _name("torch._register_device_module", _LAB, needed=False)
+fused_sdp_choice = _name("torch._fused_sdp_choice", "measures attention", needed=False)
+TorchDispatchMode = _name("torch.utils._python_dispatch.TorchDispatchMode", "records values", needed=False)
+tree_leaves = _name("torch.utils._pytree.tree_leaves", "makes estimates", needed=False)
+tree_map = _name("torch.utils._pytree.tree_map", "makes estimates", needed=False)

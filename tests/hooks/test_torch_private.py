@@ -1,0 +1,77 @@
+"""A torch that lacks what memplug uses of it is refused at attach, with the name that it lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplug
+from memplug import torch_private
+from memplug.errors import UnsupportedVersionError
+from memplug.tokenwise.engine.core import core
+
+BLOCK = {"enabled": True, "tokenwise": {"regions": ["0"], "alpha": 1}, "arena": {"enabled": False}}
+
+
+def attached() -> Any:
+    return memplug.attach(nn.Sequential(nn.Linear(4, 4)), BLOCK)
+
+
+def refusal() -> str:
+    with pytest.raises(UnsupportedVersionError) as error:
+        attached()
+    return str(error.value)
+
+
+def test_a_name_that_torch_lacks_is_said_at_attach_and_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_private, "_lacking", [])
+    lacking = torch_private._name("torch._C._no_such_name", "does this and that")
+    with pytest.raises(UnsupportedVersionError, match=r"has no torch\._C\._no_such_name, by which memplug does this"):
+        lacking(1)
+    assert "torch._C._no_such_name" in refusal()
+
+
+def test_a_name_that_training_does_not_need_is_said_where_it_is_used_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_private, "_lacking", [])
+    lacking = torch_private._name("torch.no_such_module.name", "makes estimates", needed=False)
+    attached().detach()
+    with pytest.raises(UnsupportedVersionError, match="no_such_module"):
+        lacking()
+
+
+def test_the_installed_torch_has_every_name() -> None:
+    assert torch_private._lacking == []
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
+    assert "needs torch 2.6 or newer; 2.5.1+cu124 is installed" in refusal()
+
+
+@pytest.mark.parametrize("name", ["_stance", "DynamoStance", "_callback_from_stance"])
+def test_a_stance_that_moved_is_said_at_attach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(f"torch._dynamo.eval_frame.{name}")
+    assert f"has no torch._dynamo.eval_frame.{name}, by which memplug" in refusal()
+
+
+def test_a_stance_that_is_read_no_more_is_said_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._dynamo.eval_frame._callback_from_stance", lambda callback: callback)
+    assert "compiles whatever torch._dynamo.eval_frame._stance is" in refusal()
+
+
+def test_a_compiled_function_runs_as_it_is_written_where_regions_run() -> None:
+    compiled = []
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda number: number + 1, backend=compile_graph)
+    with core().AsWritten():
+        assert function(torch.zeros(1)).item() == 1
+    assert not compiled
+    assert function(torch.zeros(1)).item() == 1
+    assert compiled

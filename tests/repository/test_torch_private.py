@@ -1,0 +1,98 @@
+"""Private names of torch are in the two files that say so, and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from memplug.torch_private import KNOWN, OLDEST
+from tests.support.folders import ROOT
+from tests.support.readmes import readmes
+
+PACKAGE = ROOT / "memplug"
+PRIVATE = re.compile(r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*")
+OPERATORS = "torch.ops."  # their names are registered
+
+
+def private_uses(source: str) -> set[str]:
+    """Returns private names of torch that a module imports, reaches through what it imported, or has as text."""
+    tree = ast.parse(source)
+    known: dict[str, str] = {}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                known[each.asname or each.name.partition(".")[0]] = (
+                    each.name if each.asname else each.name.partition(".")[0]
+                )
+                found.add(each.name)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for each in node.names:
+                known[each.asname or each.name] = f"{node.module}.{each.name}"
+                found.add(f"{node.module}.{each.name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+        elif isinstance(node, ast.Attribute) and (chain := chain_of(node)):
+            root, *rest = chain
+            found.add(".".join([known.get(root, ""), *rest]))
+    return {name for name in found if PRIVATE.fullmatch(name) and not name.startswith(OPERATORS)}
+
+
+def chain_of(node: ast.expr) -> list[str]:
+    """Returns the names of `a.b.c`, or none where it begins with no name."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    before = chain_of(node.value) if isinstance(node, ast.Attribute) else []
+    return [*before, node.attr] if before else []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C._host_emptyCache()",
+        "import torch as t\nt.fx._symbolic_trace.flag",
+        "from torch.overrides import _push_mode",
+        "from torch._dynamo import decorators",
+        "import torch._dynamo.eval_frame",
+        "from torch.autograd import forward_ad\nforward_ad._current_level",
+        "sys.modules['torch._inductor.config']",
+    ],
+)
+def test_a_private_name_of_torch_is_found(source: str) -> None:
+    assert private_uses(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.ops.aten._to_copy",
+        "import torch\ntorch.__version__",
+        "tensor._version",
+        "'Use torch._C._x.'",
+    ],
+)
+def test_what_is_none_is_not(source: str) -> None:
+    assert not private_uses(source)
+
+
+def modules() -> Iterator[Path]:
+    return (path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "torch_private.py")
+
+
+def test_python_has_private_names_of_torch_from_one_file() -> None:
+    uses = {str(path.relative_to(ROOT)): private_uses(path.read_text()) for path in modules()}
+    assert len(uses) > 200
+    assert {file: names for file, names in uses.items() if names} == {}
+
+
+def test_the_versions_of_torch_are_stated_alike_everywhere() -> None:
+    assert f"memplug knows {KNOWN}." in (ROOT / "README.md").read_text()
+    assert f"    torch>={OLDEST}\n" in (ROOT / "setup.cfg").read_text()
+    sources = [*modules(), *PACKAGE.rglob("*.cpp"), *PACKAGE.rglob("*.h"), *readmes()]
+    ranges = {found for path in sources for found in re.findall(r"torch [\d.]+ to [\d.]*\d", path.read_text())}
+    assert ranges <= {KNOWN}
