@@ -1,7 +1,5 @@
 #include "sequence.h"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/util/flat_hash_map.h>
 
@@ -14,8 +12,8 @@
 #include <utility>
 
 #include "operator_names.h"
-#include "operators.h"
 #include "requests.h"
+#include "tensors.h"
 
 namespace memplug {
 namespace {

@@ -11,7 +11,6 @@ namespace memplug {
 namespace {
 
 thread_local Observer* current = nullptr;
-thread_local int pauses = 0;
 
 // Tensors without memory, of which torch wants no more than the shapes, as where DTensor asks how a result is sharded.
 bool is_fake() {
@@ -42,14 +41,6 @@ Observer::~Observer() {
   }
 }
 
-void Observer::pause() {
-  ++pauses;
-}
-
-void Observer::resume() {
-  --pauses;
-}
-
 void Observer::address_taken(const at::Tensor& tensor) {
   if (is_noting()) {
     current->forward_.blind(UNOBSERVED);
@@ -64,15 +55,11 @@ void Observer::read(const at::Tensor& tensor) {
 }
 
 bool Observer::is_active() {
-  return current != nullptr && pauses == 0;
+  return current != nullptr && Pause::depth() == 0;
 }
 
 bool Observer::is_noting() {
   return is_active() && !current->inside_;
-}
-
-int Observer::paused() {
-  return pauses;
 }
 
 void Observer::rethrow() {
@@ -94,7 +81,7 @@ std::unique_ptr<at::ObserverContext> Observer::begin(const at::RecordFunction& f
     return nullptr;
   }
   Running running{What::IGNORED, false, 0};
-  if (!observer->inside_ && pauses == 0) {
+  if (!observer->inside_ && Pause::depth() == 0) {
     if (is_fake()) {
       observer->inside_ = true;
       running.what = What::FAKE;
@@ -106,7 +93,7 @@ std::unique_ptr<at::ObserverContext> Observer::begin(const at::RecordFunction& f
         observer->fail();
       }
     }
-  } else if (pauses == 0) {
+  } else if (Pause::depth() == 0) {
     if (observer->leaf_ != nullptr) {
       observer->look_inside(function);
     }

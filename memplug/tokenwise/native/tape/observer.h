@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "bus.h"
 #include "forward.h"
 #include "modes.h"
 
@@ -26,19 +27,6 @@ class Observer {
 
   // Throws what a listener has thrown: torch lets nothing out of a callback.
   void rethrow();
-
-  // Operators of this thread are not noted, until `resume` was called as often.
-  static void pause();
-  static void resume();
-  static int paused();
-  struct Pause {
-    Pause() {
-      pause();
-    }
-    ~Pause() {
-      resume();
-    }
-  };
 
   // A tensor's address escaped: what is done with it is no operator.
   static void address_taken(const at::Tensor& tensor);
