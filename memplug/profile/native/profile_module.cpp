@@ -133,8 +133,10 @@ const Registered profile_part({
       lock_requests_for_fork();
       lock_records_for_fork();
       lock_places_for_fork();
+      lock_bus_for_fork();
     },
     [](bool) {
+      unlock_bus_after_fork();
       unlock_places_after_fork();
       unlock_records_after_fork();
       unlock_requests_after_fork();
