@@ -153,8 +153,8 @@ Watching::~Watching() {
 }
 
 void lock_bus_for_fork() {
-  (void)at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); // or the child's next operator may ask for torch's lock
   bus().mutex.lock();
+  (void)at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); // or the child's next operator may ask for torch's lock
 }
 
 void unlock_bus_after_fork() {
