@@ -1,4 +1,5 @@
 """The native core: the C++ of all rooms, built on first use as one library (`memplug.native.building`).
+Each folder that is there adds its part of the Python module by itself (registry.h).
 
 `memplug.predict.virtual.native` and `memplug.arena.native.packing` are apart from it. The last one is plain C++, which
 knows no torch and imports none.
@@ -15,29 +16,15 @@ from memplug.errors import NativeError
 from memplug.native.building import Extension
 
 FOLDERS = (
-    *("tokenwise/native/tape", "tokenwise/native/transfer", "tokenwise/native/units"),
-    *("swap/native", "arena/native", "profile/native", "device/native"),
+    *("native", "device/native", "profile/native", "arena/native", "swap/native"),
+    *("tokenwise/native/transfer", "tokenwise/native/units", "tokenwise/native/tape"),
 )
 _PACKAGE = Path(__file__).parent.parent
 
 CORE = Extension(
     "memplug_native",
     "native core",
-    (Path(__file__).parent, *(_PACKAGE / folder for folder in FOLDERS)),
-    tuple(
-        tuple(names.split())
-        for names in (
-            "ambient arguments as_written forward_module module running saved_type swap_module transfer_module "
-            "withheld writes",
-            "again captures decisions flow following forward frame given giving_back modes noting_units observer "
-            "operators saving sequence",
-            "literals storages tape unfilled units",
-            "followed_step leaving relief repeated_step returning short_step storage_swapper swap_list swap_step",
-            "clock exchange host_rows operator_names replay rounding streams transfer",
-            "arena arena_plan cpu_allocator leftovers requests serving",
-            "cuda_allocator cuda_arena cuda_device other_allocator",
-        )
-    ),
+    tuple(_PACKAGE / folder for folder in FOLDERS if (_PACKAGE / folder).is_dir()),
 )
 
 

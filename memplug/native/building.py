@@ -25,6 +25,8 @@ from memplug.errors import NativeError, coded
 
 log = logging.getLogger("memplug")
 
+LOT_BYTES = 80_000  # of sources, about a minute of compilation
+
 
 @dataclass(frozen=True)
 class Extension:
@@ -34,14 +36,11 @@ class Extension:
         name: of its Python module.
         what: it is, as messages call it.
         folders: of its sources and headers, whose names are apart; headers of others are not looked at.
-        together: sources that are compiled as one: what they include of torch takes longer to read than all that is in
-            them.
     """
 
     name: str
     what: str
     folders: tuple[Path, ...]
-    together: tuple[tuple[str, ...], ...]
 
     def load(self) -> ModuleType:
         """Its Python module; built first where that was not done yet (a minute or two).
@@ -79,7 +78,7 @@ class Extension:
         root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
         key = hashlib.sha256()
         versions = torch.__version__, torch.version.cuda, sysconfig.get_config_var("SOABI")
-        for part in (*versions, *flags(), *libraries(), self.together):
+        for part in (*versions, *flags(), *libraries(), self.lots()):
             key.update(str(part).encode())
         for name, source in sorted(self.sources().items()):
             key.update(name.encode() + source.read_bytes())
@@ -92,8 +91,24 @@ class Extension:
     def sources(self) -> dict[str, Path]:
         """Sources and headers, by name."""
         return {
-            path.name: path for folder in self.folders for path in folder.iterdir() if path.suffix in (".cpp", ".h")
+            path.name: path
+            for folder in self.folders
+            for path in sorted(folder.iterdir())
+            if path.suffix in (".cpp", ".h")
         }
+
+    def lots(self) -> list[list[str]]:
+        """Names of the sources that are compiled as one, for each lot: what a source includes of torch takes longer to
+        read than many a source. Lots are alike in size; names in them must be apart.
+        """
+        sizes = {path.name: path.stat().st_size for path in self.sources().values() if path.suffix == ".cpp"}
+        count = -(-sum(sizes.values()) // LOT_BYTES)
+        lots: list[list[str]] = [[] for _ in range(count)]
+        before = 0
+        for name, size in sizes.items():
+            lots[(before + size // 2) * count // sum(sizes.values())].append(name)
+            before += size
+        return [lot for lot in lots if lot]
 
     def _done(self) -> Path:
         return self.build_folder() / "built"
@@ -103,9 +118,9 @@ class Extension:
 
         log.info("memplug: building the %s, once, in %s", self.what, folder)
         sources, known = [], self.sources()
-        for names in self.together:
-            source = folder / f"{names[0]}.cpp"
-            source.write_text("".join(f'#include "{known[f"{name}.cpp"]}"\n' for name in names))
+        for names in self.lots():
+            source = folder / names[0]
+            source.write_text("".join(f'#include "{known[name]}"\n' for name in names))
             sources.append(str(source))
         try:
             self._compile(folder, sources, flags())

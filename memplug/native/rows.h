@@ -1,4 +1,4 @@
-// Rows of a table that Python has packed.
+// Rows of a table as bytes, which Python packs and unpacks.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,6 +15,11 @@ std::vector<T> rows_of(const pybind11::bytes& bytes) {
   std::vector<T> rows(view.size() / sizeof(T));
   std::copy_n(view.data(), rows.size() * sizeof(T), reinterpret_cast<char*>(rows.data()));
   return rows;
+}
+
+template <typename T>
+pybind11::bytes bytes_of(const std::vector<T>& rows) {
+  return pybind11::bytes(reinterpret_cast<const char*>(rows.data()), rows.size() * sizeof(T));
 }
 
 } // namespace memplug

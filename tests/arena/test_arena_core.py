@@ -13,7 +13,7 @@ from tests.support.folders import ROOT
 
 RANDOM_SEEDS = "300"  # of the random requests
 PROGRAMS = ("arena_test", "arena_plans_test")
-SOURCES = tuple(f"memplug/arena/native/{name}.cpp" for name in ("arena", "arena_plan", "leftovers"))
+SOURCES = tuple(f"memplug/arena/native/{name}.cpp" for name in ("arena", "arena_plan", "leftovers", "pending_uses"))
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
 

@@ -21,7 +21,7 @@ HEADER = Path(torch.__file__).parent / "include/c10/cuda/CUDACachingAllocator.h"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
 CONCRETE = """
-#include "cuda_arena.cpp"
+#include "cuda_front.cpp"
 namespace memplug { namespace {
 static_assert(!std::is_abstract_v<InFront<Native>>, "every call is known");
 InFront<Native>* const made = new InFront<Native>(nullptr, 0);
@@ -54,7 +54,7 @@ def compiled(includes: list[str], source: str, *flags: str) -> str:
 
 
 @pytest.mark.long  # the next test compiles the allocator's interface
-@pytest.mark.parametrize("source", ["cuda_allocator.cpp", "cuda_device.cpp", "module.cpp"])
+@pytest.mark.parametrize("source", ["cuda_allocator.cpp", "cuda_device.cpp", "arena_module.cpp"])
 def test_what_is_built_for_cuda_compiles(includes: list[str], source: str) -> None:
     assert "warning" not in compiled(includes, f'#include "{source}"\n', "-Wall")
 
@@ -63,7 +63,7 @@ def test_every_call_of_the_allocators_interface_is_handed_on(includes: list[str]
     """The compiler suggests `override` for each call that is one without saying so."""
     answer = compiled(includes, CONCRETE, "-Wsuggest-override")
     handed_on = set(re.findall(r"(?:InFront|HandsOn)<.*?>::(\w+)\(.*can be marked override", answer))
-    for source in ("cuda_arena.cpp", "hands_on.h"):
+    for source in ("cuda_front.cpp", "hands_on.h"):
         handed_on |= set(re.findall(r"(\w+)\([^;{}]*\)[^;{}]*override \{", native.CORE.sources()[source].read_text()))
     interface = HEADER.read_text().split("class CUDAAllocator")[1].split("\n};")[0]
     calls = set(re.findall(r"virtual [^;{}]*?(\w+)\(", interface))

@@ -25,17 +25,17 @@ WAITS = {
         "side",
     ),
     "reusable bytes in use, and the stream that the plan has them for": (
-        "arena.cpp",
+        "pending_uses.cpp",
         "    pending_.push_back({begin, end, stream, device_.record(stream)});\n",
         "side",
     ),
     "a block that another stream has still to read": (
         "arena.cpp",
-        "      device_.wait(stream, pending.event);\n",
+        "  pending_.order(begin, begin + size, stream);\n",
         "side",
     ),
     "checks: what was freed is filled, and a stream that has still to read it": (
-        "arena.cpp",
+        "pending_uses.cpp",
         "      device_.wait(stream, pending_.back().event);\n",
         "side checked",
     ),
@@ -51,7 +51,7 @@ WAITS = {
     ),
     "memory that goes back, and a block that another stream has still to read": (
         "arena_plan.cpp",
-        "      device_.wait(part->stream, pending.event);\n",
+        "    pending_.order_after_all(part->stream);\n",
         "side aside",
     ),
 }

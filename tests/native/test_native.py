@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +129,7 @@ def test_the_cpp_runtime_is_torchs_even_where_the_compiler_links_its_own_in(
     )
     monkeypatch.setenv("CXX", str(wrapper))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
-    tiny = Extension("tiny", "test", (tmp_path,), (("tiny",),))
+    tiny = Extension("tiny", "test", (tmp_path,))
     folder = tiny.build_folder()
     folder.mkdir(parents=True)
     tiny._build(folder)
@@ -135,9 +137,32 @@ def test_the_cpp_runtime_is_torchs_even_where_the_compiler_links_its_own_in(
 
 
 def test_every_source_is_compiled_once() -> None:
-    assert sorted(name for names in native.CORE.together for name in names) == sorted(
-        source.stem for folder in native.CORE.folders for source in folder.glob("*.cpp")
+    assert sorted(name for names in native.CORE.lots() for name in names) == sorted(
+        source.name for folder in native.CORE.folders for source in folder.glob("*.cpp")
     )
+
+
+ROOMS_BELOW = {
+    "native": set(),
+    "device": {"native"},
+    "profile": {"native", "device"},
+    "arena": {"native", "device", "profile"},
+    "swap": {"native", "device", "profile"},
+    "tokenwise": {"native", "device", "profile"},
+}
+
+
+def test_sources_include_rooms_below_alone() -> None:
+    """So a technique's folder can be taken out, and the core still builds."""
+    package = Path(native.__file__).parent.parent
+    room_of = {name: path.relative_to(package).parts[0] for name, path in native.CORE.sources().items()}
+    seen = Counter[str]()
+    for name, path in native.CORE.sources().items():
+        room = room_of[name]
+        included = {room_of[header] for header in re.findall(r'#include "(\S+)"', path.read_text())}
+        assert included <= {room} | ROOMS_BELOW[room], path
+        seen[room] += len(included)
+    assert set(seen) == set(ROOMS_BELOW) and all(seen.values()), seen
 
 
 def test_each_source_each_flag_and_each_version_has_a_folder_of_its_own(

@@ -206,6 +206,13 @@ def _calls(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
+def test_an_operator_that_a_recording_ends_in_encloses_none_of_the_next(recorder: Recorder) -> None:
+    recorder.begin(Detail.TENSORS)
+    inside_of_an_operator(lambda: recorder.end(Fingerprint(), ()))
+    trace = record(recorder, torch.ones(2).exp, Detail.REQUESTS)
+    assert trace.operators["depth"].tolist() == [0]
+
+
 def test_recordings_may_begin_and_end_inside_of_an_operator(recorder: Recorder) -> None:
     kept = torch.ones(2)
     inside_of_an_operator(lambda: recorder.begin(Detail.TENSORS))

@@ -8,7 +8,6 @@ namespace memplug {
 namespace {
 
 constexpr int32_t LOOK_AROUND = 32; // planned requests, on either side of the one that is expected next
-constexpr size_t MANY_PENDING = 64;
 constexpr int SURROUNDING = 0xA5;
 
 int64_t rounded(size_t nbytes) {
@@ -263,11 +262,7 @@ bool Arena::hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, ui
       device_.drop(event);
     }
   }
-  for (const Pending& pending : pending_) {
-    if (pending.begin < begin + size && begin < pending.end && pending.stream != stream) {
-      device_.wait(stream, pending.event);
-    }
-  }
+  pending_.order(begin, begin + size, stream);
   if (checks_) {
     counters_.written_freed += !device_.is_filled(begin, size, FREED, stream);
     device_.fill(begin + nbytes, size - nbytes, SURROUNDING, stream);
@@ -319,23 +314,8 @@ bool Arena::give_back(void* pointer) {
 }
 
 void Arena::take_in(Part& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone) {
-  const auto [first, last] = also_used_on_.equal_range(begin);
-  for (auto used = first; used != last; ++used) {
-    if (used->second == stream) { // its own work is in order
-      continue;
-    }
-    pending_.push_back({begin, end, used->second, device_.record(used->second)});
-    if (checks_) { // what is written below must not be read there
-      device_.wait(stream, pending_.back().event);
-    }
-  }
-  also_used_on_.erase(first, last);
-  if (!alone) { // what the plan knows of streams that share bytes does not cover it
-    pending_.push_back({begin, end, stream, device_.record(stream)});
-  }
-  if (pending_.size() >= MANY_PENDING) {
-    forget_done();
-  }
+  // `alone`: what the plan knows of streams that share bytes covers it; what checks write below must not be read elsewhere
+  pending_.end_block(begin, end, stream, alone, checks_);
   if (checks_) {
     counters_.written_beyond += !device_.is_filled(begin + nbytes, end - begin - nbytes, SURROUNDING, stream);
     device_.fill(begin, end - begin, FREED, stream);
@@ -352,11 +332,7 @@ bool Arena::use_on(void* pointer, Stream stream) {
   if (part_of(pointer) == nullptr) {
     return false;
   }
-  char* const begin = static_cast<char*>(pointer);
-  const auto [first, last] = also_used_on_.equal_range(begin);
-  if (std::none_of(first, last, [&](const auto& used) { return used.second == stream; })) {
-    also_used_on_.emplace(begin, stream);
-  }
+  pending_.use_on(static_cast<char*>(pointer), stream);
   return true;
 }
 

@@ -16,11 +16,9 @@
 #include <vector>
 
 #include "live_starts.h"
+#include "pending_uses.h"
 
 namespace memplug {
-
-using Stream = const void*;
-using Event = void*;
 
 constexpr int64_t GRANULARITY = 512; // every size and every address is a multiple of it
 
@@ -129,7 +127,7 @@ enum class Reuse {
 class Arena {
  public:
   // `checks`: freed bytes and what surrounds a block have a pattern that is looked after.
-  Arena(Device& device, bool checks) : device_(device), checks_(checks) {}
+  Arena(Device& device, bool checks) : device_(device), checks_(checks), pending_(device) {}
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   ~Arena(); // no block is used any more
@@ -260,12 +258,6 @@ class Arena {
     bool wanted;
     uint32_t since; // step
   };
-  struct Pending { // bytes that a stream may still use although their block was freed
-    char* begin;
-    char* end;
-    Stream stream;
-    Event event;
-  };
   struct Slot {
     int64_t offset;
     int64_t end;
@@ -282,7 +274,6 @@ class Arena {
 
   void stop();
   void retire(); // all parts
-  void forget_done();
   std::vector<std::unique_ptr<Part>> take_empty();
   void release(std::vector<std::unique_ptr<Part>> parts);
   void keep_live_blocks();
@@ -348,8 +339,7 @@ class Arena {
   std::map<char*, Other> others_;
   std::map<char*, Kept> kept_blocks_;
   std::unordered_map<Kind, Mark, KindHash> marks_;
-  std::unordered_multimap<char*, Stream> also_used_on_;
-  std::vector<Pending> pending_;
+  PendingUses pending_;
   std::set<std::pair<int32_t, int32_t>> late_;
   ArenaCounters counters_;
 };

@@ -16,9 +16,6 @@ size_t hash_of(int64_t offset, size_t mask) {
 } // namespace
 
 Arena::~Arena() {
-  for (const Pending& pending : pending_) {
-    device_.drop(pending.event);
-  }
   for (const auto& part : parts_) {
     device_.release(part->begin);
   }
@@ -115,17 +112,8 @@ void Arena::stop() {
 void Arena::begin_step() {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++step_;
-  forget_done();
+  pending_.forget_done();
   note_leftovers();
-}
-
-void Arena::forget_done() {
-  const auto done = std::partition(
-      pending_.begin(), pending_.end(), [&](const Pending& pending) { return !device_.is_done(pending.event); });
-  for (auto pending = done; pending != pending_.end(); ++pending) {
-    device_.drop(pending->event);
-  }
-  pending_.erase(done, pending_.end());
 }
 
 // Blocks at offsets of the plan that ends are blocks like any others from here on.
@@ -168,9 +156,7 @@ std::vector<std::unique_ptr<Arena::Part>> Arena::take_empty() {
         device_.drop(event);
       }
     }
-    for (const Pending& pending : pending_) {
-      device_.wait(part->stream, pending.event);
-    }
+    pending_.order_after_all(part->stream);
   }
   return empty;
 }

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "clock.h"
@@ -15,7 +16,6 @@
 namespace memplug {
 namespace {
 
-std::atomic<bool> on{false};
 std::atomic<int32_t> withheld{0}; // passes, a bit each
 std::atomic<Arena*> arena{nullptr};
 
@@ -41,6 +41,69 @@ int64_t sum_of(int64_t ArenaCounters::*figure) {
   return sum;
 }
 
+void* serve_by(Arena& a, size_t nbytes, Stream stream) {
+  if (!trains()) {
+    a.elsewhere(nbytes);
+    return nullptr;
+  }
+  Place place = here();
+  if (withheld.load(std::memory_order_relaxed) >> place.pass & 1) {
+    a.elsewhere(nbytes);
+    return nullptr;
+  }
+  if (place.pass == OTHER) { // told apart by what came before
+    place.micro_batch = last_forward();
+  }
+  const bool between = place.pass == OTHER || place.pass == NO_GRAD;
+  const bool gradients = place.pass == OTHER && c10::GradMode::is_enabled();
+  const Reuse reuse = !between ? Reuse::NOTHING : gradients ? Reuse::BETWEEN : Reuse::WITHOUT_GRADIENTS;
+  return a.request(pack(place), place.layer, nbytes, stream, reuse);
+}
+
+// In front of the devices' allocators.
+class ArenaServer final : public Server {
+ public:
+  void* serve(size_t nbytes, Stream stream) override {
+    return serve_by(*the_arena(), nbytes, stream);
+  }
+  bool give_back(void* block) override {
+    Arena* const current = the_arena();
+    if (current == nullptr || current->give_back(block)) {
+      return current != nullptr;
+    }
+    Arena* const other = arena_of(block);
+    return other != nullptr && other->give_back(block);
+  }
+  bool use_on(void* block, Stream stream) override {
+    Arena* const owner = arena_of(block);
+    return owner != nullptr && owner->use_on(block, stream);
+  }
+  char* reserved_with(const void* block) override {
+    const Arena* const owner = arena_of(block);
+    return owner != nullptr ? owner->reserved_with(block) : nullptr;
+  }
+  int64_t told_bytes() override {
+    return sum_of(&ArenaCounters::told_bytes);
+  }
+  int64_t wanted_bytes() override {
+    return sum_of(&ArenaCounters::wanted_bytes);
+  }
+  void forget_wanted() override {
+    auto& known = arenas();
+    const std::lock_guard<std::mutex> lock(known.mutex);
+    for (const auto& [key, each] : known.all) {
+      each->forget_wanted();
+    }
+  }
+  std::optional<Bytes> bytes() override {
+    if (the_arena() == nullptr) {
+      return std::nullopt;
+    }
+    const ArenaCounters c = the_arena()->counters();
+    return Bytes{c.reserved_bytes, c.live_bytes, c.live_size};
+  }
+};
+
 } // namespace
 
 Arena& open_arena(Device& device, bool checks) {
@@ -52,6 +115,11 @@ Arena& open_arena(Device& device, bool checks) {
   }
   arena = found;
   return *found;
+}
+
+Server& arena_server() {
+  static auto* const instance = new ArenaServer();
+  return *instance;
 }
 
 Arena* the_arena() {
@@ -73,60 +141,8 @@ Arena* arena_of(const void* pointer) {
   return nullptr;
 }
 
-bool serving() {
-  return on.load(std::memory_order_relaxed);
-}
-
-void serve(bool wanted) {
-  on = wanted;
-}
-
 void withhold(int32_t passes) {
   withheld = passes;
-}
-
-void* serve_request(size_t nbytes, Stream stream) {
-  Arena& a = *the_arena();
-  if (!trains()) {
-    a.elsewhere(nbytes);
-    return nullptr;
-  }
-  Place place = here();
-  if (withheld.load(std::memory_order_relaxed) >> place.pass & 1) {
-    a.elsewhere(nbytes);
-    return nullptr;
-  }
-  if (place.pass == OTHER) { // told apart by what came before
-    place.micro_batch = last_forward();
-  }
-  const bool between = place.pass == OTHER || place.pass == NO_GRAD;
-  const bool gradients = place.pass == OTHER && c10::GradMode::is_enabled();
-  const Reuse reuse = !between ? Reuse::NOTHING : gradients ? Reuse::BETWEEN : Reuse::WITHOUT_GRADIENTS;
-  return a.request(pack(place), place.layer, nbytes, stream, reuse);
-}
-
-void give_back_served(void* pointer) {
-  if (!the_arena()->give_back(pointer)) {
-    if (Arena* other = arena_of(pointer)) {
-      other->give_back(pointer);
-    }
-  }
-}
-
-int64_t told_bytes() {
-  return sum_of(&ArenaCounters::told_bytes);
-}
-
-int64_t wanted_bytes() {
-  return sum_of(&ArenaCounters::wanted_bytes);
-}
-
-void forget_wanted() {
-  auto& known = arenas();
-  const std::lock_guard<std::mutex> lock(known.mutex);
-  for (const auto& [key, each] : known.all) {
-    each->forget_wanted();
-  }
 }
 
 int64_t reserved_bytes() {

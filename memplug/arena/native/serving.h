@@ -11,6 +11,7 @@
 #include <c10/core/Device.h>
 
 #include "arena.h"
+#include "server.h"
 
 namespace memplug {
 
@@ -24,26 +25,11 @@ Arena* the_arena();
 // The arena that owns the address, or null.
 Arena* arena_of(const void* pointer);
 
-// Whether requests are asked of it; one atomic read.
-bool serving();
-void serve(bool on);
+// What serves of it the requests that come to the devices' allocators.
+Server& arena_server();
 
-// From the next `serve(true)` on, requests of these passes, a bit each, are the native allocator's.
+// From the next `serve(true)` on (server.h), requests of these passes, a bit each, are the native allocator's.
 void withhold(int32_t passes);
-
-// Memory for a request of the calling thread, null: the native allocator's.
-void* serve_request(size_t nbytes, Stream stream);
-
-// What deletes a block of the arena.
-void give_back_served(void* pointer);
-
-// The bytes in use of all arenas whose end a recording is told of, and those of which it was told the beginning too; what a
-// former arena left is as unknown to it as what the native allocator gave out before.
-int64_t told_bytes();
-int64_t wanted_bytes();
-
-// The recorder has forgotten all blocks: see `Arena::forget_wanted`.
-void forget_wanted();
 
 // What all arenas have reserved now, and what is in use of it, as asked for.
 int64_t reserved_bytes();

@@ -129,7 +129,7 @@ bool owns(const Thread& thread) {
   return thread.owned == ownership.load(std::memory_order_relaxed);
 }
 
-bool trains(const Thread& thread) {
+bool is_training(const Thread& thread) {
   return owns(thread) || in_backward();
 }
 
@@ -165,11 +165,11 @@ void end_framework() {
 }
 
 bool trains() {
-  return trains(this_thread);
+  return is_training(this_thread);
 }
 
 bool trains_unsuspended() {
-  return this_thread.suspensions == 0 && trains(this_thread);
+  return this_thread.suspensions == 0 && is_training(this_thread);
 }
 
 bool is_suspended() {
@@ -178,7 +178,7 @@ bool is_suspended() {
 
 int32_t thread_number() {
   Thread& thread = this_thread;
-  if (trains(thread)) {
+  if (is_training(thread)) {
     return 0;
   }
   if (thread.number == 0) {

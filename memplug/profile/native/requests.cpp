@@ -9,7 +9,7 @@
 
 #include "clock.h"
 #include "sequence.h"
-#include "serving.h"
+#include "server.h"
 
 namespace memplug {
 namespace {
@@ -37,14 +37,14 @@ Log& log() {
   return *instance;
 }
 
-std::atomic<bool> recording{false};
+std::atomic<bool> is_recording{false};
 std::atomic<Base> base{Base::TRACKED};
 std::atomic<int64_t> in_use{0}; // of the log's usage, readable without its lock
 thread_local bool moving = false;
 std::atomic<int64_t> moved_out{0};
 std::atomic<RequestWatcher> the_watcher{nullptr};
 
-int64_t number_of(Log& l, const void* stream) {
+int64_t stream_number(Log& l, const void* stream) {
   const auto found = std::find(l.streams.begin(), l.streams.end(), stream);
   if (found != l.streams.end()) {
     return found - l.streams.begin();
@@ -66,9 +66,9 @@ void add(Log& l, int32_t kind, Block block, int64_t nbytes) {
 } // namespace
 
 void begin_requests(int64_t base_bytes) {
-  // Before the lock: the arena and the limit tell of their blocks under their own.
+  // Before the lock: the server and the limit tell of their blocks under their own.
   base = base_bytes >= 0 ? Base::DEVICE : is_cpu_limited() ? Base::LIMIT : Base::TRACKED;
-  const int64_t told = told_bytes(), wanted = wanted_bytes(), counted = cpu_bytes().in_use;
+  const int64_t told = server().told_bytes(), wanted = server().wanted_bytes(), counted = cpu_bytes().in_use;
   auto& l = log();
   const std::lock_guard<std::mutex> lock(l.mutex);
   for (auto& [pointer, block] : l.alive) {
@@ -87,11 +87,11 @@ void begin_requests(int64_t base_bytes) {
   }
   l.usage = {base_bytes, base_bytes, base_bytes, base_bytes};
   in_use = base_bytes;
-  recording = true;
+  is_recording = true;
 }
 
 void end_requests() {
-  recording = false;
+  is_recording = false;
 }
 
 Base base_of_recording() {
@@ -99,7 +99,7 @@ Base base_of_recording() {
 }
 
 bool recording_requests() {
-  return recording.load(std::memory_order_relaxed);
+  return is_recording.load(std::memory_order_relaxed);
 }
 
 Moving::Moving(bool on) : before_(std::exchange(moving, on)) {}
@@ -135,7 +135,7 @@ bool note_malloc(void* pointer, size_t nbytes, const void* stream) {
   if (!recording_requests()) {
     return false;
   }
-  const Block block{l.requests++, static_cast<int64_t>(nbytes), number_of(l, stream)};
+  const Block block{l.requests++, static_cast<int64_t>(nbytes), stream_number(l, stream)};
   l.alive[pointer] = block;
   l.tracked_bytes += block.nbytes;
   add(l, 0, block, block.nbytes);
@@ -170,7 +170,7 @@ RequestWatcher request_watcher() {
 }
 
 void forget_blocks() {
-  forget_wanted();
+  server().forget_wanted();
   auto& l = log();
   const std::lock_guard<std::mutex> lock(l.mutex);
   l.alive.clear();

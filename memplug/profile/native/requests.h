@@ -105,10 +105,13 @@ void unlock_requests_after_fork();
 enum User : int { RECORDER = 1, ARENA = 2, RELIEF = 4 };
 void install_cpu(User user);
 void uninstall_cpu(User user);
+c10::Allocator& native_cpu_allocator(); // behind what stands in front of it
 
 // The allocator of a device that torch knows by its type alone (PrivateUse1), as the virtual one.
 void install_other(User user);
 void uninstall_other(User user);
+c10::Allocator& native_other_allocator();
+const void* current_other_stream();
 
 // A CPU that stands in for a device: what is asked for from now on may take so many bytes at a time, and a request beyond
 // fails as one of a device does; -1: no limit. Memory that an arena reserves does not count, nor what it serves.

@@ -1,8 +1,5 @@
 #include "sequence.h"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <ATen/record_function.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
@@ -13,9 +10,9 @@
 #include <stdexcept>
 #include <utility>
 
-#include "operator_names.h"
-#include "operators.h"
+#include "bus.h"
 #include "requests.h"
+#include "tensors.h"
 
 namespace memplug {
 namespace {
@@ -51,12 +48,16 @@ Recording& recording() {
   return *instance;
 }
 
-thread_local int32_t depth = 0; // operators that the calling thread is inside of, while recording
+// An operator from its beginning to its end, which may come after the recording's.
+struct Inside {
+  int64_t recording; // number; -1: its tensors are not noted
+  int64_t index;
+};
+
+thread_local std::vector<Inside> entered; // operators that the calling thread is inside of, while recording
 std::atomic<int64_t> running{-1};
 std::atomic<int32_t> detail{SEQUENCE};
-std::atomic<bool> deaf{false}; // in the child of a fork, until it watches by itself
-at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE; // this and `claimed`: of the thread that holds Python's lock
-bool claimed = false;
+bool claimed = false; // of the thread that holds Python's lock
 
 void use(Recording& r, int64_t index, const at::Tensor& tensor, bool output) {
   if (!tensor.has_storage() || tensor.device().type() != r.device_type) {
@@ -80,13 +81,6 @@ void use(Recording& r, int64_t index, const c10::IValue& value, bool output) {
   each_tensor_or_number(value, [&](const at::Tensor& tensor) { use(r, index, tensor, output); });
 }
 
-// From an operator's beginning to its end, which may come after the recording's.
-struct Inside final : at::ObserverContext {
-  Inside(int64_t recording, int64_t index) : recording(recording), index(index) {}
-  int64_t recording;
-  int64_t index;
-};
-
 void add_to_sequence(int32_t number) {
   auto& s = sequence();
   const int64_t index = s.count.fetch_add(1, std::memory_order_relaxed);
@@ -95,14 +89,11 @@ void add_to_sequence(int32_t number) {
   }
 }
 
-std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& function) {
-  if (!deaf && in_model()) {
-    const int32_t number = number_of(function);
-    if (number != NOT_AN_OPERATOR) {
-      add_to_sequence(number);
-    }
+bool on_operator(Call& call) {
+  if (in_model() && call.number() != NOT_AN_OPERATOR) {
+    add_to_sequence(call.number());
   }
-  return nullptr;
+  return false;
 }
 
 int64_t add_operator(Recording& r, int32_t number) {
@@ -114,76 +105,69 @@ int64_t add_operator(Recording& r, int32_t number) {
        place.layer,
        std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count(),
        in_use_bytes(),
-       static_cast<int16_t>(in_program() ? depth : trains_unsuspended() ? -1 : -2)});
+       static_cast<int16_t>(in_program() ? static_cast<int>(entered.size()) - 1 : trains_unsuspended() ? -1 : -2)});
   const auto index = static_cast<int64_t>(r.records.operators.size()) - 1;
   running = index;
   return index;
 }
 
-std::unique_ptr<at::ObserverContext> on_recorded_operator(const at::RecordFunction& function) {
-  const int32_t number = number_of(function);
-  if (number == NOT_AN_OPERATOR) {
-    return nullptr;
-  }
-  struct Enters {
-    ~Enters() {
-      ++depth;
-    }
-  } const enters;
-  if (deaf || !trains()) {
-    return nullptr;
+// Notes an operator that begins, and its inputs where the recording has tensors.
+void begin_recorded(Call& call) {
+  if (!trains()) {
+    return;
   }
   if (in_model()) {
-    add_to_sequence(number);
+    add_to_sequence(call.number());
   }
   auto& r = recording();
   const std::lock_guard<std::mutex> lock(r.mutex);
   if (!r.open) {
-    return nullptr;
+    return;
   }
-  const int64_t index = add_operator(r, number);
+  const int64_t index = add_operator(r, call.number());
   if (detail.load(std::memory_order_relaxed) != TENSORS) {
-    return nullptr;
+    return;
   }
-  for (const c10::IValue& value : function.inputs()) {
+  for (const c10::IValue& value : call.function.inputs()) {
     use(r, index, value, false);
   }
-  return std::make_unique<Inside>(r.number, index);
+  entered.back() = {r.number, index};
 }
 
-void on_recorded_end(const at::RecordFunction& function, at::ObserverContext* context) {
-  if (number_of(function) == NOT_AN_OPERATOR) {
+bool on_recorded_operator(Call& call) {
+  if (call.number() == NOT_AN_OPERATOR) {
+    return false;
+  }
+  entered.push_back({-1, -1});
+  begin_recorded(call);
+  return true;
+}
+
+void on_recorded_end(Call& call) {
+  const Inside ended = entered.back();
+  entered.pop_back();
+  if (ended.recording < 0) {
     return;
   }
-  --depth;
-  const auto* inside = static_cast<const Inside*>(context);
   auto& r = recording();
   const std::lock_guard<std::mutex> lock(r.mutex);
-  if (inside == nullptr || inside->recording != r.number) {
+  if (ended.recording != r.number) {
     return;
   }
-  for (const c10::IValue& value : function.outputs()) {
-    use(r, inside->index, value, true);
+  for (const c10::IValue& value : call.function.outputs()) {
+    use(r, ended.index, value, true);
   }
 }
 
-void remove_callback() {
-  if (handle != at::INVALID_CALLBACK_HANDLE) {
-    at::removeCallback(handle);
-    handle = at::INVALID_CALLBACK_HANDLE;
-  }
-}
+constexpr Watcher of_detail[] = {
+    {Need::BEGINNINGS, on_operator},
+    {Need::ENDS, on_recorded_operator, on_recorded_end},
+    {Need::TENSORS, on_recorded_operator, on_recorded_end},
+};
 
-void set_callback(Detail level) {
-  remove_callback();
-  at::RecordFunctionCallback callback(on_operator);
-  if (level >= OPERATORS) {
-    callback = at::RecordFunctionCallback(on_recorded_operator, on_recorded_end);
-    callback.needsInputs(level >= TENSORS).needsOutputs(level >= TENSORS);
-  }
+void watch_in(Detail level) {
   detail = level;
-  handle = at::addGlobalCallback(callback.scopes({at::RecordScope::FUNCTION}));
-  deaf = false;
+  set_watcher(RECORDS, &of_detail[level]);
 }
 
 Records take_records() {
@@ -220,7 +204,7 @@ void release() {
 }
 
 void release_in_child() {
-  deaf = true;
+  silence(RECORDS);
   sequence().count = 0;
   take_records();
   claimed = false;
@@ -228,9 +212,9 @@ void release_in_child() {
 
 void watch(bool on) {
   if (on) {
-    set_callback(SEQUENCE);
+    watch_in(SEQUENCE);
   } else {
-    remove_callback();
+    set_watcher(RECORDS, nullptr);
   }
 }
 
@@ -251,11 +235,11 @@ void begin_records(Detail level, int32_t device_type) {
     r.begin = std::chrono::steady_clock::now();
     r.open = true;
   }
-  set_callback(level);
+  watch_in(level);
 }
 
 Records end_records() {
-  remove_callback();
+  set_watcher(RECORDS, nullptr);
   return take_records();
 }
 
@@ -278,7 +262,6 @@ int64_t running_operator() {
 }
 
 void lock_records_for_fork() {
-  (void)at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); // or the child's next operator may ask for torch's lock
   lock_names_for_fork();
   recording().mutex.lock();
 }

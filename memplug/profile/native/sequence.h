@@ -50,8 +50,7 @@ struct Records {
 void claim();
 void release();
 
-// In the child of a fork: the callback stays and sees nothing. To take it off needs a lock of torch's, which a thread that
-// the child does not have may have held at the fork.
+// In the child of a fork.
 void release_in_child();
 void watch(bool on);
 

@@ -1,8 +1,8 @@
 // A storage on its way: what storage_swapper.cpp, leaving.cpp and returning.cpp know of it.
 #pragma once
 
+#include "bus.h"
 #include "clock.h"
-#include "observer.h"
 #include "requests.h"
 #include "storage_swapper.h"
 
@@ -11,7 +11,7 @@ namespace memplug {
 // Operators inside are memplug's own.
 struct Own {
   const Suspension suspension;
-  const Observer::Pause pause;
+  const Pause pause;
 };
 
 struct StorageSwapper::Absent {

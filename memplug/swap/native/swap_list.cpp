@@ -7,9 +7,9 @@
 #include <stdexcept>
 #include <utility>
 
+#include "bus.h"
 #include "clock.h"
 #include "cuda_memory.h"
-#include "operator_names.h"
 #include "relief.h"
 #include "requests.h"
 
@@ -21,8 +21,8 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 // The list in force. Everything under `swap_mutex`: a copy's operators are seen too, and requests fail inside of both.
 struct InForce {
   std::unique_ptr<SwapStep> step;
-  at::CallbackHandle tensors = at::INVALID_CALLBACK_HANDLE, numbers = at::INVALID_CALLBACK_HANDLE; // of operators
-  Sight seen = Sight::NOTHING;
+  bool watches = false; // what runs,
+  Sight seen = Sight::NOTHING; // and so much of operators
 };
 
 InForce& in_force() {
@@ -48,22 +48,27 @@ bool is_awaited(int32_t number) {
   return only == SwapStep::ANY || only == number;
 }
 
+bool on_number(Call& call);
+bool on_begin(Call& call);
+void on_end(Call& call);
+constexpr Watcher of_numbers{Need::BEGINNINGS, on_number};
+constexpr Watcher of_tensors{Need::TENSORS, on_begin, on_end};
+
+void see(InForce& now, Sight needed) {
+  if (needed != now.seen) {
+    set_watcher(STORAGES, needed == Sight::TENSORS ? &of_tensors : needed == Sight::NUMBERS ? &of_numbers : nullptr);
+    now.seen = needed;
+  }
+}
+
 // No more is seen than the step needs: tensors that have to be boxed for a callback cost most of it.
 void see_what_is_needed(InForce& now) {
   followed.store(now.step->followed(), std::memory_order_release);
   const auto [needed, number] = now.step->sight();
   awaited.store(number, std::memory_order_release);
-  if (needed == now.seen || now.tensors == at::INVALID_CALLBACK_HANDLE) {
-    return;
+  if (now.watches) {
+    see(now, needed);
   }
-  const auto see = [&](at::CallbackHandle handle, Sight what) {
-    if ((needed == what) != (now.seen == what)) {
-      needed == what ? at::reenableCallback(handle) : at::disableCallback(handle);
-    }
-  };
-  see(now.tensors, Sight::TENSORS);
-  see(now.numbers, Sight::NUMBERS);
-  now.seen = needed;
 }
 
 // The memory of the last request of the step, which the step is told of as soon as anything else happens: one lock for both.
@@ -104,10 +109,10 @@ void on_request(size_t nbytes, const void* stream, const void* memory) {
 }
 
 // In a step that is followed to its end operators' numbers tell enough.
-std::unique_ptr<at::ObserverContext> on_number(const at::RecordFunction& function) {
-  const int32_t number = number_of(function);
-  if (number == NOT_AN_OPERATOR || silent || !is_awaited(number) || !in_program()) {
-    return nullptr;
+bool on_number(Call& call) {
+  const int32_t number = call.number();
+  if (number == NOT_AN_OPERATOR || !is_awaited(number) || !in_program()) {
+    return false;
   }
   const Lock lock(swap_mutex());
   SwapStep* const step = in_force().step.get();
@@ -115,7 +120,7 @@ std::unique_ptr<at::ObserverContext> on_number(const at::RecordFunction& functio
     step->began(number);
     see_what_is_needed(in_force());
   }
-  return nullptr;
+  return false;
 }
 
 // The calling thread runs what an operator's kernel calls.
@@ -139,22 +144,12 @@ Moment enter(SwapStep& step) {
   return unseen;
 }
 
-std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function) {
-  const int32_t number = number_of(function);
-  if (number == NOT_AN_OPERATOR) {
-    return nullptr;
-  }
-  const int32_t outside = enclosing++;
-  if (outside == 0) {
-    outermost = {};
-  }
-  if (silent || !is_awaited(number)) {
-    return nullptr;
-  }
+// Tells the step of an operator that begins.
+void tell(const at::RecordFunction& function, int32_t number, bool is_outermost) {
   const Lock lock(swap_mutex());
   SwapStep* const step = in_force().step.get();
   if (step == nullptr || !step->is_running()) {
-    return nullptr;
+    return;
   }
   tell_of_last_served(*step);
   if (!step->is_in(outermost)) {
@@ -162,27 +157,38 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function
   }
   if (!in_program()) {
     step->pass(function, number, outermost);
-    return nullptr;
-  }
-  if (outside == 0) {
-    step->tick(function, number, outermost);
-  }
-  step->read(function, number, outermost, outside == 0);
-  see_what_is_needed(in_force());
-  return nullptr;
-}
-
-void on_end(const at::RecordFunction& function, at::ObserverContext*) {
-  const int32_t number = number_of(function);
-  if (number == NOT_AN_OPERATOR) {
     return;
   }
+  if (is_outermost) {
+    step->tick(function, number, outermost);
+  }
+  step->read(function, number, outermost, is_outermost);
+  see_what_is_needed(in_force());
+}
+
+bool on_begin(Call& call) {
+  const int32_t number = call.number();
+  if (number == NOT_AN_OPERATOR) {
+    return false;
+  }
+  const bool is_outermost = enclosing++ == 0;
+  if (is_outermost) {
+    outermost = {};
+  }
+  if (is_awaited(number)) {
+    tell(call.function, number, is_outermost);
+  }
+  return true;
+}
+
+void on_end(Call& call) {
   struct Leaves { // last: a copy that begins below runs inside of the operator
     ~Leaves() {
       --enclosing;
     }
   } const leaves;
   const bool is_outermost = enclosing == 1;
+  const int32_t number = call.number();
   if (silent || (!is_awaited(number) && !(is_outermost && outermost.number > 0))) {
     return;
   }
@@ -193,7 +199,7 @@ void on_end(const at::RecordFunction& function, at::ObserverContext*) {
   }
   tell_of_last_served(*step);
   if (in_program()) {
-    step->wrote(function, number, outermost);
+    step->wrote(call.function, number, outermost);
     if (is_outermost) {
       step->done();
     }
@@ -217,11 +223,8 @@ bool relieve_step(size_t nbytes, int failures) {
 void stop_watching(InForce& now) {
   watch_requests(nullptr);
   followed = nullptr;
-  for (at::CallbackHandle* const handle : {&now.tensors, &now.numbers}) {
-    if (*handle != at::INVALID_CALLBACK_HANDLE) {
-      at::removeCallback(std::exchange(*handle, at::INVALID_CALLBACK_HANDLE));
-    }
-  }
+  now.watches = false;
+  see(now, Sight::NOTHING);
 }
 
 } // namespace
@@ -261,16 +264,7 @@ void begin_swap_step() {
   }
   last_served = nullptr;
   now.step->begin();
-  if (now.tensors == at::INVALID_CALLBACK_HANDLE) {
-    const auto see = [](at::RecordFunctionCallback callback, bool tensors) {
-      return at::addGlobalCallback(
-          callback.needsInputs(tensors).needsOutputs(tensors).scopes({at::RecordScope::FUNCTION}));
-    };
-    now.tensors = see(at::RecordFunctionCallback(on_begin, on_end), true);
-    now.numbers = see(at::RecordFunctionCallback(on_number), false);
-    at::disableCallback(now.numbers);
-    now.seen = Sight::TENSORS;
-  }
+  now.watches = true;
   see_what_is_needed(now);
   watch_requests(now.step->has_targets() ? &on_request : nullptr);
 }
@@ -290,6 +284,9 @@ SwapListCounters swap_list_counters() {
 
 void silence_swap_list() {
   silent = true;
+  silence(STORAGES);
+  in_force().watches = false;
+  in_force().seen = Sight::NOTHING;
   watch_requests(nullptr);
   followed = nullptr;
   end_relief_in_child();

@@ -1,6 +1,4 @@
-// What Python sees of swap lists: they are added to the module of module.cpp.
-#include "swap_module.h"
-
+// What Python sees of swap lists.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -9,10 +7,11 @@
 #include <utility>
 
 #include "finder.h"
+#include "python_tensors.h"
+#include "registry.h"
 #include "relief.h"
 #include "requests.h"
 #include "rows.h"
-#include "saved_type.h"
 #include "swap_list.h"
 
 namespace py = pybind11;
@@ -109,8 +108,6 @@ py::dict named(const SwapCounters& c) {
   all["passive_bytes"] = c.passive_bytes;
   return all;
 }
-
-} // namespace
 
 void add_swaps(py::module_& module) {
   py::class_<StorageSwapper, std::shared_ptr<StorageSwapper>>(module, "StorageSwapper")
@@ -218,4 +215,13 @@ void add_swaps(py::module_& module) {
       .def("run", py::overload_cast<const Rehearsal::Step&, int>(&Rehearsal::run), py::arg("step"), py::arg("times") = 1);
 }
 
+const Registered swap_part({
+    Level::ASKING,
+    &add_swaps,
+    &lock_swap_list_for_fork,
+    &unlock_swap_list_after_fork,
+    &silence_swap_list,
+});
+
+} // namespace
 } // namespace memplug

@@ -11,9 +11,9 @@
 
 #include "finder.h"
 #include "lasting.h"
-#include "operators.h"
 #include "repeated_step.h"
 #include "storage_swapper.h"
+#include "tensors.h"
 
 namespace memplug {
 

@@ -12,12 +12,7 @@ from types import ModuleType
 
 from memplug.native.building import Extension
 
-VIRTUAL = Extension(
-    "memplug_virtual",
-    "virtual device",
-    (Path(__file__).parent,),
-    (("device", "memory", "segments", "module"), ("operators", "kernels"), ("autocast", "attention", "chosen")),
-)
+VIRTUAL = Extension("memplug_virtual", "virtual device", (Path(__file__).parent,))
 
 
 @functools.cache

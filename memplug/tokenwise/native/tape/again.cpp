@@ -19,7 +19,7 @@ bool shows(const Tape& tape, const Use& use) {
 
 std::optional<std::vector<at::Tensor>> Frame::again(
     const std::shared_ptr<const Tape>& own_tape, const std::vector<Use>& uses) {
-  const Observer::Pause unseen;
+  const Pause unseen;
   const Suspension own;
   std::vector<const Use*> wanted;
   std::vector<int32_t> wanted_storages;

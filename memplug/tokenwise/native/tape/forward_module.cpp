@@ -1,6 +1,4 @@
-// What Python sees of forwards and tapes: they are added to the module of module.cpp.
-#include "forward_module.h"
-
+// What Python sees of forwards and tapes.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -15,6 +13,7 @@
 #include "clock.h"
 #include "exchange.h"
 #include "observer.h"
+#include "registry.h"
 #include "running.h"
 #include "saved_type.h"
 
@@ -173,8 +172,6 @@ void add_tape(py::module_& module) {
       .def_property_readonly("fingerprint", &Tape::fingerprint);
 }
 
-} // namespace
-
 void add_forwards(py::module_& module) {
   py::register_exception<Diverged>(module, "Diverged");
   py::register_exception<GroupGone>(module, "GroupGone");
@@ -187,14 +184,14 @@ void add_forwards(py::module_& module) {
     });
     stand_before_exchanges(&Observer::is_active);
   });
-  module.def("pause", &Observer::pause);
-  module.def("resume", &Observer::resume);
-  module.def("paused", &Observer::paused);
+  module.def("pause", &Pause::begin);
+  module.def("resume", &Pause::end);
+  module.def("paused", &Pause::depth);
   module.def("address_taken", [](py::handle tensor) { Observer::address_taken(tensor_of(tensor)); });
   module.def("read", [](py::handle tensor) { Observer::read(tensor_of(tensor)); });
   // what garbage collection runs on this thread, finalizers of whatever has died, is no operator of a region
   module.def("collecting", [](const std::string& phase, py::handle) {
-    phase == "start" ? Observer::pause() : Observer::resume();
+    phase == "start" ? Pause::begin() : Pause::end();
   });
   module.def("given_bytes", &given_bytes);
   module.def("tensors_in", [](py::handle returned) {
@@ -215,7 +212,7 @@ void add_forwards(py::module_& module) {
     Forward& forward = Running::observed()->forward;
     auto given = tensors_in(arguments);
     auto versions = versions_of(given);
-    const Observer::Pause unseen;
+    const Pause unseen;
     const Suspension own;
     std::vector<at::Tensor> others, before(given.size());
     for (size_t i = 0; i < given.size(); ++i) {
@@ -238,7 +235,7 @@ void add_forwards(py::module_& module) {
   // where it hides no kernels
   module.def("hidden_writes", [](const Since& since, py::handle returned) -> std::optional<std::pair<Written, Written>> {
     Forward& forward = Running::observed()->forward;
-    const Observer::Pause unseen;
+    const Pause unseen;
     const Suspension own;
     const auto tensors = tensors_in(returned);
     const auto written = [&](size_t begun, const std::vector<at::Tensor>& given_back) {
@@ -291,7 +288,6 @@ void add_forwards(py::module_& module) {
   module.attr("unpack") = unpack_hook();
   add_tape(module);
   add_flow(module);
-  add_withheld(module);
   py::class_<Running, std::shared_ptr<Running>>(module, "Frame")
       .def(py::init([](const std::vector<std::shared_ptr<Tape>>& known, std::shared_ptr<Flow> flow, std::shared_ptr<Region> region, py::object executor) {
         return std::make_shared<Running>(
@@ -374,4 +370,7 @@ void add_forwards(py::module_& module) {
       .def_readonly("buffers", &Running::buffers);
 }
 
+const Registered forward_part({Level::ASKING, &add_forwards});
+
+} // namespace
 } // namespace memplug

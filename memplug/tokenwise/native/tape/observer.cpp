@@ -11,7 +11,6 @@ namespace memplug {
 namespace {
 
 thread_local Observer* current = nullptr;
-thread_local int pauses = 0;
 
 // Tensors without memory, of which torch wants no more than the shapes, as where DTensor asks how a result is sharded.
 bool is_fake() {
@@ -23,12 +22,8 @@ bool is_fake() {
 
 Observer::Observer(Forward& forward) : forward_(forward), outer_(current) {
   current = this;
-  if (outer_ != nullptr) { // its callback is there, and it does not see what runs now
+  if (outer_ != nullptr) { // it does not see what runs now
     outer_->forward_.blind(NESTED);
-  } else {
-    handle_ = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(begin, end).needsInputs(true).needsOutputs(true).scopes(
-            {at::RecordScope::FUNCTION}));
   }
   if (!at::isRecordFunctionEnabled()) {
     forward_.blind(UNOBSERVED);
@@ -37,17 +32,6 @@ Observer::Observer(Forward& forward) : forward_(forward), outer_(current) {
 
 Observer::~Observer() {
   current = outer_;
-  if (handle_ != at::INVALID_CALLBACK_HANDLE) {
-    at::removeCallback(handle_);
-  }
-}
-
-void Observer::pause() {
-  ++pauses;
-}
-
-void Observer::resume() {
-  --pauses;
 }
 
 void Observer::address_taken(const at::Tensor& tensor) {
@@ -64,15 +48,11 @@ void Observer::read(const at::Tensor& tensor) {
 }
 
 bool Observer::is_active() {
-  return current != nullptr && pauses == 0;
+  return current != nullptr && Pause::depth() == 0;
 }
 
 bool Observer::is_noting() {
   return is_active() && !current->inside_;
-}
-
-int Observer::paused() {
-  return pauses;
 }
 
 void Observer::rethrow() {
@@ -88,13 +68,14 @@ void Observer::fail() {
   forward_.blind(FAILED);
 }
 
-std::unique_ptr<at::ObserverContext> Observer::begin(const at::RecordFunction& function) {
+bool Observer::begin(Call& call) {
+  const at::RecordFunction& function = call.function;
   Observer* const observer = current;
-  if (observer == nullptr) {
-    return nullptr;
+  if (observer == nullptr || Pause::depth() > 0) {
+    return false;
   }
   Running running{What::IGNORED, false, 0};
-  if (!observer->inside_ && pauses == 0) {
+  if (!observer->inside_) {
     if (is_fake()) {
       observer->inside_ = true;
       running.what = What::FAKE;
@@ -106,7 +87,7 @@ std::unique_ptr<at::ObserverContext> Observer::begin(const at::RecordFunction& f
         observer->fail();
       }
     }
-  } else if (pauses == 0) {
+  } else {
     if (observer->leaf_ != nullptr) {
       observer->look_inside(function);
     }
@@ -115,7 +96,7 @@ std::unique_ptr<at::ObserverContext> Observer::begin(const at::RecordFunction& f
     }
   }
   observer->running_.push_back(running);
-  return nullptr;
+  return true;
 }
 
 Observer::Running Observer::begin(const at::RecordFunction& function, const Operator& op) {
@@ -177,7 +158,8 @@ void Observer::note_exchanges(c10::ArrayRef<c10::IValue> results) {
   leaf->note_exchange(pending_ <= 0 && !leaf->mutates && tensors > 0);
 }
 
-void Observer::end(const at::RecordFunction& function, at::ObserverContext*) {
+void Observer::end(Call& call) {
+  const at::RecordFunction& function = call.function;
   Observer* const observer = current;
   if (observer == nullptr || observer->running_.empty()) {
     return; // it began before the observer

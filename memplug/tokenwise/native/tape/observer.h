@@ -1,12 +1,11 @@
 // Sees the operators of a region's forward, on the thread that runs it.
 #pragma once
 
-#include <ATen/record_function.h>
-
 #include <exception>
 #include <optional>
 #include <vector>
 
+#include "bus.h"
 #include "forward.h"
 #include "modes.h"
 
@@ -26,19 +25,6 @@ class Observer {
 
   // Throws what a listener has thrown: torch lets nothing out of a callback.
   void rethrow();
-
-  // Operators of this thread are not noted, until `resume` was called as often.
-  static void pause();
-  static void resume();
-  static int paused();
-  struct Pause {
-    Pause() {
-      pause();
-    }
-    ~Pause() {
-      resume();
-    }
-  };
 
   // A tensor's address escaped: what is done with it is no operator.
   static void address_taken(const at::Tensor& tensor);
@@ -60,8 +46,9 @@ class Observer {
     std::optional<Modes::Inside> inside = {}; // of an operator that modes are called for
   };
 
-  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function);
-  static void end(const at::RecordFunction& function, at::ObserverContext* context);
+  static bool begin(Call& call);
+  static void end(Call& call);
+  static constexpr Watcher watcher{Need::TENSORS, begin, end};
   Running begin(const at::RecordFunction& function, const Operator& op);
   void look_inside(const at::RecordFunction& function);
   void note_exchanges(c10::ArrayRef<c10::IValue> results);
@@ -69,7 +56,7 @@ class Observer {
 
   Forward& forward_;
   Observer* outer_;
-  at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
+  const Watching watching_{FORWARDS, watcher};
   std::vector<Running> running_;
   const Operator* leaf_ = nullptr; // that runs, where what it calls says more of it than its name
   Modes modes_; // that are called for the leaf

@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "tensors.h"
+
 namespace memplug {
 
 // Packed as `describe` in memplug/tokenwise/engine/operators.py.
@@ -111,34 +113,5 @@ const Operator* operator_named(const std::string& name, const std::string& overl
 
 // Who gives an operator's traits, by its name and overload; to be set before the first operator is looked up.
 void describe_operators(std::function<uint32_t(const std::string&, const std::string&)> describe);
-
-// Whether a tensor is a Python number that torch has wrapped, and so a value like any other.
-inline bool is_number(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->is_wrapped_number();
-}
-
-// Calls `visit(tensor)` for each defined tensor of an argument or result, those in its lists and wrapped numbers included.
-template <typename Visit>
-void each_tensor_or_number(const c10::IValue& value, const Visit& visit) {
-  if (value.isTensor()) {
-    if (value.toTensor().defined()) {
-      visit(value.toTensor());
-    }
-  } else if (value.isList()) {
-    for (const c10::IValue& element : value.toListRef()) {
-      each_tensor_or_number(element, visit);
-    }
-  }
-}
-
-// The same without wrapped numbers.
-template <typename Visit>
-void each_tensor(const c10::IValue& value, const Visit& visit) {
-  each_tensor_or_number(value, [&](const at::Tensor& tensor) {
-    if (!is_number(tensor)) {
-      visit(tensor);
-    }
-  });
-}
 
 } // namespace memplug

@@ -74,7 +74,7 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
     const bool parameter = type == ParameterClass;
     const bool plain = type == THPVariableClass || parameter;
     {
-      const Observer::Pause paused;
+      const Pause paused;
       forward.save(tensor_of(tensor), !plain || (parameter && !forward.storages.regathers()));
     }
     PyTypeObject* const saved = saved_type();
@@ -157,10 +157,6 @@ py::object unpack_hook() {
   return py::reinterpret_borrow<py::object>(hook);
 }
 
-py::object wrapped(const at::Tensor& tensor) {
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-}
-
 py::object type_of(py::handle tensor) {
   const bool is_subclass =
       !THPVariable_CheckExact(tensor.ptr()) && !tensor_of(tensor).key_set().has(c10::DispatchKey::Python);
@@ -173,13 +169,6 @@ py::object wrapped_as(const py::object& type, const at::Tensor& tensor) {
   }
   const at::AutoGradMode with_gradients(true); // the object is a view of it
   return wrapped(tensor).attr("as_subclass")(type);
-}
-
-const at::Tensor& tensor_of(py::handle object) {
-  if (!THPVariable_Check(object.ptr())) {
-    throw py::type_error("a tensor is needed");
-  }
-  return THPVariable_Unpack(object.ptr());
 }
 
 bool is_parameter(const at::Tensor& tensor) {

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "frame.h"
+#include "python_tensors.h"
 
 namespace memplug {
 
@@ -15,17 +16,11 @@ pybind11::object pack_hook(const std::shared_ptr<Frame>& frame);
 // Autograd's unpack hook of all frames.
 pybind11::object unpack_hook();
 
-// Autograd's tensor as an object of Python.
-pybind11::object wrapped(const at::Tensor& tensor);
-
 // Its class, where that is a subclass of a tensor's that does not dispatch for itself; else null.
 pybind11::object type_of(pybind11::handle tensor);
 
 // The same as an object of that class, unless it is null.
 pybind11::object wrapped_as(const pybind11::object& type, const at::Tensor& tensor);
-
-// The tensor of an object of Python; throws `TypeError` for another one.
-const at::Tensor& tensor_of(pybind11::handle object);
 
 // Whether a tensor is a parameter of a module; takes the lock of Python.
 bool is_parameter(const at::Tensor& tensor);

@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "forward_module.h"
+#include "registry.h"
 #include "layouts.h"
 #include "running.h"
 #include "saved_type.h"
@@ -67,11 +67,10 @@ std::optional<py::list> made_again(const std::vector<const Withheld*>& all) {
   return tensors;
 }
 
-} // namespace
-
-void add_withheld(py::module_& module) {
+const Registered withheld_part({Level::ASKING, [](py::module_& module) {
   py::class_<Withheld>(module, "Withheld").def(py::init([](py::handle tensor) { return Withheld(tensor_of(tensor)); }));
   module.def("made_again", &made_again);
-}
+}});
 
+} // namespace
 } // namespace memplug

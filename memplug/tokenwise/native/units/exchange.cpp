@@ -13,7 +13,7 @@
 namespace memplug {
 namespace {
 
-bool (*watched)() = nullptr;
+bool (*sees_operators)() = nullptr;
 
 class Finished final : public c10d::Work {
  public:
@@ -77,7 +77,7 @@ int64_t async_op_of(const c10::OperatorHandle& op) {
 void exchange(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const c10::IValue& async_op = (*stack)[stack->size() - schema.arguments().size() + async_op_of(op)];
-  const bool is_over = watched() && async_op.isBool() && !async_op.toBool();
+  const bool is_over = sees_operators() && async_op.isBool() && !async_op.toBool();
   const at::AutoDispatchBelowAutograd below;
   op.callBoxed(stack);
   if (!is_over) {
@@ -148,10 +148,10 @@ bool same_object(const c10::IValue& one, const c10::IValue& other) {
 
 void stand_before_exchanges(bool (*is_watched)()) {
   static std::vector<torch::Library> libraries; // for good: operators run at any time
-  if (watched != nullptr) {
+  if (sees_operators != nullptr) {
     return;
   }
-  watched = is_watched;
+  sees_operators = is_watched;
   auto& library = libraries.emplace_back(torch::Library::IMPL, "c10d", std::nullopt, __FILE__, __LINE__);
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findSchema(name);

@@ -144,7 +144,7 @@ py::object Running::run_unit(
     const py::object& call,
     const py::tuple& arguments,
     const py::dict& keywords) {
-  const Observer::Pause unseen;
+  const Pause unseen;
   UnitCall made{
       std::move(unit),
       call,

@@ -18,7 +18,6 @@ _KERNELS = Extension(
     name="stand_in_kernels",
     what="stand-ins' kernels",
     folders=(Path(__file__).parents[1] / "kernels",),
-    together=(("launch", "matmul"), ("attention", "eight_bits"), ("rows", "module")),
 )
 
 

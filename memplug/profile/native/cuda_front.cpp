@@ -1,6 +1,6 @@
-// The CUDA allocator, stood in front of: blocks of the arena where it has one, else the native allocator's, untouched. Every
-// call but those that the arena changes is handed on; where the installed version of torch has one that hands_on.h does not
-// know, there is no arena; the recorder works all the same.
+// The CUDA allocator, stood in front of: blocks of the server (server.h) where it has one, else the native allocator's,
+// untouched. Every call but those that this changes is handed on; where the installed version of torch has one that hands_on.h
+// does not know, nothing is served; the recorder works all the same.
 #include "cuda_memory.h"
 
 #ifdef MEMPLUG_CUDA_ARENA
@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <type_traits>
@@ -21,7 +22,7 @@
 
 #include "hands_on.h"
 #include "relief.h"
-#include "serving.h"
+#include "server.h"
 
 namespace memplug {
 namespace {
@@ -29,23 +30,17 @@ namespace {
 using Native = caching::CUDAAllocator;
 using DeviceStats = decltype(std::declval<Native&>().getDeviceStats(0));
 
-// Bytes of the arena in place of the memory that it was reserved with. The peak is that of both together.
-void count_arena(DeviceStats& stats, const DeviceBytes& peak) {
-  const ArenaCounters arena = the_arena()->counters();
+// Bytes that are served in place of the memory that they were reserved with. The peak is that of both together.
+void count_served(DeviceStats& stats, const Server::Bytes& served, const DeviceBytes& peak) {
   const auto count = [&](auto& stat, int64_t live, int64_t most) {
-    stat.current += live - arena.reserved_bytes;
+    stat.current += live - served.reserved;
     stat.peak = std::max(most, stat.current);
   };
   for (const size_t type : {AGGREGATE, LARGE_POOL}) {
-    count(stats.requested_bytes[type], arena.live_bytes, peak.requested);
-    count(stats.allocated_bytes[type], arena.live_size, peak.allocated);
-    count(stats.active_bytes[type], arena.live_size, peak.allocated);
+    count(stats.requested_bytes[type], served.live, peak.requested);
+    count(stats.allocated_bytes[type], served.live_size, peak.allocated);
+    count(stats.active_bytes[type], served.live_size, peak.allocated);
   }
-}
-
-char* reserved_with(const void* block) {
-  const Arena* const owner = arena_of(block);
-  return owner != nullptr ? owner->reserved_with(block) : nullptr;
 }
 
 template <typename Base>
@@ -58,32 +53,31 @@ class InFront final : public HandsOn<Base> {
   }
 
   void* raw_alloc(size_t nbytes) override {
-    return with_relief(nbytes, [&] { return this->native_->raw_alloc(nbytes); }); // never the arena's: a native `raw_delete` may end it
+    return with_relief(nbytes, [&] { return this->native_->raw_alloc(nbytes); }); // never the server's: a native `raw_delete` may end it
   }
   void* raw_alloc_with_stream(size_t nbytes, cudaStream_t stream) override {
     return with_relief(nbytes, [&] { return this->native_->raw_alloc_with_stream(nbytes, stream); });
   }
   void raw_delete(void* block) override {
-    Arena* const owner = arena_of(block);
-    if (owner == nullptr || !owner->give_back(block)) {
+    if (!server().give_back(block)) {
       this->native_->raw_delete(block);
     }
   }
 
   void recordStream(const c10::DataPtr& block, c10::cuda::CUDAStream stream) override {
     if (block.get() == nullptr || block.get_deleter() != &give_back_served || stream.device_index() != device_ ||
-        !arena_of(block.get())->use_on(block.get(), stream.stream())) {
+        !server().use_on(block.get(), stream.stream())) {
       this->native_->recordStream(block, stream);
     }
   }
 
   void* getBaseAllocation(void* block, size_t* nbytes) override {
-    char* const reserved = reserved_with(block);
+    char* const reserved = server().reserved_with(block);
     return this->native_->getBaseAllocation(reserved != nullptr ? reserved : block, nbytes);
   }
 
   caching::ShareableHandle shareIpcHandle(void* block) override {
-    char* const reserved = reserved_with(block);
+    char* const reserved = server().reserved_with(block);
     if (reserved == nullptr) {
       return this->native_->shareIpcHandle(block);
     }
@@ -107,8 +101,9 @@ class InFront final : public HandsOn<Base> {
 
   DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     DeviceStats stats = this->native_->getDeviceStats(device);
-    if (device == device_ && the_arena() != nullptr) {
-      count_arena(stats, device_peak());
+    const auto served = device == device_ ? server().bytes() : std::nullopt;
+    if (served) {
+      count_served(stats, *served, device_peak());
     }
     return stats;
   }
@@ -126,7 +121,7 @@ class InFront final : public HandsOn<Base> {
       C10_CUDA_CHECK(c10::cuda::GetDevice(&current));
       if (current == device_) {
         const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(current).stream();
-        if (void* block = serve_request(nbytes, stream)) {
+        if (void* block = server().serve(nbytes, stream)) {
           return {block, block, &give_back_served, c10::Device(c10::DeviceType::CUDA, current)};
         }
       }

@@ -5,7 +5,7 @@
 #include <mutex>
 #include <utility>
 
-#include "observer.h"
+#include "bus.h"
 
 namespace memplug {
 namespace {
@@ -47,7 +47,7 @@ void explain(c10::OutOfMemoryError& error) {
     const std::lock_guard<std::mutex> lock(noted.mutex);
     explain = noted.explain;
   }
-  if (asked.load() == nullptr || Observer::paused() > 0) {
+  if (asked.load() == nullptr || Pause::depth() > 0) {
     return;
   }
   note_relief({ReliefEvent::GIVEN_UP, 0});

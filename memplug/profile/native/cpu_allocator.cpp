@@ -6,14 +6,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
 
 #include "relief.h"
 #include "requests.h"
-#include "serving.h"
+#include "server.h"
 
 namespace memplug {
 namespace {
@@ -98,15 +97,14 @@ void free_noted(void* pointer) {
 
 // What ends a block of any kind that comes without its own deleter.
 void free_any(void* pointer) {
-  Arena* const owner = arena_of(pointer);
-  if (owner == nullptr || !owner->give_back(pointer)) {
+  if (!server().give_back(pointer)) {
     free_noted(pointer);
   }
 }
 
 class DelegatingAllocator final : public c10::Allocator {
  public:
-  // A block of the arena, where it has one. Else the native one: with a deleter that notes the free for as long as it
+  // A block of the server, where it has one. Else the native one: with a deleter that notes the free for as long as it
   // lives, if it is recorded; any other stays untouched.
   c10::DataPtr allocate(size_t nbytes) override {
     return watched(nbytes, [] { return nullptr; }, [nbytes] { return serve(nbytes); });
@@ -127,7 +125,7 @@ class DelegatingAllocator final : public c10::Allocator {
  private:
   static c10::DataPtr serve(size_t nbytes) {
     if (serving()) {
-      if (void* block = serve_request(nbytes, nullptr)) {
+      if (void* block = server().serve(nbytes, nullptr)) {
         return {block, block, &give_back_served, c10::Device(c10::DeviceType::CPU)};
       }
     }
@@ -170,43 +168,6 @@ DelegatingAllocator& delegating() {
   return *instance;
 }
 
-// Everything happens at once and in program order, so there is nothing to wait for.
-class CpuDevice final : public NativeBlockDevice {
- public:
-  CpuDevice() : NativeBlockDevice(c10::Device(c10::DeviceType::CPU)) {}
-
-  // The native allocator's, which nothing may stand in front of yet; aligned by hand.
-  char* reserve(size_t nbytes) override {
-    c10::Allocator* const allocator = native != nullptr ? native : c10::GetCPUAllocator();
-    c10::DataPtr memory = allocator->allocate(nbytes + GRANULARITY);
-    const auto address = reinterpret_cast<uintptr_t>(memory.get());
-    char* const begin = reinterpret_cast<char*>((address + GRANULARITY - 1) / GRANULARITY * GRANULARITY);
-    return hold(begin, std::move(memory));
-  }
-
-  Stream current_stream() override {
-    return nullptr;
-  }
-
-  Event record(Stream) override {
-    return nullptr;
-  }
-  void wait(Stream, Event) override {}
-  bool is_done(Event) override {
-    return true;
-  }
-  void drop(Event) override {}
-  void synchronize() override {}
-
-  void fill(char* begin, size_t nbytes, int byte, Stream) override {
-    std::memset(begin, byte, nbytes);
-  }
-
-  bool is_filled(const char* begin, size_t nbytes, int byte, Stream) override {
-    return nbytes == 0 || (*begin == static_cast<char>(byte) && std::memcmp(begin, begin + 1, nbytes - 1) == 0);
-  }
-};
-
 } // namespace
 
 void install_cpu(User user) {
@@ -228,6 +189,10 @@ void install_cpu(User user) {
     throw std::runtime_error("the CPU's allocator was set by another library with a higher priority");
   }
   wanted_by = user;
+}
+
+c10::Allocator& native_cpu_allocator() {
+  return native != nullptr ? *native : *c10::GetCPUAllocator();
 }
 
 void uninstall_cpu(User user) {
@@ -269,11 +234,6 @@ void lock_cpu_for_fork() {
 
 void unlock_cpu_after_fork() {
   limited().mutex.unlock();
-}
-
-Device& cpu_device() {
-  static auto* instance = new CpuDevice();
-  return *instance;
 }
 
 } // namespace memplug

@@ -1,0 +1,146 @@
+// What Python sees of the arena.
+#include <pybind11/stl.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda_memory.h"
+#include "registry.h"
+#include "requests.h"
+#include "rows.h"
+#include "serving.h"
+
+namespace py = pybind11;
+
+namespace memplug {
+namespace {
+
+Device& device_of(const std::string& type, int index) {
+#ifdef MEMPLUG_CUDA_ARENA
+  if (type == "cuda") {
+    return cuda_device(index);
+  }
+#endif
+  (void)index;
+  if (type == "cuda") {
+    throw std::runtime_error("the native core was built without CUDA");
+  }
+  return type == "cpu" ? cpu_device() : other_device();
+}
+
+void load_arena(
+    const py::bytes& requests,
+    const py::bytes& slots,
+    const py::bytes& dynamic,
+    const py::bytes& spaces,
+    std::vector<uint64_t> crosses,
+    std::vector<int32_t> reusable,
+    int64_t reused_bytes,
+    int64_t kept_bytes,
+    int32_t streams) {
+  ArenaPlan plan{
+      rows_of<PlannedRequest>(requests),
+      rows_of<KeptSlot>(slots),
+      rows_of<DynamicRequest>(dynamic),
+      rows_of<IdleSpace>(spaces),
+      std::move(crosses),
+      std::move(reusable),
+      reused_bytes,
+      kept_bytes,
+      streams};
+  const py::gil_scoped_release released; // reserving may take long
+  the_arena()->load(std::move(plan));
+}
+
+py::dict arena_counters() {
+  const ArenaCounters c = the_arena()->counters();
+  py::dict all;
+  all["planned"] = c.planned;
+  all["planned_bytes"] = c.planned_bytes;
+  all["dynamic"] = c.dynamic;
+  all["dynamic_bytes"] = c.dynamic_bytes;
+  all["reusable"] = c.reusable;
+  all["reusable_bytes"] = c.reusable_bytes;
+  all["unplanned"] = c.unplanned;
+  all["occupied"] = c.occupied;
+  all["dynamic_missed"] = c.dynamic_missed;
+  all["without_gradients"] = c.without_gradients;
+  all["native_bytes"] = c.native_bytes;
+  all["elsewhere"] = c.elsewhere;
+  all["lasting"] = c.lasting;
+  all["lasting_bytes"] = c.lasting_bytes;
+  all["written_freed"] = c.written_freed;
+  all["written_beyond"] = c.written_beyond;
+  all["reserved_bytes"] = c.reserved_bytes;
+  all["leftover_bytes"] = c.leftover_bytes;
+  all["live_bytes"] = c.live_bytes;
+  all["live_size"] = c.live_size;
+  all["peak_bytes"] = c.peak_bytes;
+  all["peak_size"] = c.peak_size;
+  return all;
+}
+
+void add_arenas(py::module_& module) {
+  set_server(arena_server());
+  module.def("open_arena", [](const std::string& type, int index, bool checks) {
+    open_arena(device_of(type, index), checks).forget_leftovers();
+  });
+  module.def("load_arena", &load_arena);
+  module.def("close_arena", [] {
+    const py::gil_scoped_release released;
+    the_arena()->close();
+  });
+  module.def("begin_arena_step", [](int32_t withheld) {
+    the_arena()->begin_step();
+    withhold(withheld);
+    serve(true);
+  });
+  module.def("end_arena_step", [] { serve(false); });
+  module.def("extend_arena", [](int64_t nbytes) {
+    const py::gil_scoped_release released;
+    the_arena()->extend(nbytes);
+  });
+  module.def("arena_leftovers", [] { return the_arena()->leftovers(); });
+  module.def("late_requests", [] { return the_arena()->late(); });
+  module.def("arena_counters", &arena_counters);
+  module.def("arena_owns", [](uintptr_t address) {
+    Arena* const owner = arena_of(reinterpret_cast<const void*>(address));
+    return owner != nullptr && owner->owns(reinterpret_cast<const void*>(address));
+  });
+  module.def("arenas_reserved_bytes", &reserved_bytes);
+  module.def("arenas_live_bytes", &live_bytes);
+  module.def("stand_before_cpu", [](bool on) {
+    serve(false);
+    if (on) {
+      install_cpu(ARENA);
+    } else {
+      uninstall_cpu(ARENA);
+    }
+  });
+  module.def("stand_before_other", [](bool on) {
+    serve(false);
+    on ? install_other(ARENA) : uninstall_other(ARENA);
+  });
+
+#ifdef MEMPLUG_CUDA_ARENA
+  module.def("stand_before_cuda", [](bool on) {
+    serve(false);
+    stand_before_cuda(ARENA, on);
+  });
+#endif
+}
+
+const Registered arena_part({
+    Level::SERVING,
+    &add_arenas,
+    &lock_arenas_for_fork,
+    [](bool) { unlock_arenas_after_fork(); },
+    [] {
+      serve(false);
+      uninstall_cpu(ARENA);
+    },
+});
+
+} // namespace
+} // namespace memplug

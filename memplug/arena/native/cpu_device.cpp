@@ -1,0 +1,54 @@
+// The arena's device on the CPU: memory of its native allocator.
+#include <cstring>
+#include <utility>
+
+#include "requests.h"
+#include "serving.h"
+
+namespace memplug {
+namespace {
+
+// Everything happens at once and in program order, so there is nothing to wait for.
+class CpuDevice final : public NativeBlockDevice {
+ public:
+  CpuDevice() : NativeBlockDevice(c10::Device(c10::DeviceType::CPU)) {}
+
+  // The native allocator's; aligned by hand.
+  char* reserve(size_t nbytes) override {
+    c10::DataPtr memory = native_cpu_allocator().allocate(nbytes + GRANULARITY);
+    const auto address = reinterpret_cast<uintptr_t>(memory.get());
+    char* const begin = reinterpret_cast<char*>((address + GRANULARITY - 1) / GRANULARITY * GRANULARITY);
+    return hold(begin, std::move(memory));
+  }
+
+  Stream current_stream() override {
+    return nullptr;
+  }
+
+  Event record(Stream) override {
+    return nullptr;
+  }
+  void wait(Stream, Event) override {}
+  bool is_done(Event) override {
+    return true;
+  }
+  void drop(Event) override {}
+  void synchronize() override {}
+
+  void fill(char* begin, size_t nbytes, int byte, Stream) override {
+    std::memset(begin, byte, nbytes);
+  }
+
+  bool is_filled(const char* begin, size_t nbytes, int byte, Stream) override {
+    return nbytes == 0 || (*begin == static_cast<char>(byte) && std::memcmp(begin, begin + 1, nbytes - 1) == 0);
+  }
+};
+
+} // namespace
+
+Device& cpu_device() {
+  static auto* instance = new CpuDevice();
+  return *instance;
+}
+
+} // namespace memplug

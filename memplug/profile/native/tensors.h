@@ -1,0 +1,38 @@
+// The tensors of an operator's arguments and results.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+namespace memplug {
+
+// Whether a tensor is a Python number that torch has wrapped, and so a value like any other.
+inline bool is_number(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+// Calls `visit(tensor)` for each defined tensor of an argument or result, those in its lists and wrapped numbers included.
+template <typename Visit>
+void each_tensor_or_number(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) {
+      visit(value.toTensor());
+    }
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      each_tensor_or_number(element, visit);
+    }
+  }
+}
+
+// The same without wrapped numbers.
+template <typename Visit>
+void each_tensor(const c10::IValue& value, const Visit& visit) {
+  each_tensor_or_number(value, [&](const at::Tensor& tensor) {
+    if (!is_number(tensor)) {
+      visit(tensor);
+    }
+  });
+}
+
+} // namespace memplug
