@@ -31,7 +31,7 @@ CORE = Extension(
             "operators saving sequence",
             "literals storages tape unfilled units",
             "followed_step leaving relief repeated_step returning short_step storage_swapper swap_list swap_step",
-            "clock exchange host_rows operator_names replay rounding streams transfer",
+            "clock copies exchange host_rows operator_names replay rounding streams transfer",
             "arena arena_plan cpu_allocator leftovers requests serving",
             "cuda_allocator cuda_arena cuda_device other_allocator",
         )

@@ -7,6 +7,7 @@
 
 #include <memory>
 
+#include "host_rows.h"
 #include "saved_type.h"
 #include "transfer.h"
 
@@ -32,6 +33,9 @@ class PythonStreams final : public Streams {
   EventRef record(const StreamRef& stream) override {
     return kept(device_.attr("record")(object_of(stream)));
   }
+  void wait(const StreamRef& stream, const EventRef& event, Wait) override {
+    device_.attr("wait")(object_of(stream), object_of(event));
+  }
   void copy(const StreamRef& stream, const at::Tensor& destination, const at::Tensor& source) override {
     device_.attr("copy")(object_of(stream), wrapped(destination), wrapped(source));
   }
@@ -43,10 +47,6 @@ class PythonStreams final : public Streams {
   }
 
  private:
-  void order(const StreamRef& stream, const EventRef& event) override {
-    device_.attr("wait")(object_of(stream), object_of(event));
-  }
-
   // None is null, as on the CPU.
   static std::shared_ptr<void> kept(py::object object) {
     if (object.is_none()) {
@@ -83,9 +83,7 @@ bool set_error(const std::exception& error) {
 }
 
 void add_transfers(py::module_& module) {
-  py::class_<Streams, std::shared_ptr<Streams>>(module, "Streams")
-      .def_readonly("waits", &Streams::waits)
-      .def("leave_out", [](Streams& streams, size_t why) { streams.left_out = static_cast<Wait>(why); });
+  py::class_<Streams, std::shared_ptr<Streams>>(module, "Streams");
   module.def("cpu_streams", &cpu_streams);
   module.def("other_streams", [](std::function<void(double)> spend, double observe_s, double region_s, double restore_s) {
     const c10::Device device(c10::DeviceType::PrivateUse1, 0);
@@ -103,7 +101,8 @@ void add_transfers(py::module_& module) {
       .def_readonly("offset", &Slot::offset)
       .def_readonly("size", &Slot::size)
       .def_readonly("nbytes", &Slot::nbytes);
-  py::class_<HostRows, std::shared_ptr<HostRows>>(module, "HostRows")
+  py::class_<RowStore, std::shared_ptr<RowStore>>(module, "RowStore");
+  py::class_<HostRows, RowStore, std::shared_ptr<HostRows>>(module, "HostRows")
       .def(py::init<std::function<bool(int64_t)>>())
       .def("take", &HostRows::take)
       .def("give", &HostRows::give)
@@ -138,7 +137,7 @@ void add_transfers(py::module_& module) {
       .def_readwrite("uses", &Swapped::uses);
 
   py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
-      .def(py::init<std::shared_ptr<Streams>, std::shared_ptr<HostRows>>())
+      .def(py::init<std::shared_ptr<Streams>, std::shared_ptr<RowStore>>())
       .def("offload", [](Transfer& transfer, py::handle tensor, int64_t rows, bool later) {
         return transfer.offload(tensor_of(tensor), rows, later);
       }, py::arg("tensor"), py::arg("rows"), py::arg("later") = false)
@@ -150,7 +149,7 @@ void add_transfers(py::module_& module) {
         return py::make_tuple(wrapped(tensor), rows);
       })
       .def("drop", &Transfer::drop)
-      .def("drain", &Transfer::drain)
+      .def("drain", [](Transfer& transfer) { transfer.copies.drain(); })
       .def("close", &Transfer::close)
       .def("reserve", &Transfer::reserve, py::arg("count"), py::arg("nbytes"))
       .def_property_readonly("buffer_bytes", &Transfer::buffer_bytes)
@@ -159,10 +158,13 @@ void add_transfers(py::module_& module) {
       .def_readonly("prefetched_bytes", &Transfer::prefetched_bytes)
       .def_readonly("resident_bytes", &Transfer::resident_bytes)
       .def_readonly("offloads", &Transfer::offloads)
-      .def_readonly("offloaded_total_bytes", &Transfer::offloaded_total_bytes)
-      .def_readonly("prefetched_total_bytes", &Transfer::prefetched_total_bytes)
-      .def_readwrite("refused", &Transfer::refused)
-      .def_readonly("refused_bytes", &Transfer::refused_bytes);
+      .def_property_readonly("offloaded_total_bytes", [](const Transfer& transfer) { return transfer.copies.offloaded_bytes; })
+      .def_property_readonly("prefetched_total_bytes", [](const Transfer& transfer) { return transfer.copies.prefetched_bytes; })
+      .def_property(
+          "refused",
+          [](const Transfer& transfer) { return transfer.copies.refused; },
+          [](Transfer& transfer, int64_t count) { transfer.copies.refused = count; })
+      .def_property_readonly("refused_bytes", [](const Transfer& transfer) { return transfer.copies.refused_bytes; });
 }
 
 } // namespace memplug
