@@ -16,12 +16,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 import memplug
-from memplug import native
 from memplug.errors import TraceError
 from memplug.hooks import attach as attach_module
 from memplug.session.recording import Recording
 from memplug.tokenwise import budgets
 from memplug.tokenwise.predictions import Predictions
+from tests.support import extension
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
@@ -34,12 +34,12 @@ CORE = pytest.StashKey[Future]()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Build the native core while tests are collected."""
-    session.config.stash[CORE] = ThreadPoolExecutor(1).submit(native.load)
+    """Build the native core, and the tests' C++ around it, while tests are collected."""
+    session.config.stash[CORE] = ThreadPoolExecutor(1).submit(extension.load)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Wait for the core, so that no test has to; and what the imports left is no garbage: tests that collect need not
+    """Wait for both, so that no test has to; and what the imports left is no garbage: tests that collect need not
     look through it each time.
     """
     session.config.stash[CORE].result()

@@ -1,14 +1,12 @@
 """One device: CUDA, or the CPU, where everything is in program order already.
 
-The executor orders memory across streams by events alone. Each ordering point has a name (`Wait`), so that a test can
-leave one out and show that something breaks. The tests add a third implementation, whose copies run as late or as
-early as events allow.
+Copies order memory across streams by events alone (native/copies.h). The tests add a third implementation, whose copies
+run as late or as early as events allow.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,18 +19,6 @@ from memplug.device.host_time import HostTime
 from memplug.device.memory import CudaMemory, DeviceMemory
 
 PAGE_BYTES = 4096
-
-
-class Wait(enum.Enum):
-    """Why one stream waits for another; every wait of the executor is one of these (native/streams.h)."""
-
-    OFFLOAD_FOR_COMPUTE = "the copy out starts once the operator has written its output"
-    RELEASE_FOR_OFFLOAD = "device memory is released once its copy out has read it"
-    MUTATE_FOR_OFFLOAD = "an operator writes in place once the copy has read the former value"
-    PREFETCH_FOR_COMPUTE = "the copy in starts once earlier users of its device memory and of the host rows are done"
-    USE_FOR_PREFETCH = "compute reads rows once their copy in has written them"
-    DISCARD_FOR_PREFETCH = "memory of an abandoned tensor is released once its copy in has written it"
-    USE_FOR_COMPUTE = "an operator reads memory of another stream once that stream has written it"
 
 
 class Device:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from memplug.device.device import CudaDevice, Wait
+from memplug.device.device import CudaDevice
+from tests.support.extension import Wait
 from tests.support.simulated import LeavesOut
 
 _library = ctypes.CDLL(None)  # it is in front of all others

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from memplug.device.device import CudaDevice, Wait
+from memplug.device.device import CudaDevice
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
 from tests.support import two_streams
+from tests.support.extension import Wait, leaving_out_of
 from tests.support.two_streams import Beside
 
 pytestmark = pytest.mark.gpu
@@ -100,14 +101,7 @@ def test_every_access_is_ordered_and_values_hold(
 @pytest.mark.unordered
 def test_a_missing_wait_for_the_stream_that_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other waits are left out in tests/tokenwise/engine/test_races.py."""
-    streams = CudaDevice.streams
-
-    def leaving_out(device: CudaDevice, core: Any) -> Any:
-        found = streams(device, core)
-        found.leave_out(list(Wait).index(Wait.USE_FOR_COMPUTE))
-        return found
-
-    monkeypatch.setattr(CudaDevice, "streams", leaving_out)
+    monkeypatch.setattr(CudaDevice, "streams", leaving_out_of(CudaDevice, Wait.USE_FOR_COMPUTE))
     before = device.violations()
     with scheduled(Schedule("copyfirst")):
         train(AskingAside, {"enabled": True, "tokenwise": tokenwise(1), **ARENA["off"]})

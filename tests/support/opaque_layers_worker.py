@@ -6,7 +6,7 @@ flash-attn, or on a GPU by these packages themselves, in bfloat16. `CASES`: a JS
 this module, "recipe": of FP8, or null, "around_backward": one that is on around backward alone, "steps",
 "micro_batches": of a step, the forwards of all of which run before the first backward, "dropped": how many of these
 have no backward, "memplug": a block, or null, "device": "cpu" by default, "schedules": of simulated CUDA, [policy,
-seed], one for each step in turn, "missing": a `Wait` of the executor that is left out, "checkpoint": torch's around
+seed], one for each step in turn, "missing": the name of a `Wait` that is left out, "checkpoint": torch's around
 each layer}; beside them "refusals" and "errors" -> a block.
 
 Of each case: {"losses": of each micro-batch, "gradients": digests of each step's, "scales": of FP8, in the end,
@@ -31,9 +31,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplug
-from memplug.device.device import CudaDevice, Wait
+from memplug.device.device import CudaDevice
 from tests.support import attention_kernels, stand_in
 from tests.support.digests import digest
+from tests.support.extension import Wait, leaving_out_of
 
 INSTALLED = "--installed" in sys.argv
 if not INSTALLED:
@@ -218,14 +219,7 @@ def waits(case: dict[str, Any]) -> AbstractContextManager[Any]:
     """Around a session: its streams leave out what the case says."""
     if "missing" not in case:
         return contextlib.nullcontext()
-    streams, index = CudaDevice.streams, list(Wait).index(Wait[case["missing"]])
-
-    def leaving_out(device: CudaDevice, core: Any) -> Any:
-        found = streams(device, core)
-        found.leave_out(index)
-        return found
-
-    return mock.patch.object(CudaDevice, "streams", leaving_out)
+    return mock.patch.object(CudaDevice, "streams", leaving_out_of(CudaDevice, Wait[case["missing"]]))
 
 
 def violations(case: dict[str, Any]) -> int:

@@ -12,6 +12,7 @@ from memplug.swap.plan.features import anchors, last_uses, ranks
 from memplug.swap.plan.from_trace import clock_of, gaps
 from memplug.swap.plan.part import SwapPart, target_of
 from memplug.swap.tables import tables_of
+from tests.support import extension
 from tests.support.swapped import block, trace_of
 
 Operator = tuple[int, int, list[tuple[int, int, int]], list[tuple[int, int, int]]]
@@ -69,7 +70,7 @@ def groups(step: Trace, numbers: list[int], dtypes: dict[str, int]) -> list[list
 def rehearsal(kind: str) -> Any:
     """A list in force, after a step that was the planned one."""
     tables, _, step = listed(kind)
-    rehearsed = native.load().Rehearsal(tables.program, tables.ranks, tables.targets, tables.anchors)
+    rehearsed = extension.load().Rehearsal(tables.program, tables.ranks, tables.targets, tables.anchors)
     for _ in range(2):
         rehearsed.run(flat(step))
     return rehearsed

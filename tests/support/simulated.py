@@ -28,9 +28,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplug.device.device import CudaDevice, Device, Wait
+from memplug.device.device import CudaDevice, Device
 from memplug.tokenwise.engine.operators import tensors_in
 from memplug.tokenwise.engine.tape import storage_of
+from tests.support.extension import Wait, leaving_out, waits
 
 if TYPE_CHECKING:
     from tests.cudasim.device import ScheduledDevice
@@ -124,15 +125,12 @@ class LeavesOut(Device):
     _native: Any = None
 
     def streams(self, core: Any) -> Any:
-        self._native = super().streams(core)
-        if self.missing is not None:
-            self._native.leave_out(list(Wait).index(self.missing))
+        self._native = leaving_out(super().streams(core), self.missing)
         return self._native
 
-    @property
-    def waits(self) -> collections.Counter[Wait]:
-        """How often each kind was asked for."""
-        return collections.Counter(dict(zip(Wait, self._native.waits, strict=True)))
+    def asked_for(self, why: Wait) -> int:
+        """Returns how often a kind of wait was asked for."""
+        return waits(self._native, why)
 
 
 class UnscheduledDevice(LeavesOut, CudaDevice):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from memplug import native
+from tests.support import extension
 from tests.support.rehearsals import Operator, flat, listed, rehearsal
 
 pytest.importorskip("transformers")
@@ -91,7 +91,7 @@ def test_a_target_of_another_size_or_dtype_is_not_taken() -> None:
 def test_the_clock_follows_what_is_inserted_and_left_out() -> None:
     """Places are those of the planned step again after a few operators."""
     program = [number % 17 for number in range(200)]
-    places = native.load().program_places
+    places = extension.load().program_places
     assert places(program, program) == list(range(200))
     assert places(program, program[:50] + [99, 98] + program[50:])[60:] == list(range(58, 200))
     assert places(program, program[:50] + program[53:])[60:] == list(range(63, 200))

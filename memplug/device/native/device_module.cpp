@@ -33,6 +33,9 @@ class PythonStreams final : public Streams {
   EventRef record(const StreamRef& stream) override {
     return kept(device_.attr("record")(object_of(stream)));
   }
+  void wait(const StreamRef& stream, const EventRef& event, Wait) override {
+    device_.attr("wait")(object_of(stream), object_of(event));
+  }
   void copy(const StreamRef& stream, const at::Tensor& destination, const at::Tensor& source) override {
     device_.attr("copy")(object_of(stream), wrapped(destination), wrapped(source));
   }
@@ -44,10 +47,6 @@ class PythonStreams final : public Streams {
   }
 
  private:
-  void order(const StreamRef& stream, const EventRef& event) override {
-    device_.attr("wait")(object_of(stream), object_of(event));
-  }
-
   // None is null, as on the CPU.
   static std::shared_ptr<void> kept(py::object object) {
     if (object.is_none()) {
@@ -69,9 +68,7 @@ class PythonStreams final : public Streams {
 };
 
 void add_devices(py::module_& module) {
-  py::class_<Streams, std::shared_ptr<Streams>>(module, "Streams")
-      .def_readonly("waits", &Streams::waits)
-      .def("leave_out", [](Streams& streams, size_t why) { streams.left_out = static_cast<Wait>(why); });
+  py::class_<Streams, std::shared_ptr<Streams>>(module, "Streams");
   module.def("cpu_streams", &cpu_streams);
   module.def("other_streams", [](std::function<void(double)> spend, double observe_s, double region_s, double restore_s) {
     const c10::Device device(c10::DeviceType::PrivateUse1, 0);
@@ -89,7 +86,8 @@ void add_devices(py::module_& module) {
       .def_readonly("offset", &Slot::offset)
       .def_readonly("size", &Slot::size)
       .def_readonly("nbytes", &Slot::nbytes);
-  py::class_<HostRows, std::shared_ptr<HostRows>>(module, "HostRows")
+  py::class_<RowStore, std::shared_ptr<RowStore>>(module, "RowStore");
+  py::class_<HostRows, RowStore, std::shared_ptr<HostRows>>(module, "HostRows")
       .def(py::init<std::function<bool(int64_t)>>())
       .def("take", &HostRows::take)
       .def("give", &HostRows::give)

@@ -3,7 +3,20 @@
 #include <algorithm>
 #include <iterator>
 
+#include "views.h"
+
 namespace memplug {
+namespace {
+
+std::vector<int64_t> dense_strides(at::IntArrayRef size) {
+  std::vector<int64_t> strides(size.size(), 1);
+  for (size_t i = size.size() - 1; i-- > 0;) {
+    strides[i] = strides[i + 1] * std::max<int64_t>(size[i + 1], 1);
+  }
+  return strides;
+}
+
+} // namespace
 
 std::optional<Slot> HostRows::take(int64_t nbytes) {
   const int64_t size = (nbytes + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
@@ -54,6 +67,21 @@ void HostRows::give(const Slot& slot) {
     }
   }
   used_bytes -= slot.size;
+}
+
+// The slot as a tensor like `rows`.
+at::Tensor HostRows::rows_at(const Slot& slot, const at::Tensor& rows) const {
+  const auto strides = rows.is_non_overlapping_and_dense() ? rows.strides().vec() : dense_strides(rows.sizes());
+  const int64_t offset = slot.offset / static_cast<int64_t>(rows.element_size());
+  return view_of(slab(slot), rows.sizes(), strides, offset, rows.scalar_type(), rows.is_conj(), rows.is_neg());
+}
+
+void HostRows::copy_out(Streams& streams, const StreamRef& stream, const Slot& slot, const at::Tensor& rows) {
+  streams.copy(stream, rows_at(slot, rows), rows);
+}
+
+void HostRows::copy_in(Streams& streams, const StreamRef& stream, const at::Tensor& rows, const Slot& slot) {
+  streams.copy(stream, rows, rows_at(slot, rows));
 }
 
 void HostRows::add(at::Tensor slab) {

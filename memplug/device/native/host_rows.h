@@ -10,28 +10,26 @@
 #include <optional>
 #include <vector>
 
+#include "row_store.h"
+
 namespace memplug {
 
 constexpr int64_t kRowAlignment = 512; // bytes
 
-// Bytes `[offset, offset + size)` of one slab, of which `nbytes` were asked for.
-struct Slot {
-  size_t slab;
-  int64_t offset, size, nbytes;
-};
-
 // First-fit in the order of slabs and offsets; neighbours merge when they are given back, so that a run with many
 // sequence lengths does not grow without bound (ProTrain, appendix B.2). Guarded by Python's lock.
-class HostRows {
+class HostRows final : public RowStore {
  public:
   // `grow(nbytes)` adds a slab with room for so many bytes, or returns false.
   explicit HostRows(std::function<bool(int64_t)> grow) : grow_(std::move(grow)) {}
 
   // Empty where there is no room, and no slab could be added.
-  std::optional<Slot> take(int64_t nbytes);
+  std::optional<Slot> take(int64_t nbytes) override;
+  void give(const Slot& slot) override;
 
-  // The caller has ordered every copy of the slot before the next use of these rows.
-  void give(const Slot& slot);
+  // Rows that are dense lie in the order of the device's memory, others in that of their dimensions.
+  void copy_out(Streams& streams, const StreamRef& stream, const Slot& slot, const at::Tensor& rows) override;
+  void copy_in(Streams& streams, const StreamRef& stream, const at::Tensor& rows, const Slot& slot) override;
 
   // A slab: 1-D uint8, of a multiple of the alignment.
   void add(at::Tensor slab);
@@ -54,6 +52,7 @@ class HostRows {
   };
 
   std::optional<Slot> find(int64_t size, int64_t nbytes);
+  at::Tensor rows_at(const Slot& slot, const at::Tensor& rows) const;
 
   std::function<bool(int64_t)> grow_;
   std::vector<Slab> slabs_;

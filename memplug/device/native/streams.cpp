@@ -18,11 +18,6 @@
 namespace memplug {
 namespace {
 
-// Memory as bytes, which has no part in how long it lives.
-at::Tensor bytes_at(const void* memory, int64_t nbytes, c10::Device device) {
-  return at::from_blob(const_cast<void*>(memory), {nbytes}, at::TensorOptions().dtype(at::kByte).device(device));
-}
-
 class CpuStreams final : public Streams {
  public:
   using Clock = std::chrono::steady_clock;
@@ -39,6 +34,7 @@ class CpuStreams final : public Streams {
   EventRef record(const StreamRef&) override {
     return nullptr;
   }
+  void wait(const StreamRef&, const EventRef&, Wait) override {}
   EventRef mark(const StreamRef&) override {
     return std::make_shared<Clock::time_point>(Clock::now());
   }
@@ -61,18 +57,9 @@ class CpuStreams final : public Streams {
     const at::AutoDispatchBelowADInplaceOrView below;
     return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype));
   }
-  void offload(const StreamRef&, const at::Tensor& host, int64_t offset, const void* memory, int64_t nbytes, c10::Device) override {
-    std::memcpy(static_cast<char*>(host.mutable_data_ptr()) + offset, memory, static_cast<size_t>(nbytes));
-  }
-  void prefetch(const StreamRef&, void* memory, const at::Tensor& host, int64_t offset, int64_t nbytes, c10::Device) override {
-    std::memcpy(memory, static_cast<const char*>(host.const_data_ptr()) + offset, static_cast<size_t>(nbytes));
-  }
   c10::DataPtr allocate(const StreamRef&, int64_t nbytes) override {
     return c10::GetAllocator(c10::DeviceType::CPU)->allocate(static_cast<size_t>(nbytes));
   }
-
- private:
-  void order(const StreamRef&, const EventRef&) override {}
 };
 
 class AcceleratorStreams final : public Streams {
@@ -107,6 +94,9 @@ class AcceleratorStreams final : public Streams {
       return std::nullopt;
     }
     return first->elapsedTime(*last) / 1e3;
+  }
+  void wait(const StreamRef& stream, const EventRef& event, Wait) override {
+    static_cast<const c10::Event*>(event.get())->block(of(stream));
   }
   int64_t current_number() override {
     return backend_.getStream(device_).id();
@@ -149,10 +139,6 @@ class AcceleratorStreams final : public Streams {
   }
 
  private:
-  void order(const StreamRef& stream, const EventRef& event) override {
-    static_cast<const c10::Event*>(event.get())->block(of(stream));
-  }
-
   static constexpr int kHighPriority = -1;
 
   struct On {
@@ -175,16 +161,6 @@ class AcceleratorStreams final : public Streams {
 };
 
 } // namespace
-
-void Streams::offload(
-    const StreamRef& stream, const at::Tensor& host, int64_t offset, const void* memory, int64_t nbytes, c10::Device device) {
-  copy(stream, host.narrow(0, offset, nbytes), bytes_at(memory, nbytes, device));
-}
-
-void Streams::prefetch(
-    const StreamRef& stream, void* memory, const at::Tensor& host, int64_t offset, int64_t nbytes, c10::Device device) {
-  copy(stream, bytes_at(memory, nbytes, device), host.narrow(0, offset, nbytes));
-}
 
 c10::DataPtr Streams::allocate(const StreamRef& stream, int64_t nbytes) {
   const at::Tensor memory = empty(stream, {nbytes}, {1}, at::kByte);

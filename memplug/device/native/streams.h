@@ -1,28 +1,27 @@
-// Streams, events and copies of one device, as transfers use them.
+// Streams and events of one device, and what is queued on them: copies and memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 
-#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <vector>
 
 namespace memplug {
 
-// Why one stream waits for another, as `Wait` in memplug/device/device.py; in its order.
+// Why one stream waits for another.
 enum class Wait : uint8_t {
-  OFFLOAD_FOR_COMPUTE,
-  RELEASE_FOR_OFFLOAD,
-  MUTATE_FOR_OFFLOAD,
-  PREFETCH_FOR_COMPUTE,
-  USE_FOR_PREFETCH,
-  DISCARD_FOR_PREFETCH,
-  USE_FOR_COMPUTE,
+  OFFLOAD_FOR_COMPUTE, // the copy out starts once the operator has written its output
+  RELEASE_FOR_OFFLOAD, // device memory is released once its copy out has read it
+  MUTATE_FOR_OFFLOAD, // an operator writes in place once the copy has read the former value
+  PREFETCH_FOR_COMPUTE, // the copy in starts once earlier users of its device memory and of its slot are done
+  USE_FOR_PREFETCH, // an operator reads rows once their copy in has written them
+  DISCARD_FOR_PREFETCH, // memory of an abandoned tensor is released once its copy in has written it
+  USE_FOR_COMPUTE, // an operator reads memory of another stream once that stream has written it
 };
-constexpr size_t kWaits = 7;
 
 // Of a device. On the CPU, where everything is in program order already, both are null.
 using StreamRef = std::shared_ptr<void>;
@@ -45,6 +44,17 @@ class Streams {
 
   virtual bool same(const StreamRef& one, const StreamRef& other) = 0;
 
+  // The stream's number among those that are known, of which it is one from then on.
+  size_t number_among(std::vector<StreamRef>& known, const StreamRef& stream) {
+    for (size_t i = 0; i < known.size(); ++i) { // a device in Python may let another thread add one
+      if (const StreamRef each = known[i]; same(each, stream)) {
+        return i;
+      }
+    }
+    known.push_back(stream);
+    return known.size() - 1;
+  }
+
   // An event that completes when the work queued on the stream so far is done.
   virtual EventRef record(const StreamRef& stream) = 0;
 
@@ -57,12 +67,7 @@ class Streams {
   }
 
   // Work queued on the stream from now on starts after the event.
-  void wait(const StreamRef& stream, const EventRef& event, Wait why) {
-    ++waits[static_cast<size_t>(why)];
-    if (left_out != why) {
-      order(stream, event);
-    }
-  }
+  virtual void wait(const StreamRef& stream, const EventRef& event, Wait why) = 0;
 
   // Whether all is done as it is asked for: then copies are what the program waits for, instead of events.
   virtual bool is_immediate() {
@@ -89,10 +94,7 @@ class Streams {
     }
   }
 
-  // Copies bytes of a device to or from a 1-D uint8 tensor of the host, from an offset on. On the CPU without operators; of
-  // a device as a tensor: torch's allocator of pinned memory has to know what is still read.
-  virtual void offload(const StreamRef& stream, const at::Tensor& host, int64_t offset, const void* memory, int64_t nbytes, c10::Device device);
-  virtual void prefetch(const StreamRef& stream, void* memory, const at::Tensor& host, int64_t offset, int64_t nbytes, c10::Device device);
+  // The same as so many bytes.
   virtual c10::DataPtr allocate(const StreamRef& stream, int64_t nbytes);
 
   // 1-D uint8 of the host, pinned where the device can; never the training allocator's. Throws where there is none.
@@ -102,12 +104,6 @@ class Streams {
   // where the device keeps the host's clock.
   virtual void spend_forward(int64_t) {}
   virtual void spend_backward() {}
-
-  std::array<int64_t, kWaits> waits{}; // how often each kind was asked for
-  std::optional<Wait> left_out; // tests leave out one kind, everywhere, and show that something breaks
-
- private:
-  virtual void order(const StreamRef& stream, const EventRef& event) = 0;
 };
 
 // Copies happen at once.

@@ -33,12 +33,6 @@ struct StorageSwapper::Absent {
   int64_t began = 0; // its return, of all returns
 };
 
-// A copy between the host and memory of a stream, which may be done before it returns.
-template <typename Copy>
-void StorageSwapper::copy(const StreamRef& stream, const Copy& act) {
-  streams_->is_immediate() ? times_.around(*streams_, stream, act) : act();
-}
-
 struct StorageSwapper::HostMemory {
   Absent* absent; // null: the storage is back, or its swapper gone
   at::Tensor slab; // may still be read

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "absent.h"
+#include "views.h"
 
 namespace memplug {
 namespace {
@@ -21,7 +22,7 @@ bool StorageSwapper::add_host_memory(int64_t nbytes) {
   const int64_t size = std::min(room, std::max(nbytes, kHostSlab));
   const Own own;
   try {
-    pool_.add(streams_->host_memory(size));
+    pool_->add(streams_.host_memory(size));
   } catch (const std::exception&) { // the system has less
     passive_room_ = 0;
     return false;
@@ -34,17 +35,16 @@ bool StorageSwapper::add_host_memory(int64_t nbytes) {
 
 // Starts the copy out; null: it stays.
 StorageSwapper::Absent* StorageSwapper::start_leaving(const c10::Storage& storage, int64_t key) {
-  drain();
+  copies_.drain();
   auto* const impl = storage.unsafeGetStorageImpl();
   const auto nbytes = static_cast<int64_t>(impl->nbytes());
   if (nbytes == 0 || impl->data() == nullptr || impl->allocator() == nullptr || !impl->resizable() ||
-      impl->has_materializer() || streams_->is_capturing()) {
+      impl->has_materializer() || streams_.is_capturing()) {
     return nullptr;
   }
   const Own own;
-  const std::optional<Slot> slot = pool_.take(nbytes);
+  const std::optional<Slot> slot = copies_.take(nbytes);
   if (!slot) {
-    ++counters_.refused;
     return nullptr;
   }
   auto absent = std::make_unique<Absent>();
@@ -55,15 +55,9 @@ StorageSwapper::Absent* StorageSwapper::start_leaving(const c10::Storage& storag
   absent->memory = impl->data();
   absent->nbytes = nbytes;
   absent->slot = *slot;
-  absent->stream = streams_->current();
+  absent->stream = streams_.current();
   user_of(absent->stream);
-  for (const User& user : users_) { // what read these bytes of the host before ran on one of them
-    streams_->wait(offload_stream_, streams_->record(user.stream), Wait::OFFLOAD_FOR_COMPUTE);
-  }
-  copy(absent->stream, [&] {
-    streams_->offload(offload_stream_, pool_.slab(*slot), slot->offset, absent->memory, nbytes, impl->device());
-  });
-  absent->offloaded = streams_->record(offload_stream_);
+  absent->offloaded = copies_.offload(bytes_at(absent->memory, nbytes, impl->device()), *slot, absent->stream);
   impl->set_materializer(&before_write);
   absents()[impl] = absent.get();
   of_key_.emplace(key, absent.get());
@@ -85,7 +79,7 @@ bool StorageSwapper::offload(const c10::Storage& storage, int64_t key) {
 void StorageSwapper::release(int64_t key) {
   const Lock lock(swap_mutex());
   Absent* const absent = find(key);
-  if (absent != nullptr && absent->state == State::LEAVING && is_current(*absent) && !streams_->is_capturing()) {
+  if (absent != nullptr && absent->state == State::LEAVING && is_current(*absent) && !streams_.is_capturing()) {
     leave(*absent);
   }
 }
@@ -96,10 +90,10 @@ void StorageSwapper::leave(Absent& absent) {
     stay(absent);
     return;
   }
-  wait(absent.stream, absent.offloaded, Wait::RELEASE_FOR_OFFLOAD);
+  copies_.wait(absent.stream, absent.offloaded, Wait::RELEASE_FOR_OFFLOAD);
   absent.offloaded = nullptr;
   absent.state = State::AWAY;
-  const at::Tensor& slab = pool_.slab(absent.slot);
+  const at::Tensor& slab = pool_->slab(absent.slot);
   absent.host = new HostMemory{&absent, slab};
   c10::DataPtr host(
       static_cast<char*>(slab.mutable_data_ptr()) + absent.slot.offset, absent.host, &forget, storage.device());
@@ -112,8 +106,8 @@ void StorageSwapper::leave(Absent& absent) {
   }
   const Moving moving(absent.passive);
   const c10::DataPtr released = std::exchange(storage._mutable_data_ptr_no_checks(), std::move(host));
-  for (size_t i = 0; i < users_.size() && !absent.passive; ++i) { // for no plan, only what one stream alone has used leaves
-    streams_->use_on(users_[i].stream, released);
+  for (size_t i = 0; i < copies_.users().size() && !absent.passive; ++i) { // for no plan, only what one stream has used leaves
+    streams_.use_on(copies_.users()[i], released);
   }
   const auto held = std::move(absent.held); // if it is the last one, `forget` is called
 }
@@ -125,7 +119,7 @@ int64_t StorageSwapper::release_leaving() {
   const int64_t before = counters_.released_bytes;
   std::vector<Absent*> leaving;
   for (const auto& absent : all_) {
-    if (absent->state == State::LEAVING && is_current(*absent) && !streams_->is_capturing()) {
+    if (absent->state == State::LEAVING && is_current(*absent) && !streams_.is_capturing()) {
       leaving.push_back(absent.get());
     }
   }

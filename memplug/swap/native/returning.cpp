@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "absent.h"
+#include "views.h"
 
 namespace memplug {
 
@@ -13,33 +14,24 @@ void StorageSwapper::prefetch(int64_t key) {
   const Lock lock(swap_mutex());
   Absent* const absent = find(key);
   if (absent != nullptr && absent->state == State::AWAY && !absent->written && is_current(*absent) &&
-      !streams_->is_capturing()) {
+      !streams_.is_capturing()) {
     start_return(*absent);
   }
 }
 
 // False: the device has no room.
 bool StorageSwapper::start_return(Absent& absent) {
-  drain();
+  copies_.drain();
   const Own own;
   const Moving moving(absent.passive);
   try {
-    absent.arriving = streams_->allocate(absent.stream, absent.nbytes);
+    absent.arriving = streams_.allocate(absent.stream, absent.nbytes);
   } catch (const c10::OutOfMemoryError&) {
     ++counters_.refused;
     return false;
   }
-  streams_->wait(prefetch_stream_, streams_->record(absent.stream), Wait::PREFETCH_FOR_COMPUTE);
-  copy(absent.stream, [&] {
-    streams_->prefetch(
-        prefetch_stream_,
-        absent.arriving.get(),
-        pool_.slab(absent.slot),
-        absent.slot.offset,
-        absent.nbytes,
-        absent.storage->device());
-  });
-  absent.prefetched = streams_->record(prefetch_stream_);
+  absent.prefetched = copies_.prefetch(
+      bytes_at(absent.arriving.get(), absent.nbytes, absent.storage->device()), absent.slot, absent.stream);
   absent.state = State::RETURNING;
   absent.began = ++returns_;
   if (absent.passive) {
@@ -52,8 +44,8 @@ bool StorageSwapper::start_return(Absent& absent) {
 }
 
 void StorageSwapper::arrive(Absent& absent) {
-  wait_for_return(absent.stream, absent.began, absent.prefetched);
-  wait_for_return(streams_->current(), absent.began, absent.prefetched);
+  wait_for_return(user_of(absent.stream), absent.began, absent.prefetched);
+  wait_for_return(user_of(streams_.current()), absent.began, absent.prefetched);
   if (absent.began > arrived_) {
     arrived_ = absent.began;
     last_arrival_ = absent.prefetched;
@@ -62,7 +54,7 @@ void StorageSwapper::arrive(Absent& absent) {
   const auto record = take(absent);
   record->host->absent = nullptr;
   record->storage->clear_materializer();
-  pool_.give(record->slot);
+  copies_.give(record->slot);
   c10::DataPtr& pointer = record->storage->_mutable_data_ptr_no_checks();
   if (record->passive) {
     note_moved(pointer.get(), record->arriving.get());
@@ -73,10 +65,10 @@ void StorageSwapper::arrive(Absent& absent) {
 // It has not left, and does not.
 void StorageSwapper::stay(Absent& absent) {
   ++counters_.cancelled;
-  wait_on_its_streams(absent, absent.offloaded, Wait::MUTATE_FOR_OFFLOAD);
+  copies_.wait_on_its_streams(absent.stream, absent.offloaded, Wait::MUTATE_FOR_OFFLOAD);
   const auto record = take(absent);
   record->storage->clear_materializer();
-  pool_.give(record->slot);
+  copies_.give(record->slot);
 }
 
 // False: the device has no room.
@@ -101,20 +93,18 @@ void StorageSwapper::restore(int64_t key) {
 
 bool StorageSwapper::order_use() {
   const Lock lock(swap_mutex());
-  if (const int64_t number = streams_->current_number(); users_.empty() || number != newest_stream_) {
+  if (const int64_t number = streams_.current_number(); copies_.users().empty() || number != newest_stream_) {
     newest_stream_ = number;
-    newest_user_ = &user_of(streams_->current()) - users_.data();
+    newest_user_ = user_of(streams_.current());
   }
-  if (users_[newest_user_].waited < arrived_) {
-    wait_for_return(users_[newest_user_].stream, arrived_, last_arrival_);
-  }
-  return !all_.empty() || (users_.size() > 1 && !returned_.empty());
+  wait_for_return(newest_user_, arrived_, last_arrival_);
+  return !all_.empty() || (copies_.users().size() > 1 && !returned_.empty());
 }
 
 void StorageSwapper::use(const c10::StorageImpl* storage) {
   const Lock lock(swap_mutex());
-  if (users_.size() > 1 && returned_.find(storage) != returned_.end()) { // its former memory may have been recorded
-    streams_->use_on(streams_->current(), storage->data_ptr());
+  if (copies_.users().size() > 1 && returned_.find(storage) != returned_.end()) { // its former memory may have been recorded
+    streams_.use_on(streams_.current(), storage->data_ptr());
   }
   const auto found = absents().find(storage);
   if (found != absents().end() && found->second->swapper == this) {
@@ -138,7 +128,7 @@ void StorageSwapper::before_write(c10::StorageImpl* storage) {
 
 bool StorageSwapper::restore_all() {
   const Lock lock(swap_mutex());
-  drain();
+  copies_.drain();
   std::vector<Absent*> away;
   for (const auto& absent : all_) {
     away.push_back(absent.get());
@@ -147,8 +137,8 @@ bool StorageSwapper::restore_all() {
   for (Absent* const absent : away) {
     all = bring_back(*absent) && all;
   }
-  for (size_t i = 0; i < users_.size() && last_arrival_ != nullptr; ++i) { // until the next step operators are not seen
-    wait_for_return(StreamRef(users_[i].stream), arrived_, last_arrival_);
+  for (size_t user = 0; user < copies_.users().size() && last_arrival_ != nullptr; ++user) { // until the next step operators are not seen
+    wait_for_return(user, arrived_, last_arrival_);
   }
   returned_.clear();
   return all;
@@ -162,10 +152,10 @@ int64_t StorageSwapper::turn_back() {
       last = absent.get();
     }
   }
-  if (last == nullptr || streams_->is_capturing()) {
+  if (last == nullptr || streams_.is_capturing()) {
     return 0;
   }
-  wait(last->stream, last->prefetched, Wait::DISCARD_FOR_PREFETCH);
+  copies_.wait(last->stream, last->prefetched, Wait::DISCARD_FOR_PREFETCH);
   last->prefetched = nullptr;
   last->state = State::AWAY;
   if (last->passive) {

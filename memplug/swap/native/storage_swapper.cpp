@@ -20,19 +20,18 @@ ska::flat_hash_map<const c10::StorageImpl*, StorageSwapper::Absent*>& StorageSwa
 }
 
 StorageSwapper::StorageSwapper(std::shared_ptr<Streams> streams, at::Tensor slab, int64_t passive_bytes)
-    : streams_(std::move(streams)),
-      pool_([this](int64_t nbytes) { return add_host_memory(nbytes); }),
-      offload_stream_(streams_->make()),
-      prefetch_stream_(streams_->make()),
+    : pool_(std::make_shared<HostRows>([this](int64_t nbytes) { return add_host_memory(nbytes); })),
+      copies_(std::move(streams), pool_),
+      streams_(copies_.streams()),
       passive_room_(passive_bytes) {
   if (slab.defined()) {
-    pool_.add(std::move(slab));
+    pool_->add(std::move(slab));
   }
 }
 
 StorageSwapper::~StorageSwapper() {
   const Lock lock(swap_mutex());
-  drain();
+  copies_.drain();
   for (const auto& absent : all_) { // where the device has no room: on the host, for good
     absents().erase(absent->storage);
     if (absent->passive && absent->state == State::AWAY) {
@@ -46,12 +45,14 @@ StorageSwapper::~StorageSwapper() {
 
 int64_t StorageSwapper::host_bytes() {
   const Lock lock(swap_mutex());
-  return pool_.used_bytes;
+  return pool_->used_bytes;
 }
 
 SwapCounters StorageSwapper::counters() {
   const Lock lock(swap_mutex());
-  return counters_;
+  SwapCounters all = counters_;
+  all.refused += copies_.refused;
+  return all;
 }
 
 StorageSwapper::Absent* StorageSwapper::find(int64_t key) const {
@@ -64,51 +65,35 @@ bool StorageSwapper::has(const c10::StorageImpl* storage) const {
 }
 
 bool StorageSwapper::is_current(const Absent& absent) {
-  return streams_->same(streams_->current(), absent.stream);
+  return streams_.same(streams_.current(), absent.stream);
 }
 
 void StorageSwapper::measure(bool waits, bool operators) {
   const Lock lock(swap_mutex());
-  times_.measure(waits, operators);
+  copies_.times.measure(waits, operators);
 }
 
 std::optional<double> StorageSwapper::waited_s() {
   const Lock lock(swap_mutex());
-  return times_.waited_s(*streams_);
+  return copies_.times.waited_s(streams_);
 }
 
 std::optional<std::vector<double>> StorageSwapper::operators_s() {
   const Lock lock(swap_mutex());
-  return times_.operators_s(*streams_);
+  return copies_.times.operators_s(streams_);
 }
 
-// A stream of operators waits for a copy.
-void StorageSwapper::wait(const StreamRef& stream, const EventRef& event, Wait why) {
-  times_.around(*streams_, stream, [&] { streams_->wait(stream, event, why); });
+// The number of a stream that operators run on.
+size_t StorageSwapper::user_of(const StreamRef& stream) {
+  const size_t user = copies_.note_user(stream);
+  waited_.resize(copies_.users().size());
+  return user;
 }
 
-StorageSwapper::User& StorageSwapper::user_of(const StreamRef& stream) {
-  for (User& user : users_) {
-    if (streams_->same(user.stream, stream)) {
-      return user;
-    }
-  }
-  return users_.emplace_back(User{stream});
-}
-
-void StorageSwapper::wait_for_return(const StreamRef& stream, int64_t began, const EventRef& event) {
-  User& user = user_of(stream);
-  if (user.waited < began) {
-    wait(stream, event, Wait::USE_FOR_PREFETCH);
-    user.waited = began;
-  }
-}
-
-// The tensor's own stream, and the one that operators run on now where that is another.
-void StorageSwapper::wait_on_its_streams(const Absent& absent, const EventRef& event, Wait why) {
-  wait(absent.stream, event, why);
-  if (!is_current(absent)) {
-    wait(streams_->current(), event, why);
+void StorageSwapper::wait_for_return(size_t user, int64_t began, const EventRef& event) {
+  if (waited_[user] < began) {
+    copies_.wait(copies_.users()[user], event, Wait::USE_FOR_PREFETCH);
+    waited_[user] = began;
   }
 }
 
@@ -148,21 +133,15 @@ void StorageSwapper::forget(void* host_memory) {
     note_free(static_cast<char*>(host->slab.mutable_data_ptr()) + record->slot.offset, record->nbytes);
     note_moved_out(record->state == State::AWAY ? -record->nbytes : 0);
   }
-  if (record->state == State::RETURNING) {
-    swapper.gone_.push_back(std::move(record));
-  } else {
-    swapper.pool_.give(record->slot);
+  if (record->state != State::RETURNING) {
+    swapper.copies_.give(record->slot);
+    return;
   }
-}
-
-// Memory of storages that died goes once the copy in that uses it is ordered before what comes next.
-void StorageSwapper::drain() {
-  for (auto& record : std::exchange(gone_, {})) {
-    wait(record->stream, record->prefetched, Wait::DISCARD_FOR_PREFETCH);
-    pool_.give(record->slot);
-    const Moving moving(record->passive);
-    record.reset();
-  }
+  const std::shared_ptr<Absent> gone = std::move(record);
+  swapper.copies_.abandon({gone->stream, gone->prefetched, nullptr, gone->slot, [gone] {
+                             const Moving moving(gone->passive);
+                             gone->arriving.clear();
+                           }});
 }
 
 } // namespace memplug

@@ -13,9 +13,9 @@
 // Where a request for memory has failed, one leaves at once (`leave_now`): to a recording it stays, so that a plan is made for
 // the step as it would be with memory enough.
 //
-// Streams are ordered by events alone, by the rules and the names (`Wait`) of transfer.h. Device memory belongs to the
-// stream that the storage left on; where another one is current, nothing is released or prefetched. Each stream that operators
-// run on waits for what has returned before its next operator (`order_use`), and memory is freed only after all of them.
+// Copies are those of copies.h, and so are the rules by which streams are ordered. Device memory belongs to the stream that the
+// storage left on; where another one is current, nothing is released or prefetched. Each stream that operators run on waits for
+// what has returned before its next operator (`order_use`), and memory is freed only after all of them.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -27,9 +27,8 @@
 #include <new>
 #include <vector>
 
+#include "copies.h"
 #include "host_rows.h"
-#include "streams.h"
-#include "step_times.h"
 
 #if __has_include(<c10/core/StorageMaterializer.h>)
 #define MEMPLUG_SWAPS_STORAGES // torch >= 2.13
@@ -112,7 +111,7 @@ class StorageSwapper {
 
   // That operators run on now, by number.
   int64_t current_stream() {
-    return streams_->current_number();
+    return streams_.current_number();
   }
 
   // It is on its way.
@@ -126,10 +125,10 @@ class StorageSwapper {
 
   // An outermost operator of the program begins, or one that is none of it.
   void mark_operator(bool of_program) {
-    times_.mark_operator(*streams_, of_program);
+    copies_.times.mark_operator(streams_, of_program);
   }
   void end_step() {
-    times_.end_step(*streams_);
+    copies_.times.end_step(streams_);
   }
 
   // Of the host, in use.
@@ -138,12 +137,6 @@ class StorageSwapper {
 
  private:
   enum class State : uint8_t { LEAVING, AWAY, RETURNING };
-  // That operators run on, or storages have left on. All copies in are on one stream: to wait for a return is to wait for
-  // all before it.
-  struct User {
-    StreamRef stream;
-    int64_t waited = 0; // number of the last return that it has waited for
-  };
   struct Absent;
   struct HostMemory;
 
@@ -160,19 +153,14 @@ class StorageSwapper {
   void arrive(Absent& absent);
   void stay(Absent& absent);
   bool bring_back(Absent& absent);
-  void wait(const StreamRef& stream, const EventRef& event, Wait why);
-  void wait_on_its_streams(const Absent& absent, const EventRef& event, Wait why);
-  User& user_of(const StreamRef& stream);
-  void wait_for_return(const StreamRef& stream, int64_t began, const EventRef& event);
-  template <typename Copy>
-  void copy(const StreamRef& stream, const Copy& act);
+  size_t user_of(const StreamRef& stream);
+  void wait_for_return(size_t user, int64_t began, const EventRef& event);
   std::unique_ptr<Absent> take(Absent& absent);
-  void drain();
 
-  std::shared_ptr<Streams> streams_;
-  HostRows pool_;
-  StreamRef offload_stream_, prefetch_stream_;
-  std::vector<User> users_;
+  const std::shared_ptr<HostRows> pool_;
+  Copies copies_; // its users are the streams that operators run on, or storages have left on
+  Streams& streams_;
+  std::vector<int64_t> waited_; // by user: number of the last return that it has waited for, and so for all before it
   int64_t newest_stream_ = 0; // number of the last operator's
   size_t newest_user_ = 0; // that stream, once there are some
   int64_t arrived_ = 0; // number of the latest return that has arrived
@@ -180,10 +168,8 @@ class StorageSwapper {
   ska::flat_hash_set<const c10::StorageImpl*> returned_; // in this step, to other memory; names alone: they may be gone
   std::vector<std::unique_ptr<Absent>> all_;
   ska::flat_hash_map<int64_t, Absent*> of_key_;
-  std::vector<std::unique_ptr<Absent>> gone_; // their storages died while they returned
   int64_t passive_room_; // bytes of the host that may be added
   int64_t returns_ = 0; // that ever began
-  StepTimes times_;
   SwapCounters counters_;
 };
 

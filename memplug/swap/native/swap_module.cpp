@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <tuple>
 #include <utility>
 
 #include "finder.h"
@@ -18,80 +17,6 @@ namespace py = pybind11;
 
 namespace memplug {
 namespace {
-
-using Named = std::tuple<int64_t, int64_t, int32_t>;
-
-const void* key_of(int64_t id) {
-  return reinterpret_cast<const void*>(static_cast<uintptr_t>(id));
-}
-
-// In tests: a list and steps without tensors.
-class Rehearsal {
- public:
-  // Number, depth, inputs and outputs as (identity, bytes, dtype).
-  using Step = std::vector<std::tuple<int32_t, int32_t, std::vector<Named>, std::vector<Named>>>;
-
-  explicit Rehearsal(SwapListPlan plan) : plan_(std::move(plan)), finder_(plan_) {}
-
-  // The identity of the tensor that each target is taken for in a step, -1: of none. The step is run so often.
-  std::vector<int64_t> run(const Step& step, int times) {
-    std::vector<int64_t> found;
-    for (int time = 0; time < times; ++time) {
-      found = run(step);
-    }
-    return found;
-  }
-
- private:
-  std::vector<int64_t> run(const Step& step) {
-    finder_.begin([](const void*) { return false; });
-    std::vector<int64_t> found(plan_.targets.size(), -1);
-    std::vector<size_t> running;
-    const auto end = [&](int32_t depth) {
-      for (; !running.empty() && std::get<1>(step[running.back()]) >= depth; running.pop_back()) {
-        find(std::get<3>(step[running.back()]), std::get<0>(step[running.back()]), true, found);
-      }
-    };
-    for (size_t i = 0; i < step.size(); ++i) {
-      const auto& [number, depth, inputs, outputs] = step[i];
-      end(depth);
-      running.push_back(i);
-      if (depth == 0) {
-        finder_.tick(number);
-        int32_t slot = 0;
-        for (const auto& [id, nbytes, dtype] : inputs) {
-          finder_.anchor(key_of(id), slot++, number);
-        }
-      }
-      for (const auto& [id, nbytes, dtype] : inputs) {
-        finder_.see(key_of(id), nbytes, dtype, {});
-        finder_.read(key_of(id), number);
-      }
-      find(inputs, number, false, found);
-    }
-    end(0);
-    return found;
-  }
-
-  void find(const std::vector<Named>& values, int32_t number, bool output, std::vector<int64_t>& found) {
-    for (const auto& [id, nbytes, dtype] : values) {
-      finder_.see(key_of(id), nbytes, dtype, {});
-    }
-    if (!finder_.expects(number, output)) {
-      return;
-    }
-    int32_t slot = 0;
-    for (const auto& [id, nbytes, dtype] : values) {
-      const int32_t target = finder_.find(key_of(id), nbytes, number, output, slot++);
-      if (target >= 0) {
-        found[target] = id;
-      }
-    }
-  }
-
-  const SwapListPlan plan_;
-  Finder finder_;
-};
 
 py::dict named(const SwapCounters& c) {
   py::dict all;
@@ -195,24 +120,6 @@ void add_swaps(py::module_& module) {
     all["repeated"] = c.repeated;
     return all;
   });
-
-  // In tests: where a step's operators are taken to be.
-  module.def("program_places", [](std::vector<int32_t> program, const std::vector<int32_t>& operators) {
-    ProgramClock clock;
-    clock.load(std::move(program));
-    std::vector<int32_t> places;
-    for (const int32_t number : operators) {
-      places.push_back(clock.tick(number));
-    }
-    return places;
-  });
-
-  py::class_<Rehearsal>(module, "Rehearsal")
-      .def(py::init([](std::vector<int32_t> program, const py::bytes& ranks, const py::bytes& targets, const py::bytes& anchors) {
-        return std::make_unique<Rehearsal>(SwapListPlan{
-            std::move(program), {}, rows_of<uint8_t>(ranks), rows_of<SwapTarget>(targets), rows_of<Anchor>(anchors)});
-      }))
-      .def("run", py::overload_cast<const Rehearsal::Step&, int>(&Rehearsal::run), py::arg("step"), py::arg("times") = 1);
 }
 
 const Registered swap_part({

@@ -10,9 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memplug.device.device import Wait
 from memplug.profile.trace import Pass
 from tests.support.blocks import Block, Stack, assert_same, gradients, tokenwise, twin
+from tests.support.extension import Wait
 from tests.support.schedules import Schedule, order
 from tests.support.simulated import Adversary, adversarial_device
 
@@ -130,7 +130,7 @@ def _fails(device: Adversary, in_place: bool, buffer_bytes: int, seed: int = 0) 
     try:
         scenario(device, 0.4, in_place, seed, buffer_bytes=buffer_bytes)
     except (AssertionError, RuntimeError, IndexError):
-        return device.waits[device.missing] > 0
+        return device.asked_for(device.missing) > 0
     return False
 
 

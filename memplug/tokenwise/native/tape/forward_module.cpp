@@ -142,7 +142,7 @@ void add_flow(py::module_& module) {
       .def(
           "end_step",
           [](Flow& flow, const std::vector<std::shared_ptr<Region>>& regions) {
-            flow.transfer->drain();
+            flow.transfer->copies.drain();
             py::tuple given_bytes(regions.size());
             for (size_t i = 0; i < regions.size(); ++i) {
               given_bytes[i] = py::tuple(py::cast(regions[i]->end_step()));

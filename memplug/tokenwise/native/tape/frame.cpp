@@ -62,7 +62,7 @@ Frame::Frame(
       region(std::move(own_region)),
       setting(region->setting),
       forward(std::move(known), this, regathered, flow->ledger),
-      sent_before_bytes(flow->transfer->offloaded_total_bytes),
+      sent_before_bytes(flow->transfer->copies.offloaded_bytes),
       streams_{flow->transfer->streams().current()},
       newest_stream_(flow->transfer->streams().current_number()) {
   ++flow->forwards;

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "exchange.h"
+#include "views.h"
 
 namespace memplug {
 namespace {
@@ -338,20 +339,7 @@ at::Tensor tensor_at(const at::Tensor& base, const Geometry& geometry) {
 }
 
 at::Tensor alias_at(const at::Tensor& base, const Geometry& geometry) {
-  constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW,
-      c10::Storage(base.storage()),
-      base.key_set() - lazy,
-      c10::scalarTypeToTypeMeta(geometry.dtype));
-  auto* const implementation = tensor.unsafeGetTensorImpl();
-  implementation->set_sizes_and_strides(geometry.size, geometry.stride, geometry.offset);
-  if (!tensor.is_inference() && !base.is_inference()) { // else one of them has no versions
-    implementation->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
-  }
-  tensor._set_conj(geometry.conj);
-  tensor._set_neg(geometry.neg);
-  return tensor;
+  return view_of(base, geometry.size, geometry.stride, geometry.offset, geometry.dtype, geometry.conj, geometry.neg);
 }
 
 std::vector<at::Tensor> replay(

@@ -88,7 +88,7 @@ void Flow::end(Frame& frame) {
   largest_region_bytes = std::max(largest_region_bytes, frame.forward.saved_bytes);
   largest_saved_bytes = std::max(largest_saved_bytes, frame.forward.largest_saved_bytes);
   number(frame);
-  frame.region->sending_bytes = transfer->offloaded_total_bytes - frame.sent_before_bytes;
+  frame.region->sending_bytes = transfer->copies.offloaded_bytes - frame.sent_before_bytes;
   for (const auto& part : frame.swapped) {
     if (part->is_away() && part->uses > 0) { // an operator wrote to it in place
       frame.todo.push_back(part);

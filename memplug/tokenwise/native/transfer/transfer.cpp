@@ -13,14 +13,6 @@
 namespace memplug {
 namespace {
 
-std::vector<int64_t> dense_strides(at::IntArrayRef size) {
-  std::vector<int64_t> strides(size.size(), 1);
-  for (size_t i = size.size() - 1; i-- > 0;) {
-    strides[i] = strides[i + 1] * std::max<int64_t>(size[i + 1], 1);
-  }
-  return strides;
-}
-
 std::string text_of(at::IntArrayRef size) {
   std::ostringstream text;
   text << size;
@@ -38,30 +30,20 @@ Swapped::Swapped(std::shared_ptr<Transfer> own, const at::Tensor& original, int6
       nbytes(static_cast<int64_t>(original.storage().nbytes())),
       rows(rows),
       version(version_of(tensor)),
-      stream(transfer->streams_->current()) {}
+      stream(transfer->streams().current()) {}
 
 Swapped::~Swapped() {
-  const int64_t held_bytes = tensor.defined() ? nbytes : 0;
-  transfer->dead_.push_back(
-      {std::move(tensor),
-       std::move(stream),
+  auto& held_bytes = resident ? transfer->resident_bytes : transfer->prefetched_bytes;
+  const int64_t freed_bytes = tensor.defined() ? nbytes : 0;
+  transfer->copies.abandon(
+      {std::move(stream),
        std::move(prefetched),
        std::move(offloaded),
        slot ? slot : promised,
-       resident ? held_bytes : 0,
-       resident ? 0 : held_bytes});
-}
-
-at::Tensor Swapped::host_rows() const {
-  Geometry rows_of = geometry;
-  rows_of.size[0] = rows;
-  const int64_t longest = *std::max_element(geometry.stride.begin(), geometry.stride.end());
-  if (!whole() && geometry.size[0] != 1 && geometry.stride[0] != longest) {
-    const auto strides = dense_strides(at::IntArrayRef(rows_of.size));
-    rows_of.stride.assign(strides.begin(), strides.end());
-  }
-  rows_of.offset = slot->offset / static_cast<int64_t>(c10::elementSize(geometry.dtype));
-  return alias_at(transfer->pool_->slab(*slot), rows_of);
+       [memory = std::move(tensor), &held_bytes, freed_bytes]() mutable {
+         memory.reset();
+         held_bytes -= freed_bytes;
+       }});
 }
 
 at::Tensor Swapped::device_rows() const {
@@ -70,23 +52,17 @@ at::Tensor Swapped::device_rows() const {
   return tensor_at(tensor, rows_of);
 }
 
-Transfer::Transfer(std::shared_ptr<Streams> streams, std::shared_ptr<HostRows> pool)
-    : streams_(std::move(streams)),
-      pool_(std::move(pool)),
-      offload_stream_(streams_->make()),
-      prefetch_stream_(streams_->make()) {}
-
 std::shared_ptr<Swapped> Transfer::offload(const at::Tensor& tensor, int64_t rows, bool later, bool unread) {
-  drain();
+  copies.drain();
   std::optional<Slot> slot;
   if (!later) {
-    slot = take(static_cast<int64_t>(tensor.storage().nbytes()) / tensor.size(0) * rows);
+    slot = copies.take(static_cast<int64_t>(tensor.storage().nbytes()) / tensor.size(0) * rows);
     if (!slot) {
       return nullptr;
     }
   }
   auto swapped = std::make_shared<Swapped>(shared_from_this(), tensor, rows);
-  add_to(compute_streams_, swapped->stream);
+  copies.note_user(swapped->stream);
   resident_bytes += swapped->nbytes;
   if (unread) {
     swapped->ready = Ready::UNREAD;
@@ -102,47 +78,23 @@ void Transfer::note_read(Swapped& swapped, Ready ready) {
     return;
   }
   swapped.ready = ready;
-  add_to(compute_streams_, streams_->current());
+  copies.note_user(streams_.current());
   if (const auto slot = std::exchange(swapped.promised, std::nullopt)) {
     send(swapped, *slot);
   }
 }
 
-void Transfer::add_to(std::vector<StreamRef>& streams, const StreamRef& stream) {
-  for (size_t i = 0; i < streams.size(); ++i) {
-    if (const StreamRef known = streams[i]; streams_->same(known, stream)) {
-      return;
-    }
-  }
-  streams.push_back(stream);
-}
-
-std::optional<Slot> Transfer::take(int64_t nbytes) {
-  auto slot = pool_->take(nbytes);
-  if (!slot) {
-    ++refused;
-    refused_bytes += nbytes;
-  }
-  return slot;
-}
-
 void Transfer::send(Swapped& swapped, Slot slot) {
   swapped.order = ++offloads;
   swapped.slot = slot;
-  for (size_t i = 0; i < compute_streams_.size(); ++i) {
-    const StreamRef stream = compute_streams_[i];
-    streams_->wait(offload_stream_, streams_->record(stream), Wait::OFFLOAD_FOR_COMPUTE);
-  }
-  streams_->copy(offload_stream_, swapped.host_rows(), swapped.device_rows());
-  swapped.offloaded = streams_->record(offload_stream_);
-  offloaded_total_bytes += slot.nbytes;
+  swapped.offloaded = copies.offload(swapped.device_rows(), slot, swapped.stream);
 }
 
-// Starts a copy out that has not been; where the pool has no room, or nothing has read the tensor, it stays.
+// Starts a copy out that has not been; where there is no room, or nothing has read the tensor, it stays.
 void Transfer::send_late(Swapped& swapped) {
   if (!swapped.slot && swapped.ready != Ready::UNREAD) {
     check_version(swapped);
-    if (const auto slot = take(swapped.nbytes / swapped.geometry.size[0] * swapped.rows)) {
+    if (const auto slot = copies.take(swapped.nbytes / swapped.geometry.size[0] * swapped.rows)) {
       send(swapped, *slot);
     }
   }
@@ -158,17 +110,17 @@ void Transfer::release(std::vector<std::shared_ptr<Swapped>> group) {
       }
     }
   }
-  for (size_t i = 0; i < compute_streams_.size(); ++i) { // copies are on one stream: a wait for the last covers all
-    const StreamRef stream = compute_streams_[i];
+  for (size_t i = 0; i < copies.users().size(); ++i) { // copies are on one stream: a wait for the last covers all
+    const StreamRef stream = copies.users()[i];
     const Swapped* last = nullptr;
     for (const Swapped* swapped : leaving) {
-      if (swapped->offloaded != nullptr && streams_->same(swapped->stream, stream) &&
+      if (swapped->offloaded != nullptr && streams_.same(swapped->stream, stream) &&
           (last == nullptr || swapped->order > last->order)) {
         last = swapped;
       }
     }
     if (last != nullptr) {
-      streams_->wait(stream, last->offloaded, Wait::RELEASE_FOR_OFFLOAD);
+      copies.wait(stream, last->offloaded, Wait::RELEASE_FOR_OFFLOAD);
     }
   }
   for (Swapped* swapped : leaving) {
@@ -186,7 +138,7 @@ void Transfer::before_write(Swapped& swapped) {
     return;
   }
   if (swapped.offloaded != nullptr) {
-    wait_on_its_streams(swapped, swapped.offloaded, Wait::MUTATE_FOR_OFFLOAD);
+    copies.wait_on_its_streams(swapped.stream, swapped.offloaded, Wait::MUTATE_FOR_OFFLOAD);
     swapped.offloaded = nullptr;
   }
   leave(swapped);
@@ -198,17 +150,17 @@ void Transfer::copy_on_device(Swapped& swapped) {
   check_version(swapped);
   const at::Tensor original = swapped.tensor;
   const Geometry& geometry = swapped.geometry;
-  const StreamRef current = streams_->current();
-  const bool elsewhere = !streams_->same(current, swapped.stream);
+  const StreamRef current = streams_.current();
+  const bool elsewhere = !streams_.same(current, swapped.stream);
   if (elsewhere) {
-    streams_->wait(swapped.stream, streams_->record(current), Wait::MUTATE_FOR_OFFLOAD);
+    streams_.wait(swapped.stream, streams_.record(current), Wait::MUTATE_FOR_OFFLOAD);
   }
   ++allocations;
-  swapped.tensor = tensor_at(streams_->empty(swapped.stream, geometry.size, geometry.stride, geometry.dtype), geometry);
-  streams_->copy(swapped.stream, swapped.tensor, original);
+  swapped.tensor = tensor_at(streams_.empty(swapped.stream, geometry.size, geometry.stride, geometry.dtype), geometry);
+  streams_.copy(swapped.stream, swapped.tensor, original);
   swapped.version = version_of(swapped.tensor);
   if (elsewhere) {
-    streams_->wait(current, streams_->record(swapped.stream), Wait::MUTATE_FOR_OFFLOAD);
+    streams_.wait(current, streams_.record(swapped.stream), Wait::MUTATE_FOR_OFFLOAD);
   }
 }
 
@@ -216,21 +168,18 @@ void Transfer::prefetch(Swapped& swapped) {
   if (swapped.tensor.defined()) {
     return;
   }
-  if (closed) {
+  if (copies.is_closed()) {
     throw Failure(Failure::DETACHED, swapped.geometry.size);
   }
   if (!swapped.slot.has_value()) {
     throw Failure(Failure::SWAPPED_IS_GONE, swapped.geometry.size);
   }
-  drain();
+  copies.drain();
   swapped.tensor = memory_for(swapped);
   swapped.tensor._set_conj(swapped.geometry.conj);
   swapped.tensor._set_neg(swapped.geometry.neg);
-  streams_->wait(prefetch_stream_, streams_->record(swapped.stream), Wait::PREFETCH_FOR_COMPUTE);
-  streams_->copy(prefetch_stream_, swapped.device_rows(), swapped.host_rows());
-  swapped.prefetched = streams_->record(prefetch_stream_);
+  swapped.prefetched = copies.prefetch(swapped.device_rows(), *swapped.slot, swapped.stream);
   prefetched_bytes += swapped.nbytes;
-  prefetched_total_bytes += swapped.slot->nbytes;
 }
 
 at::Tensor Transfer::memory_for(const Swapped& swapped) {
@@ -239,24 +188,24 @@ at::Tensor Transfer::memory_for(const Swapped& swapped) {
     if (at::Tensor found = rounding_->take(swapped.frame, geometry, swapped.nbytes); found.defined()) {
       for (size_t i = 0; i < readers_.size(); ++i) {
         const StreamRef reader = readers_[i];
-        streams_->wait(prefetch_stream_, streams_->record(reader), Wait::PREFETCH_FOR_COMPUTE);
+        copies.prefetch_after(reader);
       }
       return found;
     }
   }
   buffer_misses += rounding_ != nullptr ? 1 : 0;
   ++allocations;
-  return streams_->empty(swapped.stream, geometry.size, geometry.stride, geometry.dtype);
+  return streams_.empty(swapped.stream, geometry.size, geometry.stride, geometry.dtype);
 }
 
 const RoundingBuffers* Transfer::buffers_of(const Swapped& swapped) const {
-  return rounding_ != nullptr && streams_->same(rounding_->stream, swapped.stream) ? rounding_.get() : nullptr;
+  return rounding_ != nullptr && streams_.same(rounding_->stream, swapped.stream) ? rounding_.get() : nullptr;
 }
 
 void Transfer::discard_buffers() {
   if (rounding_ != nullptr) {
     for (const StreamRef& reader : readers_) {
-      rounding_->use_on(*streams_, reader);
+      rounding_->use_on(streams_, reader);
     }
     rounding_.reset();
   }
@@ -264,15 +213,15 @@ void Transfer::discard_buffers() {
 
 bool Transfer::reserve(size_t count, int64_t nbytes) {
   discard_buffers();
-  if (closed || count == 0 || nbytes == 0) {
+  if (copies.is_closed() || count == 0 || nbytes == 0) {
     return true;
   }
-  const StreamRef current = streams_->current(), stream = compute_streams_.empty() ? current : compute_streams_.front();
-  if (!streams_->same(stream, current)) { // its free memory was last used by what the caller's stream is ordered after
-    streams_->wait(stream, streams_->record(current), Wait::PREFETCH_FOR_COMPUTE);
+  const StreamRef current = streams_.current(), stream = copies.users().empty() ? current : copies.users().front();
+  if (!streams_.same(stream, current)) { // its free memory was last used by what the caller's stream is ordered after
+    streams_.wait(stream, streams_.record(current), Wait::PREFETCH_FOR_COMPUTE);
   }
   try {
-    rounding_ = std::make_unique<RoundingBuffers>(*streams_, stream, count, nbytes);
+    rounding_ = std::make_unique<RoundingBuffers>(streams_, stream, count, nbytes);
   } catch (const c10::Error&) {
     return false;
   }
@@ -282,7 +231,7 @@ bool Transfer::reserve(size_t count, int64_t nbytes) {
 std::pair<at::Tensor, int64_t> Transfer::acquire(Swapped& swapped) {
   prefetch(swapped);
   if (swapped.prefetched != nullptr) {
-    wait_on_its_streams(swapped, swapped.prefetched, Wait::USE_FOR_PREFETCH);
+    copies.wait_on_its_streams(swapped.stream, swapped.prefetched, Wait::USE_FOR_PREFETCH);
     swapped.prefetched = nullptr;
   }
   order_use(swapped.tensor, swapped.stream);
@@ -293,11 +242,11 @@ std::pair<at::Tensor, int64_t> Transfer::acquire(Swapped& swapped) {
 }
 
 void Transfer::order_use(const at::Tensor& tensor, const StreamRef& owner) {
-  const StreamRef current = streams_->current();
-  if (!streams_->same(current, owner)) {
-    streams_->wait(current, streams_->record(owner), Wait::USE_FOR_COMPUTE);
-    streams_->use_on(current, tensor);
-    add_to(readers_, current);
+  const StreamRef current = streams_.current();
+  if (!streams_.same(current, owner)) {
+    streams_.wait(current, streams_.record(owner), Wait::USE_FOR_COMPUTE);
+    streams_.use_on(current, tensor);
+    streams_.number_among(readers_, current);
   }
 }
 
@@ -309,33 +258,6 @@ void Transfer::drop(const std::shared_ptr<Swapped>& swapped) {
   } else if (swapped->tensor.defined()) {
     prefetched_bytes -= swapped->nbytes;
     swapped->tensor.reset();
-  }
-}
-
-void Transfer::drain() {
-  while (!dead_.empty()) {
-    Dead dead = std::move(dead_.front());
-    dead_.pop_front();
-    if (dead.prefetched != nullptr) {
-      streams_->wait(dead.stream, dead.prefetched, Wait::DISCARD_FOR_PREFETCH);
-    }
-    if (dead.offloaded != nullptr) {
-      streams_->wait(dead.stream, dead.offloaded, Wait::RELEASE_FOR_OFFLOAD);
-    }
-    dead.tensor.reset();
-    resident_bytes -= dead.resident_bytes;
-    prefetched_bytes -= dead.prefetched_bytes;
-    if (!closed && dead.slot) {
-      pool_->give(*dead.slot);
-    }
-  }
-}
-
-// The tensor's own stream, and the one that operators run on now where that is another.
-void Transfer::wait_on_its_streams(const Swapped& swapped, const EventRef& event, Wait why) {
-  streams_->wait(swapped.stream, event, why);
-  if (const StreamRef current = streams_->current(); !streams_->same(current, swapped.stream)) {
-    streams_->wait(current, event, why);
   }
 }
 

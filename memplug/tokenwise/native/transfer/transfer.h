@@ -1,38 +1,29 @@
-// Rows on their way between device and host: two copy streams, events, and the pinned rows. The only place that copies.
+// Rows on their way between device and host: which, when, and into what device memory. Copies are those of copies.h.
 //
-// A `Swapped` tensor is in one of three places; its copy out starts at once, or only when it has to go:
+// A `Swapped` tensor is in one of three states; its copy out starts at once, or only when it has to go:
 //
 //     resident ──release()──► away ──prefetch()──► prefetched ──drop()──► away ...
 //        └── acquire() hands out the tensor in any of them ──┘
 //
-// A tensor's stream is the one that its region's forward ran on. Its backward runs there too, even where a region on
-// another stream starts the copy. Three rules make every reuse of memory safe, in the order of events alone (`Wait`
-// names each one):
-//   1. device memory is released, or written in place, only after the tensor's stream has waited for the copy out that
-//      reads it; where an operator writes in place before there is one, it does so after that stream's own copy;
-//   2. a copy in starts only after the present of the tensor's stream: earlier users of the new device memory are done,
-//      and so, by rule 1, is the copy out that filled the host rows;
-//   3. host rows go back to the pool only after the tensor's stream has waited for every copy in that reads them, and
-//      a copy out starts only after the present of all streams that regions have run on.
-// All device memory belongs to its tensor's stream, so the caching allocator needs no `record_stream`, and a rounding
-// buffer that the host finds free is safe by rule 2. An input that another stream made, and what a region's forward reads on
-// another one, is recorded. Where backward or a recompute pass reads a tensor on another stream,
-// `order_use` orders that: the reader waits for the tensor's stream, the allocator is told of the reader, and a copy into a
-// rounding buffer starts only after the present of all such readers.
+// The owner of a tensor's memory (copies.h) is the stream that its region's forward ran on. Its backward runs there too, even
+// where a region on another stream starts the copy. Where an operator writes in place before there is a copy out, it does so
+// after the owner's own copy. All device memory belongs to its owner, so the caching allocator needs no `record_stream`, and a
+// rounding buffer that the host finds free is safe by rule 2. An input that another stream made, and what a region's forward
+// reads on another one, is recorded. Where backward or a recompute pass reads a tensor on another stream, `order_use` orders
+// that: the reader waits for the tensor's stream, the allocator is told of the reader, and a copy into a rounding buffer starts
+// only after the present of all such readers.
 //
 // Guarded by Python's lock: the caller holds it. Growing the pool, and a device in Python, may let another thread run.
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <vector>
 
-#include "host_rows.h"
+#include "copies.h"
 #include "rounding.h"
-#include "streams.h"
 #include "tape.h"
 
 namespace memplug {
@@ -75,7 +66,6 @@ struct Swapped {
   bool is_away() const {
     return !tensor.defined() && slot.has_value();
   }
-  at::Tensor host_rows() const; // in the memory order of the device tensor
   at::Tensor device_rows() const;
 
   std::shared_ptr<Transfer> transfer;
@@ -97,9 +87,10 @@ struct Swapped {
 
 class Transfer : public std::enable_shared_from_this<Transfer> {
  public:
-  Transfer(std::shared_ptr<Streams> streams, std::shared_ptr<HostRows> pool);
+  Transfer(std::shared_ptr<Streams> streams, std::shared_ptr<RowStore> store)
+      : copies(std::move(streams), std::move(store)), streams_(copies.streams()) {}
 
-  // Starts copying rows `[0, rows)` of a dense device tensor to the host; null when the pool is exhausted. `later`: only
+  // Starts copying rows `[0, rows)` of a dense device tensor out; null where there is no room for them. `later`: only
   // when its device memory is to be released, which may never be.
   // Of one that is `unread` it starts with `note_read` at the earliest.
   std::shared_ptr<Swapped> offload(const at::Tensor& tensor, int64_t rows, bool later, bool unread = false);
@@ -137,19 +128,13 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   // the tensor is gone: no graph needs it any more.
   void drop(const std::shared_ptr<Swapped>& swapped);
 
-  // Gives back what dead tensors held. Device memory is released once its stream has waited for the copy in that writes
-  // it, or for the copy out that reads it: what that writes is never read, but memory may be given back to the system
-  // while it reads.
-  void drain();
-
   void close() {
-    drain();
+    copies.close();
     discard_buffers();
-    closed = true;
   }
 
   Streams& streams() {
-    return *streams_;
+    return streams_;
   }
 
   // Of all rounding buffers.
@@ -157,42 +142,25 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
     return rounding_ ? rounding_->nbytes() : 0;
   }
 
+  Copies copies; // `drain` gives back what dead tensors held
   int64_t prefetched_bytes = 0; // of the device: prefetched tensors that were not dropped yet
   int64_t resident_bytes = 0; // of the device: captured tensors that were not released yet
-  int64_t offloads = 0, offloaded_total_bytes = 0, prefetched_total_bytes = 0;
-  int64_t refused = 0, refused_bytes = 0; // the pool had no room
+  int64_t offloads = 0;
   int64_t allocations = 0; // of device memory, but for rounding buffers
   int64_t buffer_misses = 0; // copies in that no rounding buffer had room for, where there were some
-  bool closed = false;
 
  private:
-  friend struct Swapped;
-  struct Dead {
-    at::Tensor tensor;
-    StreamRef stream;
-    EventRef prefetched, offloaded;
-    std::optional<Slot> slot;
-    int64_t resident_bytes, prefetched_bytes;
-  };
-
-  void add_to(std::vector<StreamRef>& streams, const StreamRef& stream);
   void discard_buffers();
-  std::optional<Slot> take(int64_t nbytes);
   void send(Swapped& swapped, Slot slot);
   void send_late(Swapped& swapped);
   void copy_on_device(Swapped& swapped);
   void leave(Swapped& swapped);
   at::Tensor memory_for(const Swapped& swapped);
-  void wait_on_its_streams(const Swapped& swapped, const EventRef& event, Wait why);
   static void check_version(const Swapped& swapped);
 
-  std::shared_ptr<Streams> streams_;
-  std::shared_ptr<HostRows> pool_;
-  StreamRef offload_stream_, prefetch_stream_;
-  std::vector<StreamRef> compute_streams_; // that regions have run on
+  Streams& streams_;
   std::vector<StreamRef> readers_; // that read tensors of another stream
   std::unique_ptr<RoundingBuffers> rounding_;
-  std::deque<Dead> dead_;
 };
 
 // Whether the running backward is to leave its graph alive; true outside of one.

@@ -53,7 +53,7 @@ void add_transfers(py::module_& module) {
       .def_readwrite("uses", &Swapped::uses);
 
   py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
-      .def(py::init<std::shared_ptr<Streams>, std::shared_ptr<HostRows>>())
+      .def(py::init<std::shared_ptr<Streams>, std::shared_ptr<RowStore>>())
       .def("offload", [](Transfer& transfer, py::handle tensor, int64_t rows, bool later) {
         return transfer.offload(tensor_of(tensor), rows, later);
       }, py::arg("tensor"), py::arg("rows"), py::arg("later") = false)
@@ -65,7 +65,7 @@ void add_transfers(py::module_& module) {
         return py::make_tuple(wrapped(tensor), rows);
       })
       .def("drop", &Transfer::drop)
-      .def("drain", &Transfer::drain)
+      .def("drain", [](Transfer& transfer) { transfer.copies.drain(); })
       .def("close", &Transfer::close)
       .def("reserve", &Transfer::reserve, py::arg("count"), py::arg("nbytes"))
       .def_property_readonly("buffer_bytes", &Transfer::buffer_bytes)
@@ -74,10 +74,13 @@ void add_transfers(py::module_& module) {
       .def_readonly("prefetched_bytes", &Transfer::prefetched_bytes)
       .def_readonly("resident_bytes", &Transfer::resident_bytes)
       .def_readonly("offloads", &Transfer::offloads)
-      .def_readonly("offloaded_total_bytes", &Transfer::offloaded_total_bytes)
-      .def_readonly("prefetched_total_bytes", &Transfer::prefetched_total_bytes)
-      .def_readwrite("refused", &Transfer::refused)
-      .def_readonly("refused_bytes", &Transfer::refused_bytes);
+      .def_property_readonly("offloaded_total_bytes", [](const Transfer& transfer) { return transfer.copies.offloaded_bytes; })
+      .def_property_readonly("prefetched_total_bytes", [](const Transfer& transfer) { return transfer.copies.prefetched_bytes; })
+      .def_property(
+          "refused",
+          [](const Transfer& transfer) { return transfer.copies.refused; },
+          [](Transfer& transfer, int64_t count) { transfer.copies.refused = count; })
+      .def_property_readonly("refused_bytes", [](const Transfer& transfer) { return transfer.copies.refused_bytes; });
 }
 
 const Registered transfer_part({Level::ASKING, &add_transfers});

@@ -1,0 +1,33 @@
+// Tensors over memory that is there already, made without operators.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+
+namespace memplug {
+
+// Part of the storage of `base`, read as `dtype`, with its version counter; `offset` in elements.
+inline at::Tensor view_of(
+    const at::Tensor& base, at::IntArrayRef size, at::IntArrayRef stride, int64_t offset, at::ScalarType dtype, bool conj, bool neg) {
+  constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW,
+      c10::Storage(base.storage()),
+      base.key_set() - lazy,
+      c10::scalarTypeToTypeMeta(dtype));
+  auto* const implementation = tensor.unsafeGetTensorImpl();
+  implementation->set_sizes_and_strides(size, stride, offset);
+  if (!tensor.is_inference() && !base.is_inference()) { // else one of them has no versions
+    implementation->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
+  }
+  tensor._set_conj(conj);
+  tensor._set_neg(neg);
+  return tensor;
+}
+
+// Memory as bytes, which has no part in how long it lives.
+inline at::Tensor bytes_at(const void* memory, int64_t nbytes, c10::Device device) {
+  return at::from_blob(const_cast<void*>(memory), {nbytes}, at::TensorOptions().dtype(at::kByte).device(device));
+}
+
+} // namespace memplug

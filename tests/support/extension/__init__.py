@@ -1,0 +1,57 @@
+"""The tests' own C++ around parts of the core: streams that leave out a kind of wait, and a swap list without tensors.
+
+It is built on first use, as the core is.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from memplug import native
+from memplug.device.device import Device
+from memplug.native.building import Extension
+from tests.support.folders import ROOT
+
+HEADERS = ("native", "device/native", "swap/native")
+EXTENSION = Extension(
+    "memplug_tests",
+    "tests' extension",
+    (Path(__file__).parent, *(ROOT / "memplug" / folder for folder in HEADERS)),
+    (("extension", "streams"),),
+)
+
+Wait = enum.Enum(
+    "Wait",
+    "OFFLOAD_FOR_COMPUTE RELEASE_FOR_OFFLOAD MUTATE_FOR_OFFLOAD PREFETCH_FOR_COMPUTE USE_FOR_PREFETCH "
+    "DISCARD_FOR_PREFETCH USE_FOR_COMPUTE",
+)
+"""Why one stream waits for another: those of `memplug/device/native/streams.h`, whose text says what each orders."""
+
+
+@functools.cache
+def load() -> ModuleType:
+    """Returns the extension's module; the core is loaded before it, whose types it uses."""
+    native.load()
+    return EXTENSION.load()
+
+
+def leaving_out(streams: Any, missing: Wait | None) -> Any:
+    """Returns streams of the core that leave out one kind of wait, or none, and count what was asked for."""
+    extension = load()
+    return extension.LeavingOut(streams, missing and getattr(extension.Wait, missing.name))
+
+
+def waits(streams: Any, why: Wait) -> int:
+    """Returns how often such streams were asked for a kind of wait."""
+    return streams.count(getattr(load().Wait, why.name))
+
+
+def leaving_out_of(kind: type[Device], missing: Wait) -> Callable[[Device, Any], Any]:
+    """Returns what stands in for a kind of device's `streams`, to leave out one kind of wait."""
+    streams = kind.streams
+    return lambda device, core: leaving_out(streams(device, core), missing)

@@ -1,0 +1,45 @@
+// What Python sees of the tests' own C++, which the core's headers are compiled into once more.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "file_rows.h"
+#include "leaving_out.h"
+#include "rehearsal.h"
+#include "rows.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace memplug;
+  py::enum_<Wait>(module, "Wait")
+      .value("OFFLOAD_FOR_COMPUTE", Wait::OFFLOAD_FOR_COMPUTE)
+      .value("RELEASE_FOR_OFFLOAD", Wait::RELEASE_FOR_OFFLOAD)
+      .value("MUTATE_FOR_OFFLOAD", Wait::MUTATE_FOR_OFFLOAD)
+      .value("PREFETCH_FOR_COMPUTE", Wait::PREFETCH_FOR_COMPUTE)
+      .value("USE_FOR_PREFETCH", Wait::USE_FOR_PREFETCH)
+      .value("DISCARD_FOR_PREFETCH", Wait::DISCARD_FOR_PREFETCH)
+      .value("USE_FOR_COMPUTE", Wait::USE_FOR_COMPUTE);
+  py::class_<LeavingOut, Streams, std::shared_ptr<LeavingOut>>(module, "LeavingOut") // of the core, which is loaded already
+      .def(py::init<std::shared_ptr<Streams>, std::optional<Wait>>())
+      .def("count", [](const LeavingOut& streams, Wait why) { return streams.waits.at(static_cast<size_t>(why)); });
+
+  py::class_<FileRows, RowStore, std::shared_ptr<FileRows>>(module, "FileRows")
+      .def(py::init<const std::string&>())
+      .def_readonly("used_bytes", &FileRows::used_bytes);
+
+  module.def("program_places", [](std::vector<int32_t> program, const std::vector<int32_t>& operators) {
+    ProgramClock clock;
+    clock.load(std::move(program));
+    std::vector<int32_t> places;
+    for (const int32_t number : operators) {
+      places.push_back(clock.tick(number));
+    }
+    return places;
+  });
+  py::class_<Rehearsal>(module, "Rehearsal")
+      .def(py::init([](std::vector<int32_t> program, const py::bytes& ranks, const py::bytes& targets, const py::bytes& anchors) {
+        return std::make_unique<Rehearsal>(SwapListPlan{
+            std::move(program), {}, rows_of<uint8_t>(ranks), rows_of<SwapTarget>(targets), rows_of<Anchor>(anchors)});
+      }))
+      .def("run", py::overload_cast<const Rehearsal::Step&, int>(&Rehearsal::run), py::arg("step"), py::arg("times") = 1);
+}
