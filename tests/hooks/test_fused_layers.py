@@ -94,7 +94,7 @@ def test_no_region_is_opaque_and_gradients_are_those_without(alpha: float | str)
 def test_the_functions_are_told_once_each_and_named_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "memplug"):
         report = train(Decoder)
-    names = [f"{each.__module__}.{each.__qualname__}" for each in (Gated, Norm, Rotary)]
+    names = sorted(f"{each.__module__}.{each.__qualname__}" for each in (Gated, Norm, Rotary))
     assert report["unit_functions"] == names and report["opaque_because"] == []
     told = [line for line in caplog.messages if line.endswith("it is a unit")]
     assert sorted(line.split()[1] for line in told) == names
