@@ -44,7 +44,7 @@ class AlphaCheck:
         self.by_host: float | None = None
         self._config, self._regions, self._executor, self._ranks = config, regions, executor, ranks
         self._alpha = (config.tokenwise.enabled and config.tokenwise.fixed_alpha) or 0.0
-        self._observer = planning.Observer(executor.min_offload_bytes)
+        self._observer = planning.Observer(executor.flow.is_large)
         self._steps = 0
         self._is_over = not self._alpha
 
