@@ -1,5 +1,7 @@
 """`memplug estimate`: what a training step takes on a GPU that is not there."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +12,10 @@ from memplug.cli.estimated import facts_of, table_of, unknown_of, write
 from memplug.cli.output import collected_warnings, echo_warnings, print_table, progress, refusing
 
 if TYPE_CHECKING:
-    from memplug.config import MemplugConfig
     from memplug.predict.estimator import Estimate
+    from memplug.predict.estimator.layout import Layout
+    from memplug.predict.estimator.request import Request
     from memplug.predict.estimator.workload import Workload
-    from memplug.predict.virtual import Hardware
 
 _ALL = "all"
 
@@ -115,17 +117,19 @@ def estimate(
     """
     with collected_warnings() as warnings, refusing():
         split = {"tensor": tensor, "sequence": sequence, "pipeline": pipeline, "expert": expert, "context": context}
-        split = {name: each for name, each in split.items() if each}
-        if gpus is not None and not split and (ds_json is None or not (head and optimizer)):
-            raise typer.BadParameter("takes a DeepSpeed JSON, and all of the model", param_hint="--gpus")
-        if trace is not None and (split or not head):
-            raise typer.BadParameter("is of all of a model from Hugging Face", param_hint="--trace")
-        workload, config, hardware, settings = _asked(
+        asked = _asked(
             ds_json,
             model,
-            gpu,
-            trace,
-            gpus if not split else None,
+            {name: each for name, each in split.items() if each},
+            gpus,
+            request={
+                "gpu": gpu,
+                "modes": _modes(mode),
+                "attention": attention,
+                "plan_dir": plan_dir,
+                "trace": trace,
+                **({"host_bytes": host_gib * 2**30} if host_gib is not None else {}),
+            },
             layers=layers,
             seq_len=seq_len,
             micro_batch=micro_batch,
@@ -133,31 +137,13 @@ def estimate(
             optimizer=optimizer,
             loss_tiles=tiled_loss,
         )
-        layout = layouts.layout_of(workload, split, gpus) if trace is None else None
-        if tiled_loss > 1 and (layout is not None or trace is not None or not head):
-            raise typer.BadParameter("is of a head of Hugging Face's, without --trace", param_hint="--tiled-loss")
-        micro_batches = layouts.micro_batches_of(layout, settings)
-        modes = _modes(mode)
-        options = {"attention": attention, "plan_dir": plan_dir}
-        if host_gib is not None:
-            options["host_bytes"] = host_gib * 2**30
         with progress("importing torch") as say:
-            if layout is not None:
-                from memplug.predict.estimator.stages import estimate_megatron
-
-                found = estimate_megatron(workload, config, hardware, modes, layout, micro_batches, say=say, **options)
-            else:
-                engine = settings if gpus else None
-                options |= {"trace": trace}
-                found = _estimate(workload, config, hardware, modes, engine, gpus, tell=say, **options)
-            largest = {}
-            if limits and gpus is None and layout is None and trace is None:
-                found_by = {name: options[name] for name in ("attention", "host_bytes") if name in options}
-                largest = _limits(workload, config, hardware, modes, say=say, **found_by)
-        facts = facts_of(found, workload, largest, settings, gpus)
-        if layout is not None:
-            facts |= layouts.facts_of(found, workload, layout, micro_batches)
-        write(found, workload, facts, html, chrome, as_json)
+            found = asked.run(say)
+            largest = asked.limits(say) if limits else {}
+        facts = facts_of(found, asked.workload, largest, asked.settings, gpus)
+        if asked.layout is not None:
+            facts |= layouts.facts_of(found, asked.workload, asked.layout, asked.micro_batches)
+        write(found, asked.workload, facts, html, chrome, as_json)
     typer.echo(facts["title"])
     print_table(*table_of(facts))
     for line in unknown_of(facts):
@@ -169,33 +155,90 @@ def estimate(
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """An estimate, as the command line asks for it.
+
+    Attributes:
+        settings: the DeepSpeed JSON; empty: there is none.
+        gpus: ranks of DeepSpeed's engine; None: there is no engine.
+        layout, micro_batches: of Megatron-Core; None: it does not train.
+    """
+
+    workload: "Workload"
+    request: "Request"
+    settings: dict[str, Any]
+    gpus: int | None
+    layout: "Layout | None"
+    micro_batches: int
+
+    def run(self, say: Callable[[str], None]) -> "Estimate":
+        from memplug.predict.estimator.estimate import estimate_workload
+        from memplug.predict.estimator.ranks import estimate_rank
+        from memplug.predict.estimator.stages import estimate_megatron
+
+        if self.layout is not None:
+            return estimate_megatron(self.workload, self.request, self.layout, self.micro_batches, say)
+        if self.gpus is not None:
+            return estimate_rank(self.workload, self.request, self.settings, self.gpus, say)
+        return estimate_workload(self.workload, self.request, say)
+
+    def limits(self, say: Callable[[str], None]) -> dict[str, dict[str, int]]:
+        """Of each mode, the longest sequence and the largest micro-batch that fit; empty: they are not searched for."""
+        from memplug.predict.estimator.limits import Limits
+
+        if self.gpus is not None or self.layout is not None or self.request.trace is not None:
+            return {}
+        searches = {mode: Limits(self.workload, self.request, mode, say) for mode in self.request.modes}
+        return {
+            mode: {"longest_seq_len": search.longest(), "largest_micro_batch": search.largest_batch()}
+            for mode, search in searches.items()
+        }
+
+
 def _asked(
-    ds_json: Path | None, model: Path, gpu: str, trace: Path | None, engine_gpus: int | None, **given: Any
-) -> "tuple[Workload, MemplugConfig, Hardware, dict[str, Any]]":
-    """What trains, memplug's block, the GPU, and the DeepSpeed JSON."""
-    from memplug.config import load_config, read_ds_config
+    ds_json: Path | None,
+    model: Path,
+    split: dict[str, Any],
+    gpus: int | None,
+    request: dict[str, Any],
+    **given: Any,
+) -> _Asked:
+    """Reads the files, and refuses options that do not go together.
+
+    Args:
+        split: of Megatron-Core; empty: by none of the options.
+        request: options as of `Request.of`.
+        given: fields of `Workload`; None: as the files say.
+    """
+    from memplug.config import read_ds_config
     from memplug.ds_json.reading import read_json
     from memplug.predict.estimator.engine import dtype_of, micro_batch_of
+    from memplug.predict.estimator.request import Request
     from memplug.predict.estimator.shapes import Shape
     from memplug.predict.estimator.values import Values
     from memplug.predict.estimator.workload import Workload
-    from memplug.predict.virtual import Hardware
 
-    hardware, shape = Hardware.named(gpu), Shape.read(model)
-    settings = read_json(ds_json) if ds_json is not None else {}
-    block = read_ds_config(settings) if "memplug" in settings else load_config({"enabled": True})
-    workload = Workload(
-        shape=shape,
-        layers=given["layers"] or shape.layers,
-        seq_len=given["seq_len"] or shape.fields.get("max_position_embeddings", 4096),
-        micro_batch=given["micro_batch"] or micro_batch_of(settings, engine_gpus),
-        dtype=dtype_of(settings),
-        head=given["head"],
-        optimizer=given["optimizer"],
-        loss_tiles=given["loss_tiles"],
-        values=Values.read(trace) if trace is not None else None,
-    )
-    return workload, block, hardware, settings
+    trace, head = request["trace"], given["head"]
+    if gpus is not None and not split and (ds_json is None or not (head and given["optimizer"])):
+        raise typer.BadParameter("takes a DeepSpeed JSON, and all of the model", param_hint="--gpus")
+    if trace is not None and (split or not head):
+        raise typer.BadParameter("is of all of a model from Hugging Face", param_hint="--trace")
+    shape, settings = Shape.read(model), read_json(ds_json) if ds_json is not None else {}
+    block = read_ds_config(settings) if "memplug" in settings else None
+    defaults = {
+        "layers": shape.layers,
+        "seq_len": shape.fields.get("max_position_embeddings", 4096),
+        "micro_batch": given["micro_batch"] or micro_batch_of(settings, gpus if not split else None),
+    }
+    values = Values.read(trace) if trace is not None else None
+    fields = {**given, **{name: given[name] or default for name, default in defaults.items()}}
+    workload = Workload(shape=shape, dtype=dtype_of(settings), values=values, **fields)
+    layout = layouts.layout_of(workload, split, gpus) if trace is None else None
+    if given["loss_tiles"] > 1 and (layout is not None or trace is not None or not head):
+        raise typer.BadParameter("is of a head of Hugging Face's, without --trace", param_hint="--tiled-loss")
+    micro_batches = layouts.micro_batches_of(layout, settings)
+    return _Asked(workload, Request.of(block, **request), settings, gpus, layout, micro_batches)
 
 
 def _modes(asked: str) -> tuple[str, ...]:
@@ -204,37 +247,3 @@ def _modes(asked: str) -> tuple[str, ...]:
     if asked not in (*MODES, _ALL):
         raise typer.BadParameter(f"{asked!r} is none of {', '.join(MODES)}, {_ALL}", param_hint="--mode")
     return MODES if asked == _ALL else (asked,)
-
-
-def _estimate(
-    workload: "Workload",
-    config: "MemplugConfig",
-    hardware: "Hardware",
-    modes: tuple[str, ...],
-    settings: dict[str, Any] | None,
-    gpus: int | None,
-    **options: Any,
-) -> "Estimate":
-    from memplug.predict.estimator import estimate as run
-    from memplug.predict.estimator.ranks import estimate_rank
-
-    if settings is not None:
-        return estimate_rank(workload, config, hardware, modes, settings, gpus, **options)
-    optimizer = workload.make_optimizer if workload.optimizer else None
-    return run(workload.make_model, workload.inputs, config, hardware, modes, make_optimizer=optimizer, **options)
-
-
-def _limits(
-    workload: "Workload",
-    config: "MemplugConfig",
-    hardware: "Hardware",
-    modes: tuple[str, ...],
-    **options: Any,
-) -> dict[str, dict[str, int]]:
-    from memplug.predict.estimator.limits import Limits
-
-    searches = {mode: Limits(workload, config, hardware, mode, **options) for mode in modes}
-    return {
-        mode: {"longest_seq_len": search.longest(), "largest_micro_batch": search.largest_batch()}
-        for mode, search in searches.items()
-    }

@@ -4,7 +4,9 @@ import sys
 
 import typer
 
-PACKAGES = ("torch", "deepspeed", "transformers", "megatron-core", "transformer-engine", "flash-attn")
+from memplug.packages import FRAMEWORKS
+
+PACKAGES = ("torch", *(each.name for each in FRAMEWORKS), "transformer-engine", "flash-attn")
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from memplug.config import MemplugConfig
+from memplug.packages import FRAMEWORKS
 from memplug.profile.records import Fingerprint
 
-PACKAGES = ("deepspeed", "megatron-core", "memplug", "torch", "transformers")  # whose versions a step depends on
 OF_NO_CONSEQUENCE = {"plan_dir": True, "report": True, "profiler": {"wait_for_plans"}}  # of the block
 
 
@@ -62,7 +62,7 @@ def _digest(text: str) -> str:
 def _versions() -> tuple[tuple[str, str], ...]:
     """Of the installed packages; they stay as they are while a process runs, and reading them takes milliseconds."""
     versions = []
-    for package in PACKAGES:
+    for package in sorted(("memplug", "torch", *(each.name for each in FRAMEWORKS))):
         with contextlib.suppress(metadata.PackageNotFoundError):
             version, _, _ = metadata.version(package).partition("+")  # "+cpu", "+cu130": builds of one program
             versions.append((package, version))

@@ -35,12 +35,14 @@ class Extension:
     Attributes:
         name: of its Python module.
         what: it is, as messages call it.
-        folders: of its sources and headers, whose names are apart; headers of others are not looked at.
+        folders: of its sources and headers, whose names are apart.
+        included: folders of what these include besides.
     """
 
     name: str
     what: str
     folders: tuple[Path, ...]
+    included: tuple[Path, ...] = ()
 
     def load(self) -> ModuleType:
         """Its Python module; built first where that was not done yet (a minute or two).
@@ -80,7 +82,7 @@ class Extension:
         versions = torch.__version__, torch.version.cuda, sysconfig.get_config_var("SOABI")
         for part in (*versions, *flags(), *libraries(), self.lots()):
             key.update(str(part).encode())
-        for name, source in sorted(self.sources().items()):
+        for name, source in sorted({**_files(self.included), **self.sources()}.items()):
             key.update(name.encode() + source.read_bytes())
         return root / f"{self.name}_{key.hexdigest()[:16]}"
 
@@ -90,12 +92,7 @@ class Extension:
 
     def sources(self) -> dict[str, Path]:
         """Sources and headers, by name."""
-        return {
-            path.name: path
-            for folder in self.folders
-            for path in sorted(folder.iterdir())
-            if path.suffix in (".cpp", ".h")
-        }
+        return _files(self.folders)
 
     def lots(self) -> list[list[str]]:
         """Names of the sources that are compiled as one, for each lot: what a source includes of torch takes longer to
@@ -145,7 +142,7 @@ class Extension:
                 self.name,
                 sources,
                 extra_cflags=flags,
-                extra_include_paths=[str(each) for each in (*self.folders, *cuda)],
+                extra_include_paths=[str(each) for each in (*self.folders, *self.included, *cuda)],
                 extra_ldflags=libraries(),
                 build_directory=str(folder),
                 is_python_module=False,
@@ -157,6 +154,15 @@ class Extension:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
+
+
+def _files(folders: tuple[Path, ...]) -> dict[str, Path]:
+    return {
+        path.name: path
+        for folder in folders
+        for path in sorted(folder.iterdir())
+        if path.suffix in (".cpp", ".h")
+    }
 
 
 def flags() -> list[str]:

@@ -370,6 +370,6 @@ def _why_unwatched(config: MemplugConfig) -> str:
         return NOT_ASKED_FOR
     if not config.tokenwise.enabled:
         return "the block switches token-wise plans off, and they alone need operators to be compared"
-    if not isinstance(config.tokenwise.alpha, str):
+    if not config.tokenwise.plans:
         return "with a number for alpha there is no plan that operators would have to be compared for"
     return ""

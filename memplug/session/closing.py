@@ -53,8 +53,7 @@ def at_exit(session: Attached) -> Callable[[], None]:
 
 
 def _planned(session: Attached, report: dict[str, Any]) -> str:
-    tokenwise = session.config.tokenwise
-    if not tokenwise.enabled or not isinstance(tokenwise.alpha, str):
+    if not session.config.tokenwise.plans:
         return ""
     if report["replans"] or report["planned_steps"]:
         return f"{report['planned_steps']:,} of them planned"

@@ -147,8 +147,8 @@ def swaps(technique: SwapsWhole | None, why: str) -> dict[str, Any]:
 
 def swapped_fraction(config: MemplugConfig, solution: TokenwisePlan | None, regions: Sequence[Region]) -> float | None:
     """Of the rows of every matmul's output, the mean of all regions; None before there is a plan."""
-    if not isinstance(config.tokenwise.alpha, str):
-        return float(config.tokenwise.alpha)
+    if config.tokenwise.fixed_alpha is not None:
+        return config.tokenwise.fixed_alpha
     return statistics.fmean(region.setting.rows for region in regions) if solution and regions else None
 
 

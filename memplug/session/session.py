@@ -312,7 +312,7 @@ def initial_regions(config: MemplugConfig, named_kinds: Sequence[tuple[str, str]
     Args:
         named_kinds: (qualified name, class name) of each module.
     """
-    alpha = config.tokenwise.alpha
-    if isinstance(alpha, str):
+    alpha = config.tokenwise.fixed_alpha
+    if alpha is None:
         return [Region(name, kind) for name, kind in named_kinds]
-    return [Region(name, kind, float(alpha), is_agreed=True) for name, kind in named_kinds]
+    return [Region(name, kind, alpha, is_agreed=True) for name, kind in named_kinds]

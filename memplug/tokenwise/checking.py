@@ -41,12 +41,11 @@ class AlphaCheck:
     """
 
     def __init__(self, config: MemplugConfig, regions: Sequence[Region], executor: Executor, ranks: Ranks):
-        alpha = config.tokenwise.alpha
         self.by_link: float | None = None
         self.by_host: float | None = None
         self._config, self._regions, self._executor, self._ranks = config, regions, executor, ranks
-        self._alpha = 0.0 if isinstance(alpha, str) or not config.tokenwise.enabled else alpha
-        self._observer = planning.Observer(executor.min_offload_bytes)
+        self._alpha = (config.tokenwise.enabled and config.tokenwise.fixed_alpha) or 0.0
+        self._observer = planning.Observer(executor.flow.is_large)
         self._steps = 0
         self._is_over = not self._alpha
 

@@ -19,7 +19,7 @@ from memplug.tokenwise.engine import operators
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.operators import Kind
 from memplug.tokenwise.engine.region import Region
-from memplug.tokenwise.engine.tape import Form, Record, Tape
+from memplug.tokenwise.engine.tape import Form, Tape
 from memplug.tokenwise.plan import solver as plan
 from memplug.tokenwise.plan.decisions import Decision, Decisions, Setting
 from memplug.tokenwise.plan.model import part_bytes
@@ -34,10 +34,11 @@ class Observer:
         input_bytes: that a forward swaps whatever is planned: the mean over a region's forwards, which may differ in
             whether their inputs need a gradient.
         largest_input_bytes, input_tensors: the most of these, and of their tensors.
+        is_large: whether so many bytes of a tensor may leave the device; small tensors stay.
     """
 
-    def __init__(self, min_offload_bytes: int = 1) -> None:
-        self.min_offload_bytes = max(1, min_offload_bytes)
+    def __init__(self, is_large: Callable[[int], bool]) -> None:
+        self.is_large = is_large
         self.clear()
 
     def clear(self) -> None:
@@ -60,8 +61,7 @@ class Observer:
         self.saved_bytes[name] = max(frame.saved_bytes, self.saved_bytes.get(name, 0))
         # what collectives gave, and choices, are swapped like inputs, always and whole; an opaque region swaps no more
         self._whole[name] = tape.received | _chosen(tape) if not region.opaque else set()
-        sizes = (tape.bytes[number] for number in self._whole[name])
-        large = [nbytes for nbytes in sizes if nbytes >= self.min_offload_bytes]
+        large = list(filter(self.is_large, (tape.bytes[number] for number in self._whole[name])))
         input_bytes, before = frame.offered_bytes + sum(large), self.input_bytes.get(name, 0.0)
         self._forwards[name] += 1
         self.input_bytes[name] = before + (input_bytes - before) / self._forwards[name]
@@ -74,8 +74,8 @@ class Observer:
         """
         self.is_agreed = is_agreed
         for name, tape in self.tapes.items() if is_agreed else ():
-            sizes = [tape.bytes[number] for number in self._whole[name] & tape.received & _shared(tape)]
-            large = [nbytes for nbytes in sizes if nbytes >= self.min_offload_bytes]
+            shared = self._whole[name] & tape.received & _shared(tape)
+            large = list(filter(self.is_large, (tape.bytes[number] for number in shared)))
             self.input_bytes[name] -= sum(large)
             self.largest_input_bytes[name] -= sum(large)
             self.input_tensors[name] -= len(large)
@@ -116,11 +116,7 @@ def describe(groups: dict[str, list[Region]], observer: Observer, executor: Exec
         overhead_forward_s, overhead_backward_s = host.overhead_s(
             launched, forward_s, backward_s, waits=executor.device.runs_behind
         )
-        operations, saved, given = (
-            _module(forward_s)
-            if members[0].opaque
-            else _replayed(tapes, seconds, executor.min_offload_bytes, observer.is_agreed)
-        )
+        operations, saved, given = _module(forward_s) if members[0].opaque else _replayed(tapes, seconds, observer)
         described.append(
             plan.Region(
                 key=key,
@@ -152,20 +148,20 @@ def _shared(tape: Tape) -> set[int]:
 
 
 def _replayed(
-    tapes: list[Tape], seconds: Seconds, min_offload_bytes: int, is_agreed: bool
+    tapes: list[Tape], seconds: Seconds, observer: Observer
 ) -> tuple[tuple[plan.Operator, ...], frozenset[int], frozenset[int]]:
     """Operators of regions that ran the same ones, storages that backward asks for, and those that are there before."""
     tape = tapes[0]
-    operations = tuple(_operator(tapes, index, seconds, min_offload_bytes) for index in range(len(tape.records)))
-    received = tape.received - _shared(tape) if is_agreed else tape.received
-    given = tape.given | received | _chosen(tape) | _small_parts(tape, min_offload_bytes)
+    operations = tuple(_operator(tapes, index, seconds, observer) for index in range(len(tape.records)))
+    received = tape.received - _shared(tape) if observer.is_agreed else tape.received
+    given = tape.given | received | _chosen(tape) | _small_parts(tape, observer)
     return operations, frozenset(tape.asked), frozenset(given)
 
 
-def _small_parts(tape: Tape, min_offload_bytes: int) -> set[int]:
+def _small_parts(tape: Tape, observer: Observer) -> set[int]:
     """Storages that a unit made and that stay on the device: it does not run again for so little."""
     parts = [record for record in tape.records if operators.is_part_of_unit(record.func)]
-    return {n for record in parts for n in record.outputs if tape.bytes[n] < max(1, min_offload_bytes)}
+    return {n for record in parts for n in record.outputs if not observer.is_large(tape.bytes[n])}
 
 
 def _module(forward_s: float) -> tuple[tuple[plan.Operator, ...], frozenset[int], frozenset[int]]:
@@ -221,7 +217,7 @@ def decisions_of(
             captured.update({i: Decision(_name_of(tape, i), 1.0, keep=True) for i in group.keep})
             input_bytes = round(observer.input_bytes[region.name]) if solution.inputs_swapped else 0
             frame_bytes = max(frame_bytes, _frame_bytes(tape, group, observer, region.name))
-            swapped = _swapped_bytes(tape, group, observer.min_offload_bytes)
+            swapped = _swapped_bytes(tape, group, observer)
             recomputed_bytes = saved_bytes  # of an opaque region all that backward asks for
             if not region.opaque:  # of others what the operators make that run
                 recomputed_bytes = sum(_output_bytes(tape, index) - swapped.get(index, 0) for index in group.runs)
@@ -252,18 +248,21 @@ def _name_of(tape: Tape, index: int) -> str:
     return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
 
 
-def _output_bytes(tape: Tape, index: int, least_bytes: int = 0) -> int:
-    """Of an operator's outputs of so many bytes or more."""
-    sizes = (tape.bytes[number] for number in tape.records[index].outputs)
-    return sum(nbytes for nbytes in sizes if nbytes >= least_bytes)
+def _sizes(tape: Tape, index: int) -> list[int]:
+    """Of an operator's outputs."""
+    return [tape.bytes[number] for number in tape.records[index].outputs]
 
 
-def _swapped_bytes(tape: Tape, group: plan.Group, min_offload_bytes: int) -> dict[int, int]:
+def _output_bytes(tape: Tape, index: int) -> int:
+    return sum(_sizes(tape, index))
+
+
+def _swapped_bytes(tape: Tape, group: plan.Group, observer: Observer) -> dict[int, int]:
     """Of each operator's outputs, by the region's own tape: the experts of a mixture have more tokens in one layer than
     in another. Small ones, such as a norm's statistics, stay.
     """
     return {
-        index: part_bytes(_output_bytes(tape, index, min_offload_bytes), tape.records[index].rows, fraction)
+        index: part_bytes(sum(filter(observer.is_large, _sizes(tape, index))), tape.records[index].rows, fraction)
         for index, fraction in group.fractions.items()
     }
 
@@ -286,10 +285,10 @@ def put(decisions: Decisions | None, regions: Sequence[Region], executor: Execut
     executor.flow.granted_bytes = decisions.solution.in_flight_bytes if decisions is not None else 0
 
 
-def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes: int) -> plan.Operator:
-    record = tapes[0].records[index]
+def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: Observer) -> plan.Operator:
+    native, record = tapes[0].native, tapes[0].records[index]
+    capture, is_part = native.capture(index), operators.is_part_of_unit(record.func)
     output_bytes = round(fmean(_output_bytes(tape, index) for tape in tapes))
-    kind = operators.kind_of(record.func)
     view = record.form is Form.VIEW
     return plan.Operator(
         name=str(record.func),
@@ -297,25 +296,17 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, min_offload_bytes
         inputs=() if view else record.inputs,
         outputs=record.outputs if record.form is not Form.WRITE else record.outputs + record.written,
         output_bytes=output_bytes,
-        capture=_capture(record, kind, output_bytes, min_offload_bytes),
+        capture=capture if observer.is_large(output_bytes) else "never",
         rows=record.rows if len({tape.records[index].rows for tape in tapes}) == 1 else 0,
-        always_runs=record.root and record.form in (Form.FIXED, Form.EXCHANGE) and index not in tapes[0].spared,
-        always_swapped=kind is Kind.ATTENTION,
-        made_by_rows=_unit_of(tapes[0], index) if operators.is_part_by_rows(record.func) else None,
+        always_runs=native.always_runs(index) and index not in tapes[0].spared,
+        always_swapped=operators.kind_of(record.func) is Kind.ATTENTION,
+        made_by_rows=_unit_of(tapes[0], index) if is_part and capture == "rows" else None,
     )
 
 
 def _unit_of(tape: Tape, index: int) -> int:
     """The operator that stands for the unit that a part belongs to."""
     return next(i for i in range(index, -1, -1) if operators.is_unit(tape.records[i].func))
-
-
-def _capture(record: Record, kind: Kind | None, output_bytes: int, min_offload_bytes: int) -> str:
-    small = output_bytes < max(1, min_offload_bytes)
-    blank = kind is None and operators.is_factory(record.func)
-    if small or blank or kind is Kind.CHOICE or record.form is not Form.PURE:
-        return "never"
-    return "rows" if operators.goes_by_rows(record.func) else "whole"
 
 
 def _mean_fraction(tape: Tape, group: plan.Group) -> float:

@@ -81,9 +81,9 @@ class TokenWise(AgreedTechnique[Decisions]):
         self.plain = PlainRegions(regions)
         hooks = Hooks(explain=explain, on_larger=self.plain.enter_all, own=own)
         self.executor = Executor(device, host_bytes, tokenwise.min_offload_bytes, regathers, tokenwise.buffers, hooks)
-        self.plans = tokenwise.enabled and isinstance(tokenwise.alpha, str)
+        self.plans = tokenwise.plans
         self.decisions: Decisions | None = None
-        self.observer = planning.Observer(self.executor.min_offload_bytes)
+        self.observer = planning.Observer(self.executor.flow.is_large)
         self.check = AlphaCheck(config, regions, self.executor, ranks)
         self.predictions = Predictions(self.executor)
         self.rounding = Rounding(config, self.executor, planned=self.plans)

@@ -27,9 +27,11 @@ GIB = 1 << 30
 class Observed:
     """One timed step of a stack, every layer a region at the safest setting."""
 
-    def __init__(self, model: nn.Module, forwards: int = 1, width: int = 16, backward: bool = True):
-        self.executor = Executor(Device(), GIB, min_offload_bytes=1)
-        self.observer = planning.Observer()
+    def __init__(
+        self, model: nn.Module, forwards: int = 1, width: int = 16, backward: bool = True, min_offload_bytes: int = 1
+    ):
+        self.executor = Executor(Device(), GIB, min_offload_bytes)
+        self.observer = planning.Observer(self.executor.flow.is_large)
         self.executor.time_forwards(self.observer)
         self.regions = [Region(f"layers.{i}", type(layer).__name__, 0.0) for i, layer in enumerate(model.layers)]
         for layer, region in zip(model.layers, self.regions, strict=True):
@@ -117,9 +119,7 @@ def test_a_forward_without_backward_is_described_all_the_same() -> None:
 
 
 def test_small_tensors_are_never_offered_to_the_planner() -> None:
-    observed = Observed(Stack(2))
-    observed.executor.min_offload_bytes = 4 * 12 * 32
-    (region,) = observed.describe()
+    (region,) = Observed(Stack(2), min_offload_bytes=4 * 12 * 32).describe()
     assert {o.output_bytes for o in region.operators if o.capture != "never"} == {4 * 12 * 32, 4 * 12 * 48}
 
 

@@ -14,17 +14,18 @@ from typing import Any
 
 from torch import nn
 
-from memplug.config import MemplugConfig, load_config
+from memplug.config import MemplugConfig
 from memplug.errors import BudgetError, EstimateError, RegionError, coded
-from memplug.files import path_of
 from memplug.hooks.attach import attach, find_layers
 from memplug.predict.estimator import engine as engines
 from memplug.predict.estimator import modes as ways
 from memplug.predict.estimator.answers import Answers
 from memplug.predict.estimator.bound import bound
+from memplug.predict.estimator.request import UNLIMITED_BYTES, Request
 from memplug.predict.estimator.result import Estimate, ModeEstimate, Span
 from memplug.predict.estimator.training import MakeOptimizer, Training
 from memplug.predict.estimator.values import Values
+from memplug.predict.estimator.workload import Workload
 from memplug.predict.virtual import Hardware, VirtualDevice
 from memplug.session.session import Session
 from memplug.session.table import Stage
@@ -33,7 +34,6 @@ MOST_STEPS = 60  # until a program has its plan and its addresses
 LASTING_STEPS = 1  # after which optimizer states and gradients are there
 SERVED_STEPS = 2  # after which what the arena reserves has led to another plan, or not
 KEEPING_STEPS = 4  # in which a plan shows that it lasts
-UNLIMITED_BYTES = float(1 << 62)
 AnswersTo = Callable[[VirtualDevice, nn.Module], contextlib.AbstractContextManager[Any]]
 
 log = logging.getLogger("memplug")
@@ -88,8 +88,24 @@ def estimate(
         HardwareError: there is no such GPU, or it has no such attention, or torch no place for the virtual device.
         RegionError: no decoder layers were found.
     """
-    refuse_plan(modes, plan_dir)
-    if engine is not None and len(modes) > 1:
+    request = Request.of(config, gpu, modes, attention=attention, host_bytes=host_bytes, plan_dir=plan_dir, trace=trace)
+    return estimate_model(
+        make_model, example_inputs, request, make_optimizer=make_optimizer, engine=engine, gpus=gpus, tell=tell
+    )
+
+
+def estimate_model(
+    make_model: Callable[[], nn.Module],
+    example_inputs: Callable[[], Any],
+    request: Request,
+    *,
+    make_optimizer: MakeOptimizer | None = None,
+    engine: Mapping[str, Any] | None = None,
+    gpus: int = 1,
+    tell: Callable[[str], None] = lambda mode: None,
+) -> Estimate:
+    """As `estimate`, which says what each argument is."""
+    if engine is not None and len(request.modes) > 1:
         raise EstimateError("a process estimates one mode of an engine", "Estimate each mode in a process of its own.")
     if engine is not None and make_optimizer is not None:
         raise EstimateError("an engine makes its own optimizer", "Leave out make_optimizer.")
@@ -101,9 +117,8 @@ def estimate(
         settings = engines.settings_of(engine, engines.micro_batch_of(engine, gpus), gpus)
         make_training = functools.partial(engines.EngineTraining, make_model, example_inputs, settings)
         rank = functools.partial(engines.rank_of, gpus)
-    answers = Answers(Values.read(trace) if trace is not None else None)
-    options = {"attention": attention, "host_bytes": host_bytes, "plan_dir": plan_dir, "tell": tell}
-    found = estimate_training(make_training, config, gpu, modes, rank=rank, answers_to=answers.to, **options)
+    answers = Answers(Values.read(request.trace) if request.trace is not None else None)
+    found = estimate_training(make_training, request, rank=rank, answers_to=answers.to, tell=tell)
     if answers.made_up:
         text = (
             "the model reads values, which the estimate makes up (a number is 1, all of a mask is true): %s. "
@@ -113,17 +128,20 @@ def estimate(
     return found
 
 
+def estimate_workload(
+    workload: Workload, request: Request, tell: Callable[[str], None] = lambda mode: None
+) -> Estimate:
+    """As `estimate`, of a workload on one GPU."""
+    make_optimizer = workload.make_optimizer if workload.optimizer else None
+    return estimate_model(workload.make_model, workload.inputs, request, make_optimizer=make_optimizer, tell=tell)
+
+
 def estimate_training(
     make_training: Callable[[], Training],
-    config: MemplugConfig | dict[str, Any] | str | Path | None,
-    gpu: str | Path | Hardware,
-    modes: Sequence[str],
+    request: Request,
     *,
     rank: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     answers_to: AnswersTo = lambda device, model: contextlib.nullcontext(),
-    attention: str | None = None,
-    host_bytes: float = UNLIMITED_BYTES,
-    plan_dir: str | Path | None = None,
     tell: Callable[[str], None] = lambda mode: None,
 ) -> Estimate:
     """As `estimate`, of anything that trains.
@@ -133,16 +151,9 @@ def estimate_training(
         rank: a context in which this process is one rank of several; there is a virtual device already.
         answers_to: a context in which the device answers where the model reads values.
     """
-    unknown = [mode for mode in modes if mode not in ways.MODES]
-    if unknown:
-        raise EstimateError(f"there is no mode {unknown[0]!r}", f"Choose of {', '.join(ways.MODES)}.")
-    if not host_bytes >= 0:
-        raise EstimateError(f"host memory is {host_bytes} bytes", "Give a number from 0.")
-    host_bytes = min(host_bytes, UNLIMITED_BYTES)
-    parsed = load_config({"enabled": True} if config is None else config)
-    hardware = gpu if isinstance(gpu, Hardware) else Hardware.named(gpu)
-    plans = path_of(plan_dir, "folder of plans", EstimateError) if plan_dir is not None else None
-    blocks = {mode: ways.block_of(mode, parsed, plans) for mode in modes}
+    hardware, attention = request.hardware, request.attention
+    blocks = {mode: ways.block_of(mode, request.config, request.plan_dir) for mode in request.modes}
+    host_bytes = min(request.host_bytes, UNLIMITED_BYTES)
     VirtualDevice(hardware, attention=attention)  # that ranks are of
     found: dict[str, ModeEstimate] = {}
     impossible: dict[str, BudgetError] = {}
@@ -175,12 +186,6 @@ def _clear_frames(error: BaseException | None, handled: BaseException | None) ->
     while error is not None and error is not handled:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def refuse_plan(modes: Sequence[str], plan_dir: str | Path | None) -> None:
-    """Raises EstimateError: a plan is asked for, and none of the modes has one."""
-    if plan_dir is not None and "memplug" not in modes:
-        raise EstimateError("none of these modes has a plan to write", "Estimate mode memplug, or leave out plan_dir.")
 
 
 def _estimated(

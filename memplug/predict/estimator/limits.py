@@ -13,7 +13,8 @@ from typing import Any
 
 from memplug.config import MemplugConfig
 from memplug.device.capacity import DEVICE_SHARE
-from memplug.predict.estimator.estimate import estimate
+from memplug.predict.estimator.estimate import estimate_workload
+from memplug.predict.estimator.request import Request
 from memplug.predict.estimator.workload import Workload
 from memplug.predict.virtual import Hardware
 
@@ -35,23 +36,13 @@ class Limits:
 
     Args:
         workload: its `seq_len` and `micro_batch` are where the searches begin.
+        request: of which the block, the GPU, its host and the back end of attention count.
         say: called with each step that is run, and how many there are at most.
-        options: further ones of `estimate`, such as `host_bytes`.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        config: MemplugConfig,
-        hardware: Hardware,
-        mode: str,
-        *,
-        say: Say = _nothing,
-        **options: Any,
-    ):
-        self._workload, self._config, self._hardware, self._mode = workload, config, hardware, mode
-        self._say, self._options = say, options
-        self._capacity_bytes = capacity_bytes(hardware, config, mode)
+    def __init__(self, workload: Workload, request: Request, mode: str, say: Say = _nothing):
+        self._workload, self._request, self._mode, self._say = workload, request, mode, say
+        self._capacity_bytes = capacity_bytes(request.hardware, request.config, mode)
         self._taken: dict[tuple[int, int], float] = {}
         self._longest: int | None = None
 
@@ -88,9 +79,7 @@ class Limits:
         if (seq_len, micro_batch) not in self._taken:
             self._say(f"limits of {self._mode}, step {number} of at most {MOST_STEPS}: {words}")
             changed = dataclasses.replace(self._workload, seq_len=seq_len, micro_batch=micro_batch)
-            self._taken[seq_len, micro_batch] = least_bytes(
-                changed, self._config, self._hardware, self._mode, **self._options
-            )
+            self._taken[seq_len, micro_batch] = least_bytes(changed, self._request, self._mode)
         return self._taken[seq_len, micro_batch]
 
 
@@ -103,25 +92,19 @@ def capacity_bytes(hardware: Hardware, config: MemplugConfig, mode: str) -> floa
     return min(config.device_budget_gib * GIB, hardware.memory_bytes)
 
 
-def least_bytes(workload: Workload, config: MemplugConfig, hardware: Hardware, mode: str, **options: Any) -> float:
+def least_bytes(workload: Workload, request: Request, mode: str) -> float:
     """That a step of a mode takes at least: of memplug, with everything in layers swapped or recomputed, and nothing
     outside of them; of the others, what torch's allocator reserves.
     """
+    config = request.config
     changes: dict[str, Any] = {
         "device_budget_gib": NO_BUDGET_GIB,
         "swap": config.swap.model_copy(update={"enabled": False}),
     }
     if mode != "memplug":
         changes = {"arena": config.arena.model_copy(update={"enabled": False})}
-    found = estimate(
-        workload.make_model,
-        workload.inputs,
-        config.model_copy(update=changes),
-        hardware,
-        (mode,),
-        make_optimizer=workload.make_optimizer if workload.optimizer else None,
-        **options,
-    )
+    alone = dataclasses.replace(request, config=config.model_copy(update=changes), modes=(mode,), plan_dir=None)
+    found = estimate_workload(workload, alone)
     if mode in found.impossible:
         return found.impossible[mode].least_gib * GIB
     return found[mode].peak_reserved_bytes

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memplug.config import MemplugConfig
+from memplug.tokenwise.engine import operators
 
 MODES = ("keep", "full", "selective", "memplug")
 """All is kept; every layer is recomputed; all of it but attention is; memplug decides."""
@@ -44,5 +45,5 @@ def recompute(layers: Iterable[nn.Module], mode: str) -> None:
 
 
 def _attention_is_saved(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_attention = operator.name().startswith("aten::_scaled_dot_product")
+    is_attention = operators.kind_of(operator) is operators.Kind.ATTENTION
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE

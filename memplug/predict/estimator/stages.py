@@ -7,18 +7,16 @@ import functools
 import logging
 import multiprocessing
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
-from memplug.config import MemplugConfig
 from memplug.errors import EstimateError
 from memplug.predict.estimator import megatron
 from memplug.predict.estimator.estimate import estimate_training
 from memplug.predict.estimator.layout import Layout
+from memplug.predict.estimator.request import Request
 from memplug.predict.estimator.result import Estimate, ModeEstimate
 from memplug.predict.estimator.workload import Workload
-from memplug.predict.virtual import Hardware
 
 LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "to_host_bytes", "to_device_bytes")
 """Of a pipeline, those of the stage that has the most."""
@@ -26,14 +24,10 @@ LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "to_host
 
 def estimate_megatron(
     workload: Workload,
-    config: MemplugConfig,
-    hardware: Hardware,
-    modes: Sequence[str],
+    request: Request,
     layout: Layout,
     micro_batches: int,
-    *,
     say: Callable[[str], None] = lambda what: None,
-    **options: Any,
 ) -> Estimate:
     """As `estimate`, of a rank of a Megatron-Core training; of a pipeline, of a rank of each stage that differs.
 
@@ -43,12 +37,11 @@ def estimate_megatron(
         workload: of the whole model, with its head.
         micro_batches: of a step, for each data-parallel rank.
         say: called with what runs next.
-        options: further ones of `estimate`.
 
     Raises:
         EstimateError: the model cannot be split so; or there is a folder for plans, which no run would use.
     """
-    if options.get("plan_dir") is not None:
+    if request.plan_dir is not None:
         raise EstimateError(
             "a plan of Megatron-Core's ranks is not written: stages differ, and no run was tried with an estimated one",
             "Leave out --plan-dir: the run plans in its first steps, and keeps its plan for the next one.",
@@ -57,12 +50,10 @@ def estimate_megatron(
     make_training = functools.partial(megatron.MegatronTraining, workload, layout, micro_batches)
     stages = {}
     for stage in layout.stages:
-        say(f"stage {stage}" if layout.pipeline > 1 else ", ".join(modes))
+        say(f"stage {stage}" if layout.pipeline > 1 else ", ".join(request.modes))
         rank = functools.partial(megatron.rank_of, layout, stage, workload)
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_quietly) as pool:
-            stages[stage] = pool.submit(
-                estimate_training, make_training, config, hardware, tuple(modes), rank=rank, **options
-            ).result()
+            stages[stage] = pool.submit(estimate_training, make_training, request, rank=rank).result()
     return of_all(stages, layout, micro_batches) if layout.pipeline > 1 else stages[0]
 
 

@@ -1,4 +1,4 @@
-"""Predictions of configurations: ProTrain's equations (memplug.tokenwise.plan.protrain) for what DeepSpeed does.
+"""Predictions of configurations: ProTrain's equations (memplug.predict.tune.protrain) for what DeepSpeed does.
 
 * Equation 2 has the host update its chunks while backward runs. DeepSpeed updates after backward, chunks on the device
   and chunks on the host at the same time: `step_s` here is never below Equation 2's.
@@ -18,11 +18,11 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from memplug.predict.tune import protrain
 from memplug.predict.tune.machine import Machine
 from memplug.predict.tune.profiled import ELEMENT_BYTES, ModelProfile, Part
+from memplug.predict.tune.protrain import ChunkTimes, OperatorMemory, Placement
 from memplug.predict.tune.search import Box, Configuration, Layout, Prediction
-from memplug.tokenwise.plan import protrain
-from memplug.tokenwise.plan.protrain import ChunkTimes, OperatorMemory, Placement
 
 MASTER_BYTES = 4
 STATE_BYTES = 12

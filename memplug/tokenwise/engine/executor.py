@@ -102,7 +102,6 @@ class Executor:
     ):
         self.device = device
         self.hooks = hooks or Hooks()
-        self.min_offload_bytes = min_offload_bytes
         self.buffers = buffers
         self.regathers = regathers
         self.core = core()

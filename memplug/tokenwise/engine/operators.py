@@ -161,16 +161,6 @@ def is_shared(func: Any) -> bool:
     return is_part_of_unit(func) and func._overloadname.endswith("shared")
 
 
-def goes_by_rows(func: Any) -> bool:
-    """Whether a fraction of the rows of its output may be captured, and the rest be computed alone."""
-    return kind_of(func) is Kind.ROWS and (not is_part_of_unit(func) or is_part_by_rows(func))
-
-
-def is_part_by_rows(func: Any) -> bool:
-    """Whether it stands for memory of a unit that makes each of its rows from one row of its first argument."""
-    return is_part_of_unit(func) and func._overloadname == "rows"
-
-
 @functools.cache
 def is_exchange(func: Any) -> bool:
     """Whether the operator is one of `c10d`: it writes to its arguments, although its schema does not say so."""

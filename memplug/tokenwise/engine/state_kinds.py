@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from memplug.packages import FRAMEWORKS
 from memplug.tokenwise.engine.buffers import alias_of
 from memplug.torch_private import is_functorch_wrapped_tensor
 
@@ -29,12 +30,14 @@ _CONSTANT = (
     *(types.ModuleType, types.BuiltinFunctionType, property, staticmethod, classmethod, weakref.ref, np.generic),
     *(threading.local, type(threading.Lock()), type(threading.RLock()), logging.Logger, io.FileIO, io.TextIOWrapper),
 )
-
-_FRAMEWORKS = {
-    *("torch", "deepspeed", "megatron", "memplug", "transformer_engine", "transformer_engine_torch", "accelerate"),
+_LIBRARIES = {
+    *(each.module for each in FRAMEWORKS),
+    *("torch", "memplug", "transformer_engine", "transformer_engine_torch", "accelerate"),
     *("lightning", "pytorch_lightning", "apex", "flash_attn", "triton"),
 }
-"""Packages whose objects, but for modules, change on their own account between a forward and its backward."""
+"""Packages whose code is not the model's. Their objects, but for modules and those of `_MODELS`, change on their own
+account between a forward and its backward."""
+_MODELS = {"transformers"}
 _PLUMBING = set(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
 
 
@@ -111,7 +114,7 @@ def kind_of(cls: type) -> Kind | Unknown | None:
             has_attributes = base in _CONTAINERS and cls.__dictoffset__ != 0
             return _both(kind, _OBJECT) if has_attributes else kind
     package = cls.__module__.partition(".")[0]
-    if issubclass(cls, _CONSTANT) or package in _FRAMEWORKS:
+    if issubclass(cls, _CONSTANT) or package in _LIBRARIES - _MODELS:
         return None
     if issubclass(cls, (io.BytesIO, io.StringIO, bytearray, memoryview)) or package == "array":
         return Unknown(cls.__qualname__)
@@ -125,7 +128,7 @@ def is_own(thing: Any) -> bool:
     """Returns whether a class, function or Python module is the model's, which may change its attributes or globals."""
     name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
     package = (name or "").partition(".")[0]
-    return package not in _FRAMEWORKS and package not in sys.stdlib_module_names and package != "transformers"
+    return package not in _LIBRARIES and package not in sys.stdlib_module_names
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -10,11 +10,10 @@ from memplug.tokenwise.plan.model import (
     Region,
     TokenwisePlan,
     group_of,
-    makers,
     part_bytes,
     recompute_s,
-    run_too,
 )
+from memplug.tokenwise.plan.rules import Passes
 
 
 def without_idle(regions: Sequence[Region], plan: TokenwisePlan, budget: Budget) -> TokenwisePlan:
@@ -30,17 +29,17 @@ def without_idle(regions: Sequence[Region], plan: TokenwisePlan, budget: Budget)
     phases = amounts(regions, groups, budget, plan.inputs_swapped)
     step_s = sum(passes_s(*phases, budget))
     for region, parts in zip(regions, groups, strict=True):
-        read, _ = makers(region.operators, region.saved, region.given)
+        passes = Passes(region.operators, region.given)
         for at, group in enumerate(parts):
-            fractions, keep, runs = dict(group.fractions), set(group.keep), set(group.runs)
+            fractions, keep, runs = dict(group.fractions), set(group.keep), group.runs
             available = keep | {index for index, fraction in fractions.items() if fraction >= 1.0}
             for index in (*group.fractions, *sorted(group.keep)):
                 operator, fraction = region.operators[index], fractions.get(index, 0.0)
-                more = run_too(index, read, runs, available)
+                more, _ = passes.asked(region.saved, available - {index})  # than `runs`
                 less = {i: part for i, part in fractions.items() if i != index}
                 change = chosen(
                     budget,
-                    recompute_s=recompute_s(region.operators, runs.union(more), less)
+                    recompute_s=recompute_s(region.operators, more, less)
                     - recompute_s(region.operators, runs, fractions),
                     swapped_bytes=-part_bytes(operator.output_bytes, operator.rows, fraction),
                     swapped_tensors=0,  # padding takes no time
@@ -53,6 +52,7 @@ def without_idle(regions: Sequence[Region], plan: TokenwisePlan, budget: Budget)
                     phases, step_s = (first, last), tried_s
                     fractions.pop(index, None)
                     keep.discard(index)
-                    runs.update(more)
+                    runs = more
+                    available.discard(index)
             parts[at] = group_of(region, group.instances, fractions, keep)
     return measure(regions, groups, budget, inputs_swapped=plan.inputs_swapped)

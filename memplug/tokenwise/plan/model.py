@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from memplug.tokenwise.plan.rules import Passes, rows_taken
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
@@ -218,39 +220,6 @@ class TokenwisePlan:
         return self.device_bytes - self.in_flight_bytes
 
 
-def makers(
-    operators: Sequence[Operator], saved: Iterable[int], given: Collection[int]
-) -> tuple[list[list[int]], list[int]]:
-    """For each operator, and for backward: the operators that make or mutate what it reads, before it does, by index.
-    Arguments as in `needed`.
-    """
-    writers: dict[int, list[int]] = {}
-
-    def of(storages: Iterable[int]) -> list[int]:
-        return sorted({writer for storage in storages if storage not in given for writer in writers.get(storage, ())})
-
-    read = []
-    for index, operator in enumerate(operators):
-        read.append(of(operator.inputs))
-        for storage in operator.outputs:
-            writers.setdefault(storage, []).append(index)
-    return read, of(saved)
-
-
-def run_too(index: int, read: Sequence[Sequence[int]], runs: Collection[int], available: Collection[int]) -> list[int]:
-    """What runs besides `runs` once an operator has to: itself and, from reader to maker (`read`, from `makers`), all
-    that is not available.
-    """
-    if index in runs:
-        return []
-    more, seen = [index], {index}
-    for reader in more:
-        found = [maker for maker in read[reader] if not (maker in seen or maker in runs or maker in available)]
-        seen.update(found)
-        more += found
-    return more
-
-
 def needed(
     operators: Sequence[Operator], saved: Iterable[int], given: Collection[int], available: Collection[int]
 ) -> frozenset[int]:
@@ -265,19 +234,7 @@ def needed(
         given: storages there without cost.
         available: indices of the operators whose outputs are kept or swapped whole.
     """
-    return _liveness(operators, saved, given, available)[0]
-
-
-def _liveness(
-    operators: Sequence[Operator], saved: Iterable[int], given: Collection[int], available: Collection[int]
-) -> tuple[frozenset[int], frozenset[int]]:
-    """The operators that run, and those with an output that is wanted."""
-    read, asked = makers(operators, saved, given)
-    runs: set[int] = set()
-    always = [index for index, operator in enumerate(operators) if operator.always_runs]
-    for index in (*always, *(index for index in asked if index not in available)):
-        runs.update(run_too(index, read, runs, available))
-    return frozenset(runs), frozenset(asked).union(*(read[index] for index in runs))
+    return Passes(operators, given).asked(saved, available)[0]
 
 
 def group_of(region: Region, instances: int, fractions: dict[int, float], keep: Collection[int]) -> Group:
@@ -287,7 +244,7 @@ def group_of(region: Region, instances: int, fractions: dict[int, float], keep: 
     """
     operators = region.operators
     available = {index for index, fraction in fractions.items() if fraction >= 1.0} | set(keep)
-    runs, asked = _liveness(operators, region.saved, region.given, available)
+    runs, asked = Passes(operators, region.given).asked(region.saved, available)
     keep = frozenset(keep) & asked
     fractions = {index: _in_rows(fraction, operators[index].rows) for index, fraction in fractions.items()}
     fractions = {i: fractions[i] for i in sorted(fractions) if i in asked and i not in keep and fractions[i] > 0.0}
@@ -322,4 +279,4 @@ def _in_rows(fraction: float, rows: int) -> float:
 
 def part_bytes(nbytes: int, rows: int, fraction: float) -> int:
     """Of an output of `nbytes` and so many rows (0: unknown), what a fraction of it takes, in whole rows."""
-    return math.floor(fraction * rows + 1e-6) * nbytes // rows if rows else int(fraction * nbytes)
+    return rows_taken(fraction, rows) * nbytes // rows if rows else int(fraction * nbytes)

@@ -35,9 +35,9 @@ from memplug.tokenwise.plan.model import (
     RegionPlan,
     TokenwisePlan,
     group_of,
-    makers,
     needed,
 )
+from memplug.tokenwise.plan.rules import Passes
 
 __all__ = [
     "Budget",
@@ -281,7 +281,7 @@ class _Search:
     def _group(self, program: LinearProgram, region: Region, live: list[int], wholly: bool) -> _Columns:
         """Columns of the operators, and the rows that make every output that is asked for available."""
         columns = _Columns()
-        read, asked = makers(region.operators, region.saved, region.given)
+        passes = Passes(region.operators, region.given)
         splits = {operator.made_by_rows for operator in region.operators}
         for index in live:
             self._operator(program, columns, index, region.operators[index], wholly)
@@ -289,10 +289,10 @@ class _Search:
                 columns.reads[index] = program.column(integer=True)
                 program.row({columns.reads[index]: 1.0, columns.run[index]: -1.0})
             by_rows = region.operators[index].made_by_rows
-            for writer in read[index]:
+            for writer in passes.makers(region.operators[index].inputs, before=index):
                 asks = columns.run if writer == by_rows else columns.reads
                 program.row(columns.sources(writer) | {asks[index]: -1.0})
-        for writer in asked:
+        for writer in passes.makers(region.saved):
             program.row(columns.sources(writer), at_least=1.0)
         return columns
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from memplug.config import load_config
 from memplug.device.capacity import DEVICE_SHARE
-from memplug.predict.estimator import limits
+from memplug.predict.estimator import MODES, limits
 from memplug.predict.estimator.limits import MOST_GROWTH, MOST_STEPS, Limits, capacity_bytes, largest, precise
+from memplug.predict.estimator.request import Request
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.workload import Workload
 from memplug.predict.virtual import Hardware
@@ -92,7 +93,7 @@ def limits_of(mode: str, told: list[str], ran: list[Workload], monkeypatch: pyte
 
     monkeypatch.setattr(limits, "least_bytes", least_bytes)
     gpu = dataclasses.replace(Hardware.named("h200"), memory_bytes=100 * 2**30)
-    return Limits(WORKLOAD, load_config({"enabled": True}), gpu, mode, say=told.append)
+    return Limits(WORKLOAD, Request.of(None, gpu, MODES), mode, told.append)
 
 
 def test_each_step_of_a_search_is_told_with_how_many_there_are_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

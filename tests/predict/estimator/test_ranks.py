@@ -10,6 +10,7 @@ import pytest
 
 from memplug.config import MemplugConfig
 from memplug.predict.estimator import MODES, Estimate, ranks
+from memplug.predict.estimator.request import Request
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.workload import Workload
 from memplug.predict.virtual import Hardware
@@ -22,13 +23,12 @@ def test_selective_recomputation_is_left_out_with_zero_3(
     hardware, workload = Hardware.named("h200"), Workload(shape=Shape({}), layers=1, seq_len=8)
 
     def estimated(*given: Any) -> Estimate:
-        return Estimate(hardware, {given[3]: None}, {})
+        return Estimate(hardware, {given[1].modes[0]: None}, {})
 
     monkeypatch.setattr(ranks, "_estimated", estimated)
     monkeypatch.setattr(ranks, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
     with caplog.at_level(logging.WARNING, "memplug"):
-        found = ranks.estimate_rank(
-            workload, MemplugConfig(enabled=True), hardware, MODES, {"zero_optimization": {"stage": stage}}, 2
-        )
+        request = Request(config=MemplugConfig(enabled=True), hardware=hardware)
+        found = ranks.estimate_rank(workload, request, {"zero_optimization": {"stage": stage}}, 2)
     assert set(found) == set(MODES) - left_out
     assert ("left out" in caplog.text) is bool(left_out)

@@ -13,6 +13,7 @@ import torch
 import memplug
 from memplug.device.capacity import DEVICE_SHARE
 from memplug.predict.estimator import limits
+from memplug.predict.estimator.request import Request
 from memplug.predict.estimator.result import Estimate
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.training import Training
@@ -118,9 +119,10 @@ def test_the_longest_sequence_and_the_largest_batch_fit_and_larger_ones_do_not(m
     small = Shape({**_shape().fields, "hidden_size": 1024, "intermediate_size": 2816})
     workload = Workload(shape=small, layers=6, seq_len=4096 if size == "seq_len" else 512, optimizer=False)
     config = memplug.MemplugConfig(enabled=True)
-    search = limits.Limits(workload, config, hardware, mode)
+    request = Request(config=config, hardware=hardware)
+    search = limits.Limits(workload, request, mode)
     most = search.longest() if size == "seq_len" else search.largest_batch()
     for count, fits in ((most, True), (int(1.25 * most), False)):
         changed = dataclasses.replace(workload, **{size: count})
-        taken = limits.least_bytes(changed, config, hardware, mode)
+        taken = limits.least_bytes(changed, request, mode)
         assert (taken <= limits.capacity_bytes(hardware, config, mode)) is fits, (count, taken)

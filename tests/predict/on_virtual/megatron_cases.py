@@ -11,6 +11,7 @@ import pytest
 from memplug.predict.estimator.estimate import estimate_training
 from memplug.predict.estimator.layout import Layout
 from memplug.predict.estimator.megatron import MegatronTraining, rank_of
+from memplug.predict.estimator.request import Request
 from memplug.predict.estimator.result import Estimate
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.workload import Workload
@@ -51,7 +52,8 @@ def _estimated(
         return training
 
     rank = functools.partial(rank_of, layout, stage, workload)
-    found = estimate_training(make_training, block or WITHOUT_ARENA, Hardware.read(H200), modes, rank=rank)
+    request = Request.of(block or WITHOUT_ARENA, Hardware.read(H200), modes)
+    found = estimate_training(make_training, request, rank=rank)
     return found, parameters[0]
 
 

@@ -12,6 +12,7 @@ import memplug
 from memplug.predict.estimator.estimate import estimate_training
 from memplug.predict.estimator.layout import Layout
 from memplug.predict.estimator.megatron import MegatronTraining, rank_of
+from memplug.predict.estimator.request import Request
 from memplug.predict.estimator.result import Estimate
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.workload import Workload
@@ -63,7 +64,8 @@ def _of_megatron(shape: Shape, layout: Layout) -> tuple[Estimate, int]:
         return training
 
     rank = functools.partial(rank_of, layout, 0, job)
-    return estimate_training(make_training, BLOCK, Hardware.read(H200), MODES, rank=rank), parameters[0]
+    request = Request.of(BLOCK, Hardware.read(H200), MODES)
+    return estimate_training(make_training, request, rank=rank), parameters[0]
 
 
 def test_hugging_faces_computes_as_much_as_a_llama_with_norms_beside_it() -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memplug.predict.tune import protrain
 from memplug.predict.tune.estimate import StepEstimator, chunks_of
 from memplug.predict.tune.fixed import all_layouts
 from memplug.predict.tune.search import Box, Layout, Limits, search
 from memplug.predict.tune.space import free_box, most_swaps
-from memplug.tokenwise.plan import protrain
 from tests.predict.tune.models import configuration, machine, model
 
 ALONE = StepEstimator(machine(gpus=1), {1: model(), 2: model(micro_batch=2)})

@@ -17,12 +17,12 @@ from memplug.device.device import Device
 from memplug.native.building import Extension
 from tests.support.folders import ROOT
 
-HEADERS = ("native", "device/native", "swap/native")
+INCLUDED = ("native", "device/native", "profile/native", "swap/native")
 EXTENSION = Extension(
     "memplug_tests",
     "tests' extension",
-    (Path(__file__).parent, *(ROOT / "memplug" / folder for folder in HEADERS)),
-    (("extension", "streams"),),
+    (Path(__file__).parent,),
+    tuple(ROOT / "memplug" / folder for folder in INCLUDED),
 )
 
 Wait = enum.Enum(

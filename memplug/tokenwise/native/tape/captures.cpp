@@ -8,21 +8,6 @@
 namespace memplug {
 namespace {
 
-// Whether its outputs can be substituted in a recompute pass.
-bool is_capturable(const Record& record) {
-  const bool writes = record.form == Form::WRITE; // attention that was given memory for its result
-  return (record.form == Form::PURE && !record.op->has(FACTORY)) || (record.op->is_expensive() && !writes);
-}
-
-// Whether a call of a `ROWS` operator can be recomputed from any row on: not a grouped mm over 3-D inputs.
-bool splits_by_rows(const Record& record) {
-  const auto dimensions = [&](size_t i) { return record.inputs.at(i).geometry.size.size(); };
-  const bool lie = std::all_of(
-      record.inputs.begin(), record.inputs.end(), [](const Use& use) { return use.geometry.lies; });
-  return record.op->has(ROWS) && lie &&
-      (record.op->schema_name != "aten::_grouped_mm" || (dimensions(0) == 2 && dimensions(1) == 3));
-}
-
 std::vector<at::Tensor> tensors_of(c10::ArrayRef<c10::IValue> values) {
   std::vector<at::Tensor> tensors;
   for (const c10::IValue& value : values) {
@@ -49,7 +34,7 @@ void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
     capture_exchange(index, record, results);
   } else if (op.has(PART_OF_UNIT) && !flow->is_worth_swapping(results[0].toTensor())) {
     capture_outputs(index, record, results, {1, true}); // the unit does not run again for so little
-  } else if (decision.fraction > 0 && is_capturable(record)) {
+  } else if (decision.fraction > 0 && record.is_capturable()) {
     capture_outputs(index, record, results, decision);
   } else if (op.has(COLLECTIVE)) {
     leave_out(index);
@@ -66,14 +51,13 @@ void Frame::capture_outputs(
   const bool shrinks = op.has(ROWS) && !decision.keep && !(op.has(SHARED) && !setting->is_agreed);
   const double fraction = decision.fraction * (shrinks ? flow->share : 1.0);
   const int64_t length = outputs.front().dim() > 0 ? outputs.front().size(0) : 0;
-  std::optional<int64_t> rows = std::llrint(fraction * static_cast<double>(length)); // none: all of them
-  if (op.has(PART_OF_UNIT)) {
-    *rows -= *rows % rows_of_part(forward.tape(), index).value_or(1);
-  }
-  const bool splits = op.has(PART_OF_UNIT) ? rows_of_part(forward.tape(), index).has_value() : splits_by_rows(record);
-  if (*rows == length || (!splits && fraction >= 0.5)) {
+  const int64_t pieces = length > 0 ? pieces_of(forward.tape(), index).value_or(0) : 0;
+  const bool splits = pieces > 0;
+  std::optional<int64_t> rows = splits ? rows_taken(fraction, pieces, splits) * (length / pieces)
+                                       : rows_taken(fraction, length, splits); // none: all of them
+  if (*rows == length) {
     rows.reset();
-  } else if (*rows == 0 || !splits) {
+  } else if (*rows == 0) {
     return;
   }
   const int64_t launch = op.has(WAITS) ? launch_of(index) : -1;
@@ -159,7 +143,7 @@ std::optional<Part> Frame::part_of(
     return Part{std::move(swapped), nullptr};
   }
   // recomputing it alone would leave other ranks waiting, or choose differently
-  const bool alike = op.has(COLLECTIVE) || op.has(CHOICE) || region->shares;
+  const bool alike = op.is_always_captured() || region->shares;
   return alike ? std::optional(kept()) : std::nullopt;
 }
 

@@ -3,59 +3,81 @@
 #include <algorithm>
 
 namespace memplug {
+namespace {
+
+// A tape as `actions_for` reads it.
+struct OfTape {
+  const Tape& tape;
+  std::vector<Taken> captured;
+  std::vector<bool> launched; // its result is another one's capture
+
+  size_t size() const {
+    return tape.records.size();
+  }
+  bool is_left_out(size_t index) const {
+    const Record& record = tape.records[index];
+    return launched[index] || record.form == Form::VALUE || (record.form == Form::VIEW && !record.op->has(WAITS));
+  }
+  bool always_runs(size_t index) const {
+    return tape.records[index].always_runs();
+  }
+  Taken taken(size_t index) const {
+    return captured[index];
+  }
+  template <typename Visit>
+  void each_read(size_t index, const Visit& visit) const {
+    for (const Use& use : tape.records[index].inputs) {
+      visit(use.storage);
+    }
+  }
+  template <typename Visit>
+  void each_changed(size_t index, const Visit& visit) const {
+    each_made(index, visit);
+    std::for_each(tape.records[index].written.begin(), tape.records[index].written.end(), visit);
+  }
+  template <typename Visit>
+  void each_made(size_t index, const Visit& visit) const {
+    const Record& record = tape.records[index];
+    std::for_each(record.made.begin(), record.made.end(), visit);
+    if (record.op->has(WAITS)) { // a collective that is waited for has its result in the memory of its input
+      visit(record.outputs.front().storage);
+    }
+  }
+};
+
+} // namespace
 
 std::vector<Action> actions_of(
     const Tape& tape,
     const std::vector<Captured>& captured,
     const std::vector<size_t>& launches,
     const std::vector<int32_t>& wanted) {
+  const size_t count = tape.records.size();
+  OfTape operators{tape, std::vector<Taken>(count, Taken::NOTHING), std::vector<bool>(count)};
+  for (const Captured& each : captured) {
+    operators.captured[each.index] = each.whole ? Taken::WHOLE : Taken::PART;
+  }
+  for (const size_t index : launches) {
+    operators.launched[index] = true;
+  }
   std::vector<bool> needed(tape.nbytes.size());
   for (const int32_t storage : wanted) {
     needed[storage] = true;
   }
-  const auto any = [&](const std::vector<int32_t>& storages) {
-    return std::any_of(storages.begin(), storages.end(), [&](int32_t storage) { return needed[storage]; });
-  };
-  enum : uint8_t { NOT, PART, WHOLE, LAUNCH };
-  std::vector<uint8_t> how(tape.records.size(), NOT);
-  for (const Captured& each : captured) {
-    how[each.index] = each.whole ? WHOLE : PART;
+  return actions_for(operators, std::move(needed));
+}
+
+std::optional<int64_t> pieces_of(const Tape& tape, size_t index) {
+  const Record& record = tape.records[index];
+  const auto each = record.op->has(PART_OF_UNIT) ? rows_of_part(tape, index) : std::optional<int64_t>(1);
+  const bool lie = std::all_of(
+      record.inputs.begin(), record.inputs.end(), [](const Use& use) { return use.geometry.lies; });
+  const auto dimensions = [&](size_t i) { return record.inputs.at(i).geometry.size.size(); };
+  const bool is_grouped = record.op->schema_name == "aten::_grouped_mm";
+  if (!each || !record.op->has(ROWS) || !lie || (is_grouped && (dimensions(0) != 2 || dimensions(1) != 3))) {
+    return std::nullopt;
   }
-  for (const size_t index : launches) {
-    how[index] = LAUNCH;
-  }
-  std::vector<Action> actions(tape.records.size(), Action::SKIP);
-  for (size_t index = tape.records.size(); index-- > 0;) {
-    const Record& record = tape.records[index];
-    // a collective that is waited for has its result in the memory of its input
-    const bool waits = record.op->has(WAITS);
-    if (how[index] == LAUNCH || record.form == Form::VALUE || (record.form == Form::VIEW && !waits)) {
-      continue;
-    }
-    const bool asked = any(record.made) || any(record.written) || (waits && needed[record.outputs.front().storage]);
-    if (how[index] != NOT) {
-      if (asked) {
-        actions[index] = Action::SUBSTITUTE;
-      }
-      if (how[index] == WHOLE) {
-        for (const int32_t storage : record.made) {
-          needed[storage] = false;
-        }
-        if (waits) {
-          needed[record.outputs.front().storage] = false;
-        }
-        continue;
-      }
-    } else if (asked || (record.root && !record.draws)) {
-      actions[index] = Action::RUN;
-    }
-    if (actions[index] != Action::SKIP) {
-      for (const Use& use : record.inputs) {
-        needed[use.storage] = true;
-      }
-    }
-  }
-  return actions;
+  return record.rows() / *each;
 }
 
 std::vector<int32_t> read_by(const Tape& tape, const std::vector<Action>& actions, const std::vector<int32_t>& wanted) {

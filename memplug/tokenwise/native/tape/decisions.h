@@ -2,14 +2,13 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "rules.h"
 #include "tape.h"
 
 namespace memplug {
-
-// As `Action` in tests/support/reference_tape.py.
-enum class Action : uint8_t { RUN, SUBSTITUTE, SKIP };
 
 // What of an operator's results is captured: `whole` where all rows of them are, so that its inputs are not needed.
 struct Captured {
@@ -27,6 +26,10 @@ std::vector<Action> actions_of(
     const std::vector<Captured>& captured,
     const std::vector<size_t>& launches,
     const std::vector<int32_t>& wanted);
+
+// Into how many pieces an operator's outputs split along dimension 0, any number of which may be captured while the rest is
+// computed alone; none: they are captured whole, or not.
+std::optional<int64_t> pieces_of(const Tape& tape, size_t index);
 
 // Storages that are there before the pass, and that it reads or is to restore.
 std::vector<int32_t> read_by(const Tape& tape, const std::vector<Action>& actions, const std::vector<int32_t>& wanted);

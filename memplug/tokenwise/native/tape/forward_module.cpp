@@ -30,15 +30,6 @@ std::vector<int32_t> storages_of(const std::vector<Use>& uses) {
   return numbers;
 }
 
-// Of the first tensor that it returned, of a unit's those of its first argument; 0 where that has no dimension, or there is
-// none.
-int64_t rows_of(const Tape& tape, size_t index) {
-  const Record& record = tape.records[index];
-  const bool none = record.outputs.empty() || record.outputs.front().geometry.size.empty();
-  const int64_t rows = none ? 0 : record.outputs.front().geometry.size.front();
-  return record.op->has(PART_OF_UNIT) ? rows / rows_of_part(tape, index).value_or(1) : rows;
-}
-
 py::tuple described(const Tape& tape, size_t index) {
   const Record& record = tape.records.at(index);
   std::vector<size_t> dimensions;
@@ -51,7 +42,7 @@ py::tuple described(const Tape& tape, size_t index) {
       static_cast<int>(record.form),
       record.root,
       record.draws,
-      rows_of(tape, index),
+      pieces_of(tape, index).value_or(record.rows()),
       storages_of(record.inputs),
       record.made,
       record.written,
@@ -133,6 +124,7 @@ void add_flow(py::module_& module) {
           py::arg("min_offload_bytes"),
           py::arg("buffers"),
           py::arg("regathers") = false)
+      .def("is_large", &Flow::is_large)
       .def("reserve", &Flow::reserve)
       .def_readwrite("largest_frame_bytes", &Flow::largest_frame_bytes)
       .def_readwrite("peak_held_bytes", &Flow::peak_held_bytes)
@@ -166,6 +158,12 @@ void add_tape(py::module_& module) {
   py::class_<Tape, std::shared_ptr<Tape>>(module, "Tape", py::dynamic_attr())
       .def("__len__", [](const Tape& tape) { return tape.records.size(); })
       .def("record", [](const Tape& tape, size_t index) { return described(tape, index); })
+      .def("always_runs", [](const Tape& tape, size_t index) { return tape.records.at(index).always_runs(); })
+      .def(
+          "capture",
+          [](const Tape& tape, size_t index) {
+            return !tape.records.at(index).is_planned() ? "never" : pieces_of(tape, index) ? "rows" : "whole";
+          })
       .def_readonly("given", &Tape::given)
       .def_readonly("nbytes", &Tape::nbytes)
       .def_readonly("opaque", &Tape::opaque)

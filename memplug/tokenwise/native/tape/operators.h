@@ -62,6 +62,10 @@ struct Operator {
   bool is_expensive() const {
     return (known_traits() & (ROWS | ATTENTION | COLLECTIVE | CHOICE)) != 0;
   }
+  // Whatever a plan says: the results of collectives and choices.
+  bool is_always_captured() const {
+    return (known_traits() & (COLLECTIVE | CHOICE)) != 0;
+  }
   uint32_t known_traits() const {
     return traits.load(std::memory_order_relaxed);
   }

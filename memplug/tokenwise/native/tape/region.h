@@ -36,7 +36,7 @@ struct Setting {
     if (op.has(SHARED) && !is_agreed) {
       return {1.0, false};
     }
-    if (plan && !op.has(CHOICE) && !op.has(COLLECTIVE)) {
+    if (plan && !op.is_always_captured()) {
       const auto found = plan->find(index);
       if (found == plan->end()) {
         return {};

@@ -166,6 +166,10 @@ bool Save::operator==(const Save& other) const {
   return use == other.use && after == other.after;
 }
 
+int64_t Record::rows() const {
+  return outputs.empty() || outputs.front().geometry.size.empty() ? 0 : outputs.front().geometry.size.front();
+}
+
 bool Record::reads(int32_t storage) const {
   return std::any_of(inputs.begin(), inputs.end(), [&](const Use& use) { return use.storage == storage; });
 }
@@ -221,11 +225,10 @@ std::optional<int64_t> rows_of_part(const Tape& tape, size_t index) {
     --unit;
   }
   const Record& part = tape.records[index];
-  const auto rows = [](const std::vector<Use>& uses) {
-    return uses.empty() || uses.front().geometry.size.empty() ? 0 : uses.front().geometry.size.front();
-  };
-  const int64_t made = rows(part.outputs), given = rows(tape.records[unit].inputs);
-  return part.op->overload == "rows" && given > 0 && made % given == 0 ? std::optional(made / given) : std::nullopt;
+  const auto& inputs = tape.records[unit].inputs;
+  const bool none = inputs.empty() || inputs.front().geometry.size.empty();
+  const int64_t made = part.rows(), given = none ? 0 : inputs.front().geometry.size.front();
+  return part.op->overload == "rows" && made > 0 && given > 0 && made % given == 0 ? std::optional(made / given) : std::nullopt;
 }
 
 uint64_t Tape::fingerprint() const {

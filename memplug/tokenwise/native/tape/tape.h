@@ -60,6 +60,24 @@ struct Record {
   std::vector<int32_t> made; // storages; an exchange makes those that it writes to
   std::vector<int32_t> written;
 
+  // Whether a recompute pass runs it though nothing needs what it makes; one that draws is left out all the same.
+  bool always_runs() const {
+    return root && !draws;
+  }
+
+  // Whether a plan says what is captured of it. Of others either always all is, or nothing.
+  bool is_planned() const {
+    return form == Form::PURE && !op->has(FACTORY) && !op->is_always_captured();
+  }
+
+  // Whether its outputs can be substituted in a recompute pass: not those of attention that was given memory for its result.
+  bool is_capturable() const {
+    return is_planned() || (op->is_expensive() && form != Form::WRITE);
+  }
+
+  // Of the first tensor that it returned; 0 where that has no dimension, or there is none.
+  int64_t rows() const;
+
   bool reads(int32_t storage) const;
   bool makes(int32_t storage) const;
   bool writes(int32_t storage) const;

@@ -13,7 +13,7 @@ thread_local std::weak_ptr<Frame> newest;
 
 bool Flow::is_worth_swapping(const at::Tensor& tensor) const {
   return tensor.device().type() == device.type() && is_plain(tensor) &&
-      static_cast<int64_t>(tensor.nbytes()) >= min_offload_bytes_ && is_dense(tensor);
+      is_large(static_cast<int64_t>(tensor.nbytes())) && is_dense(tensor);
 }
 
 std::shared_ptr<Swapped> Flow::swap_input(const at::Tensor& value, bool later) {

@@ -37,6 +37,11 @@ class Flow {
         min_offload_bytes_(std::max<int64_t>(1, min_offload_bytes)),
         buffers_(std::max<size_t>(1, buffers)) {}
 
+  // What may leave the device: small tensors stay.
+  bool is_large(int64_t nbytes) const {
+    return nbytes >= min_offload_bytes_;
+  }
+
   // Large enough, on this device, and laid out so that rows travel as they lie.
   bool is_worth_swapping(const at::Tensor& tensor) const;
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplug.tokenwise.plan.protrain import (
+from memplug.predict.tune.protrain import (
     Blocks,
     ChunkTimes,
     MemoryUnits,

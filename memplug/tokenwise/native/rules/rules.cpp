@@ -1,0 +1,65 @@
+// The rules for the planner, behind a C interface: compiled apart from the core, see memplug/tokenwise/plan/rules.py.
+#include "../tape/rules.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace {
+
+struct OfPlan {
+  int32_t count;
+  const int32_t *read_ends, *read, *changed_ends, *changed; // storages of operator i end at `ends[i]`
+  const uint8_t *runs_always, *captured;
+
+  size_t size() const {
+    return count;
+  }
+  bool is_left_out(size_t) const {
+    return false;
+  }
+  bool always_runs(size_t index) const {
+    return runs_always[index] != 0;
+  }
+  memplug::Taken taken(size_t index) const {
+    return captured[index] != 0 ? memplug::Taken::WHOLE : memplug::Taken::NOTHING;
+  }
+  template <typename Visit>
+  void each_read(size_t index, const Visit& visit) const {
+    std::for_each(read + (index == 0 ? 0 : read_ends[index - 1]), read + read_ends[index], visit);
+  }
+  template <typename Visit>
+  void each_changed(size_t index, const Visit& visit) const {
+    std::for_each(changed + (index == 0 ? 0 : changed_ends[index - 1]), changed + changed_ends[index], visit);
+  }
+  template <typename Visit>
+  void each_made(size_t, const Visit&) const {} // the planner captures no operator that others wrote for
+};
+
+} // namespace
+
+extern "C" {
+
+int64_t memplug_rows_taken(double fraction, int64_t rows) {
+  return memplug::rows_taken(fraction, rows, true);
+}
+
+// `wanted`: storages that backward asks for, of `storages`. Writes an `Action` for each of the first `count` operators.
+void memplug_actions(
+    int32_t count,
+    const int32_t* read_ends,
+    const int32_t* read,
+    const int32_t* changed_ends,
+    const int32_t* changed,
+    const uint8_t* runs_always,
+    const uint8_t* captured,
+    int32_t storages,
+    const int32_t* wanted,
+    int32_t wanted_count,
+    uint8_t* actions) {
+  std::vector<bool> needed(storages);
+  std::for_each(wanted, wanted + wanted_count, [&](int32_t storage) { needed[storage] = true; });
+  const auto found = memplug::actions_for(
+      OfPlan{count, read_ends, read, changed_ends, changed, runs_always, captured}, std::move(needed));
+  std::transform(found.begin(), found.end(), actions, [](memplug::Action each) { return static_cast<uint8_t>(each); });
+}
+}

@@ -1,0 +1,87 @@
+"""Rules of the native core (native/tape/rules.h) that planners follow too: which operators a recompute pass runs, and
+how many rows a fraction of them is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from memplug.native.plain import PlainLibrary, pointer
+
+if TYPE_CHECKING:
+    from memplug.tokenwise.plan.model import Operator
+
+_NATIVE = Path(__file__).parent.parent / "native"
+_SKIP = 2  # of `Action`, after RUN and SUBSTITUTE
+
+
+class Passes:
+    """Recompute passes of a region.
+
+    Args:
+        operators: in program order.
+        given: storages there without cost.
+    """
+
+    def __init__(self, operators: Sequence[Operator], given: Collection[int]):
+        self._numbers: dict[int, int] = {}
+        self._read_ends, self._read = self._flat([each.inputs for each in operators])
+        self._changed_ends, self._changed = self._flat([set(each.outputs).difference(given) for each in operators])
+        self._always = np.array([each.always_runs for each in operators], np.uint8)
+
+    def asked(self, saved: Iterable[int], available: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """Returns the operators that a pass runs, and those with an output that it, or backward, asks for.
+
+        Args:
+            saved: storages that backward asks for.
+            available: operators whose outputs are there whole.
+        """
+        captured = np.zeros(len(self._always), np.uint8)
+        captured[list(available)] = True
+        actions = self._actions(len(captured), saved, self._always, captured)
+        return frozenset(np.flatnonzero(actions == 0).tolist()), frozenset(np.flatnonzero(actions != _SKIP).tolist())
+
+    def makers(self, storages: Iterable[int], before: int | None = None) -> list[int]:
+        """Returns the operators that make or write to storages, before an operator reads them; None: after all ran."""
+        count = len(self._always) if before is None else before
+        actions = self._actions(count, storages, np.zeros(count, np.uint8), np.ones(count, np.uint8))
+        return np.flatnonzero(actions != _SKIP).tolist()
+
+    def _actions(self, count: int, saved: Iterable[int], always: np.ndarray, captured: np.ndarray) -> np.ndarray:
+        wanted = self._known(saved)
+        actions = np.empty(count, np.uint8)
+        arrays = map(pointer, (self._read_ends, self._read, self._changed_ends, self._changed, always, captured))
+        _library().memplug_actions(count, *arrays, len(self._numbers), pointer(wanted), len(wanted), pointer(actions))
+        return actions
+
+    def _flat(self, storages: Sequence[Iterable[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where each operator's storages end, and the storages, by numbers without gaps."""
+        numbers = [[self._numbers.setdefault(each, len(self._numbers)) for each in some] for some in storages]
+        return np.array([*accumulate(map(len, numbers))], np.int32), np.array([*sum(numbers, [])], np.int32)
+
+    def _known(self, storages: Iterable[int]) -> np.ndarray:
+        return np.array([self._numbers[each] for each in storages if each in self._numbers], np.int32)
+
+
+def rows_taken(fraction: float, rows: int) -> int:
+    """Returns how many of so many rows a fraction of them is."""
+    return _library().memplug_rows_taken(fraction, rows)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    sources, headers = (_NATIVE / "rules" / "rules.cpp",), (_NATIVE / "tape" / "rules.h",)
+    loaded = PlainLibrary("memplug_rules", "planner's rules", sources, headers).load()
+    address, number = ctypes.c_void_p, ctypes.c_int32
+    loaded.memplug_actions.argtypes = [number, *[address] * 6, number, address, number, address]
+    loaded.memplug_actions.restype = None
+    loaded.memplug_rows_taken.argtypes = [ctypes.c_double, ctypes.c_int64]
+    loaded.memplug_rows_taken.restype = ctypes.c_int64
+    return loaded
