@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from memplug.tokenwise.plan.decisions import Decision, Decisions, Setting
+if TYPE_CHECKING:
+    from memplug.tokenwise.plan.decisions import Decision, Decisions, Setting
 
 
 def mistakes_of(decisions: Decisions) -> Iterator[str]:

@@ -24,7 +24,6 @@ from memplug.tokenwise.checking import AlphaCheck
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.hooks import Hooks
 from memplug.tokenwise.engine.region import Region
-from memplug.tokenwise.judge import mistakes_of
 from memplug.tokenwise.plain_regions import PlainRegions
 from memplug.tokenwise.plan.decisions import Decisions, Learnt, Setting
 from memplug.tokenwise.predictions import Predictions
@@ -59,7 +58,8 @@ class TokenWise(AgreedTechnique[Decisions]):
         sizes: of the inputs of each forward, in the step that ended last.
     """
 
-    name = "tokenwise"
+    name = Decisions.name
+    part_type = Decisions
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     def judge(self, part: Decisions) -> str:
         """See `memplug.tokenwise.judge`."""
-        return next(mistakes_of(part), "")
+        return next(part.mistakes(), "")
 
     def install(self, part: Decisions) -> None:
         """Run the regions by it."""
@@ -209,10 +209,6 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     # -- from run to run -----------------------------------------------------------------------------------------------
 
-    def kept(self, plan: MemoryPlan) -> Decisions | None:
-        """None: with a number for alpha, or without regions."""
-        return plan.training.decisions if plan.training is not None else None
-
     def keep(self, part: Decisions, plan: MemoryPlan) -> MemoryPlan:
         """The plan with these decisions, what forwards have shown under them, and the link that they were made for."""
         d2h, h2d = self.executor.device.link_rates()
@@ -221,9 +217,7 @@ class TokenWise(AgreedTechnique[Decisions]):
             for region in self._regions
             if region.name in part.settings
         }
-        decisions = replace(part, settings=settings)
-        training = replace(plan.training, decisions=decisions, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d)
-        return replace(plan, training=training)
+        return plan.with_part(replace(part, settings=settings, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d))
 
     def reserve(self, parts: Iterable[Decisions]) -> None:
         """The host memory that the largest of them needs."""

@@ -6,13 +6,12 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from memplug.arena.plan.problem import BUFFER, Problem, Solution
 from memplug.errors import LayoutError
-from memplug.plans.schema import MemoryPlan, memory_plan
+from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
+from memplug.profile.records import Fingerprint
 from memplug.session.followers import MOST_PARTS, Followers
 from memplug.session.technique import Technique
 
@@ -75,10 +74,8 @@ def following(said: list[str], *names: str, warmup_steps: int = 0) -> tuple[Foll
 
 
 def plan(**parts: int) -> MemoryPlan:
-    """Of no request, with these parts."""
-    empty = Problem(buffers=np.empty(0, BUFFER))
-    solution = Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True)
-    return replace(memory_plan(empty, solution), parts=parts)
+    """With these parts."""
+    return MemoryPlan(fingerprint=Fingerprint(), parts=parts)
 
 
 TRACE: Any = object()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from memplug.arena.plan.problem import BUFFER, Problem, Solution
 from memplug.beside import Beside
 from memplug.plans import plan_file
-from memplug.plans.schema import MemoryPlan, Training, memory_plan
+from memplug.plans.schema import MemoryPlan, Training
 from memplug.profile.records import Fingerprint
 from memplug.session.plan_store import PlanStore
+from memplug.session.techniques import PART_TYPES
 
 WORLD_SIZE = 3
 
@@ -31,15 +29,12 @@ class OtherRanks:
 
 
 def store(folder: Path, rank: int, ranks: OtherRanks) -> PlanStore:
-    return PlanStore(folder, Fingerprint(model="Llama", rank=rank, world_size=WORLD_SIZE), ranks)
+    return PlanStore(folder, Fingerprint(model="Llama", rank=rank, world_size=WORLD_SIZE), ranks, PART_TYPES)
 
 
 def plan(run: str, rank: int = 0) -> MemoryPlan:
     job = Fingerprint(model="Llama", rank=rank, world_size=WORLD_SIZE)
-    empty = Problem(buffers=np.empty(0, BUFFER), fingerprint=job)
-    nothing = Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True)
-    training = Training(run=run, index=0, program=None, decisions=None, gradients_stay=False)
-    return replace(memory_plan(empty, nothing), training=training)
+    return MemoryPlan(fingerprint=job, training=Training(run=run, index=0, program=None, gradients_stay=False))
 
 
 def keep(store: PlanStore, plan: MemoryPlan) -> None:

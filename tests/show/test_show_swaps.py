@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from memplug.show.layout_summary import rows, summary
@@ -20,7 +19,7 @@ def target(operator: str, mib: int, **fields: Any) -> Target:
 
 def said(part: SwapPart | None) -> tuple[Any, dict[str, str]]:
     """The facts of the list, and all that is said of the plan."""
-    plan = replace(decided_plan(), parts={} if part is None else {"swap": part.to_json()})
+    plan = decided_plan() if part is None else decided_plan().with_part(part)
     facts = summary(plan)
     return facts["swap_list"], dict(rows(facts))
 

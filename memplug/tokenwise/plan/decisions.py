@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from memplug.plans.schema import MemoryPlan, PlanPart
+from memplug.tokenwise.judge import mistakes_of
 from memplug.tokenwise.plan.model import TokenwisePlan
 
 
@@ -70,9 +73,10 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decisions:
+class Decisions(PlanPart):
     """How to run one program: a plan, and what it sets on each region, by name."""
 
+    name = "tokenwise"
     solution: TokenwisePlan
     settings: dict[str, Setting]
     frame_bytes: int = 0
@@ -84,3 +88,23 @@ class Decisions:
     full recomputation."""
     full_recomputation_s: float | None = None
     """Predicted time of all regions in a step that recomputes everything."""
+    d2h_bytes_per_s: float = 0.0
+    """Of the link to the host that a kept plan was made for; 0: unknown."""
+    h2d_bytes_per_s: float = 0.0
+    """Likewise, of the link to the device."""
+
+    @classmethod
+    def mistakes_in(cls, plan: MemoryPlan) -> Iterator[str]:
+        """See `PlanPart.mistakes_in`; besides, a training has decisions if it compares programs, and only then."""
+        decides = cls.name in plan.parts
+        if plan.training is not None and (plan.training.program is not None) != decides:
+            yield "there are decisions without a program, or a program without decisions"
+        yield from super().mistakes_in(plan)
+
+    def mistakes(self) -> Iterator[str]:
+        """See `memplug.tokenwise.judge`."""
+        return mistakes_of(self)
+
+    def does_as(self, other: Decisions) -> bool:
+        """Whether regions run the same."""
+        return self.settings == other.settings
