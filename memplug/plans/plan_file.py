@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from memplug.errors import LayoutError
 from memplug.files import opened, path_of, write_whole
-from memplug.plans.schema import DAMAGED, FORMAT, MemoryPlan, Training
+from memplug.plans.schema import DAMAGED, FORMAT, MemoryPlan, PlanPart, Training
 from memplug.plans.values import read, text_of
 from memplug.profile.records import Fingerprint
 
@@ -44,7 +44,8 @@ def save(plan: MemoryPlan, path: str | Path) -> None:
         LayoutError: The file cannot be written there.
     """
     training = asdict(plan.training) if plan.training is not None else None
-    members = {"fingerprint": asdict(plan.fingerprint), "training": training, "parts": dict(sorted(plan.parts.items()))}
+    parts = {name: part.to_file() if isinstance(part, PlanPart) else part for name, part in sorted(plan.parts.items())}
+    members = {"fingerprint": asdict(plan.fingerprint), "training": training, "parts": parts}
     content = text_of(members).encode().removeprefix(b"{\n") + b"\n"
     first = f'{{"memplug_plan": {FORMAT}, "sha256": "{hashlib.sha256(content).hexdigest()}",\n'.encode()
 

@@ -64,18 +64,19 @@ class MemoryPlan:
     Attributes:
         fingerprint: of the recorded step.
         training: of a plan that was made while training; None: of `memplug plan`, which plans addresses alone.
-        parts: by the technique's name, as `PlanPart.to_file` gives them; those of techniques that are not there stay.
+        parts: by the technique's name: as made here, or as JSON had them until `PlanPart.of` reads them; nobody reads
+            those of techniques that are not there.
         file: that it was loaded from; None: it was made here.
     """
 
     fingerprint: Fingerprint
     training: Training | None = None
-    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    parts: Mapping[str, PlanPart | dict[str, Any]] = field(default_factory=dict)
     file: Path | None = None
 
     def with_part(self, part: PlanPart) -> MemoryPlan:
         """The plan with a part, in place of the one that the technique had."""
-        return replace(self, parts={**self.parts, part.name: part.to_file()})
+        return replace(self, parts={**self.parts, part.name: part})
 
 
 class PlanPart(abc.ABC):
@@ -89,12 +90,12 @@ class PlanPart(abc.ABC):
     name: ClassVar[str]
 
     def to_file(self) -> dict[str, Any]:
-        """What JSON has, and numpy's arrays, numbers and frozen sets."""
+        """The part as what JSON has, and numpy's numbers and frozen sets."""
         return asdict(self)
 
     @classmethod
-    def from_file(cls: type[Part], values: Mapping[str, Any]) -> Part:
-        """What `to_file` gave, before or after it was in a file; raises ValueError or KeyError for anything else."""
+    def from_file(cls: type[Part], values: dict[str, Any]) -> Part:
+        """The part of what a file had; raises ValueError, KeyError or the like for anything else."""
         return read(cls, values)
 
     @classmethod
@@ -104,9 +105,11 @@ class PlanPart(abc.ABC):
         Raises:
             LayoutError: it is something else.
         """
-        values = plan.parts.get(cls.name)
+        part = plan.parts.get(cls.name)
+        if part is None or isinstance(part, cls):
+            return part
         try:
-            return None if values is None else cls.from_file(values)
+            return cls.from_file(part)
         except Exception as error:
             # The digest is right, and may have been made so: the fields may hold anything.
             where = f"{plan.file}: " if plan.file else ""

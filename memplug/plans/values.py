@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 Value = TypeVar("Value")
 
 _MOST_LINES_DEEP = 4  # of containers in each other, each with a line for every member
-_CONTAINERS = (dict, list, tuple, np.ndarray)
 
 
 class _Read(BaseModel, Generic[Value]):
@@ -32,7 +30,7 @@ def read(kind: type[Value], values: Any) -> Value:
 def text_of(value: Any, depth: int = 0) -> str:
     """Returns JSON for programs and people: a line for each member of a container that holds others."""
     members = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    if depth == _MOST_LINES_DEEP or not any(isinstance(each, _CONTAINERS) for each in members):
+    if depth == _MOST_LINES_DEEP or not any(isinstance(each, dict | list | tuple) for each in members):
         return _line(value)
     lines = [text_of(each, depth + 1) for each in members]
     if isinstance(value, dict):
@@ -47,5 +45,5 @@ def _line(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Planners compute with numpy, whose numbers are as good; sets and arrays are lists in JSON."""
-    return sorted(value) if isinstance(value, frozenset) else value.tolist()
+    """Planners compute with numpy, whose numbers are as good; sets are lists in JSON."""
+    return sorted(value) if isinstance(value, frozenset) else value.item()

@@ -181,7 +181,7 @@ class KeptPlans:
         self._finish(waits=False)
 
     def _plan(self, index: int, lasting: Lasting, recording: Recording | None) -> MemoryPlan:
-        """Where an earlier run kept it, with its parts: those that no technique here has an answer to stay in it."""
+        """Returns a plan for techniques to put their parts into, on top of those that an earlier run kept with it."""
         resumed, trace = self._plans.get(lasting), recording.trace if recording is not None else None
         made_from = resumed or trace
         return MemoryPlan(

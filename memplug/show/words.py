@@ -87,12 +87,7 @@ def sampling(trace: Trace, line: Timeline) -> str:
 
 
 def plan_heading(plan: MemoryPlan, planned: AddressPlan) -> str:
-    """What a map shows, for example "Plan of Llama: 9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search".
-
-    Args:
-        plan: any.
-        planned: see `addresses_of`.
-    """
+    """What a map shows, for example "Plan of Llama: 9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search"."""
     model, words = plan.fingerprint.model, "decisions without addresses"
     if has_addresses(plan):
         problem, solution = planned.problem, planned.solution

@@ -52,6 +52,8 @@ class Numbers(Technique[Part]):
         self.log.append(f"{self.name} has none")
 
     def kept(self, plan: MemoryPlan) -> Part | None:
+        if self.fails == "kept":
+            raise LayoutError("no number at all")
         number = plan.parts.get(self.name)
         return Part(number) if number is not None else None
 
@@ -155,6 +157,13 @@ def test_a_kept_part_that_its_judge_refuses_is_not_used(said: list[str], caplog:
     a.wrong = ""
     followers.end_step("one", TRACE)
     assert said[:2] == ["a proposes 1", "a has 1"]
+
+
+def test_a_kept_part_that_cannot_be_read_is_not_used(said: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    followers, (a,) = following(said, "a")
+    a.fails = "kept"
+    assert followers.resume({"one": plan(a=5)}, "one") == {"one": {}} and said == []
+    assert "what a plan says of the a is not used: no number at all" in caplog.text
 
 
 def test_inputs_that_were_not_expected_withdraw_all_parts_and_the_program_has_them_back(said: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -88,7 +88,6 @@ class AddressPlan(PlanPart):
         """What a person reads, and then the table of the requests, by column."""
         problem, solution = self.problem, self.solution
         assert solution.offsets.dtype == np.int64 and len(solution.offsets) == len(problem), "an offset for each buffer"
-        columns = {"id": problem.ids, "offset": solution.offsets, **_columns(problem.buffers)}
         return {
             "planner": solution.planner,
             "optimal": bool(solution.optimal),
@@ -100,12 +99,12 @@ class AddressPlan(PlanPart):
             "layers": [asdict(layer) for layer in problem.layers],
             "dynamic": [asdict(group) for group in self.dynamic],
             "requests": len(problem),
-            "buffers": columns,
+            "buffers": {"id": problem.ids.tolist(), "offset": solution.offsets.tolist(), **_columns(problem.buffers)},
             "orderings": _columns(problem.orderings),
         }
 
     @classmethod
-    def from_file(cls, values: Mapping[str, Any]) -> AddressPlan:
+    def from_file(cls, values: dict[str, Any]) -> AddressPlan:
         """See `PlanPart.from_file`."""
         tables = "buffers", "orderings"
         head = read(_Head, {name: value for name, value in values.items() if name not in tables})
@@ -191,21 +190,20 @@ class _Head:
     dynamic: tuple[DynamicSpace, ...]
 
 
-def _columns(table: np.ndarray) -> dict[str, np.ndarray]:
+def _columns(table: np.ndarray) -> dict[str, list[int]]:
     """By name; truths as 0 and 1."""
-    columns = {name: table[name] for name in table.dtype.names}
-    return {name: values.astype(np.int8) if values.dtype == np.bool_ else values for name, values in columns.items()}
+    return {name: table[name].astype(np.int64).tolist() for name in table.dtype.names}
 
 
-def _table(columns: Mapping[str, Any], dtype: np.dtype, rows: int) -> np.ndarray:
+def _table(columns: dict[str, Any], dtype: np.dtype, rows: int) -> np.ndarray:
     table = np.empty(rows, dtype)
     for name in dtype.names:
         table[name] = _column(columns, name, dtype[name], rows)
     return table
 
 
-def _column(columns: Mapping[str, Any], name: str, dtype: np.dtype, rows: int) -> np.ndarray:
-    values = _listed(columns[name])
+def _column(columns: dict[str, Any], name: str, dtype: np.dtype, rows: int) -> np.ndarray:
+    values = columns[name]
     if not isinstance(values, list) or len(values) != rows or not set(map(type, values)) <= {int}:
         raise ValueError(f"the column {name} is not {rows} integers")
     array = np.array(values, np.int64)
@@ -216,14 +214,9 @@ def _column(columns: Mapping[str, Any], name: str, dtype: np.dtype, rows: int) -
 
 
 def _ids(values: Any, rows: int) -> np.ndarray:
-    values = _listed(values)
     if not isinstance(values, list) or len(values) != rows:
         raise ValueError(f"the column id is not {rows} ids")
     kinds = set(map(type, values))
     if kinds == {str}:
         return np.array(values, np.str_)
     return _column({"id": values}, "id", np.dtype(np.int64), rows)
-
-
-def _listed(column: Any) -> Any:
-    return column.tolist() if isinstance(column, np.ndarray) else column
