@@ -11,15 +11,12 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import le, lt
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from memplug.arena.judge_sweep import first_clash
+from memplug.arena.plan.part import AddressPlan, DynamicSpace
 from memplug.arena.plan.problem import Problem, Solution
-
-if TYPE_CHECKING:
-    from memplug.arena.plan.part import AddressPlan, DynamicSpace
 
 _FURTHEST = 2**62  # offsets up to here plus any size fit int64
 
@@ -103,6 +100,11 @@ def judge_addresses(
         *_dynamic(plan),
         *(_differences(plan.problem, run) if run is not None else ()),
     )
+
+
+def mistakes_of(plan: AddressPlan) -> Iterator[str]:
+    """What `judge_addresses` finds, in sentences."""
+    yield from (finding.message for finding in judge_addresses(plan))
 
 
 def _unusable(problem: Problem, solution: Solution) -> Iterator[Finding]:

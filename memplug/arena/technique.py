@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from memplug.arena import planning
 from memplug.arena.arena import Arena, Counters
+from memplug.arena.judge import mistakes_of
 from memplug.arena.leftovers import LeftoverRoom
 from memplug.arena.plan.part import AddressPlan
 from memplug.arena.tables import Tables, tables_of
@@ -88,6 +89,7 @@ class PlannedAddresses(Technique[Addresses]):
 
     name = AddressPlan.name
     part_type = AddressPlan
+    mistakes_of = staticmethod(mistakes_of)
 
     def __init__(
         self,
@@ -209,8 +211,7 @@ class PlannedAddresses(Technique[Addresses]):
         return None
 
     def judge(self, part: Addresses) -> str:
-        """See `memplug.arena.judge`."""
-        return next(part.plan.mistakes(), "")
+        return next(mistakes_of(part.plan), "")
 
     def install(self, part: Addresses) -> None:
         """Serve by these addresses.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from memplug.plans.schema import MemoryPlan, PlanPart
 
+Judges = Mapping[type[PlanPart], Callable[[Any], Iterator[str]]]
+"""Says of each kind of part what is wrong with one, in sentences; nothing: it is accepted."""
 
-def mistakes_of(plan: MemoryPlan, kinds: Iterable[type[PlanPart]]) -> Iterator[str]:
+
+def mistakes_of(plan: MemoryPlan, judges: Judges) -> Iterator[str]:
     """What is wrong with a plan, in sentences; nothing: it is accepted.
 
     Args:
         plan: any, as loaded.
-        kinds: of the parts that are looked at; others are nobody's here, and do nothing.
+        judges: of the parts that are looked at.
 
     Raises:
         LayoutError: a part is something else.
@@ -20,5 +24,7 @@ def mistakes_of(plan: MemoryPlan, kinds: Iterable[type[PlanPart]]) -> Iterator[s
     program = plan.training.program if plan.training is not None else None
     if program is not None and not all(0 <= each < len(program.names) for each in program.operators or ()):
         yield "the program has operators without a name"
-    for kind in kinds:
-        yield from kind.mistakes_in(plan)
+    for kind, judge in judges.items():
+        part = kind.of(plan)
+        if part is not None:
+            yield from judge(part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from memplug.plans import plan_file
@@ -11,7 +11,7 @@ from memplug.plans.schema import MemoryPlan, PlanPart
 
 def keep(
     plan: MemoryPlan,
-    kinds: Sequence[type[PlanPart]],
+    kinds: Collection[type[PlanPart]],
     file: Path,
     lower: Sequence[Path],
     higher: Sequence[Path] = (),
@@ -49,7 +49,7 @@ def _link(file: Path, shared: Path) -> None:
         file.symlink_to(shared.name)
 
 
-def _same(one: MemoryPlan, other: MemoryPlan, kinds: Sequence[type[PlanPart]]) -> bool:
+def _same(one: MemoryPlan, other: MemoryPlan, kinds: Collection[type[PlanPart]]) -> bool:
     """Whether two ranks of one run do the same."""
     ours, theirs = one.training, other.training
     if theirs is None or (ours.run, ours.index, ours.program) != (theirs.run, theirs.index, theirs.program):

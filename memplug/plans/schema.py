@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -79,7 +78,7 @@ class MemoryPlan:
         return replace(self, parts={**self.parts, part.name: part})
 
 
-class PlanPart(abc.ABC):
+class PlanPart:
     """One technique's part of a plan: a dataclass in the technique's room, in `plan`, which knows no torch.
 
     Attributes:
@@ -112,20 +111,8 @@ class PlanPart(abc.ABC):
             return cls.from_file(part)
         except Exception as error:
             # The digest is right, and may have been made so: the fields may hold anything.
-            where = f"{plan.file}: " if plan.file else ""
             reason = f"in its part {cls.name}: {type(error).__name__}: {error}"
-            raise LayoutError(f"{where}not a plan that memplug has written: {reason}", DAMAGED) from error
-
-    @classmethod
-    def mistakes_in(cls, plan: MemoryPlan) -> Iterator[str]:
-        """What is wrong with the technique's part of a plan; nothing: it is accepted, or there is none."""
-        part = cls.of(plan)
-        if part is not None:
-            yield from part.mistakes()
-
-    @abc.abstractmethod
-    def mistakes(self) -> Iterator[str]:
-        """What the technique's judge says is wrong with the part; nothing: it is accepted."""
+            raise LayoutError(f"{plan.file}: not a plan that memplug has written: {reason}", DAMAGED) from error
 
     def does_as(self: Part, other: Part) -> bool:
         """Whether training does the same by another part, whatever was measured and predicted."""

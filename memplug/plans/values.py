@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -18,12 +19,14 @@ class _Read(BaseModel, Generic[Value]):
     value: Value
 
 
-def read(kind: type[Value], values: Any) -> Value:
-    """Returns a dataclass of the values that JSON had for it.
+def read(kind: type[Value], values: dict[str, Any]) -> Value:
+    """Returns a dataclass of the values that JSON had for it, for fields with a default too.
 
     Raises:
         ValueError: a field is missing, of another type or not finite, or there is one more.
     """
+    if missing := {field.name for field in fields(kind)} - values.keys():
+        raise ValueError(f"there is no {min(missing)}")
     return _Read[kind].model_validate_json(_line({"value": values})).value
 
 

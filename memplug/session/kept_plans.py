@@ -208,8 +208,10 @@ class KeptPlans:
         return None if alike else _planned(first, recording)
 
     def _unfit(self, plan: MemoryPlan) -> str:
-        """Why this machine has no room for a plan; "" where it has."""
+        """Why nothing can go on from a plan on this machine; "" where it can."""
         decisions = self._tokenwise.kept(plan)
+        if (decisions is None) != (plan.training.program is None):
+            return "there are decisions without a program, or a program without decisions"
         return self._tokenwise.lacks(decisions) if decisions is not None else ""
 
 

@@ -11,14 +11,14 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from memplug.beside import Beside
 from memplug.errors import LayoutError
 from memplug.plans import kept_file, plan_file
-from memplug.plans.judge import mistakes_of
-from memplug.plans.schema import MemoryPlan, PlanPart
+from memplug.plans.judge import Judges, mistakes_of
+from memplug.plans.schema import MemoryPlan
 from memplug.profile.records import Fingerprint
 from memplug.session.ranks import Ranks
 
@@ -37,15 +37,15 @@ class PlanStore:
         folder: that they are kept in; None: nothing is.
         job: what trains on this rank.
         ranks: who agree on what to go on from.
-        part_types: of the parts that the run reads; others stay in the plans as they are.
+        judges: of the parts that the run reads; others stay in the plans as they are.
 
     Attributes:
         refused: why the run goes on from no plan, though there are some; "" where there are none.
     """
 
-    def __init__(self, folder: Path | None, job: Fingerprint, ranks: Ranks, part_types: Sequence[type[PlanPart]]):
+    def __init__(self, folder: Path | None, job: Fingerprint, ranks: Ranks, judges: Judges):
         self.refused = ""
-        self._folder, self._job, self._ranks, self._part_types = folder, job, ranks, part_types
+        self._folder, self._job, self._ranks, self._judges = folder, job, ranks, judges
         self._run = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
     @property
@@ -86,7 +86,7 @@ class PlanStore:
             files = [self._folder / self._name(plan, rank) for rank in range(self._job.world_size)]
             own = self._job.rank
             higher = files[own + 1 :] if self._ranks.are_made_up else []
-            beside.begin(kept_file.keep, plan, self._part_types, files[own], files[:own], higher)
+            beside.begin(kept_file.keep, plan, tuple(self._judges), files[own], files[:own], higher)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -115,8 +115,12 @@ class PlanStore:
                 refused = refused or f"{file}: {why}"
                 continue
             own[plan.training.run, plan.training.index] = plan
-            if unread := sorted(plan.parts.keys() - {each.name for each in self._part_types}):
-                log.warning("memplug: %s has parts of techniques that are not here: %s", file, ", ".join(unread))
+            if unread := sorted(plan.parts.keys() - {each.name for each in self._judges}):
+                log.warning(
+                    "memplug: %s has parts of techniques that are not here, which stay in it unread: %s",
+                    file,
+                    ", ".join(unread),
+                )
         return own, "" if own else refused or self._nearest()
 
     def _unsound(self, plan: MemoryPlan) -> str:
@@ -125,7 +129,7 @@ class PlanStore:
             return "it was made by `memplug plan`, and says nothing of training"
         if changes := plan.fingerprint.changes(self._job):
             return "; ".join(changes)
-        mistake = next(mistakes_of(plan, self._part_types), "")
+        mistake = next(mistakes_of(plan, self._judges), "")
         return f"the judge refuses it: {mistake}" if mistake else ""
 
     def _nearest(self) -> str:

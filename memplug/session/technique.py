@@ -7,9 +7,9 @@ propose ──a part of the plan──► judge ──accepted──► install 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -56,12 +56,14 @@ class Technique(abc.ABC, Generic[Part]):
     Attributes:
         name: of its parts, in plans.
         part_type: of its parts, as plans keep them from run to run.
+        mistakes_of: the judge of such parts: what is wrong with one, in sentences. Shares no code with what proposes.
         off_because: training goes on without it; "" while it may have a part in force.
         whole_steps: that were of the program that lasts, from their beginning on; counted by who asks.
     """
 
     name: ClassVar[str]
     part_type: ClassVar[type[PlanPart]]
+    mistakes_of: ClassVar[Callable[[Any], Iterator[str]]]
     off_because = ""
     whole_steps = 0
 
@@ -95,11 +97,9 @@ class Technique(abc.ABC, Generic[Part]):
             MemplugError: there will be none.
         """
 
-    @abc.abstractmethod
     def judge(self, part: Part) -> str:
-        """What is wrong with a part, proposed now or kept by an earlier run; "": it may be installed. Shares no code
-        with what proposes.
-        """
+        """What is wrong with a part, proposed now or kept by an earlier run; "": it may be installed."""
+        return next(self.mistakes_of(part), "")
 
     @abc.abstractmethod
     def install(self, part: Part) -> None:

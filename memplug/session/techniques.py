@@ -14,5 +14,5 @@ from memplug.tokenwise.technique import TokenWise
 
 FOLLOWING: tuple[type[Technique[Any]], ...] = (SwapsWhole, PlannedAddresses)
 
-PART_TYPES = tuple(each.part_type for each in (TokenWise, *FOLLOWING))
+JUDGES = {each.part_type: each.mistakes_of for each in (TokenWise, *FOLLOWING)}
 """Of all parts of a plan that a run reads."""

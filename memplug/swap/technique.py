@@ -23,6 +23,7 @@ from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
 from memplug.session.technique import Given, Technique
 from memplug.swap.in_force import InForce, Relief
+from memplug.swap.judge import mistakes_of_places
 from memplug.swap.plan.from_trace import clock_of
 from memplug.swap.plan.part import SwapBudgets, SwapPart, plan_part
 from memplug.swap.promises import Promises
@@ -58,6 +59,7 @@ class SwapsWhole(Technique[SwapPart]):
 
     name = SwapPart.name
     part_type = SwapPart
+    mistakes_of = staticmethod(mistakes_of_places)  # against the recorded step a list was judged as it was made
 
     def __init__(self, given: Given):
         self.part: SwapPart | None = None
@@ -166,12 +168,6 @@ class SwapsWhole(Technique[SwapPart]):
         elif self._state is State.RECORDING and trace is not None and not self._in_force.has_failed:
             return self._plan(trace)
         return None
-
-    def judge(self, part: SwapPart) -> str:
-        """Whether its places are in order; against the recorded step it was judged as it was made, by
-        `memplug.swap.judge`.
-        """
-        return next(part.mistakes(), "")
 
     def install(self, part: SwapPart) -> None:
         """Swap by this list.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from memplug.tokenwise.plan.decisions import Decision, Decisions, Setting
+from memplug.tokenwise.plan.decisions import Decision, Decisions, Setting
 
 
 def mistakes_of(decisions: Decisions) -> Iterator[str]:

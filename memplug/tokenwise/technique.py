@@ -24,6 +24,7 @@ from memplug.tokenwise.checking import AlphaCheck
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.hooks import Hooks
 from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.judge import mistakes_of
 from memplug.tokenwise.plain_regions import PlainRegions
 from memplug.tokenwise.plan.decisions import Decisions, Learnt, Setting
 from memplug.tokenwise.predictions import Predictions
@@ -60,6 +61,7 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     name = Decisions.name
     part_type = Decisions
+    mistakes_of = staticmethod(mistakes_of)
 
     def __init__(
         self,
@@ -112,10 +114,6 @@ class TokenWise(AgreedTechnique[Decisions]):
             )
         self.outcome = search.outcome
         return decisions
-
-    def judge(self, part: Decisions) -> str:
-        """See `memplug.tokenwise.judge`."""
-        return next(part.mistakes(), "")
 
     def install(self, part: Decisions) -> None:
         """Run the regions by it."""

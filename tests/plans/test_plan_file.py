@@ -11,14 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memplug.arena.plan.part import AddressPlan, DynamicSpace, address_plan
-from memplug.arena.plan.problem import BUFFER, ORDERING, Buffer, Problem, buffers
+from memplug.arena.plan.part import AddressPlan
+from memplug.arena.plan.problem import BUFFER
 from memplug.errors import LayoutError
 from memplug.plans.plan_file import is_plan, load, save
-from memplug.plans.schema import FORMAT, MemoryPlan
+from memplug.plans.schema import FORMAT
 from memplug.profile import trace_file
-from memplug.profile.records import Fingerprint
-from tests.support.layouts import LAYERS, PHASES, address_plans, stacked
+from memplug.swap.plan.part import SwapPart
+from memplug.tokenwise.plan.decisions import Decisions
+from tests.support.layouts import address_plans
+from tests.support.plans import assert_same, decided_plan, small_plan, target
 from tests.support.traces import training
 
 in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -27,49 +29,6 @@ in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixt
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "plan.json"
-
-
-def small_plan(**solution):
-    rows = [Buffer(lower=i, upper=i + 2, size=512, alignment=512, lower_phase=0, lower_layer=i % 3) for i in range(4)]
-    problem = Problem(
-        buffers=buffers(rows),
-        ids=np.array([0, 1, 3, 4]),
-        orderings=np.array([(1, 0, 1), (1, 1, 0)], ORDERING),
-        phases=PHASES,
-        layers=LAYERS,
-        fingerprint=Fingerprint(model="Llama", inputs=("int64[1, 8]",), versions=(("torch", "2.11.0"), ("µ", "1"))),
-    )
-    group = DynamicSpace(
-        malloc_phase=0,
-        malloc_layer=2,
-        free_phase=1,
-        free_layer=2,
-        stream=0,
-        lower=0,
-        upper=1,
-        spaces=((512, 1536), (1537, 2048)),
-        members=tuple(range(7)),
-        peak_bytes=99,
-    )
-    return address_plan(problem, replace(stacked(problem), seconds=1.25, **solution), (group,), 99)
-
-
-def assert_same(loaded: MemoryPlan, saved: AddressPlan) -> None:
-    """Every field of the addresses, and the dtype and every row of every array, are equal; but texts may be of another
-    width.
-    """
-    one, other = AddressPlan.of(loaded), saved
-    assert loaded.fingerprint == saved.problem.fingerprint
-    for mine, its in ((one.problem, other.problem), (one.solution, other.solution)):
-        for name in type(mine).__dataclass_fields__.keys() - {"fingerprint"}:
-            a, b = getattr(mine, name), getattr(its, name)
-            if isinstance(a, np.ndarray):
-                kinds = (a.dtype.kind, b.dtype.kind) if name == "ids" and len(a) else (a.dtype, b.dtype)
-                assert a.tolist() == b.tolist(), name
-                assert kinds[0] == kinds[1] or (name == "ids" and not len(a)), name
-            else:
-                assert a == b and type(a) is type(b), name
-    assert one.dynamic == other.dynamic and one.predictions == other.predictions
 
 
 @given(address_plans(streams=3), st.booleans(), st.booleans(), st.floats(0, 1e9), st.text(max_size=5))
@@ -335,3 +294,42 @@ def test_a_part_of_an_unknown_technique_is_saved_as_it_was_loaded(path, tmp_path
     assert_same(loaded, small_plan())
     save(loaded, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+
+
+def test_a_swap_list_is_loaded_as_it_was_saved(path):
+    first = target("", 1, last_use=-1, key=3)
+    part = SwapPart(
+        names=("aten::mm", "µ"),
+        program=(0, 1, 0),
+        outside=((1, (0, 1)),),
+        ranks=(2, 0),
+        targets=(first, target("aten::mm", 3)),
+        anchors=((3, 0, 3),),
+        host_bytes=512,
+        predicted_stall_s=0.25,
+    )
+    save(decided_plan().with_part(part), path)
+    assert SwapPart.of(load(path)) == part
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (SwapPart, put("3", "parts", "swap", "targets", 0, "nbytes")),
+        (SwapPart, put([[0, 1]], "parts", "swap", "anchors")),
+        (SwapPart, lambda document: document["parts"]["swap"]["targets"][0].pop("operator")),
+        (SwapPart, put(1, "parts", "swap", "comment")),
+        (Decisions, put(None, "parts", "tokenwise", "solution")),
+        (Decisions, put(float("nan"), "parts", "tokenwise", "solution", "step_s")),
+        (Decisions, put([["aten::mm", "1", False]], "parts", "tokenwise", "settings", "layers.0", "plan")),
+        (Decisions, put(1, "parts", "tokenwise", "comment")),
+    ],
+)
+def test_parts_with_a_right_digest_are_not_trusted_either(path, kind, change):
+    save(decided_plan().with_part(SwapPart(targets=(target("aten::mm", 3),))), path)
+    assert kind.of(load(path)) is not None
+    forge(path, change)
+    with pytest.raises(LayoutError) as refused:
+        kind.of(load(path))
+    assert refused.value.problem.startswith(f"{path}: ") and f"in its part {kind.name}: " in refused.value.problem
+    assert "memplug plan" in refused.value.advice

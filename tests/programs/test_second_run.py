@@ -198,7 +198,7 @@ def test_a_part_of_an_unknown_technique_is_left_alone_and_said_to_be_there(
         second = train(folder)
     assert second.is_second() and second.losses == kept[1].losses
     assert plan_file.load(only_plan(folder)).parts["later"] == part
-    assert "has parts of techniques that are not here: later" in caplog.text
+    assert "has parts of techniques that are not here, which stay in it unread: later" in caplog.text
 
 
 def test_a_part_of_an_unknown_technique_outlasts_new_addresses_and_no_new_decisions(tmp_path: Path) -> None:
@@ -263,6 +263,13 @@ def of_more_host_memory(file: Path) -> None:
     plan_file.save(plan.with_part(larger), file)
 
 
+def lose(file: Path, what: str) -> None:
+    plan = plan_file.load(file)
+    parts = {name: part for name, part in plan.parts.items() if name != what}
+    training = replace(plan.training, program=None) if what == "program" else plan.training
+    plan_file.save(replace(plan, parts=parts, training=training), file)
+
+
 def of_something_else(file: Path) -> None:
     plan = plan_file.load(file)
     plan_file.save(replace(plan, parts={**plan.parts, "swap": {"tensors": 3}}), file)
@@ -277,6 +284,8 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "its end": (cut_short, "not what was saved"),
     "addresses": (overlap, "the judge refuses it"),
     "host memory": (of_more_host_memory, "and the host budget is"),
+    "no decisions": (lambda file: lose(file, "tokenwise"), "a program without decisions"),
+    "no program": (lambda file: lose(file, "program"), "decisions without a program"),
     "a part": (of_something_else, "in its part swap"),
 }
 

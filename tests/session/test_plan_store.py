@@ -13,11 +13,9 @@ from memplug.plans import plan_file
 from memplug.plans.schema import MemoryPlan, Training
 from memplug.profile.records import Fingerprint
 from memplug.session.plan_store import PlanStore
-from memplug.session.techniques import PART_TYPES
+from memplug.session.techniques import JUDGES
 from memplug.swap.plan.part import SwapPart
-from tests.plans.test_plan_decisions import decided_plan, decisions
-from tests.plans.test_plan_file import small_plan
-from tests.show.test_show_swaps import target
+from tests.support.plans import decided_plan, decisions, small_plan, target
 
 WORLD_SIZE = 3
 
@@ -34,7 +32,7 @@ class OtherRanks:
 
 
 def store(folder: Path, rank: int, ranks: OtherRanks) -> PlanStore:
-    return PlanStore(folder, Fingerprint(model="Llama", rank=rank, world_size=WORLD_SIZE), ranks, PART_TYPES)
+    return PlanStore(folder, Fingerprint(model="Llama", rank=rank, world_size=WORLD_SIZE), ranks, JUDGES)
 
 
 def plan(run: str, rank: int = 0) -> MemoryPlan:

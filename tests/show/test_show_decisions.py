@@ -24,7 +24,7 @@ from memplug.show.picture import write_picture
 from memplug.show.plan_diff import diff
 from memplug.show.plan_diff import rows as diff_rows
 from memplug.tokenwise.plan.decisions import Decision, Decisions, Learnt, Setting
-from tests.plans.test_plan_decisions import decided_plan
+from tests.support.plans import decided_plan
 
 SWAP, HALF, KEEP = Decision("aten::mm", 1.0), Decision("aten::mm", 0.5), Decision("aten::mm", 1.0, keep=True)
 MIB = 2**20

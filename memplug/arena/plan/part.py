@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from memplug.arena.judge import judge_addresses
 from memplug.arena.plan.problem import BUFFER, ORDERING, Problem, Solution, fragmentation
 from memplug.plans.schema import MemoryPlan, PlanPart
 from memplug.plans.values import read
@@ -131,10 +129,6 @@ class AddressPlan(PlanPart):
             timed_out=head.timed_out,
         )
         return cls(problem=problem, solution=solution, dynamic=head.dynamic, predictions=head.predictions)
-
-    def mistakes(self) -> Iterator[str]:
-        """See `memplug.arena.judge`."""
-        yield from (finding.message for finding in judge_addresses(self))
 
     def does_as(self, other: AddressPlan) -> bool:
         """Whether the same requests have the same addresses, and dynamic ones the same spaces."""

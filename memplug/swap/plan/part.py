@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from memplug.errors import SwapError
 from memplug.plans.schema import PlanPart
 from memplug.profile.trace import Trace
-from memplug.swap.judge import JudgedSwap, Limits, mistakes_of_places, mistakes_of_swaps
+from memplug.swap.judge import JudgedSwap, Limits, mistakes_of_swaps
 from memplug.swap.plan.features import Features, Use, anchors, last_uses, ranks
 from memplug.swap.plan.from_trace import Link, clock_of, even_s, marks, outside_of, swap_problem
 from memplug.swap.plan.other_copies import busy_s
@@ -97,10 +97,6 @@ class SwapPart(PlanPart):
     def state_bytes(self) -> int:
         """Of these, what leaves as the step begins."""
         return sum(target.nbytes for target in self.targets if target.last_use == FROM_THE_BEGINNING)
-
-    def mistakes(self) -> Iterator[str]:
-        """Of its places; against the recorded step it was judged as it was made, see `memplug.swap.judge`."""
-        return mistakes_of_places(self)
 
     def does_as(self, other: SwapPart) -> bool:
         """Whether the same tensors leave and return at the same places of the same program."""

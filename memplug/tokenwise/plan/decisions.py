@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memplug.plans.schema import MemoryPlan, PlanPart
-from memplug.tokenwise.judge import mistakes_of
+from memplug.plans.schema import PlanPart
 from memplug.tokenwise.plan.model import TokenwisePlan
 
 
@@ -92,18 +90,6 @@ class Decisions(PlanPart):
     """Of the link to the host that a kept plan was made for; 0: unknown."""
     h2d_bytes_per_s: float = 0.0
     """Likewise, of the link to the device."""
-
-    @classmethod
-    def mistakes_in(cls, plan: MemoryPlan) -> Iterator[str]:
-        """See `PlanPart.mistakes_in`; besides, a training has decisions if it compares programs, and only then."""
-        decides = cls.name in plan.parts
-        if plan.training is not None and (plan.training.program is not None) != decides:
-            yield "there are decisions without a program, or a program without decisions"
-        yield from super().mistakes_in(plan)
-
-    def mistakes(self) -> Iterator[str]:
-        """See `memplug.tokenwise.judge`."""
-        return mistakes_of(self)
 
     def does_as(self, other: Decisions) -> bool:
         """Whether regions run the same."""
