@@ -4,41 +4,38 @@ from dataclasses import replace
 
 import pytest
 
-from memplug.arena.judge import Fault
-from memplug.plans.judge import judge_plan
+from memplug.plans.judge import mistakes_of
 from memplug.plans.plan_file import load, save
-from memplug.tokenwise.plan.decisions import Decision
-from tests.support.memory_plans import assert_same, decided_plan
+from memplug.session.techniques import JUDGES
+from memplug.tokenwise.plan.decisions import Decision, Decisions
+from tests.support.memory_plans import assert_same, decided_plan, decisions, small_plan
 
 
-@pytest.mark.parametrize("without", [{}, {"decisions": None}, {"program": None}])
+@pytest.mark.parametrize("without", [{}, {"parts": small_plan().alone().parts}, {"training": None}])
 def test_decisions_are_loaded_as_they_were_saved(tmp_path, without):
-    plan = decided_plan()
-    plan = replace(plan, training=replace(plan.training, **without))
+    plan = replace(decided_plan(), **without)
     path = tmp_path / "plan.json"
     save(plan, path)
-    assert_same(load(path), plan)
+    assert load(path).training == plan.training
+    assert Decisions.of(load(path)) == (None if "parts" in without else decisions())
+    assert_same(load(path), small_plan())
     save(load(path), tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
 
 
 def wrong_region(**fields):
-    plan = decided_plan()
-    settings = plan.training.decisions.settings
+    settings = decisions().settings
     wrong = {**settings, "layers.0": replace(settings["layers.0"], **fields)}
-    return replace(plan, training=replace(plan.training, decisions=replace(plan.training.decisions, settings=wrong)))
+    return decided_plan().with_part(replace(decisions(), settings=wrong))
 
 
 def wrong_solution(**fields):
-    plan = decided_plan()
-    solution = replace(plan.training.decisions.solution, **fields)
-    decisions = replace(plan.training.decisions, solution=solution)
-    return replace(plan, training=replace(plan.training, decisions=decisions))
+    return decided_plan().with_part(replace(decisions(), solution=replace(decisions().solution, **fields)))
 
 
-def wrong_training(**fields):
+def other_program(program):
     plan = decided_plan()
-    return replace(plan, training=replace(plan.training, **fields))
+    return replace(plan, training=replace(plan.training, program=program))
 
 
 @pytest.mark.parametrize(
@@ -55,12 +52,10 @@ def wrong_training(**fields):
         (wrong_solution(host_bytes=-1), "host_bytes is -1"),
         (wrong_solution(device_bytes=-1), "device_bytes is -1"),
         (wrong_solution(step_s=-0.5), "step_s is -0.5"),
-        (wrong_training(decisions=None), "a program without decisions"),
-        (wrong_training(program=None), "decisions without a program"),
-        (wrong_training(program=replace(decided_plan().training.program, operators=(2,))), "operators without a name"),
+        (other_program(replace(decided_plan().training.program, operators=(2,))), "operators without a name"),
     ],
 )
 def test_decisions_that_no_region_can_run_by_are_refused_by_the_judge(plan, mistake):
-    assert not [each for each in judge_plan(decided_plan()) if each.code is Fault.DECISION]
-    (found,) = (each for each in judge_plan(plan) if each.code is Fault.DECISION)
-    assert mistake in found.message
+    assert not list(mistakes_of(decided_plan(), JUDGES))
+    (found,) = mistakes_of(plan, JUDGES)
+    assert mistake in found

@@ -1,21 +1,26 @@
-"""Plans of a few buffers, with decisions and without, and how two are compared."""
+"""Plans that are the same in every test: addresses alone, with decisions, and tensors of a swap list."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from memplug.arena.plan.part import DynamicSpace
+from memplug.arena.plan.part import AddressPlan, DynamicSpace, address_plan
 from memplug.arena.plan.problem import ORDERING, Buffer, Problem, buffers
-from memplug.plans.schema import MemoryPlan, PlannedProgram, Training, memory_plan
+from memplug.plans.schema import MemoryPlan, PlannedProgram, Training
 from memplug.profile.records import Fingerprint
+from memplug.swap.plan.part import Target
 from memplug.tokenwise.plan.decisions import Decision, Decisions, Learnt, Setting
 from memplug.tokenwise.plan.model import Group, RegionPlan, TokenwisePlan
 from tests.support.layouts import LAYERS, PHASES, stacked
 
+MIB = 1 << 20
 
-def small_plan(**solution):
+
+def small_plan(**solution: Any) -> AddressPlan:
+    """Of four requests and one dynamic group."""
     rows = [Buffer(lower=i, upper=i + 2, size=512, alignment=512, lower_phase=0, lower_layer=i % 3) for i in range(4)]
     problem = Problem(
         buffers=buffers(rows),
@@ -37,26 +42,11 @@ def small_plan(**solution):
         members=tuple(range(7)),
         peak_bytes=99,
     )
-    return memory_plan(problem, replace(stacked(problem), seconds=1.25, **solution), (group,), 99)
+    return address_plan(problem, replace(stacked(problem), seconds=1.25, **solution), (group,), 99)
 
 
-def assert_same(one: MemoryPlan, other: MemoryPlan) -> None:
-    """Every field, and the dtype and every row of every array, are equal; but texts may be of another width."""
-    for mine, its in ((one.problem, other.problem), (one.solution, other.solution)):
-        for name in type(mine).__dataclass_fields__:
-            a, b = getattr(mine, name), getattr(its, name)
-            if isinstance(a, np.ndarray):
-                kinds = (a.dtype.kind, b.dtype.kind) if name == "ids" and len(a) else (a.dtype, b.dtype)
-                assert a.tolist() == b.tolist(), name
-                assert kinds[0] == kinds[1] or (name == "ids" and not len(a)), name
-            else:
-                assert a == b and type(a) is type(b), name
-    assert one.dynamic == other.dynamic and one.predictions == other.predictions
-    assert one.training == other.training
-
-
-def decided_plan():
-    """With decisions, as a training keeps it."""
+def decisions() -> Decisions:
+    """Of two regions."""
     group = Group(
         instances=2,
         fractions={3: 0.5},
@@ -79,19 +69,52 @@ def decided_plan():
         in_flight_bytes=0,
         bound="none",
     )
-    decisions = {3: Decision("aten::mm", 0.5), 4: Decision("aten::add.Tensor", 1.0, keep=True)}
+    captured = {3: Decision("aten::mm", 0.5), 4: Decision("aten::add.Tensor", 1.0, keep=True)}
     learnt = Learnt(communicates=True, offloads_late=False, unneeded={5: "aten::mm"}, asks=True)
     settings = {
-        "layers.0": Setting("key", 0.25, decisions, planned_from=2**64 - 5, learnt=learnt),
+        "layers.0": Setting("key", 0.25, captured, planned_from=2**64 - 5, learnt=learnt),
         "layers.1": Setting("key", plain_bytes=7),
     }
-    decisions = Decisions(
-        solution=solution, settings=settings, frame_bytes=1, peak_bytes=7, full_recomputation_s=4.5, held_bytes=6
+    return Decisions(
+        solution=solution,
+        settings=settings,
+        frame_bytes=1,
+        peak_bytes=7,
+        full_recomputation_s=4.5,
+        held_bytes=6,
+        d2h_bytes_per_s=5e10,
     )
+
+
+def decided_plan() -> MemoryPlan:
+    """With decisions, as a training keeps it."""
     program = PlannedProgram(
         names=("aten::mm", "aten::t"), operators=(1, 0, 0), sizes=((1, 2), ()), nodes=3, unseen=(1,)
     )
-    training = Training(
-        run="20261123T1-a", index=1, program=program, decisions=decisions, gradients_stay=True, d2h_bytes_per_s=5e10
-    )
-    return replace(small_plan(), training=training)
+    training = Training(run="20261123T1-a", index=1, program=program, gradients_stay=True)
+    return replace(small_plan().alone(), training=training).with_part(decisions())
+
+
+def target(operator: str, mib: int, **fields: Any) -> Target:
+    """One tensor between two uses, behind that operator."""
+    look = {"dtype": "float32", "output": True, "slot": 0, "uses": 1, "kinds": 1, "recent": 1, "tolerance": 4}
+    places = {"last_use": 1, "release": 2, "prefetch": 5, "next_use": 6}
+    return Target(nbytes=mib * MIB, operator=operator, **{**look, **places, **fields})
+
+
+def assert_same(loaded: MemoryPlan, saved: AddressPlan) -> None:
+    """Every field of the addresses, and the dtype and every row of every array, are equal; but texts may be of another
+    width.
+    """
+    one, other = AddressPlan.of(loaded), saved
+    assert loaded.fingerprint == saved.problem.fingerprint
+    for mine, its in ((one.problem, other.problem), (one.solution, other.solution)):
+        for name in type(mine).__dataclass_fields__.keys() - {"fingerprint"}:
+            a, b = getattr(mine, name), getattr(its, name)
+            if isinstance(a, np.ndarray):
+                kinds = (a.dtype.kind, b.dtype.kind) if name == "ids" and len(a) else (a.dtype, b.dtype)
+                assert a.tolist() == b.tolist(), name
+                assert kinds[0] == kinds[1] or (name == "ids" and not len(a)), name
+            else:
+                assert a == b and type(a) is type(b), name
+    assert one.dynamic == other.dynamic and one.predictions == other.predictions
