@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -46,6 +46,64 @@ class Given:
     tensors: Callable[[], Iterable[torch.Tensor]] = tuple
 
 
+def keyed(key: str) -> Any:
+    """Returns a field of a report, None by default, that has this name in `as_dict` and no prefix."""
+    return field(default=None, metadata={"key": key})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TechniqueReport:
+    """What a technique says of itself at one moment. A subclass has one field for each fact; its defaults are true of a
+    technique that is not there.
+
+    Attributes:
+        prefix: in front of the fields' names in `as_dict`.
+    """
+
+    prefix: ClassVar[str] = ""
+
+    @classmethod
+    def absent(cls, why: str) -> TechniqueReport:
+        """Returns the report of a technique that is off for a reason; "": of one that waits for the model to train."""
+        return cls()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all fields under names that are unique in the whole report: `arena_state` is `arena` there."""
+        return {
+            each.metadata.get("key") or (self.prefix + each.name).removesuffix("_state"): getattr(self, each.name)
+            for each in fields(self)
+        }
+
+    def explain(self, peak_bytes: int | None) -> tuple[str, ...]:
+        """Returns lines for the note on an out-of-memory error.
+
+        Args:
+            peak_bytes: largest allocation total of the device so far, None where the device does not count.
+        """
+        return ()
+
+    def closing(self) -> str:
+        """Returns its part of the session's last logged line; "": nothing to say."""
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowerReport(TechniqueReport):
+    """Of a technique that each rank applies by itself.
+
+    Attributes:
+        state: what it is doing: "waiting" for a program that lasts, "off", or its own words.
+        off_because: why training goes on without it; None while it may have a part in force.
+    """
+
+    state: str = "waiting"
+    off_because: str | None = None
+
+    @classmethod
+    def absent(cls, why: str) -> FollowerReport:
+        return cls(state="off" if why else "waiting", off_because=why or None)
+
+
 Part = TypeVar("Part")
 """Of a plan, one technique's; two parts are the same only if they are one object."""
 
@@ -54,12 +112,14 @@ class Technique(abc.ABC, Generic[Part]):
     """Of one session. Parts are made for one program each, and installed again when that program comes again.
 
     Attributes:
-        name: of its parts, in plans.
+        name: of its parts in plans, and of its report.
+        report_type: of its reports.
         off_because: training goes on without it; "" while it may have a part in force.
         whole_steps: that were of the program that lasts, from their beginning on; counted by who asks.
     """
 
     name: ClassVar[str]
+    report_type: ClassVar[type[TechniqueReport]] = TechniqueReport
     off_because = ""
     whole_steps = 0
 
@@ -129,6 +189,10 @@ class Technique(abc.ABC, Generic[Part]):
     def end_step(self) -> None:
         """A step is over, and nothing else was done since."""
 
+    def report(self) -> TechniqueReport:
+        """What it did so far, holds now and promises; called between steps, and as a request for memory fails."""
+        return self.report_type.absent(self.off_because)
+
     # -- from run to run -----------------------------------------------------------------------------------------------
 
     def kept(self, plan: MemoryPlan) -> Part | None:
@@ -145,10 +209,17 @@ class AgreedTechnique(Technique[Part]):
     same steps, as `memplug.session.adjuster` has them agree.
     """
 
+    plans: bool
+    """Whether it proposes at all, or runs by fixed decisions."""
     may_keep = True
     """Whether parts may rely on the next step being no larger than the one that they are made of."""
     outcome = ""
     """How proposing ended, for people."""
+
+    @property
+    @abc.abstractmethod
+    def has_run(self) -> bool:
+        """Whether anything that it decides on ran forward with gradients."""
 
     @abc.abstractmethod
     def has_lost_room(self) -> bool:
