@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
+from memplug.arena.arena import Counters
+from memplug.plans.schema import MemoryPlan
 from memplug.session.technique import FollowerReport, keyed
-
-if TYPE_CHECKING:
-    from memplug.arena.technique import PlannedAddresses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,15 +66,18 @@ class ArenaReport(FollowerReport):
         return f"no arena: {self.off_because}" if self.off_because else ""
 
 
-def report_of(technique: PlannedAddresses) -> ArenaReport:
-    """Returns what an arena says of itself now."""
-    counters, step, plan = technique.counters, technique.step, technique.plan
+def report_of(counters: Counters, step: Counters, plan: MemoryPlan | None, **others: Any) -> ArenaReport:
+    """Returns what an arena says of itself.
+
+    Args:
+        counters: since the session began.
+        step: of the step that ended last.
+        plan: that it serves, or served last.
+        others: fields that are not counted.
+    """
     asked = step.served + step.mismatched + step.dynamic_missed
     reserved = counters.reserved_bytes
     return ArenaReport(
-        state=technique.state.value,
-        off_because=technique.off_because or None,
-        plans=technique.plans,
         bytes=reserved,
         live_bytes=counters.live_bytes,
         peak_bytes=counters.peak_size,
@@ -94,6 +96,6 @@ def report_of(technique: PlannedAddresses) -> ArenaReport:
         lasting=counters.lasting,
         lasting_bytes=counters.lasting_bytes,
         leftover_bytes=counters.leftover_bytes,
-        native_bytes=technique.native_bytes,
         step_served=step.served / asked if asked else None,
+        **others,
     )

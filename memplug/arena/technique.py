@@ -247,7 +247,13 @@ class PlannedAddresses(Technique[Addresses]):
 
     def report(self) -> ArenaReport:
         """See `memplug.arena.report`."""
-        return report_of(self)
+        return report_of(
+            *(self.counters, self.step, self.plan),
+            state=self.state.value,
+            off_because=self.off_because or None,
+            plans=self.plans,
+            native_bytes=self.native_bytes,
+        )
 
     # -- from run to run -----------------------------------------------------------------------------------------------
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from memplug.session.technique import FollowerReport, keyed
+from memplug.swap.plan.part import SwapPart
+from memplug.swap.promises import Promises
 from memplug.words import size
-
-if TYPE_CHECKING:
-    from memplug.swap.technique import SwapsWhole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +62,19 @@ class SwapReport(FollowerReport):
         )
 
 
-def report_of(technique: SwapsWhole) -> SwapReport:
-    """Returns what a swap list says of itself now; the native core's counters go by the same names."""
-    part, promises, counters = technique.part, technique.promises, technique.counters
+def report_of(
+    state: str, off_because: str, part: SwapPart | None, promises: Promises | None, counters: dict[str, int]
+) -> SwapReport:
+    """Returns what a swap list says of itself.
+
+    Args:
+        off_because: "" while it may have a part in force.
+        part: in force.
+        counters: of the native core, by the names of fields and others.
+    """
     return SwapReport(
-        state=technique.state.value,
-        off_because=technique.off_because or (part.impossible if part else "") or None,
+        state=state,
+        off_because=off_because or (part.impossible if part else "") or None,
         tensors=len(part.targets) if part else 0,
         planned_bytes=part.swapped_bytes if part else 0,
         planned_state_bytes=part.state_bytes if part else 0,

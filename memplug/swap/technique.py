@@ -228,7 +228,7 @@ class SwapsWhole(Technique[SwapPart]):
 
     def report(self) -> SwapReport:
         """See `memplug.swap.report`."""
-        return report_of(self)
+        return report_of(self.state.value, self.off_because, self.part, self.promises, self.counters)
 
     # -- from run to run -----------------------------------------------------------------------------------------------
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from memplug.config import MemplugConfig
 from memplug.session.technique import TechniqueReport
+from memplug.tokenwise.checking import AlphaCheck
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.plan.decisions import Decisions
 from memplug.tokenwise.plan.model import TokenwisePlan
 from memplug.tokenwise.plan.plain import is_plain
+from memplug.tokenwise.predictions import Predictions
 from memplug.words import known, size
-
-if TYPE_CHECKING:
-    from memplug.tokenwise.technique import TokenWise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,9 +120,16 @@ class TokenwiseReport(TechniqueReport):
         return f"by its own estimate the plan saves {saved}"
 
 
-def report_of(technique: TokenWise, config: MemplugConfig, regions: Sequence[Region]) -> TokenwiseReport:
-    """Returns what tokenwise says of itself now."""
-    decisions, check, predictions = technique.decisions, technique.check, technique.predictions
+def report_of(
+    config: MemplugConfig,
+    regions: Sequence[Region],
+    executor: Executor,
+    decisions: Decisions | None,
+    check: AlphaCheck,
+    predictions: Predictions,
+    predicted_peak_bytes: int | None,
+) -> TokenwiseReport:
+    """Returns what tokenwise says of itself; `decisions` are in force."""
     return TokenwiseReport(
         regions=len(regions),
         plain_regions=sum(region.is_plain for region in regions),
@@ -133,9 +139,9 @@ def report_of(technique: TokenWise, config: MemplugConfig, regions: Sequence[Reg
         swapped_fraction=_swapped_fraction(config, decisions, regions),
         expected_step_bytes=predictions.expected_bytes,
         offloaded_step_bytes=predictions.offloaded_bytes,
-        predicted_peak_bytes=technique.rounding.peak_bytes(decisions),
+        predicted_peak_bytes=predicted_peak_bytes,
         **_promised(decisions),
-        **_counted(technique.executor),
+        **_counted(executor),
     )
 
 

@@ -162,7 +162,10 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     def report(self) -> TokenwiseReport:
         """See `memplug.tokenwise.report`."""
-        return report_of(self, self._config, self._regions)
+        return report_of(
+            *(self._config, self._regions, self.executor, self.decisions, self.check, self.predictions),
+            self.rounding.peak_bytes(self.decisions),
+        )
 
     @property
     def detail(self) -> Detail | None:
