@@ -1,4 +1,4 @@
-"""What the arena reports of itself."""
+"""The report of the arena."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from memplug.arena.arena import Counters
 from memplug.plans.schema import MemoryPlan
-from memplug.session.technique import FollowerReport, keyed
+from memplug.session.technique_report import FollowerReport, keyed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaReport(FollowerReport):
-    """What the arena did since the session began, holds now and promises. Bytes are as asked for unless said otherwise.
+    """Requests since the session began, and memory held now and promised. Bytes are as asked for unless said otherwise.
 
     Attributes:
         plans: how many were made of a recorded step.
@@ -67,7 +67,7 @@ class ArenaReport(FollowerReport):
 
 
 def report_of(counters: Counters, step: Counters, plan: MemoryPlan | None, **others: Any) -> ArenaReport:
-    """Returns what an arena says of itself.
+    """Returns the report of an arena that was made.
 
     Args:
         counters: since the session began.

@@ -1,4 +1,4 @@
-"""What a session reports: its own facts, and those of each technique; and as events for DeepSpeed's monitor."""
+"""The report of a session, with one for each technique; and its numbers as events for DeepSpeed's monitor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from memplug.session.table import Stage
-from memplug.session.technique import TechniqueReport
+from memplug.session.technique_report import TechniqueReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -131,7 +131,7 @@ class Session:
         return recording.trace if recording is not None else None
 
     def report(self) -> Report:
-        """What the session did so far, holds now and predicts: see `Report`."""
+        """Returns what the session did so far, holds now and predicts: see `Report`."""
         boundary = self._boundary
         claim, kept, recording, programs = boundary.claim, boundary.kept, boundary.recording, boundary.adjuster.programs
         return Report(

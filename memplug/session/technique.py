@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from memplug.device.reserved import Reserved
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
+from memplug.session.technique_report import TechniqueReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,64 +45,6 @@ class Given:
     explain: Callable[[], str]
     layer_bytes: Callable[[], Mapping[str, int]] = dict
     tensors: Callable[[], Iterable[torch.Tensor]] = tuple
-
-
-def keyed(key: str) -> Any:
-    """Returns a field of a report, None by default, that has this name in `as_dict` and no prefix."""
-    return field(default=None, metadata={"key": key})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TechniqueReport:
-    """What a technique says of itself at one moment. A subclass has one field for each fact; its defaults are true of a
-    technique that is not there.
-
-    Attributes:
-        prefix: in front of the fields' names in `as_dict`.
-    """
-
-    prefix: ClassVar[str] = ""
-
-    @classmethod
-    def absent(cls, why: str) -> TechniqueReport:
-        """Returns the report of a technique that is off for a reason; "": of one that waits for the model to train."""
-        return cls()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns all fields under names that are unique in the whole report: `arena_state` is `arena` there."""
-        return {
-            each.metadata.get("key") or (self.prefix + each.name).removesuffix("_state"): getattr(self, each.name)
-            for each in fields(self)
-        }
-
-    def explain(self, peak_bytes: int | None) -> tuple[str, ...]:
-        """Returns lines for the note on an out-of-memory error.
-
-        Args:
-            peak_bytes: largest allocation total of the device so far, None where the device does not count.
-        """
-        return ()
-
-    def closing(self) -> str:
-        """Returns its part of the session's last logged line; "": nothing to say."""
-        return ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FollowerReport(TechniqueReport):
-    """Of a technique that each rank applies by itself.
-
-    Attributes:
-        state: what it is doing: "waiting" for a program that lasts, "off", or its own words.
-        off_because: why training goes on without it; None while it may have a part in force.
-    """
-
-    state: str = "waiting"
-    off_because: str | None = None
-
-    @classmethod
-    def absent(cls, why: str) -> FollowerReport:
-        return cls(state="off" if why else "waiting", off_because=why or None)
 
 
 Part = TypeVar("Part")
@@ -190,7 +133,7 @@ class Technique(abc.ABC, Generic[Part]):
         """A step is over, and nothing else was done since."""
 
     def report(self) -> TechniqueReport:
-        """What it did so far, holds now and promises; called between steps, and as a request for memory fails."""
+        """Returns what it did, holds and promises. Called on any thread, also where a request for memory fails."""
         return self.report_type.absent(self.off_because)
 
     # -- from run to run -----------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from typing import Any
 
 from memplug.arena.technique import PlannedAddresses
 from memplug.session.followers import Follower
-from memplug.session.technique import AgreedTechnique, Technique, TechniqueReport
+from memplug.session.technique import AgreedTechnique, Technique
+from memplug.session.technique_report import TechniqueReport
 from memplug.swap.technique import SwapsWhole
 from memplug.tokenwise.technique import TokenWise
 

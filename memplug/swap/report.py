@@ -1,11 +1,11 @@
-"""What the swap list reports of itself."""
+"""The report of the swap list."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from memplug.session.technique import FollowerReport, keyed
+from memplug.session.technique_report import FollowerReport, keyed
 from memplug.swap.plan.part import SwapPart
 from memplug.swap.promises import Promises
 from memplug.words import size
@@ -13,7 +13,7 @@ from memplug.words import size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwapReport(FollowerReport):
-    """What the swap list did in all steps of the session, and promises of one.
+    """Counts over all steps of the session, and promises of one step.
 
     Attributes:
         tensors: of the list in force; 0 without one.
@@ -65,7 +65,7 @@ class SwapReport(FollowerReport):
 def report_of(
     state: str, off_because: str, part: SwapPart | None, promises: Promises | None, counters: dict[str, int]
 ) -> SwapReport:
-    """Returns what a swap list says of itself.
+    """Returns the report of a technique that was made.
 
     Args:
         off_because: "" while it may have a part in force.

@@ -1,4 +1,4 @@
-"""What tokenwise reports of itself, and a plan of decisions, for people."""
+"""The report of tokenwise, and a plan of decisions, for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from memplug.config import MemplugConfig
-from memplug.session.technique import TechniqueReport
+from memplug.session.technique_report import TechniqueReport
 from memplug.tokenwise.checking import AlphaCheck
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.region import Region
@@ -21,8 +21,8 @@ from memplug.words import known, size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenwiseReport(TechniqueReport):
-    """What swapping and recomputing did since the session began, holds now, and promises of a step. Promises come from
-    the plan in force, and are None without one.
+    """Counts since the session began, memory held now, and promises of a step: those of the plan in force, None without
+    one.
 
     Attributes:
         regions: modules that run token-wise.
@@ -129,7 +129,7 @@ def report_of(
     predictions: Predictions,
     predicted_peak_bytes: int | None,
 ) -> TokenwiseReport:
-    """Returns what tokenwise says of itself; `decisions` are in force."""
+    """Returns the report of tokenwise; `decisions` are in force."""
     return TokenwiseReport(
         regions=len(regions),
         plain_regions=sum(region.is_plain for region in regions),
