@@ -33,13 +33,16 @@ def note(
         asked_gib: `device_budget_gib`.
         is_bound: the device has no more than that: the CPU, which stands in for one.
     """
+    advice = filter(
+        None, ['add host memory ("host_budget_gib")', *(each.advice for each in report.techniques.values())]
+    )
     lines = [
         f"memplug: out of memory in {phase}" + (f" of region {region}" if region else ""),
         *(f"  {line}" for each in report.techniques.values() for line in each.explain(peak_bytes)),
         f"  stage {report.stage}, after {report.steps:,} steps",
         "  Three things to change, the cheapest first:",
         f"    1. {_of_budget(asked_gib, is_bound)}",
-        '    2. add host memory ("host_budget_gib"), or set "tokenwise": {"alpha": 0}: recomputation needs the least',
+        f"    2. {', or '.join(advice)}",
         "    3. halve the micro-batch or the sequence; raise gradient accumulation or the ZeRO stage instead",
     ]
     return "\n".join(lines)

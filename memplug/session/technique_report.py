@@ -20,9 +20,11 @@ class TechniqueReport:
 
     Attributes:
         prefix: in front of the fields' names in `as_dict`.
+        advice: to a user whose device ran out of memory; "": none.
     """
 
     prefix: ClassVar[str] = ""
+    advice: ClassVar[str] = ""
 
     @classmethod
     def absent(cls, why: str) -> TechniqueReport:
