@@ -204,7 +204,7 @@ def main() -> None:
     if losses:
         report = make_report(engine, losses, step_s, args.seq_len)
         report["validation_loss"] = validate(engine, validation_set, args.eval_batches)
-        report["memplug"] = session.report() if session else None
+        report["memplug"] = session.report().as_dict() if session else None
         write_log(args.loss_log, {"report": report})
         if dist.get_rank() == 0:
             sys.stdout.write(render(report))

@@ -227,7 +227,7 @@ def main() -> None:
     losses, step_s = train(args, chunks, optimizer, train_set, session)
     report = make_report(args, shape, chunks, losses, step_s)
     report["validation_loss"] = validate(args, chunks, validation_set)
-    report["memplug"] = session.report() if session else None
+    report["memplug"] = session.report().as_dict() if session else None
     write_log(args.loss_log, {"report": report})
     if dist.get_rank() == 0:
         sys.stdout.write(render(report))

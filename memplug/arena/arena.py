@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -19,6 +20,10 @@ from memplug import native
 from memplug.arena.tables import Tables
 from memplug.errors import ArenaError
 from memplug.profile.records import Pass
+
+
+def _now() -> Any:
+    return field(default=0, metadata={"now": True})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +65,21 @@ class Counters:
     elsewhere: int = 0
     written_freed: int = 0
     written_beyond: int = 0
-    reserved_bytes: int = 0
-    leftover_bytes: int = 0
-    live_bytes: int = 0
-    live_size: int = 0
-    peak_bytes: int = 0
-    peak_size: int = 0
+    reserved_bytes: int = _now()
+    leftover_bytes: int = _now()
+    live_bytes: int = _now()
+    live_size: int = _now()
+    peak_bytes: int = _now()
+    peak_size: int = _now()
+
+    def since(self, before: Counters) -> Counters:
+        """Returns what happened since then, beside what is held now."""
+        return Counters(
+            **{
+                each.name: getattr(self, each.name) - (0 if "now" in each.metadata else getattr(before, each.name))
+                for each in fields(Counters)
+            }
+        )
 
     @property
     def served(self) -> int:

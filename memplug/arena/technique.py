@@ -26,6 +26,7 @@ from memplug.arena.arena import Arena, Counters
 from memplug.arena.judge import mistakes_of
 from memplug.arena.leftovers import LeftoverRoom
 from memplug.arena.plan.part import AddressPlan
+from memplug.arena.report import ArenaReport, report_of
 from memplug.arena.tables import Tables, tables_of
 from memplug.beside import Beside
 from memplug.block import ArenaConfig
@@ -90,6 +91,7 @@ class PlannedAddresses(Technique[Addresses]):
     name = AddressPlan.name
     part_type = AddressPlan
     mistakes_of = staticmethod(mistakes_of)
+    report_type = ArenaReport
 
     def __init__(
         self,
@@ -141,7 +143,7 @@ class PlannedAddresses(Technique[Addresses]):
     @property
     def counters(self) -> Counters:
         """Since the session began, and now."""
-        return _difference(self._arena.counters(), self._beginning)
+        return self._arena.counters().since(self._beginning)
 
     @property
     def native_bytes(self) -> int | None:
@@ -171,7 +173,7 @@ class PlannedAddresses(Technique[Addresses]):
         """
         self._arena.end_step()
         counters = self._arena.counters()
-        self.step, self._before = _difference(counters, self._before), counters
+        self.step, self._before = counters.since(self._before), counters
         self._was_withheld, self._withheld, self._is_first = bool(self._withheld), (), False
         self._steps += 1
         for count, how in (
@@ -244,6 +246,16 @@ class PlannedAddresses(Technique[Addresses]):
         self._recorded.clear()
         self._state, self._serving, self._withheld = State.WAITING, None, ()
         self._steps, self._mismatched_steps, self._patience = 0, 0, 1
+
+    def report(self) -> ArenaReport:
+        """See `memplug.arena.report`."""
+        return report_of(
+            *(self.counters, self.step, self.plan),
+            state=self.state.value,
+            off_because=self.off_because or None,
+            plans=self.plans,
+            native_bytes=self.native_bytes,
+        )
 
     # -- from run to run -----------------------------------------------------------------------------------------------
 
@@ -334,14 +346,3 @@ def _alike(one: Trace, other: Trace) -> bool:
         counts.append(collections.Counter(rows[["nbytes", "malloc_layer"]].tolist()))
     differing = (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
     return differing <= DIFFERING_SHARE * max(counts[0].total(), counts[1].total())
-
-
-def _difference(after: Counters, before: Counters) -> Counters:
-    """What happened in between; what is said to be now stays."""
-    now = ("reserved_bytes", "leftover_bytes", "live_bytes", "live_size", "peak_bytes", "peak_size")
-    return Counters(
-        **{
-            name: getattr(after, name) - (0 if name in now else getattr(before, name))
-            for name in Counters.__dataclass_fields__
-        }
-    )

@@ -25,8 +25,10 @@ from memplug.hooks.places import Places
 from memplug.profile.recorder import Recorder
 from memplug.session.ranks import Ranks
 from memplug.session.recording import Recording
+from memplug.session.report import Report
 from memplug.session.session import Session, initial_regions
 from memplug.session.table import Stage
+from memplug.session.techniques import reports
 from memplug.tokenwise.engine.core import core
 from memplug.tokenwise.engine.region import Region
 
@@ -55,9 +57,10 @@ class Disabled(Session):
         """Raises `RecorderError`: a session that is off records nothing."""
         raise RecorderError("memplug is off, so no step is recorded", 'Set "memplug": {"enabled": true}.')
 
-    def report(self) -> dict[str, Any]:
-        """Says only that memplug is off."""
-        return {"stage": self.stage.value}
+    def report(self) -> Report:
+        """Says that memplug is off."""
+        why = "memplug is off"
+        return Report(stage=self.stage.value, profiler_off_because=why, techniques=reports(None, (), lambda name: why))
 
     def detach(self) -> None:
         """Undo what `at_detach` was given; there is nothing else."""

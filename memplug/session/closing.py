@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from memplug.config import MemplugConfig
-from memplug.words import size
+from memplug.session.report import Report
+from memplug.session.technique import AgreedTechnique
 
 
 class Attached(Protocol):
@@ -18,11 +19,15 @@ class Attached(Protocol):
     steps_are_marked: bool
 
     @property
+    def agreed(self) -> AgreedTechnique[Any]:
+        """The technique whose decisions all ranks agree on."""
+
+    @property
     def history(self) -> list[tuple[int, Any, int, str]]:
         """Changes of stage or program."""
 
-    def report(self) -> dict[str, Any]:
-        """Counters and predictions."""
+    def report(self) -> Report:
+        """What it did so far."""
 
     def tell(self, text: str) -> None:
         """Say something to the user."""
@@ -31,10 +36,8 @@ class Attached(Protocol):
 def line(session: Attached) -> str:
     """For example "after 40 steps; 33 of them planned; 1.21 GiB swapped; 99.8 % of requests served by the arena"."""
     report = session.report()
-    parts = [f"after {report['steps']:,} steps", _planned(session, report)]
-    if report["regions"]:
-        parts.append(f"{size(report['offloaded_bytes'])} swapped")
-    parts += [_arena(report), _saved(report)]
+    parts = [f"after {report.steps:,} steps", _planned(session, report)]
+    parts += [each.closing() for each in report.techniques.values()]
     return "; ".join(filter(None, parts))
 
 
@@ -52,35 +55,20 @@ def at_exit(session: Attached) -> Callable[[], None]:
     return lambda: atexit.unregister(close)
 
 
-def _planned(session: Attached, report: dict[str, Any]) -> str:
-    if not session.config.tokenwise.plans:
+def _planned(session: Attached, report: Report) -> str:
+    if not session.agreed.plans:
         return ""
-    if report["replans"] or report["planned_steps"]:
-        return f"{report['planned_steps']:,} of them planned"
+    if report.replans or report.planned_steps:
+        return f"{report.planned_steps:,} of them planned"
     return f"nothing was planned: {_why_unplanned(session, report)}"
 
 
-def _why_unplanned(session: Attached, report: dict[str, Any]) -> str:
-    if not report["forwards"]:
+def _why_unplanned(session: Attached, report: Report) -> str:
+    if not session.agreed.has_run:
         return "no region ran forward with gradients"
-    if not report["steps"]:
+    if not report.steps:
         return "no step ended" if session.steps_are_marked else "no step ended (`session.step()` marks its end)"
     if session.history:
         return session.history[-1][-1]
     earliest = session.config.profiler.warmup_steps + 2
     return f"that takes {earliest} steps of one program at least"
-
-
-def _arena(report: dict[str, Any]) -> str:
-    served = report["arena_served"] + report["arena_dynamic"] + report["arena_reusable"]
-    if served:
-        return f"{served / (served + report['arena_fallback']):.1%} of requests served by the arena"
-    return f"no arena: {report['arena_off_because']}" if report["arena_off_because"] else ""
-
-
-def _saved(report: dict[str, Any]) -> str:
-    full_s, regions_s = report["predicted_full_recomputation_s"], report["predicted_regions_s"]
-    if not full_s:
-        return ""
-    saved = f"{full_s - regions_s:.3f} s a step of the {full_s:.3f} s that its regions take recomputed in full"
-    return f"by its own estimate the plan saves {saved}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from memplug.device.device import Device
 from memplug.session.recording import of_rank
+from memplug.session.report import Report
 from memplug.torch_private import dump_snapshot
 
-GIB = 2**30
 SNAPSHOT_FOLDER = "memplug_snapshots"
 BEGINS = "memplug: out of memory"
 
@@ -17,7 +17,7 @@ BEGINS = "memplug: out of memory"
 def note(
     phase: str,
     region: str | None,
-    report: dict[str, Any],
+    report: Report,
     peak_bytes: int | None,
     asked_gib: float | Literal["auto"] = "auto",
     is_bound: bool = False,
@@ -32,18 +32,16 @@ def note(
         asked_gib: `device_budget_gib`.
         is_bound: the device has no more than that: the CPU, which stands in for one.
     """
+    advice = filter(
+        None, ['add host memory ("host_budget_gib")', *(each.advice for each in report.techniques.values())]
+    )
     lines = [
         f"memplug: out of memory in {phase}" + (f" of region {region}" if region else ""),
-        f"  peak: predicted {_gib(report['predicted_peak_bytes'])}, measured {_gib(peak_bytes)} (allocated in all)",
-        f"  memplug holds on the device: {_gib(report['prefetched_live_bytes'])} prefetched, "
-        f"{_gib(report['predicted_kept_bytes'])} kept by plan, {_gib(report['buffer_bytes'])} in rounding buffers",
-        f"  memplug holds on the host: {_gib(report['host_used_bytes'])} of {_gib(report['host_budget_bytes'])}",
-        f"  swap list: {report['swap']}, {report['swap_tensors']} tensors planned, {report['swap_passive']} have left "
-        f"for requests that failed ({_gib(report['swap_passive_bytes'])})",
-        f"  stage {report['stage']}, alpha {report['alpha']}, {report['forwards_in_flight']} region forwards in flight",
+        *(f"  {line}" for each in report.techniques.values() for line in each.explain(peak_bytes)),
+        f"  stage {report.stage}, after {report.steps:,} steps",
         "  Three things to change, the cheapest first:",
         f"    1. {_of_budget(asked_gib, is_bound)}",
-        '    2. add host memory ("host_budget_gib"), or set "tokenwise": {"alpha": 0}: recomputation needs the least',
+        f"    2. {', or '.join(advice)}",
         "    3. halve the micro-batch or the sequence; raise gradient accumulation or the ZeRO stage instead",
     ]
     return "\n".join(lines)
@@ -91,7 +89,3 @@ def _of_budget(asked_gib: float | Literal["auto"], is_bound: bool) -> str:
     if is_bound:
         return f'raise "device_budget_gib", which is {asked_gib:g}: the CPU has no more than that for a step'
     return f'lower "device_budget_gib", which is {asked_gib:g}, so that the plan keeps less on the device'
-
-
-def _gib(nbytes: int | float | None) -> str:
-    return "unknown" if nbytes is None else f"{nbytes / GIB:.2f} GiB"

@@ -22,11 +22,14 @@ from memplug.errors import RecorderError, coded
 from memplug.files import path_of
 from memplug.profile.records import Fingerprint
 from memplug.profile.trace import Trace
-from memplug.session import closing, out_of_memory, report
+from memplug.session import closing, out_of_memory
 from memplug.session.boundary import Boundary
 from memplug.session.ranks import Ranks
 from memplug.session.recording import Recording, of_rank
+from memplug.session.report import Report
 from memplug.session.table import Stage
+from memplug.session.technique import AgreedTechnique
+from memplug.session.techniques import reports
 from memplug.tokenwise import budgets
 from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.plan import solver as plan
@@ -128,48 +131,26 @@ class Session:
         recording = self._boundary.recording
         return recording.trace if recording is not None else None
 
-    def report(self) -> dict[str, Any]:
-        """Counters and predictions: bytes, seconds and counts, by name.
-
-        `swapped_share` is how much of what was to be swapped still is, below 1 once the host memory of a rank has run
-        out; `step_s` is the median of the last steps, from one `step()` to the next; `predicted_*` come from the plan
-        and are None before there is one, the peak with the rounding buffers that are reserved now; `program` is the
-        index of the current one among the `programs` remembered, and `replans` counts how often a plan was made;
-        `planning_stopped_because` says which rank did not end as many steps as others.
-        `offloaded_step_bytes` were offloaded in the second step under the latest plan, or the first after it that is
-        as large as the one that it was made from; the plan says `expected_step_bytes`.
-        `alpha_by_link` and `alpha_by_host` are the largest fractions that the link hides behind each region's forward,
-        and that the host budget holds; None until a number above 0 for alpha is checked.
-        """
-        boundary, tokenwise = self._boundary, self._tokenwise
-        adjuster, claim, kept, recording = boundary.adjuster, boundary.claim, boundary.kept, boundary.recording
-        programs = adjuster.programs
-        return {
-            "stage": self.stage.value,
-            "steps": self.steps,
-            "regions": len(self.regions),
-            "plain_regions": sum(region.is_plain for region in self.regions),
-            "alpha": self.config.tokenwise.alpha,
-            "alpha_by_link": tokenwise.check.by_link,
-            "alpha_by_host": tokenwise.check.by_host,
-            "program": programs.current.index if programs.current else None,
-            "programs": len(programs),
-            "replans": adjuster.replans,
-            "planned_steps": boundary.planned_steps,
-            "planning_stopped_because": boundary.apart or None,
-            "swapped_fraction": report.swapped_fraction(self.config, self.solution, self.regions),
-            "swapped_share": self.executor.flow.share,
-            "step_s": boundary.step_s,
-            **report.predicted(adjuster.decisions, tokenwise.predictions, tokenwise.rounding),
-            **report.counters(self.executor),
-            "resumed_from": str(kept.file) if kept and kept.file else None,
-            "not_resumed_because": (kept.refused or None) if kept else None,
-            "recorded_steps": recording.steps if recording is not None else 0,
-            "profiler": "operators" if recording is not None and boundary.watches else "sizes",
-            "profiler_off_because": (claim.profiler_off_because or None) if claim else None,
-            **report.swaps(boundary.swapping, claim.why_off("swap") if claim else ""),
-            **report.arena(boundary.serving, claim.why_off("arena") if claim else ""),
-        }
+    def report(self) -> Report:
+        """Returns what the session did so far, holds now and predicts: see `Report`."""
+        boundary = self._boundary
+        claim, kept, recording, programs = boundary.claim, boundary.kept, boundary.recording, boundary.adjuster.programs
+        return Report(
+            stage=self.stage.value,
+            steps=self.steps,
+            program=programs.current.index if programs.current else None,
+            programs=len(programs),
+            replans=boundary.adjuster.replans,
+            planned_steps=boundary.planned_steps,
+            planning_stopped_because=boundary.apart or None,
+            step_s=boundary.step_s,
+            resumed_from=str(kept.file) if kept and kept.file else None,
+            not_resumed_because=(kept.refused or None) if kept else None,
+            recorded_steps=recording.steps if recording is not None else 0,
+            profiler="operators" if recording is not None and boundary.watches else "sizes",
+            profiler_off_because=(claim.profiler_off_because or None) if claim else None,
+            techniques=reports(self.agreed, boundary.followers, claim.why_off if claim else lambda name: ""),
+        )
 
     def detach(self) -> None:
         """Undo every patch and give all memory back, on every rank; a second call does nothing.
@@ -209,6 +190,11 @@ class Session:
     def solution(self) -> plan.TokenwisePlan | None:
         """The plan in force; None without one, and while plans are tried."""
         return self._boundary.adjuster.decisions.solution if self._boundary.adjuster.decisions else None
+
+    @property
+    def agreed(self) -> AgreedTechnique[Any]:
+        """The technique whose decisions all ranks agree on."""
+        return self._tokenwise
 
     # -- what hooks call -----------------------------------------------------------------------------------------------
 

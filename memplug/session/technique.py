@@ -19,6 +19,7 @@ from memplug.device.reserved import Reserved
 from memplug.plans.schema import MemoryPlan, PlanPart
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
+from memplug.session.technique_report import TechniqueReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,10 @@ class Technique(abc.ABC, Generic[Part]):
     """Of one session. Parts are made for one program each, and installed again when that program comes again.
 
     Attributes:
-        name: of its parts, in plans.
         part_type: of its parts, as plans keep them from run to run.
         mistakes_of: the judge of such parts: what is wrong with one, in sentences. Shares no code with what proposes.
+        name: of its parts in plans, and of its report.
+        report_type: of its reports.
         off_because: training goes on without it; "" while it may have a part in force.
         whole_steps: that were of the program that lasts, from their beginning on; counted by who asks.
     """
@@ -64,6 +66,7 @@ class Technique(abc.ABC, Generic[Part]):
     name: ClassVar[str]
     part_type: ClassVar[type[PlanPart]]
     mistakes_of: ClassVar[Callable[[Any], Iterator[str]]]
+    report_type: ClassVar[type[TechniqueReport]] = TechniqueReport
     off_because = ""
     whole_steps = 0
 
@@ -131,6 +134,10 @@ class Technique(abc.ABC, Generic[Part]):
     def end_step(self) -> None:
         """A step is over, and nothing else was done since."""
 
+    def report(self) -> TechniqueReport:
+        """Returns what it did, holds and promises. Called on any thread, also where a request for memory fails."""
+        return self.report_type.absent(self.off_because)
+
     # -- from run to run -----------------------------------------------------------------------------------------------
 
     def kept(self, plan: MemoryPlan) -> Part | None:
@@ -151,10 +158,17 @@ class AgreedTechnique(Technique[Part]):
     same steps, as `memplug.session.adjuster` has them agree.
     """
 
+    plans: bool
+    """Whether it proposes at all, or runs by fixed decisions."""
     may_keep = True
     """Whether parts may rely on the next step being no larger than the one that they are made of."""
     outcome = ""
     """How proposing ended, for people."""
+
+    @property
+    @abc.abstractmethod
+    def has_run(self) -> bool:
+        """Whether anything that it decides on ran forward with gradients."""
 
     @abc.abstractmethod
     def has_lost_room(self) -> bool:

@@ -27,6 +27,7 @@ from memplug.swap.judge import mistakes_of_places
 from memplug.swap.plan.from_trace import clock_of
 from memplug.swap.plan.part import SwapBudgets, SwapPart, plan_part
 from memplug.swap.promises import Promises
+from memplug.swap.report import SwapReport, report_of
 from memplug.swap.room import Room
 from memplug.words import size
 
@@ -60,6 +61,7 @@ class SwapsWhole(Technique[SwapPart]):
     name = SwapPart.name
     part_type = SwapPart
     mistakes_of = staticmethod(mistakes_of_places)  # against the recorded step a list was judged as it was made
+    report_type = SwapReport
 
     def __init__(self, given: Given):
         self.part: SwapPart | None = None
@@ -219,6 +221,10 @@ class SwapsWhole(Technique[SwapPart]):
     def _end(self) -> None:
         if not self._in_force.end():
             self._tell("the device has no room for tensors that were swapped: they stay on the host", logging.WARNING)
+
+    def report(self) -> SwapReport:
+        """See `memplug.swap.report`."""
+        return report_of(self.state.value, self.off_because, self.part, self.promises, self.counters)
 
     def _departs(self, missed: int) -> bool:
         """Whether tensors of dynamic layers may be why many are not found, step after step."""

@@ -1,10 +1,191 @@
-"""A plan of decisions, for people."""
+"""The report of tokenwise, and a plan of decisions, for people."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from memplug.config import MemplugConfig
+from memplug.session.technique_report import TechniqueReport
+from memplug.tokenwise.checking import AlphaCheck
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.region import Region
+from memplug.tokenwise.plan.decisions import Decisions
 from memplug.tokenwise.plan.model import TokenwisePlan
 from memplug.tokenwise.plan.plain import is_plain
-from memplug.words import size
+from memplug.tokenwise.predictions import Predictions
+from memplug.words import known, size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenwiseReport(TechniqueReport):
+    """Counts since the session began, memory held now, and promises of a step: those of the plan in force, None without
+    one.
+
+    Attributes:
+        regions: modules that run token-wise.
+        plain_regions: of these, those that run as without memplug, as the device has room.
+        alpha: of the block: fraction of rows that are swapped, or how it is found.
+        alpha_by_link: the largest fraction whose copies the link hides behind each region's forward; None until a
+            number above 0 for alpha is checked.
+        alpha_by_host: the largest fraction that the host budget holds, likewise.
+        swapped_fraction: of the rows of every matmul's output, the mean of all regions; None before there is a plan.
+        swapped_share: how much of what was to be swapped still is; below 1 once the host memory of a rank has run out.
+        predicted_regions_s: seconds of a step that all regions take.
+        predicted_full_recomputation_s: seconds that they would take recomputed in full, with nothing swapped.
+        predicted_host_bytes: host memory that a step needs.
+        expected_step_bytes: that a step is to offload, as the plan says; None before a step was compared.
+        offloaded_step_bytes: that were offloaded in the second step under the latest plan, or the first one after it
+            that is as large as the one that the plan was made from.
+        predicted_kept_bytes: that stay on the device by plan.
+        predicted_peak_bytes: largest allocation total of the device in a step, with the rounding buffers that are
+            reserved now.
+        bound: what keeps the plan from being faster.
+        forwards: of regions, with gradients.
+        forwards_in_flight: of these, those whose backward is not over.
+        offloaded_bytes, prefetched_bytes: copied to the host, and back.
+        host_used_bytes: in use now.
+        host_peak_bytes: the most in use.
+        host_pool_bytes: pinned now.
+        host_budget_bytes: that may be pinned.
+        host_refusals: copies to the host for which it had no room.
+        prefetched_live_bytes: of the device, held now by prefetched rows.
+        transfer_allocations: how often a copy to the device got new memory there.
+        buffer_bytes: of the device, that rounding buffers take.
+        buffer_misses: how often a copy to the device got new memory although rounding buffers were reserved.
+        recomputed_in_full: forwards whose backward ran the whole region again, as operators had changed.
+        opaque_regions: that run their module again in backward.
+        opaque_because: the reasons for it.
+        unit_functions: qualified names of the custom autograd functions whose kernels no operator shows, and which a
+            plan can decide on all the same.
+    """
+
+    advice: ClassVar[str] = 'set "tokenwise": {"alpha": 0}: recomputation needs the least'
+
+    regions: int = 0
+    plain_regions: int = 0
+    alpha: float | str | None = None
+    alpha_by_link: float | None = None
+    alpha_by_host: float | None = None
+    swapped_fraction: float | None = None
+    swapped_share: float = 1.0
+    predicted_regions_s: float | None = None
+    predicted_full_recomputation_s: float | None = None
+    predicted_host_bytes: int | None = None
+    expected_step_bytes: int | None = None
+    offloaded_step_bytes: int | None = None
+    predicted_kept_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    bound: str | None = None
+    forwards: int = 0
+    forwards_in_flight: int = 0
+    offloaded_bytes: int = 0
+    prefetched_bytes: int = 0
+    host_used_bytes: int = 0
+    host_peak_bytes: int = 0
+    host_pool_bytes: int = 0
+    host_budget_bytes: int = 0
+    host_refusals: int = 0
+    prefetched_live_bytes: int = 0
+    transfer_allocations: int = 0
+    buffer_bytes: int = 0
+    buffer_misses: int = 0
+    recomputed_in_full: int = 0
+    opaque_regions: int = 0
+    opaque_because: Sequence[str] = ()
+    unit_functions: Sequence[str] = ()
+
+    def explain(self, peak_bytes: int | None) -> tuple[str, ...]:
+        """Returns what was promised of the device, and what is held there and on the host."""
+        return (
+            f"peak: predicted {known(self.predicted_peak_bytes, size)}, measured {known(peak_bytes, size)} (allocated "
+            "in all)",
+            f"memplug holds on the device: {size(self.prefetched_live_bytes)} prefetched, "
+            f"{known(self.predicted_kept_bytes, size)} kept by plan, {size(self.buffer_bytes)} in rounding buffers",
+            f"memplug holds on the host: {size(self.host_used_bytes)} of {size(self.host_budget_bytes)}",
+            f"alpha {self.alpha}, {self.forwards_in_flight} region forwards in flight",
+        )
+
+    def closing(self) -> str:
+        """Returns what was swapped, and the time that the plan saves."""
+        return "; ".join(filter(None, [f"{size(self.offloaded_bytes)} swapped" if self.regions else "", self._saved()]))
+
+    def _saved(self) -> str:
+        full_s, regions_s = self.predicted_full_recomputation_s, self.predicted_regions_s
+        if not full_s:
+            return ""
+        saved = f"{full_s - regions_s:.3f} s a step of the {full_s:.3f} s that its regions take recomputed in full"
+        return f"by its own estimate the plan saves {saved}"
+
+
+def report_of(
+    config: MemplugConfig,
+    regions: Sequence[Region],
+    executor: Executor,
+    decisions: Decisions | None,
+    check: AlphaCheck,
+    predictions: Predictions,
+    predicted_peak_bytes: int | None,
+) -> TokenwiseReport:
+    """Returns the report of tokenwise; `decisions` are in force."""
+    return TokenwiseReport(
+        regions=len(regions),
+        plain_regions=sum(region.is_plain for region in regions),
+        alpha=config.tokenwise.alpha,
+        alpha_by_link=check.by_link,
+        alpha_by_host=check.by_host,
+        swapped_fraction=_swapped_fraction(config, decisions, regions),
+        expected_step_bytes=predictions.expected_bytes,
+        offloaded_step_bytes=predictions.offloaded_bytes,
+        predicted_peak_bytes=predicted_peak_bytes,
+        **_promised(decisions),
+        **_counted(executor),
+    )
+
+
+def _promised(decisions: Decisions | None) -> dict[str, Any]:
+    if decisions is None:
+        return {}
+    solution = decisions.solution
+    return {
+        "predicted_regions_s": solution.step_s,
+        "predicted_full_recomputation_s": decisions.full_recomputation_s,
+        "predicted_host_bytes": solution.host_bytes,
+        "predicted_kept_bytes": solution.kept_bytes,
+        "bound": solution.bound,
+    }
+
+
+def _counted(executor: Executor) -> dict[str, Any]:
+    transfer, pool = executor.transfer, executor.pool
+    return {
+        "swapped_share": executor.flow.share,
+        "forwards": executor.flow.forwards,
+        "forwards_in_flight": executor.flow.live,
+        "offloaded_bytes": transfer.offloaded_total_bytes,
+        "prefetched_bytes": transfer.prefetched_total_bytes,
+        "host_used_bytes": pool.used_bytes,
+        "host_peak_bytes": pool.peak_bytes,
+        "host_pool_bytes": pool.capacity_bytes,
+        "host_budget_bytes": pool.budget_bytes,
+        "host_refusals": transfer.refused,
+        "prefetched_live_bytes": transfer.prefetched_bytes,
+        "transfer_allocations": transfer.allocations,
+        "buffer_bytes": transfer.buffer_bytes,
+        "buffer_misses": transfer.buffer_misses,
+        "recomputed_in_full": executor.divergences,
+        "opaque_regions": executor.opaque_regions,
+        "opaque_because": sorted(executor.opaque),
+        "unit_functions": executor.functions.units,
+    }
+
+
+def _swapped_fraction(config: MemplugConfig, decisions: Decisions | None, regions: Sequence[Region]) -> float | None:
+    if not isinstance(config.tokenwise.alpha, str):
+        return float(config.tokenwise.alpha)
+    return statistics.fmean(region.setting.rows for region in regions) if decisions and regions else None
 
 
 def plan_in_words(solution: TokenwisePlan) -> str:

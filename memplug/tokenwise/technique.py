@@ -29,7 +29,7 @@ from memplug.tokenwise.judge import mistakes_of
 from memplug.tokenwise.plain_regions import PlainRegions
 from memplug.tokenwise.plan.decisions import Decisions, Learnt, Setting
 from memplug.tokenwise.predictions import Predictions
-from memplug.tokenwise.report import plan_in_words
+from memplug.tokenwise.report import TokenwiseReport, plan_in_words, report_of
 from memplug.tokenwise.room import Room
 from memplug.tokenwise.rounding import Rounding
 from memplug.tokenwise.search import Search
@@ -63,6 +63,7 @@ class TokenWise(AgreedTechnique[Decisions]):
     name = Decisions.name
     part_type = Decisions
     mistakes_of = staticmethod(mistakes_of)
+    report_type = TokenwiseReport
 
     def __init__(
         self,
@@ -153,6 +154,18 @@ class TokenWise(AgreedTechnique[Decisions]):
     def in_words(self, part: Decisions) -> str:
         """See `memplug.show.words`."""
         return plan_in_words(part.solution)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a region ran forward with gradients."""
+        return self.executor.flow.forwards > 0
+
+    def report(self) -> TokenwiseReport:
+        """See `memplug.tokenwise.report`."""
+        return report_of(
+            *(self._config, self._regions, self.executor, self.decisions, self.check, self.predictions),
+            self.rounding.peak_bytes(self.decisions),
+        )
 
     @property
     def detail(self) -> Detail | None:

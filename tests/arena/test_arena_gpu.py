@@ -65,10 +65,10 @@ def test_losses_are_those_of_a_run_without_and_all_is_served(block: dict) -> Non
                 optimizer.step()
                 optimizer.zero_grad()
                 session.step()
-            report = session.report()
+            report = session.report().arena
         runs.append(losses)
     assert runs[1] == pytest.approx(runs[0], rel=1e-5)
-    assert report["arena_served"] > 1000 and report["arena_served"] > 1000 * report["arena_fallback"]
+    assert report.served > 1000 and report.served > 1000 * report.fallback
 
 
 def test_statistics_count_the_arenas_blocks_and_not_what_it_reserved(session: memplug.Session) -> None:
@@ -82,7 +82,7 @@ def test_statistics_count_the_arenas_blocks_and_not_what_it_reserved(session: me
     assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
     del block
     assert torch.cuda.memory_allocated() == before
-    assert torch.cuda.memory_reserved() >= reserved >= session.report()["arena_bytes"]
+    assert torch.cuda.memory_reserved() >= reserved >= session.report().arena.bytes
     torch.cuda.memory_summary()
     torch.cuda.memory_snapshot()
     torch.cuda.empty_cache()

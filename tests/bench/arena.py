@@ -206,12 +206,12 @@ def _serve(training: Training, steps: int, note: Callable[[str, str, float], Non
                 session.step()
         for seconds in training_s:
             note("arena", "step_s", seconds)
-        report = session.report()
-        note("arena", "served", report["arena_step_served"])
+        report = session.report().arena
+        note("arena", "served", report.step_served)
         note("arena", "live_peak_bytes", serving.plan.predictions.static_peak_bytes)
-        note("arena", "arena_bytes", report["arena_bytes"])
+        note("arena", "arena_bytes", report.bytes)
         if training.device.type == "cpu":
-            note("arena", "fragmentation", report["arena_peak_fragmentation"])
+            note("arena", "fragmentation", report.peak_fragmentation)
         session.record()
         for _ in range(2):
             training.step()

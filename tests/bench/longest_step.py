@@ -94,7 +94,7 @@ def run(layers: int, waits: bool) -> tuple[list[Step], int]:
             state = serving.state if serving is not None else None
             session.step()
             now = time.perf_counter()
-            count = session.report()["recorded_steps"]
+            count = session.report().recorded_steps
             steps.append(Step(now - before, count > recorded, stage, state))
             before, recorded = time.perf_counter(), count
             served += state is State.SERVING

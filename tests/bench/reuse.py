@@ -141,8 +141,8 @@ def intervals_of_list(args: argparse.Namespace, budget_bytes: int) -> list[int]:
         for _ in range(WARM_UP):
             training.step()
             session.step()
-        if session.report()["swap"] != "swapping":
-            raise SystemExit(f"there is no list: {session.report()['swap_off_because']}")
+        if session.report().swap.state != "swapping":
+            raise SystemExit(f"there is no list: {session.report().swap.off_because}")
 
         def look() -> tuple[int, int]:
             counters = session._boundary.swapping.counters

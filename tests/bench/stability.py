@@ -136,7 +136,7 @@ def run(steps: int, tokens: int, with_memplug: bool) -> Log:
             session.step()
     log.seconds = time.perf_counter() - begin
     if session is not None:
-        log.history, log.report = session.history, session.report()
+        log.history, log.report = session.history, session.report().as_dict()
         session.detach()
     return log
 

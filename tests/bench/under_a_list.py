@@ -76,13 +76,13 @@ class Turns:
         session = self._attached(mode)
         for _ in range(WARM_UP):
             self._training.timed_step()
-        before = session.report()["swap_repeated"]
+        before = session.report().swap.repeated
         measured = [self._training.timed_step() for _ in range(steps)]
-        report = session.report()
+        report = session.report().swap
         if mode == "list":
-            followed = report["swap_repeated"] - before
-            assert followed == steps, f"of {steps} steps {followed} were followed: {report['swap']}"
-            self.tensors, self.nbytes = report["swap_tensors"], report["swap_planned_bytes"]
+            followed = report.repeated - before
+            assert followed == steps, f"of {steps} steps {followed} were followed: {report.state}"
+            self.tensors, self.nbytes = report.tensors, report.planned_bytes
         self._detach()
         return {part: statistics.median(step[part] for step in measured) for part in PARTS}
 

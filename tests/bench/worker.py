@@ -118,12 +118,12 @@ def measure(mode: str, case: Case, steps: int) -> dict[str, Any]:
             "peak_allocated_bytes": peak,
             "peak_reserved_bytes": reserved,
             "host_bytes": _host_bytes(run, mode, case),
-            "arena_bytes": run.session.report()["arena_bytes"] if run.session is not None else None,
+            "arena_bytes": run.session.report().arena.bytes if run.session is not None else None,
             "reserved_unused_bytes": unused,
             "gradients": None if case.is_virtual else run.gradients(),
         }
         if run.session is not None:
-            told = {key: value for key, value in run.session.report().items() if value not in (None, 0, [])}
+            told = {key: value for key, value in run.session.report().as_dict().items() if value not in (None, 0, [])}
             print(f"{case}: {mode}: {result['step_s']} s: {json.dumps(told)}", file=sys.stderr, flush=True)
     del run
     gc.collect()
@@ -135,7 +135,7 @@ def _host_bytes(run: Any, mode: str, case: Case) -> int | None:
     import torch
 
     if run.session is not None:
-        return run.session.report()["host_pool_bytes"]
+        return run.session.report().tokenwise.host_pool_bytes
     if case.device.startswith("cuda") and mode == "save_on_cpu" and hasattr(torch.cuda, "host_memory_stats"):
         return torch.cuda.host_memory_stats().get("allocated_bytes.peak")
     return None

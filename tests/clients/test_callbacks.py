@@ -42,9 +42,9 @@ def test_a_training_has_a_session_from_its_begin_to_its_end_with_each_step_marke
         one.on_substep_end(WITHOUT_DEEPSPEED, None, None, model=model)
         train(model)
         one.on_step_end(WITHOUT_DEEPSPEED, None, None, model=model)
-        assert one.session.report()["steps"] == step
+        assert one.session.report().steps == step
     one.on_train_end(WITHOUT_DEEPSPEED, None, None, model=model)
-    assert one.session.stage is Stage.DETACHED and one.session.report()["steps"] == 2
+    assert one.session.stage is Stage.DETACHED and one.session.report().steps == 2
     assert [type(module) for module in model.modules()] == kinds
 
 
@@ -74,7 +74,7 @@ def test_a_model_that_deepspeed_trains_is_left_alone_and_that_is_said_once(
     assert "under DeepSpeed the callback does nothing" in said
     assert ("memplug.install()" in said) == (not attached)
     if attached:
-        assert session.stage is Stage.STABLE and session.report()["steps"] == 0
+        assert session.stage is Stage.STABLE and session.report().steps == 0
 
 
 def test_a_model_that_is_attached_already_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -84,7 +84,7 @@ def test_a_model_that_is_attached_already_is_left_alone(caplog: pytest.LogCaptur
         begin(one, model)
         one.on_step_end(WITHOUT_DEEPSPEED, None, None, model=model)
         one.on_train_end(WITHOUT_DEEPSPEED, None, None, model=model)
-        assert one.session is session and session.stage is Stage.STABLE and session.report()["steps"] == 0
+        assert one.session is session and session.stage is Stage.STABLE and session.report().steps == 0
     assert any("attached already" in message for message in caplog.messages)
 
 
@@ -93,7 +93,7 @@ def test_a_block_that_is_off_changes_nothing() -> None:
     begin(one, model)
     one.on_step_end(WITHOUT_DEEPSPEED, None, None, model=model)
     one.on_train_end(WITHOUT_DEEPSPEED, None, None, model=model)
-    assert session_of(model) is None and one.session.report() == {"stage": "off"}
+    assert session_of(model) is None and one.session.report().as_dict() == {"stage": "off"}
 
 
 def test_a_block_with_a_mistake_is_refused_before_there_is_a_trainer() -> None:

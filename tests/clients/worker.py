@@ -150,7 +150,9 @@ def run_part(part: Callable[[Block | None], Outcome], block: Block | None) -> Ou
     with listening() as told:
         outcome = part(block)
         outcome["digest"] = digest(outcome.pop("model"))
-        reports = [{**one.report(), "history": [stage.value for _, stage, _, _ in one.history]} for one in sessions]
+        reports = [
+            {**one.report().as_dict(), "history": [stage.value for _, stage, _, _ in one.history]} for one in sessions
+        ]
         return {**outcome, "reports": reports, "told": told}
 
 

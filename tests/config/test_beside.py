@@ -153,7 +153,7 @@ def test_training_goes_on_while_plans_are_made_and_takes_them_when_they_are_ther
     assert states.count(State.PLANNING) > 1, "no step waited for addresses"
     assert [stage for stage, _ in stages].count(Stage.GEN_POLICY) > 2, "nor for decisions"
     report = session.report()
-    assert report["replans"] == 1 and report["recorded_steps"] < 8, "steps while something is planned are not recorded"
+    assert report.replans == 1 and report.recorded_steps < 8, "steps while something is planned are not recorded"
     enough = len(losses)
     assert losses == train(lambda stages: len(stages) == enough, profiler={"wait_for_plans": True})[0]
     assert not children()

@@ -107,7 +107,7 @@ def test_every_step_is_marked(repository, monkeypatch):
     monkeypatch.setattr("memplug.hooks.attach.attach", attach)
     run.main(["pretrain_gpt.py", "--memplug-config", "ds.json"])
     assert [session.steps for session in sessions] == [4]
-    assert sessions[0].report()["offloaded_bytes"] > 0
+    assert sessions[0].report().tokenwise.offloaded_bytes > 0
 
 
 def test_an_option_without_a_file_is_an_error(repository):

@@ -88,7 +88,7 @@ def train(ways: set[str]) -> int:
                     kept.append(busy[0])
                     del busy
                 session.step()
-        assert session.report()["arena_served"] > 0
+        assert session.report().arena.served > 0
     assert owned(out)
     out = out.detach()
     if "side" in ways:

@@ -66,7 +66,7 @@ def train(settings: dict | None) -> tuple[list[float], dict]:
             del loss
             if session is not None:
                 session.step()
-        return losses, session.report() if session is not None else {}
+        return losses, session.report().as_dict() if session is not None else {}
     finally:
         if session is not None:
             session.detach()

@@ -100,7 +100,7 @@ def train(keeper: Callable[[Script, int, torch.Tensor], None], block: dict[str, 
             session.step()
     torch.cuda.synchronize()
     found = [value.cpu() for value in [*losses, *script.kept]]
-    report = session.report() if session is not None else {}
+    report = session.report().as_dict() if session is not None else {}
     if session is not None:
         session.detach()
     return found, report

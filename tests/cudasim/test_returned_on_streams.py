@@ -183,7 +183,7 @@ def train(swaps: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
             session.step()
     torch.cuda.synchronize()
     if session is not None:
-        report = session.report()
+        report = session.report().as_dict()
         session.detach()
     return [value.cpu() for value in [*losses, *model.parameters()]], report
 

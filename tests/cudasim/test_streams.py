@@ -92,7 +92,7 @@ def test_rounding_buffers_are_ordered_after_the_stream_that_ends_the_step(alpha:
             optimizer.zero_grad()
             session.step()
         torch.cuda.synchronize()
-        assert session.report()["buffer_bytes"] > 0 and session.report()["arena"] == "off"
+        assert session.report().tokenwise.buffer_bytes > 0 and session.report().arena.state == "off"
         session.detach()
 
 

@@ -35,7 +35,7 @@ def waits(used: dict[str, Any] | None) -> tuple[list[int], list[str]]:
         optimizer.zero_grad()
         if session is not None:
             session.step()
-            states.append(f"{session.stage.value}, {session.report()['arena']}")
+            states.append(f"{session.stage.value}, {session.report().arena.state}")
         found.append(device.blocked() - before)
     torch.cuda.synchronize()
     if session is not None:

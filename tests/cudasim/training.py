@@ -86,7 +86,7 @@ def train(case: Case, with_memplug: bool = True) -> Trained:
     result.losses = [loss.item() for loss in losses]
     result.gradients = [gradient.cpu() for gradient in result.gradients]
     if session is not None:
-        result.report = {**session.report(), "stage": session.stage.value}
+        result.report = {**session.report().as_dict(), "stage": session.stage.value}
         session.detach()
     return result
 

@@ -105,8 +105,8 @@ def trained(kind: type[nn.Module], memplug_block: dict[str, Any] | None) -> tupl
             weights.append(parameter.detach().clone())
     external = {name: len(module._external_params) for name, module in engine.module.named_modules()}
     if session is not None:
-        report = session.report()
-        assert report["recomputed_in_full"] == 0 and report["offloaded_bytes"] > 0
+        report = session.report().tokenwise
+        assert report.recomputed_in_full == 0 and report.offloaded_bytes > 0
         session.detach()
     return losses, weights, external
 

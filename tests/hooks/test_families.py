@@ -82,7 +82,7 @@ def test_a_family_trains_as_without_memplug(family: Family, caplog: pytest.LogCa
             if difference(found, expected) and difference(plain(family), expected):
                 pytest.skip("without memplug it is another training each time")
             assert not difference(found, expected), f"alpha {alpha}"
-            assert session.report()["forwards"], "a region ran"
+            assert session.report().tokenwise.forwards, "a region ran"
 
 
 @pytest.mark.long

@@ -85,7 +85,7 @@ def test_where_regions_run_by_themselves_again_their_compiled_code_is_used(monke
         for x in torch.randn(20, 2, TOKENS, WIDTH):
             model(x * 1.0).backward()
             session.step()
-        assert session.report()["plain_regions"] == LAYER_COUNT
+        assert session.report().tokenwise.plain_regions == LAYER_COUNT
     assert counted.graphs == 1 and counted.calls == 20 * LAYER_COUNT
 
 
@@ -281,4 +281,4 @@ def test_attention_that_transformers_has_compiled(alpha: float, monkeypatch: pyt
             assert (counted.graphs - before[0], counted.calls - before[1]) == expected
             assert_same(gradients(model), gradients(reference))
             session.step()
-        assert session.report()["opaque_regions"] == 0
+        assert session.report().tokenwise.opaque_regions == 0

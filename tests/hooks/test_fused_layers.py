@@ -114,4 +114,4 @@ def test_several_micro_batches_are_in_flight(alpha: float) -> None:
                     loss.backward()
             assert_same(gradients(model), gradients(reference))
             session.step()
-        assert session.report()["opaque_regions"] == 0
+        assert session.report().tokenwise.opaque_regions == 0

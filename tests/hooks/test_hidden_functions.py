@@ -184,7 +184,7 @@ def test_a_call_without_elements_tells_nothing_of_a_function(
             reference(x).backward()
             assert_same(gradients(model), gradients(reference))
             session.step()
-        assert session.report()["opaque_regions"] == 0
+        assert session.report().tokenwise.opaque_regions == 0
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
@@ -361,7 +361,7 @@ def test_a_call_without_gradients_takes_no_state_of_another_where_a_region_runs_
     with memplug.attach(model, BLOCK) as session:
         make_unit(model.layers[0].part, Unit(session.executor, "part", None, forward=forward, again=again), session)
         model(torch.randn(2, 6, 16)).backward()
-        assert session.report()["opaque_regions"] > 0 and states == ["state"]
+        assert session.report().tokenwise.opaque_regions > 0 and states == ["state"]
 
 
 class Passes(torch.autograd.Function):
@@ -390,4 +390,4 @@ def test_a_function_that_returns_its_argument_hides_nothing() -> None:
     with memplug.attach(model, BLOCK) as session:
         model(torch.randn(2, 6, 16)).backward()
         assert not session.executor.functions.found_some()
-        assert session.report()["opaque_regions"] == 0
+        assert session.report().tokenwise.opaque_regions == 0

@@ -69,14 +69,14 @@ def test_detach_puts_an_engine_back_and_it_trains_on_as_it_would_have(cpu_engine
     session = memplug.attach(engine)
     assert is_patched(engine, "step")
     losses = train_engine(engine, 2)
-    assert session.report()["steps"] == 2 and session.report()["offloaded_bytes"] > 0
+    assert session.report().steps == 2 and session.report().tokenwise.offloaded_bytes > 0
     session.detach()
     assert [type(module) for module in engine.modules()] == types
     for one, names in zip(patchable, attributes, strict=True):
         assert not any(hasattr(value, ORIGINAL) for value in one.__dict__.values())
         assert not any("memplug" in name or name in PATCHED for name in set(one.__dict__) - names)
     assert losses + train_engine(engine, 2, first=2) == expected
-    assert session.report()["steps"] == 2
+    assert session.report().steps == 2
 
 
 def test_an_engine_whose_model_is_attached_by_itself_is_refused(cpu_engine: None) -> None:
@@ -129,7 +129,7 @@ def test_zero_3_partitions_every_parameter_again_after_training(cpu_engine: None
         assert parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE and parameter.numel() == 0, name
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     assert coordinator._PartitionedParameterCoordinator__n_available_params == 0
-    assert memplug.attach(engine).report()["forwards"] == 4 * 3
+    assert memplug.attach(engine).report().tokenwise.forwards == 4 * 3
 
 
 # -- install -----------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_without_deepspeed_install_says_so_and_models_are_attached_to(monkeypatc
         for _ in range(2):
             model(torch.randn(2, 6, 16)).backward()
             session.step()
-        assert session.report()["forwards"] == 4
+        assert session.report().tokenwise.forwards == 4
 
 
 @pytest.mark.parametrize("form", ["dict", "path", "args"])
@@ -194,7 +194,7 @@ def test_install_reads_the_block_however_the_configuration_is_given(
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), **given)[0]
     assert memplug.attach(engine).config.tokenwise.alpha == 0
     assert train_engine(engine, 1) == train_engine(make_engine(ds_config()), 1)
-    assert memplug.attach(engine).report()["forwards"] == 3
+    assert memplug.attach(engine).report().tokenwise.forwards == 3
 
 
 def test_a_block_with_errors_stops_the_engine(cpu_engine: None) -> None:

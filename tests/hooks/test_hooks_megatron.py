@@ -87,7 +87,7 @@ def test_keyword_calls_and_tuples_of_outputs_train_as_without(chunks):
                 reference(x, mask).backward()
                 assert_same(gradients(model), gradients(reference))
             session.step()
-        assert session.report()["offloaded_bytes"] > 0
+        assert session.report().tokenwise.offloaded_bytes > 0
         assert memplug.attach(models, BLOCK) is session
 
 
@@ -227,7 +227,7 @@ def test_under_deepspeed_both_hooks_work_and_the_engine_marks_the_steps(tmp_path
                 engine.step()
                 losses.append(loss.item())
             assert losses[0] == losses[1]
-        assert session.steps == 3 and session.report()["offloaded_bytes"] > 0
+        assert session.steps == 3 and session.report().tokenwise.offloaded_bytes > 0
         session.detach()
 
 
@@ -265,7 +265,7 @@ def test_an_auxiliary_loss_is_recorded_once():
             for _ in range(2):
                 model(torch.randn(3, 2, 16)).backward()
                 session.step()
-            assert len(recorded) == 4 and session.report()["recomputed_in_full"] == 0
+            assert len(recorded) == 4 and session.report().tokenwise.recomputed_in_full == 0
 
 
 def test_states_that_are_generators_are_brought_back_too():

@@ -101,7 +101,7 @@ def test_an_engine_with_the_block_is_attached_though_an_earlier_one_had_none(cpu
         make_engine(ds_config())
         engine = make_engine(ds_config(memplug=block(alpha=1.0)))
         with memplug.attach(engine) as session:
-            assert session.report()["regions"] == 3
+            assert session.report().tokenwise.regions == 3
     finally:
         memplug.uninstall()
 
@@ -110,5 +110,5 @@ def test_attaching_to_an_engine_without_the_block_is_not_silent(
     cpu_engine: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "memplug"):
-        assert memplug.attach(make_engine(ds_config())).report() == {"stage": "off"}
+        assert memplug.attach(make_engine(ds_config())).report().as_dict() == {"stage": "off"}
     assert 'no "memplug" block' in caplog.text

@@ -37,7 +37,7 @@ def test_attach_with_a_block_that_is_off_leaves_a_model_untouched(off: dict[str,
         assert fingerprint(model) == before
         loss = train(model)
         session.step()
-        assert session.report() == {"stage": "off"}
+        assert session.report().as_dict() == {"stage": "off"}
     assert fingerprint(model) == before
     assert torch.equal(loss, train(tiny_llama()))
     assert_same(gradients(model), expected_gradients())
@@ -58,7 +58,7 @@ def test_detach_puts_a_model_back_and_gradients_are_the_plain_ones(alpha: float 
     assert after == before
     session.detach()
     session.step()
-    assert session.report()["stage"] == "detached"
+    assert session.report().stage == "detached"
     assert fingerprint(model) == after
     train(model)
     assert_same(gradients(model), expected_gradients())
@@ -198,7 +198,7 @@ def test_gradients_hold_with_the_cache_that_models_make_by_default(regions: Any,
             train(model, seed)
             assert_same(gradients(model), expected_gradients(seed), exact=alpha in (0, 1))
             session.step()
-        assert session.report()["recomputed_in_full"] == 0
+        assert session.report().tokenwise.recomputed_in_full == 0
 
 
 def round_trip(model: nn.Module, protocol: int) -> nn.Module:
@@ -221,13 +221,13 @@ def test_copies_of_an_attached_model_are_plain_and_work(how: str) -> None:
     session = memplug.attach(model, block(alpha=1))
     train(model)
     model.zero_grad()
-    forwards = session.report()["forwards"]
+    forwards = session.report().tokenwise.forwards
     made = COPIES[how](model)
     assert all(type(layer) is layer_class for layer in made.model.layers)
     assert not any("memplug" in key for module in made.modules() for key in module.__dict__)
     train(made)
     assert_same(gradients(made), expected_gradients())
-    assert session.report()["forwards"] == forwards, "the copy is not attached"
+    assert session.report().tokenwise.forwards == forwards, "the copy is not attached"
 
 
 def test_modules_that_refer_to_one_another_can_be_copied_while_attached() -> None:
@@ -268,4 +268,4 @@ def test_evaluation_does_not_go_through_the_executor() -> None:
     x = tokens()
     with memplug.attach(model, block(alpha=1)) as session, torch.no_grad():
         assert torch.equal(model(input_ids=x).logits, plain(input_ids=x).logits)
-        assert session.report()["forwards"] == 0
+        assert session.report().tokenwise.forwards == 0

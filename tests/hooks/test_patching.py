@@ -87,7 +87,7 @@ def test_an_engine_that_is_destroyed_leaves_recorder_and_arena_to_the_next(cpu_e
         engine = make_engine(ds_config(3, block()))
         session = memplug.attach(engine)
         train_engine(engine, 8)
-        assert session.report()["profiler"] == "operators" and session.report()["arena_served"] > 0
+        assert session.report().profiler == "operators" and session.report().arena.served > 0
         engine.destroy()
         assert session.stage is Stage.DETACHED
 
@@ -101,4 +101,4 @@ def test_a_detached_session_that_is_kept_for_its_report_keeps_no_model() -> None
     session.detach()
     del model
     gc.collect()
-    assert gone() is None and session.report()["stage"] == "detached"
+    assert gone() is None and session.report().stage == "detached"

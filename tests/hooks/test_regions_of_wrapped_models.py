@@ -83,7 +83,7 @@ def test_gradients_of_wrapped_layers_are_the_plain_ones(how: str) -> None:
     plain(x).backward()
     with memplug.attach(model, block(alpha=1, regions=["layers.*"])) as session:
         model(x).backward()
-        assert session.report()["regions"] == session.report()["forwards"] == 3
+        assert session.report().tokenwise.regions == session.report().tokenwise.forwards == 3
     assert_same(
         {name.replace(how, ""): gradient for name, gradient in gradients(model).items()}, gradients(plain), exact=True
     )

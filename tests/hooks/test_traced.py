@@ -96,7 +96,7 @@ def test_a_trace_is_no_forward_of_a_step(way: str) -> None:
     model = layers()
     with memplug.attach(model, block(regions=["[0-1]"])) as session:
         TRACES[way](model)
-        assert session.forwards == 0 == session.report()["offloaded_bytes"]
+        assert session.forwards == 0 == session.report().tokenwise.offloaded_bytes
         step(model, model)
         before = session.forwards
         TRACES[way](model)

@@ -31,7 +31,7 @@ def train(block: dict[str, Any] | None) -> tuple[list[float], list[list[torch.Te
         optimizer.step()
         if session is not None:
             session.step()
-    report = session.report() if session is not None else {}
+    report = session.report().as_dict() if session is not None else {}
     if session is not None:
         session.detach()
     return losses, gradients, report, counts

@@ -79,7 +79,7 @@ def test_gradients_are_those_without_memplug_before_and_after_a_plan_is_made(
                 loss.backward()
             assert_same(gradients(model), gradients(reference), exact=False)
             session.step()
-        assert session.report()["stage"] == "stable"
+        assert session.report().stage == "stable"
         assert session.executor.divergences == 0
 
 

@@ -179,7 +179,7 @@ def test_a_tiled_loss_has_the_gradients_of_the_whole_one(mixture: bool, with_mem
         outputs = model(input_ids=tokens, labels=labels)
         (outputs.loss / 2).backward()  # as DeepSpeed does with two micro-batches in a step
         if session is not None:
-            assert session.report()["forwards"] == 2
+            assert session.report().tokenwise.forwards == 2
             session.detach()
         return outputs.loss.detach(), [parameter.grad for parameter in model.parameters()], outputs.logits is None
 

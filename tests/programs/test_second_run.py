@@ -87,7 +87,7 @@ def train(
             run.states.append(serving.state if serving is not None else None)
             counted = serving.step if serving is not None else None
             run.shares.append(counted.served / max(1, counted.served + counted.fallback) if counted else 0.0)
-        run.report = session.report()
+        run.report = session.report().as_dict()
         if run.states[-1] is State.SERVING:
             run.arena_bytes = session._boundary.serving.plan.predictions.arena_bytes
     run.losses.append(sum(parameter.double().sum().item() for parameter in network.parameters()))

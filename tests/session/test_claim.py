@@ -36,9 +36,9 @@ def test_a_model_that_never_trains_leaves_recorder_and_arena_to_the_one_that_doe
                 reference(torch.randn(2, 6, 16))
             train(model, session, 1)
         report = session.report()
-        assert report["profiler"] == "operators" and report["arena"] == "serving" and report["arena_served"] > 0
-        assert report["profiler_off_because"] is report["arena_off_because"] is None
-        assert other.report()["arena"] == "waiting"
+        assert report.profiler == "operators" and report.arena.state == "serving" and report.arena.served > 0
+        assert report.profiler_off_because is report.arena.off_because is None
+        assert other.report().arena.state == "waiting"
 
 
 def test_of_two_models_that_train_the_first_has_the_arena_and_the_other_says_why_not(
@@ -60,10 +60,10 @@ def test_of_two_models_that_train_the_first_has_the_arena_and_the_other_says_why
                 session.step()
         first, second = early.report(), late.report()
         assert caplog.text.count("goes on without the profiler and the arena") == 1 and "Traceback" not in caplog.text
-        assert first["arena"] == "serving" and first["profiler"] == "operators"
-        assert second["arena"] == "off" and second["profiler"] == "sizes"
-        assert second["arena_off_because"] == second["profiler_off_because"] == TAKEN
-        assert early.stage is late.stage is Stage.STABLE and second["replans"] == 1, "sizes are enough for a plan"
+        assert first.arena.state == "serving" and first.profiler == "operators"
+        assert second.arena.state == "off" and second.profiler == "sizes"
+        assert second.arena.off_because == second.profiler_off_because == TAKEN
+        assert early.stage is late.stage is Stage.STABLE and second.replans == 1, "sizes are enough for a plan"
         with pytest.raises(RecorderError, match="recorder"):
             late.record()
 
@@ -74,11 +74,11 @@ def test_the_other_model_gets_both_once_the_first_is_detached() -> None:
         with memplug.attach(first, BLOCK) as early:
             train(first, early, 1)
             train(second, late, 8)
-            assert late.report()["arena"] == "off"
+            assert late.report().arena.state == "off"
         train(second, late, 12)
         report = late.report()
-        assert report["profiler"] == "operators" and report["arena_served"] > 0
-        assert report["profiler_off_because"] is report["arena_off_because"] is None
+        assert report.profiler == "operators" and report.arena.served > 0
+        assert report.profiler_off_because is report.arena.off_because is None
 
 
 def test_a_session_that_is_dropped_without_detaching_leaves_both_to_the_next() -> None:
@@ -87,7 +87,7 @@ def test_a_session_that_is_dropped_without_detaching_leaves_both_to_the_next() -
     model = Stack(2)
     session = memplug.attach(model, BLOCK)
     train(model, session, 8)
-    assert session.report()["arena"] == "serving"
+    assert session.report().arena.state == "serving"
     dropped = weakref.ref(session)
     model.zero_grad()
     del model, session
@@ -96,7 +96,7 @@ def test_a_session_that_is_dropped_without_detaching_leaves_both_to_the_next() -
     model = Stack(2)
     with memplug.attach(model, BLOCK) as session:
         train(model, session, 8)
-        assert session.report()["arena"] == "serving"
+        assert session.report().arena.state == "serving"
 
 
 @pytest.mark.parametrize("section", ["arena", "profiler"])
@@ -104,7 +104,7 @@ def test_what_the_block_switches_off_is_named_as_the_reason(section: str) -> Non
     model = Stack(2)
     with memplug.attach(model, {**BLOCK, section: {"enabled": False}}) as session:
         train(model, session, 3)
-        assert "block" in session.report()[f"{section}_off_because"]
+        assert "block" in session.report().as_dict()[f"{section}_off_because"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_what_the_block_switches_off_is_named_as_the_reason(section: str) -> Non
 def test_why_operators_are_not_compared_is_what_the_block_says(fields: dict[str, Any], reason: str) -> None:
     with memplug.attach(Stack(2), {**BLOCK, **fields}) as session:
         report = session.report()
-    assert report["profiler"] == "sizes" and reason in report["profiler_off_because"]
+    assert report.profiler == "sizes" and reason in report.profiler_off_because
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -154,7 +154,7 @@ def test_an_engine_without_an_optimizer_is_left_alone_beside_one_that_trains(
     assert caplog.text.count("has no optimizer") == 1
     with memplug.attach(engine) as session:
         report = session.report()
-        assert report["stage"] == "stable" and report["arena"] == "serving" and report["profiler"] == "operators"
+        assert report.stage == "stable" and report.arena.state == "serving" and report.profiler == "operators"
 
 
 def test_an_engine_without_an_optimizer_can_be_attached_to_by_hand(cpu_engine: None) -> None:
@@ -165,7 +165,7 @@ def test_an_engine_without_an_optimizer_can_be_attached_to_by_hand(cpu_engine: N
     engine = deepspeed.initialize(model=tiny_llama(), config=config)[0]
     with memplug.attach(engine, block(alpha=0)) as session, torch.no_grad():
         assert torch.isfinite(engine(input_ids=tokens(0), labels=tokens(0)).loss)
-        assert session.report()["forwards"] == 0
+        assert session.report().tokenwise.forwards == 0
 
 
 def test_engines_that_train_one_after_the_other_in_one_process_have_the_arena_in_turn(cpu_engine: None) -> None:
@@ -174,4 +174,4 @@ def test_engines_that_train_one_after_the_other_in_one_process_have_the_arena_in
         engine = make_engine(ds_config(1, block()))
         train_engine(engine, 8)
         with memplug.attach(engine) as session:
-            assert session.report()["arena_served"] > 0
+            assert session.report().arena.served > 0

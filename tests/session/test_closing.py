@@ -33,8 +33,8 @@ def last_line(caplog: pytest.LogCaptureFixture, steps: int, forwards: int = 1, *
     line = caplog.messages[-1]
     assert line.startswith(f"memplug: detached: after {steps} steps")
     assert caplog.text.count("steps;") == 1
-    if report["planned_steps"]:
-        assert f"{report['planned_steps']} of them planned" in line
+    if report.planned_steps:
+        assert f"{report.planned_steps} of them planned" in line
     return line
 
 

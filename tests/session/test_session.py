@@ -56,7 +56,7 @@ def test_a_number_for_alpha_is_stable_at_once_and_times_one_step_at_most(alpha: 
             train(model)
             session.step()
         assert session.solution is None
-        assert session.report()["swapped_fraction"] == alpha
+        assert session.report().tokenwise.swapped_fraction == alpha
 
 
 def test_a_step_without_forwards_postpones_the_plan() -> None:
@@ -66,7 +66,7 @@ def test_a_step_without_forwards_postpones_the_plan() -> None:
     with memplug.attach(model, block(regions=LAYERS)) as session:
         for _ in range(4):
             session.step()
-        assert session.stage is Stage.GEN_POLICY and session.report()["replans"] == 0
+        assert session.stage is Stage.GEN_POLICY and session.report().replans == 0
         stages = []
         for seed in range(3):
             train_stacks(model, reference, seed)
@@ -104,7 +104,7 @@ def test_a_region_that_did_not_run_in_the_observed_step_stays_at_the_safe_settin
         for seed in range(2, 5):
             train_stacks(model, reference, seed, exact=False)
             session.step()
-        assert session.report()["recomputed_in_full"] == 0
+        assert session.report().tokenwise.recomputed_in_full == 0
 
 
 class Fickle(Block):
@@ -129,7 +129,7 @@ def test_gradients_hold_where_a_region_runs_other_operators_every_step() -> None
             session.step()
         assert session.stage is Stage.STABLE
         assert len(session.solution.regions) == 2, "the first layer ran something else than the others"
-        assert session.report()["recomputed_in_full"] == 0
+        assert session.report().tokenwise.recomputed_in_full == 0
 
 
 @pytest.mark.parametrize("alpha", [0, 1, "auto"])
@@ -138,16 +138,16 @@ def test_a_host_budget_without_room_plans_and_trains_with_the_plain_gradients(al
     reference = twin(model)
     config = {**block(alpha=alpha, regions=LAYERS), "host_budget_gib": 1e-6}
     with memplug.attach(model, config) as session:
-        assert session.report()["host_budget_bytes"] == int(1e-6 * 2**30)
+        assert session.report().tokenwise.host_budget_bytes == int(1e-6 * 2**30)
         for seed in range(4):
             train_stacks(model, reference, seed)
             session.step()
-        report = session.report()
+        report = session.report().tokenwise
         assert session.stage is Stage.STABLE
-        assert max(report["host_peak_bytes"], report["host_pool_bytes"]) <= report["host_budget_bytes"]
-        assert report["host_refusals"] > 0
+        assert max(report.host_peak_bytes, report.host_pool_bytes) <= report.host_budget_bytes
+        assert report.host_refusals > 0
         if alpha == "auto":
-            assert report["predicted_host_bytes"] <= report["host_budget_bytes"]
+            assert report.predicted_host_bytes <= report.host_budget_bytes
 
 
 @pytest.mark.parametrize(("variable", "processes"), [("LOCAL_WORLD_SIZE", 4), ("LOCAL_SIZE", 8), (None, 1)])
@@ -161,7 +161,7 @@ def test_processes_of_a_machine_share_its_memory(
     if variable:
         monkeypatch.setenv(variable, str(processes))
     with memplug.attach(tiny_llama(), block()) as session:
-        assert session.report()["host_budget_bytes"] == pytest.approx(0.8 * (80 << 30) / processes)
+        assert session.report().tokenwise.host_budget_bytes == pytest.approx(0.8 * (80 << 30) / processes)
 
 
 @pytest.mark.cpu("its engine is on the CPU")
@@ -176,7 +176,7 @@ def test_gradient_accumulation_counts_optimizer_steps(cpu_engine: None) -> None:
     losses += train_engine(engine, 3, first=3)
     assert (session.steps, session.stage) == (4, Stage.STABLE)
     assert losses == pytest.approx(expected, rel=1e-5)
-    assert session.report()["forwards"] == 4 * 3 * 3
+    assert session.report().tokenwise.forwards == 4 * 3 * 3
 
 
 @pytest.mark.cpu("its engine is on the CPU")
@@ -244,7 +244,7 @@ def test_a_pipeline_engine_marks_its_steps(cpu_engine: None) -> None:
     measured, session = losses(block(alpha="auto", regions=["[0-9]"]))
     assert measured == pytest.approx(expected, rel=1e-5)
     assert (session.steps, session.stage) == (4, Stage.STABLE)
-    assert session.report()["forwards"] == 4 * 2 * 3
+    assert session.report().tokenwise.forwards == 4 * 2 * 3
 
 
 def test_two_forwards_before_one_backward_are_planned_as_two_in_flight() -> None:

@@ -83,7 +83,7 @@ def test_planning_leaves_the_trace_of_the_observed_step() -> None:
         assert isinstance(trace, Trace) and len(trace.uses) > 0
         train(model, session, 6)
         assert session.stage is Stage.STABLE and session.trace is trace
-        assert session.report()["predicted_peak_bytes"] > 0
+        assert session.report().tokenwise.predicted_peak_bytes > 0
 
 
 def test_a_plan_is_made_for_the_same_program_whether_or_not_steps_are_recorded(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_plan_is_made_for_the_same_program_whether_or_not_steps_are_recorded(t
         for _ in range(3 * WATCHED_STEPS):
             session.record()
             train(model, session)
-        assert session.report()["programs"] == 1 and session.stage is Stage.STABLE
+        assert session.report().programs == 1 and session.stage is Stage.STABLE
 
 
 def test_operators_are_watched_at_every_step_until_stable_and_at_one_in_eight_then() -> None:
@@ -131,7 +131,7 @@ def test_the_block_asks_for_a_timeline_after_each_plan(tmp_path: Path) -> None:
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK, "report": {"timeline": str(folder)}}) as session:
         train(model, session, 8)
         train(model, session, 10, length=12)
-        assert session.report()["replans"] == 2
+        assert session.report().replans == 2
         found = [load(file) for file in sorted(folder.iterdir())]
     assert [trace.fingerprint.inputs[0] for trace in found] == ["float32[2, 6, 16]", "float32[2, 12, 16]"]
 

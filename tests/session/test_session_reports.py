@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from tests.support.hosts import block, ds_config, make_engine, tiny_llama, train
 def test_the_keys_of_a_report_are_the_same_in_every_stage_and_its_numbers_are_sane() -> None:
     model = tiny_llama()
     session = memplug.attach(model, block())
-    seen = [session.report()]
+    seen = [session.report().as_dict()]
     for _ in range(4):
         train(model)
         session.step()
-        seen.append(session.report())
+        seen.append(session.report().as_dict())
     session.detach()
-    seen.append(session.report())
+    seen.append(session.report().as_dict())
     assert len({tuple(report) for report in seen}) == 1
     assert seen[0]["step_s"] is None and seen[0]["predicted_regions_s"] is None
     planned = seen[4]
@@ -54,7 +55,7 @@ def test_the_plan_predicts_the_host_bytes_that_the_next_step_needs() -> None:
         pool = session.executor.pool
         pool.rows.peak_bytes = 0
         train(model)
-        predicted = session.report()["predicted_host_bytes"]
+        predicted = session.report().tokenwise.predicted_host_bytes
         assert 0 < pool.peak_bytes <= 1.1 * predicted + 512 * 6 * 20, "slots are rounded up to 512 bytes"
         assert pool.peak_bytes >= 0.6 * predicted, "the last two regions need not have left"
 
@@ -67,8 +68,8 @@ def test_host_memory_of_the_plan_is_there_before_the_next_step(monkeypatch: pyte
         for _ in range(2):
             train(model)
             session.step()
-        report = session.report()
-        assert report["host_pool_bytes"] >= report["predicted_host_bytes"] > report["host_peak_bytes"]
+        report = session.report().tokenwise
+        assert report.host_pool_bytes >= report.predicted_host_bytes > report.host_peak_bytes
 
 
 def test_step_time_is_the_median_from_step_to_step() -> None:
@@ -76,7 +77,7 @@ def test_step_time_is_the_median_from_step_to_step() -> None:
         for pause_s in (0.0, 0.02, 1.0, 0.02):
             time.sleep(pause_s)
             session.step()
-        assert 0.02 <= session.report()["step_s"] < 0.5
+        assert 0.02 <= session.report().step_s < 0.5
 
 
 @pytest.mark.parametrize("monitored", [True, False])
@@ -93,7 +94,7 @@ def test_numbers_reach_the_monitor_that_deepspeed_writes(cpu_engine: None, tmp_p
     with open(files["Train_memplug_forwards.csv"]) as file:
         rows = list(csv.reader(file))[1:]
     assert [(int(step), float(value)) for step, value in rows] == [(2, 3.0), (4, 6.0), (6, 9.0), (8, 12.0)]
-    numbers = {f"Train_memplug_{k}.csv" for k, v in session.report().items() if isinstance(v, (int, float))}
+    numbers = {f"Train_memplug_{k}.csv" for k, v in session.report().as_dict().items() if isinstance(v, (int, float))}
     assert numbers <= files.keys()
     assert not any("stage" in name or "bound" in name for name in files)
 
@@ -174,7 +175,9 @@ def test_training_goes_on_after_running_out_of_memory() -> None:
             train_stacks(model, reference, seed, exact=False)
             session.step()
         report = session.report()
-        assert report["stage"] == "stable" and report["prefetched_live_bytes"] == report["host_used_bytes"] == 0
+        assert (
+            report.stage == "stable" and report.tokenwise.prefetched_live_bytes == report.tokenwise.host_used_bytes == 0
+        )
 
 
 @pytest.mark.parametrize("where", ["recompute", "backward", "step"])
@@ -198,15 +201,17 @@ def test_running_out_of_memory_in_an_engine_is_explained_once(
 
 def test_the_note_holds_predicted_and_measured_bytes() -> None:
     with memplug.attach(tiny_llama(), block()) as session:
-        known = {
-            **session.report(),
-            "predicted_peak_bytes": 70 << 30,
-            "predicted_kept_bytes": 5 << 30,
-            "prefetched_live_bytes": 3 << 30,
-            "host_used_bytes": 11 << 30,
-            "host_budget_bytes": 12 << 30,
-            "forwards_in_flight": 13,
-        }
+        known = session.report()
+    held = replace(
+        known.tokenwise,
+        predicted_peak_bytes=70 << 30,
+        predicted_kept_bytes=5 << 30,
+        prefetched_live_bytes=3 << 30,
+        host_used_bytes=11 << 30,
+        host_budget_bytes=12 << 30,
+        forwards_in_flight=13,
+    )
+    known = replace(known, techniques={**known.techniques, "tokenwise": held})
     note = out_of_memory.note("recompute", "model.layers.7", known, 75 << 30)
     for text in (
         "model.layers.7",

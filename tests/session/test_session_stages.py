@@ -41,7 +41,7 @@ def test_m_and_one_steps_warm_up_then_one_is_observed_and_n_plans_are_tried(
         run.step(times=m + n + 6)
         tried = n if n > 1 else 0  # one plan alone has nothing to be compared with
         assert run.stages == [WARM_UP] * m + [GEN_POLICY] * (1 + tried) + [STABLE] * (5 + n - tried)
-        assert run.session.report()["replans"] == 1
+        assert run.session.report().replans == 1
 
 
 def test_each_plan_runs_for_one_step_and_one_of_them_stays(plans_by_alpha: None) -> None:
@@ -89,16 +89,16 @@ def test_another_sequence_length_is_planned_for_without_a_restart_and_the_first_
         run.stages.clear()
         run.step(9, times=5)
         assert run.stages == [STABLE, WARM_UP, GEN_POLICY, STABLE, STABLE]
-        assert not is_safest(run.session) and run.session.report()["replans"] == 2
+        assert not is_safest(run.session) and run.session.report().replans == 2
         second = settings(run.session)
         run.step(6, times=3)
         assert run.stages[5:] == [STABLE] * 3 and settings(run.session) == first
-        assert run.session.report()["program"] == 0
+        assert run.session.report().program == 0
         run.step(9, times=2)
-        assert settings(run.session) == second and run.session.report()["program"] == 1
+        assert settings(run.session) == second and run.session.report().program == 1
         report = run.session.report()
-        assert (report["replans"], report["programs"]) == (2, 2), "nothing was planned again"
-        assert report["recomputed_in_full"] == 0
+        assert (report.replans, report.programs) == (2, 2), "nothing was planned again"
+        assert report.tokenwise.recomputed_in_full == 0
 
 
 def test_the_same_lengths_with_other_operators_are_another_program() -> None:
@@ -107,7 +107,7 @@ def test_the_same_lengths_with_other_operators_are_another_program() -> None:
         run.step(operators=OTHER, times=2)
         assert run.session.stage is not STABLE
         run.reach_stable(operators=OTHER)
-        assert run.session.report()["replans"] == 2
+        assert run.session.report().replans == 2
 
 
 def test_without_operators_the_sizes_alone_decide() -> None:
@@ -128,7 +128,7 @@ def test_after_a_change_regions_run_at_the_safest_setting_until_there_is_a_plan(
         run.step(9, times=2)
         assert run.session.stage is WARM_UP and is_safest(run.session)
         assert all(region.native.unneeded == {} for region in run.session.regions)
-        assert run.session.solution is None and run.session.report()["predicted_host_bytes"] is None
+        assert run.session.solution is None and run.session.report().tokenwise.predicted_host_bytes is None
         run.step(9, exact=True)
 
 
@@ -141,7 +141,7 @@ def test_a_change_while_plans_are_tried_ends_the_search(plans_by_alpha: None) ->
         run.reach_stable(9)
         assert run.step(6, times=2) is GEN_POLICY, "the first program was never planned for"
         run.reach_stable(6)
-        assert run.session.report()["replans"] == 2
+        assert run.session.report().replans == 2
 
 
 @pytest.mark.parametrize("steps_of_the_other", [2, 3])
@@ -152,7 +152,7 @@ def test_a_known_program_ends_warm_up_and_search_at_once(steps_of_the_other: int
         run.step(9, times=steps_of_the_other)
         assert run.session.stage is GEN_POLICY
         assert run.step(6) is STABLE and settings(run.session) == plan
-        assert run.session.executor.on_timed is None and run.session.report()["replans"] == 1
+        assert run.session.executor.on_timed is None and run.session.report().replans == 1
 
 
 # -- a program that comes and goes -------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_a_program_that_comes_and_goes_in_one_step_changes_nothing() -> None:
             run.step(operators=ONE, times=3)
         assert run.plans == [plan] * 16
         report = run.session.report()
-        assert (report["stage"], report["program"], report["programs"], report["replans"]) == ("stable", 0, 2, 1)
+        assert (report.stage, report.program, report.programs, report.replans) == ("stable", 0, 2, 1)
 
 
 def test_a_program_that_came_and_went_and_then_stays_gets_a_plan_of_its_own() -> None:
@@ -184,7 +184,7 @@ def test_a_program_that_came_and_went_and_then_stays_gets_a_plan_of_its_own() ->
         run.step(9, times=2)
         assert run.session.stage is WARM_UP and is_safest(run.session)
         run.reach_stable(9)
-        assert run.session.report()["replans"] == 2
+        assert run.session.report().replans == 2
         run.step(6, times=2)
         assert settings(run.session) == plan
 
@@ -207,7 +207,7 @@ def test_a_rank_is_taken_along_by_a_change_that_it_does_not_see(monkeypatch: pyt
         monkeypatch.setattr(run.session._boundary.adjuster._ranks, "vote", lambda mask: lambda: mask & ~0b1)
         run.step(times=4)
         assert run.stages[-4:] == [STABLE, WARM_UP, GEN_POLICY, STABLE]
-        assert "another rank" in run.session.history[2][3] and run.session.report()["program"] == 1
+        assert "another rank" in run.session.history[2][3] and run.session.report().program == 1
 
 
 # -- the recorder ------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_what_runs_between_steps_is_no_part_of_a_program() -> None:
 
         run.session.on_step.append(monitor)
         run.step(operators=ONE, times=6)
-        assert run.session.report()["programs"] == 1 and run.session.stage is STABLE
+        assert run.session.report().programs == 1 and run.session.stage is STABLE
 
 
 def test_a_recorder_is_stopped_with_its_session() -> None:
@@ -238,7 +238,7 @@ def test_with_a_number_for_alpha_nothing_is_watched() -> None:
         session.step()
         assert not any(recorder.watches)
         report = session.report()
-        assert (report["program"], report["programs"], report["replans"]) == (None, 0, 0)
+        assert (report.program, report.programs, report.replans) == (None, 0, 0)
 
 
 # -- what is told ------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_steps_that_always_change_get_one_plan_that_keeps_nothing(
     with led(layers=1, warmup_steps=1) as run:
         for step in range(45):
             run.step(operators=[step % programs] * 50)
-        assert run.session.stage is STABLE and run.session.report()["replans"] == 1
+        assert run.session.stage is STABLE and run.session.report().replans == 1
         assert run.session.solution.device_bytes == 0, "a later step may be larger than the observed one"
         (warning,) = told(caplog, logging.WARNING)
         assert "step 21" in warning and "length_tolerance" in warning
@@ -331,7 +331,7 @@ def test_a_watched_step_that_differs_costs_nothing_though_the_next_one_is_not_wa
             run.step(times=3)
             run.step(operators=ONE)
             assert run.plans[-8:] == [decisions] * 8 and run.session.stage is STABLE
-        assert run.session.report()["programs"] == 2 and run.session.report()["replans"] == 1
+        assert run.session.report().programs == 2 and run.session.report().replans == 1
 
 
 # -- a plan that makes another program ---------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def train(plan_dir):
             optimizer.zero_grad()
             session.step()
             losses.append(loss.item())
-            states.append(session.report()["arena"])
+            states.append(session.report().arena.state)
         before = len(toy.CALLS)
     print(json.dumps({"calls": toy.CALLS, "attached": before, "states": states, "losses": losses}))
 

@@ -67,7 +67,7 @@ def test_a_validation_every_few_steps_keeps_no_session_from_its_plan(
         changes = [(step, stage) for step, stage, _, _ in session.history]
         assert changes == [(3, Stage.GEN_POLICY), (NEEDED, Stage.STABLE)]
         report = session.report()
-        assert report["programs"] == 1 and report["replans"] == 1 and report["stage"] == "stable"
+        assert report.programs == 1 and report.replans == 1 and report.stage == "stable"
 
 
 @pytest.mark.cpu("its engine is on the CPU")
@@ -87,7 +87,7 @@ def test_an_engine_with_a_validation_every_five_steps_is_planned(cpu_engine: Non
             engine.train()
     report = session.report()
     session.detach()
-    assert report["stage"] == "stable" and report["replans"] == 1 and report["arena_served"] > 0
+    assert report.stage == "stable" and report.replans == 1 and report.arena.served > 0
 
 
 class Clock:
@@ -132,8 +132,8 @@ def test_generations_of_ever_other_lengths_in_every_step_take_no_part_in_the_are
                     model(torch.randn(7, 40 * length + step, 16))
             model(torch.randn(2, 6, 16)).backward()
             session.step()
-        report, plan = session.report(), session._boundary.serving.plan
-    assert report["arena_plans"] == 1 and report["arena"] == "serving" and report["arena_served"] > 0
+        report, plan = session.report().arena, session._boundary.serving.plan
+    assert report.plans == 1 and report.state == "serving" and report.served > 0
     kinds = [plan.problem.phases[phase].kind for phase in plan.problem.buffers["lower_phase"] if phase >= 0]
     assert Pass.NO_GRAD not in kinds and Pass.FORWARD in kinds
 

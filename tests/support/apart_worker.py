@@ -97,7 +97,7 @@ class Training:
         digest = hashlib.sha256()
         for parameter in self.model.parameters():
             digest.update(parameter.detach().cpu().numpy().tobytes())
-        report = self.session.report()
+        report = self.session.report().as_dict()
         return {
             "losses": [loss.item() for loss in self.losses],
             "digest": digest.hexdigest(),

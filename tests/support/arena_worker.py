@@ -44,7 +44,7 @@ def run(case: dict[str, Any], block: dict[str, Any] | None, rank: int) -> tuple[
         if step % case["validate"] == case["validate"] - 1:
             with torch.no_grad():
                 losses.append(engine(input_ids=batch, labels=batch).loss.item())
-    report = session.report() if session else {}
+    report = session.report().as_dict() if session else {}
     if session:
         session.detach()
     engine.destroy()

@@ -98,4 +98,4 @@ class Training:
 
     @property
     def report(self) -> dict[str, Any]:
-        return self.session.report()
+        return self.session.report().as_dict()

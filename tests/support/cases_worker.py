@@ -68,7 +68,11 @@ def train_engine(
         engine.step()
         losses.append(loss.item())
         shares += [session.executor.flow.share] if session else []
-    result = {"losses": losses, "digest": _digest(engine.module), "report": session.report() if session else {}}
+    result = {
+        "losses": losses,
+        "digest": _digest(engine.module),
+        "report": session.report().as_dict() if session else {},
+    }
     if session:
         session.detach()
     engine.destroy()

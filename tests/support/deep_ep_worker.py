@@ -109,7 +109,7 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
                 session.step()
         found["calls"] = dict(deep_ep.calls)
         if session is not None:
-            found["report"] = {name: session.report()[name] for name in ("opaque_regions", "offloaded_bytes")}
+            found["report"] = {name: session.report().as_dict()[name] for name in ("opaque_regions", "offloaded_bytes")}
     return found
 
 

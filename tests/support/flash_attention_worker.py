@@ -87,7 +87,7 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
                 session.step()
         found["functions"] = dict(calls.functions)
         if session is not None:
-            found["report"] = session.report()
+            found["report"] = session.report().as_dict()
     return found
 
 

@@ -171,4 +171,4 @@ def trained(
             session.step()
         del loss
         assert_clean(session.executor)
-        return {**session.report(), "compiled": compiled}
+        return {**session.report().as_dict(), "compiled": compiled}

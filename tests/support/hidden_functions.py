@@ -44,7 +44,7 @@ def train(
             assert_same(gradients(model), gradients(reference))
             assert_same(dict(model.named_buffers()), dict(reference.named_buffers()))
             session.step()
-        return {**session.report(), "ran": {name: counted.count(name) for name in set(counted)}}
+        return {**session.report().as_dict(), "ran": {name: counted.count(name) for name in set(counted)}}
 
 
 def launch(*tensors: torch.Tensor) -> None:

@@ -162,7 +162,7 @@ def trained(layer: type[Layer], layers: int, alpha: float | str) -> dict[str, An
             ours, theirs = gradients(model), gradients(reference)
             if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in ours):
                 differ.append(number)
-            opaque.append(session.report()["opaque_regions"])
+            opaque.append(session.report().tokenwise.opaque_regions)
             session.step()
     return {"differ": differ, "exchanges": counted, "opaque": opaque}
 

@@ -233,7 +233,7 @@ def train_keeping(
             run.losses.append(t.loss.item())
             session.step()
             if block["enabled"]:
-                run.report = session.report()
+                run.report = session.report().as_dict()
                 sums = _sums(run.report)
                 run.served.append((sums[0] - before[0], sums[1] - before[1]))
                 before = sums

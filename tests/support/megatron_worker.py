@@ -88,7 +88,10 @@ def _given(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 def _report(session: Any) -> dict[str, Any]:
     """And the session's end."""
-    found = {"report": session.report(), "history": [(step, stage.value) for step, stage, _, _ in session.history]}
+    found = {
+        "report": session.report().as_dict(),
+        "history": [(step, stage.value) for step, stage, _, _ in session.history],
+    }
     if session.trace is not None:
         found["peak_bytes"] = int(session.trace.live_bytes.max())
     session.detach()

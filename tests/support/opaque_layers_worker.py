@@ -264,7 +264,7 @@ def _trained(case: dict[str, Any]) -> dict[str, Any]:
                 if session is not None:
                     session.step()
         found["functions"], found["flops"] = dict(calls.functions), dict(calls.flops)
-        found["report"] = session.report() if session is not None else None
+        found["report"] = session.report().as_dict() if session is not None else None
     found["scales"], found["queued"] = scales(model), queued() - before
     found["histories"], TwiceLinear.histories = TwiceLinear.histories, {"forward": [], "again": []}
     return found

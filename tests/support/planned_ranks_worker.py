@@ -49,7 +49,7 @@ def train(settings: dict[str, Any], model: str, seq_len: int, rank: int) -> dict
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    report = session.report()
+    report = session.report().as_dict()
     session.detach()
     engine.destroy()
     return {"losses": losses, "report": report, "violations": device.violations() - before}

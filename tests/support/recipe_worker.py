@@ -42,7 +42,7 @@ def run(argv: list[str], rank: int) -> dict[str, Any]:
         "problems": [],
         "dtype": str(inputs.tokens.dtype),
         "offloads": bool(getattr(optimizer, "cpu_offload", getattr(optimizer, "offload_optimizer", False))),
-        "swapped": session.report()["offloaded_bytes"] if session else 0,
+        "swapped": session.report().tokenwise.offloaded_bytes if session else 0,
     }
     if session:
         session.detach()

@@ -108,7 +108,7 @@ def train(
             if validate and step % validate == validate - 1:
                 with torch.no_grad():
                     run.losses.append(network(batch, labels=batch).loss.item())
-        run.report = session.report()
+        run.report = session.report().as_dict()
     run.losses.append(sum(parameter.double().sum().item() for parameter in network.parameters()))
     return run
 

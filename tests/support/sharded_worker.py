@@ -104,7 +104,7 @@ def train(way: str, alpha: float | None, rank: int, **fields: Any) -> tuple[list
         optimizer.zero_grad()
         if session is not None:
             session.step()
-    report = session.report() if session is not None else None
+    report = session.report().as_dict() if session is not None else None
     if session is not None:
         session.detach()
     return found, report

@@ -184,11 +184,11 @@ def train(kind: str, config: dict[str, Any] | None, steps: int = 12) -> Trained:
         if session is not None:
             if step == steps - 2:
                 session.record()
-                passive = session.report()["swap_passive"]
+                passive = session.report().swap.passive
             session.step()
     trained = Trained(losses)
     if session is not None:
-        trained.report, trained.peak_bytes = session.report(), int(session.trace.live_bytes.max())
+        trained.report, trained.peak_bytes = session.report().as_dict(), int(session.trace.live_bytes.max())
         trained.last_passive = trained.report["swap_passive"] - passive
         session.detach()
     trained.parameters = [parameter.detach().cpu().clone() for parameter in model.parameters()]  # its own memory goes

@@ -80,7 +80,7 @@ def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
         "losses": losses,
         "gathered": [name for name, parameter in engine.module.named_parameters() if parameter.numel()],
         "digest": digest(engine.optimizer),
-        "report": session.report(),
+        "report": session.report().as_dict(),
         "history": [(step, stage.value, index) for step, stage, index, _ in getattr(session, "history", [])],
         "stages": stages,
         "served": served,

@@ -53,6 +53,6 @@ def train(
             session.step()
     torch.cuda.synchronize()
     if session is not None:
-        report = session.report()
+        report = session.report().as_dict()
         session.detach()
     return [value.cpu() for value in [*losses, *model.parameters()]], report

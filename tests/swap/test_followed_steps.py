@@ -54,11 +54,11 @@ def test_what_is_prefetched_at_its_use_takes_no_memory_before_it_in_steps_that_r
         technique.install(replace(technique.part, targets=late))
         session.step()
         seen = requests()
-        assert session.report()["swap"] == "swapping" and session.report()["swap_repeated"] == 0
+        assert session.report().swap.state == "swapping" and session.report().swap.repeated == 0
         for _ in range(6):
             step()
-        repeated = session.report()["swap_repeated"]
-        assert repeated > 0 and requests() == seen and session.report()["swap_repeated"] > repeated
+        repeated = session.report().swap.repeated
+        assert repeated > 0 and requests() == seen and session.report().swap.repeated > repeated
 
 
 class Positions(torch.autograd.Function):
@@ -83,9 +83,9 @@ def test_what_an_operator_is_given_to_fill_is_found_though_it_has_no_memory_as_t
         for _ in range(12):
             model(Positions.apply(torch.ones(ROWS, WIDTH, requires_grad=True))).backward()
             session.step()
-        targets, report = session._boundary.swapping.part.targets, session.report()
+        targets, report = session._boundary.swapping.part.targets, session.report().swap
     assert any("arange" in target.operator and target.output for target in targets)
-    assert report["swap_missed"] == 0 < report["swap_repeated"]
+    assert report.missed == 0 < report.repeated
 
 
 @pytest.mark.cpu("a device has more than was asked for")

@@ -112,9 +112,9 @@ def test_a_first_step_that_does_not_fit_completes_in_order(expected: list[float]
         found = losses_of(model, [ROWS], session)
         technique = technique_of(session)
         assert_in_order(technique.relief, may_release=False)
-        first = session.report()
-        assert first["swap_passive"] == sum(kind == "left" for kind, _ in technique.relief) > 4
-        assert first["swap_passive_bytes"] == sum(nbytes for kind, nbytes in technique.relief if kind == "left")
+        first = session.report().swap
+        assert first.passive == sum(kind == "left" for kind, _ in technique.relief) > 4
+        assert first.passive_bytes == sum(nbytes for kind, nbytes in technique.relief if kind == "left")
     assert found == expected[:1]
 
 
@@ -128,7 +128,7 @@ def test_a_recorded_step_is_the_one_with_memory_enough() -> None:
             session.record()
             losses_of(model, [ROWS] * 2, session)
             traces.append(session.trace)
-            assert (session.report()["swap_passive"] > 0) is (limit_bytes == LIMIT_BYTES)
+            assert (session.report().swap.passive > 0) is (limit_bytes == LIMIT_BYTES)
     roomy, tight = traces
     assert np.array_equal(roomy.events[["kind", "request", "nbytes"]], tight.events[["kind", "request", "nbytes"]])
     assert np.array_equal(roomy.live_bytes - roomy.base_bytes, tight.live_bytes - tight.base_bytes)
@@ -139,13 +139,13 @@ def test_planned_steps_have_no_request_that_fails(expected: list[float]) -> None
     model = Deep()
     passive = []
     with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
-        session.on_step.append(lambda each: passive.append((each.report()["swap"], each.report()["swap_passive"])))
+        session.on_step.append(lambda each: passive.append((each.report().swap.state, each.report().swap.passive)))
         assert losses_of(model, [ROWS] * 8, session) == expected
-        report = session.report()
+        report = session.report().swap
     planned = [count for state, count in passive if state == "swapping"]
     assert len(planned) > 3 and len(set(planned)) == 1 and planned[0] > 0
-    assert report["swap_released_bytes"] > 0
-    assert report["swap_demanded"] == report["swap_cancelled"] == report["swap_refused"] == 0
+    assert report.released_bytes > 0
+    assert report.demanded == report.cancelled == report.refused == 0
 
 
 def test_a_longer_batch_than_planned_completes(expected: list[float]) -> None:
@@ -163,7 +163,7 @@ def test_what_is_on_its_way_out_goes_first() -> None:
     with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
         losses_of(model, [ROWS] * 5, session)
         technique = technique_of(session)
-        assert session.report()["swap"] == "swapping"
+        assert session.report().swap.state == "swapping"
         late = tuple(replace(target, release=target.prefetch - 1) for target in technique.part.targets)
         technique.install(replace(technique.part, targets=late))
         session.step()
@@ -171,12 +171,12 @@ def test_what_is_on_its_way_out_goes_first() -> None:
         assert losses_of(model, [ROWS], session) == losses_of(twin, [ROWS])
         assert_in_order(technique.relief, may_release=True)
         assert "released" in dict(technique.relief)
-        assert session.report()["swap"] == "recording"
+        assert session.report().swap.state == "recording"
         passive = 0
         for step in range(4):
-            passive = session.report()["swap_passive"] if step == 3 else passive
+            passive = session.report().swap.passive if step == 3 else passive
             assert losses_of(model, [ROWS], session) == losses_of(twin, [ROWS])
-        assert session.report()["swap"] == "swapping" and session.report()["swap_passive"] == passive
+        assert session.report().swap.state == "swapping" and session.report().swap.passive == passive
 
 
 def test_a_request_that_nothing_helps_says_what_memplug_knows() -> None:
@@ -205,7 +205,7 @@ def test_without_host_memory_it_fails_and_says_so() -> None:
     ):
         with pytest.raises(torch.OutOfMemoryError, match="memplug: out of memory"):
             losses_of(model, [ROWS], session)
-        assert session.report()["swap_refused"] > 0
+        assert session.report().swap.refused > 0
 
 
 @pytest.mark.cpu("a device has more than was asked for, in what its allocator has reserved")
@@ -219,7 +219,7 @@ def test_a_step_that_failed_is_not_planned_from() -> None:
             model.zero_grad()
             session.step()
         report = session.report()
-    assert report["recorded_steps"] > 1 and report["swap"] == "recording"
+    assert report.recorded_steps > 1 and report.swap.state == "recording"
 
 
 def test_a_snapshot_is_beside_the_error(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_session_that_is_dropped_in_a_step_leaves_nothing_behind() -> None:
         session = memplug.attach(model, block(budget_gib))
         losses_of(model, [ROWS], session)
         loss = model(batch(1))
-        assert session.report()["swap_passive"] > 0
+        assert session.report().swap.passive > 0
         del session, model
         gc.collect()
         core = native.load()

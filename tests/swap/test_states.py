@@ -93,7 +93,7 @@ def run(
         adam.zero_grad()
         if session is not None:
             session.step()
-            reports.append(session.report())
+            reports.append(session.report().as_dict())
     if session is not None:
         session.detach()
     states = [value for parameter in model.parameters() for value in adam.state[parameter].values()]
@@ -139,7 +139,7 @@ def test_states_are_right_whatever_is_done_between_two_steps(between: Between, f
 def test_after_a_detach_in_the_middle_of_a_step_everything_is_there() -> None:
     def detach(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
         if session is not None:
-            assert session.report()["swap_repeated"] > 0
+            assert session.report().swap.repeated > 0
             session.detach()
         adam.step()
 

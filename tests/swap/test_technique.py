@@ -69,8 +69,8 @@ def test_a_budget_that_nothing_keeps_to_is_told_and_training_goes_on(caplog: pyt
         for _ in range(6):
             model(torch.randn(ROWS, WIDTH)).backward()
             session.step()
-        report = session.report()
-    assert report["swap"] == "short" and "are too little: operator" in report["swap_off_because"]
+        report = session.report().swap
+    assert report.state == "short" and "are too little: operator" in report.off_because
     assert "are too little" in caplog.text and "device_budget_gib" in caplog.text
 
 
@@ -82,8 +82,8 @@ def test_without_a_budget_auto_is_silent_and_true_is_not(caplog: pytest.LogCaptu
         with memplug.attach(model, config) as session:
             model(torch.randn(4, WIDTH)).backward()
             session.step()
-            assert session.report()["swap"] == "off"
-            assert "sets no limit" in session.report()["swap_off_because"]
+            assert session.report().swap.state == "off"
+            assert "sets no limit" in session.report().swap.off_because
         assert ("sets no limit" in caplog.text) is (enabled is True)
 
 

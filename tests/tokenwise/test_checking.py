@@ -154,7 +154,7 @@ class Run:
             # the input's copy is made while the operator that reads it runs, and this clock's copies stop all else
             forward_s = (WHOLE_BYTES + self.by_link * ROW_BYTES - INPUT_BYTES) / RATE
             self.session.device.tick_s = forward_s / (2 * len(tape) + 1)
-        return self.session.report()
+        return self.session.report().as_dict()
 
 
 @contextlib.contextmanager
@@ -226,7 +226,7 @@ def test_more_than_the_host_holds_is_told_with_what_it_holds(
         limit = host_bytes_of(run.session, 0.5)
     with training(monkeypatch, alpha=1.0, by_link=2.0, host_bytes=limit) as run:
         assert figures(run.step(times=3)) == (1.0, pytest.approx(0.5, abs=1 / TOKENS))
-        assert run.session.report()["host_refusals"] > 0
+        assert run.session.report().tokenwise.host_refusals > 0
     (line,) = warnings(caplog)
     assert "the link hides 1.00 of" in line and "It stays as asked: rows without room on the host are rec" in line
 
@@ -331,5 +331,5 @@ def test_a_step_without_forwards_postpones_the_check(monkeypatch: pytest.MonkeyP
     with training(monkeypatch, alpha=0.5, by_link=1.0) as run:
         run.session.step()
         run.session.step()
-        assert figures(run.session.report()) == (None, None)
+        assert figures(run.session.report().as_dict()) == (None, None)
         assert None not in figures(run.step())

@@ -38,7 +38,7 @@ def train(budget_gib: float | str, **block: Any) -> dict[str, Any]:
             assert_same(gradients(model), gradients(reference), exact=False)
             session.step()
         assert session.stage is Stage.STABLE
-        return session.report()
+        return session.report().as_dict()
 
 
 def least_gib(**block: Any) -> float:

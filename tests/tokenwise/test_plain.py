@@ -94,18 +94,18 @@ def test_with_room_on_the_device_memplug_is_out_of_the_way() -> None:
     with training.session as session:
         training.reach_stable()
         moved = session.executor.transfer.offloaded_total_bytes
-        assert session.report()["plain_regions"] == 4
+        assert session.report().tokenwise.plain_regions == 4
         assert [training.step() for _ in range(3)] == [0, 0, 0]
         assert set(session._boundary.tokenwise.layer_bytes().values()) == {0}
         assert session.stage is Stage.STABLE and session.executor.transfer.offloaded_total_bytes == moved
-        assert session.report()["predicted_host_bytes"] == 0 < session.report()["predicted_kept_bytes"]
+        assert session.report().tokenwise.predicted_host_bytes == 0 < session.report().tokenwise.predicted_kept_bytes
 
 
 def test_pinned_memory_that_was_there_for_other_plans_is_given_back() -> None:
     training = Training(device_budget_gib=1, profiler={"policy_steps": 3})
     with training.session as session:
         training.reach_stable()
-        assert session.report()["plain_regions"] == 4 and session.executor.pool.slabs == []
+        assert session.report().tokenwise.plain_regions == 4 and session.executor.pool.slabs == []
 
 
 def test_the_forward_of_a_plain_region_is_its_modules_own() -> None:
@@ -135,11 +135,11 @@ def test_steps_of_a_plain_program_are_told_from_those_of_another() -> None:
         training.reach_stable()
         for _ in range(3):
             training.step()
-        assert session.stage is Stage.STABLE and session.report()["programs"] == 1
-        assert session.report()["expected_step_bytes"] == session.report()["offloaded_step_bytes"] == 0
+        assert session.stage is Stage.STABLE and session.report().programs == 1
+        assert session.report().tokenwise.expected_step_bytes == session.report().tokenwise.offloaded_step_bytes == 0
         for _ in range(2):
             training.step(tokens=3)  # shorter: nothing has to be done at once
-        assert session.report()["programs"] == 2
+        assert session.report().programs == 2
         while session.stage is not Stage.STABLE:
             training.step(tokens=3)
         assert [training.step(tokens) for tokens in (6, 6, 3, 6, 6)] == [4, 4, 0, 0, 0], "agreed on a step later"
@@ -176,7 +176,7 @@ def test_a_step_that_really_differs_is_noticed_while_regions_are_plain(change: A
             change([module for module in model.modules() if isinstance(module, Branches)])
         for _ in range(2 * WATCHED_STEPS):
             training.step(tokens)
-        assert session.report()["programs"] == (2 if change is not None else 1)
+        assert session.report().programs == (2 if change is not None else 1)
         assert session.stage is Stage.STABLE
 
 
@@ -195,7 +195,7 @@ def test_a_region_whose_arguments_have_to_be_changed_keeps_its_class() -> None:
                 tokens = torch.arange(6)[None]
                 model(input_ids=tokens, labels=tokens, use_cache=use_cache).loss.backward()
                 session.step()
-            assert session.report()["plain_regions"] == 3
+            assert session.report().tokenwise.plain_regions == 3
             assert (type(model.model.layers[2]) is own) is not use_cache
 
 
@@ -217,7 +217,7 @@ def test_a_module_that_another_wraps_by_its_class_keeps_it() -> None:
         layer = training.model.layers[2]
         wrapper = layer.__class__ = type("Wrapper", (type(layer),), {})
         training.reach_stable()
-        assert session.report()["plain_regions"] == 4 and training.step() == 0
+        assert session.report().tokenwise.plain_regions == 4 and training.step() == 0
         assert type(layer) is wrapper and type(training.model.layers[3]) is Block
 
 
@@ -233,13 +233,13 @@ def test_some_regions_run_as_without_memplug_and_others_by_their_plan(monkeypatc
     training = Training(layers=6, device_budget_gib=1)
     with training.session as session:
         training.reach_stable()
-        assert session.report()["plain_regions"] == 3
+        assert session.report().tokenwise.plain_regions == 3
         assert [type(layer) is Block for layer in training.model.layers] == [False] * 4 + [True] * 2
         moved = session.executor.transfer.offloaded_total_bytes
         assert training.step() == 3
         assert session.executor.transfer.offloaded_total_bytes > moved
         training.step()
-        sent, expected = session.report()["offloaded_step_bytes"], session.report()["expected_step_bytes"]
+        sent, expected = session.report().tokenwise.offloaded_step_bytes, session.report().tokenwise.expected_step_bytes
         assert sent == pytest.approx(expected, rel=TOLERANCE) and sent > 0  # an attention's seeds stay
         assert training.step(tokens=18) == 6
 
@@ -272,7 +272,7 @@ def test_functions_compiled_inside_of_a_plain_region_run_compiled() -> None:
     training = Training(Compiles, device_budget_gib=1)
     with training.session as session:
         training.reach_stable()
-        assert session.report()["plain_regions"] == 4
+        assert session.report().tokenwise.plain_regions == 4
         before = len(compiled_calls)
         training.step()
         assert len(compiled_calls) - before == 8, "of the model, and of its twin"
@@ -285,10 +285,10 @@ def test_a_longer_sequence_finds_it_back_at_once() -> None:
         training.reach_stable()
         assert training.step(tokens=18) == 4, "in the very step that would keep more than was planned for"
         assert training.step(tokens=18) == 4
-        assert session.stage is not Stage.STABLE and session.report()["plain_regions"] == 0
+        assert session.stage is not Stage.STABLE and session.report().tokenwise.plain_regions == 0
         while session.stage is not Stage.STABLE:
             training.step(tokens=18)
-        assert session.report()["plain_regions"] == 4 and training.step(tokens=18) == 0
+        assert session.report().tokenwise.plain_regions == 4 and training.step(tokens=18) == 0
 
 
 def test_ranks_that_are_given_more_launch_the_collectives_of_those_that_are_not() -> None:
@@ -304,7 +304,7 @@ def test_without_room_regions_are_not_plain(keeps_nothing: None) -> None:
     training = Training()
     with training.session as session:
         training.reach_stable()
-        assert session.report()["plain_regions"] == 0 and training.step() == 4
+        assert session.report().tokenwise.plain_regions == 0 and training.step() == 4
 
 
 def test_tensors_that_were_kept_by_an_earlier_plan_are_found_by_their_backward() -> None:
@@ -315,7 +315,7 @@ def test_tensors_that_were_kept_by_an_earlier_plan_are_found_by_their_backward()
         before, expected = training.model(x), training.reference(x)
         training.model.zero_grad()
         training.reach_stable()
-        assert session.report()["plain_regions"] == 4
+        assert session.report().tokenwise.plain_regions == 4
         before.backward()
         expected.backward()
         assert_same(gradients(training.model), gradients(training.reference))

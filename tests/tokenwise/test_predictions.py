@@ -81,7 +81,7 @@ def trained(
         executor.transfer.refused = executor.pool.rows.peak_bytes = 0
         for _ in range(3):
             step()
-        return session.report()
+        return session.report().as_dict()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -139,19 +139,19 @@ def test_plans_are_forgotten_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> N
         def reach_stable(tokens: int = 6) -> None:
             for _ in range(20):
                 step(tokens)
-            assert session.stage is Stage.STABLE and session.report()["plain_regions"] == 3
+            assert session.stage is Stage.STABLE and session.report().tokenwise.plain_regions == 3
 
         reach_stable(tokens=3)
         reach_stable()
-        assert session.report()["replans"] == 2
+        assert session.report().replans == 2
         short[0] = True
         step()
-        assert session.stage is Stage.WARM_UP and session.report()["plain_regions"] == 0
+        assert session.stage is Stage.WARM_UP and session.report().tokenwise.plain_regions == 0
         assert "less room than its plan needs" in session.history[-1][-1]
         short[0] = False
         reach_stable()
         reach_stable(tokens=3)
-        assert session.report()["programs"] == 2 and session.report()["replans"] == 4, "of the other program too"
+        assert session.report().programs == 2 and session.report().replans == 4, "of the other program too"
 
 
 @pytest.fixture
@@ -211,13 +211,13 @@ def test_a_device_that_another_fills_keeps_less(other: Other) -> None:
 
         for _ in range(20):
             step()
-        assert session.stage is Stage.STABLE and session.report()["plain_regions"] == 3
+        assert session.stage is Stage.STABLE and session.report().tokenwise.plain_regions == 3
         torch.cuda.empty_cache()
         torch.empty(192 * MIB, dtype=torch.uint8, device="cuda")  # the allocator's cache has it now
         other.take_all_but(56 * MIB)  # short by more than what earlier tests may give back meanwhile
         step()
         step()
-        assert session.stage is Stage.WARM_UP and session.report()["plain_regions"] == 0
+        assert session.stage is Stage.WARM_UP and session.report().tokenwise.plain_regions == 0
         for _ in range(20):
             step()
-        assert session.stage is Stage.STABLE and session.report()["plain_regions"] == 0
+        assert session.stage is Stage.STABLE and session.report().tokenwise.plain_regions == 0

@@ -40,25 +40,25 @@ def test_no_copy_in_allocates_once_a_plan_is_there(alpha: float | str) -> None:
     with attached(model, alpha) as session:
         before = 0
         for seed in range(8):
-            allocations = session.report()["transfer_allocations"]
+            allocations = session.report().tokenwise.transfer_allocations
             planned = session.executor.transfer.buffer_bytes > 0
             step(model, reference, session, seed, exact=alpha in (0, 1))
             before += planned
-            assert (session.report()["transfer_allocations"] == allocations) == planned
-            assert session.report()["stage"] == "stable" or not session.executor.transfer.buffer_bytes
-        assert before >= 5 and session.report()["buffer_misses"] == 0
+            assert (session.report().tokenwise.transfer_allocations == allocations) == planned
+            assert session.report().stage == "stable" or not session.executor.transfer.buffer_bytes
+        assert before >= 5 and session.report().tokenwise.buffer_misses == 0
 
 
 def test_buffers_are_there_before_the_first_step_under_a_plan_and_never_too_small() -> None:
     model, reference = pair()
     with attached(model, "auto") as session:
         while session.solution is None:
-            assert session.report()["buffer_bytes"] == 0
+            assert session.report().tokenwise.buffer_bytes == 0
             step(model, reference, session, exact=False)
-        reserved = session.report()["buffer_bytes"]
-        assert session.report()["planned_steps"] == 0 and reserved > 0
+        reserved = session.report().tokenwise.buffer_bytes
+        assert session.report().planned_steps == 0 and reserved > 0
         step(model, reference, session, exact=False)
-        assert 0 < 2 * session.executor.flow.largest_frame_bytes <= reserved == session.report()["buffer_bytes"]
+        assert 0 < 2 * session.executor.flow.largest_frame_bytes <= reserved == session.report().tokenwise.buffer_bytes
 
 
 def test_the_recorder_sees_as_many_requests_less_as_transfers_count() -> None:
@@ -93,12 +93,12 @@ def test_another_program_runs_without_until_it_has_a_plan_and_detaching_gives_th
             network(x).backward()
         assert_same(gradients(model), gradients(reference), exact=False)
         session.step()
-        seen.append((session.stage.value, session.report()["buffer_bytes"]))
+        seen.append((session.stage.value, session.report().tokenwise.buffer_bytes))
     assert {stage for stage, _ in seen} == {"warm-up", "gen-policy", "stable"}
     assert all((nbytes > 0) == (stage == "stable") for stage, nbytes in seen)
     assert seen[-1][1] == max(nbytes for _, nbytes in seen), "the programs share the larger ones"
     session.detach()
-    assert session.report()["buffer_bytes"] == 0
+    assert session.report().tokenwise.buffer_bytes == 0
 
 
 @pytest.mark.parametrize("alpha", [1.0, "auto"])
@@ -107,12 +107,12 @@ def test_with_the_arena_nothing_is_reserved(alpha: float | str) -> None:
     with attached(model, alpha, arena=True, buffers=3) as session:
         for seed in range(7):
             step(model, reference, session, seed, exact=alpha == 1.0)
-            assert session.report()["buffer_bytes"] == session.report()["buffer_misses"] == 0
-        assert session.report()["arena"] == "serving" and session.executor.buffers == 3
+            assert session.report().tokenwise.buffer_bytes == session.report().tokenwise.buffer_misses == 0
+        assert session.report().arena.state == "serving" and session.executor.buffers == 3
         session._boundary.followers.close("a test says so")
         step(model, reference, session, exact=alpha == 1.0)
         step(model, reference, session, exact=alpha == 1.0)
-        assert session.report()["buffer_bytes"] > 0, "where the arena is off after all, they are needed"
+        assert session.report().tokenwise.buffer_bytes > 0, "where the arena is off after all, they are needed"
 
 
 def test_a_longer_sequence_misses_once_and_has_larger_buffers_from_then_on() -> None:
@@ -120,19 +120,22 @@ def test_a_longer_sequence_misses_once_and_has_larger_buffers_from_then_on() -> 
     with attached(model) as session:
         for seed in range(2):
             step(model, reference, session, seed)
-        small, allocations = session.report()["buffer_bytes"], session.report()["transfer_allocations"]
+        small, allocations = session.report().tokenwise.buffer_bytes, session.report().tokenwise.transfer_allocations
         for _ in range(3):
             x = torch.randn(2, 30, 16)
             for network in (model, reference):
                 network(x).backward()
             assert_same(gradients(model), gradients(reference))
             session.step()
-            now = session.report()
-            assert now["buffer_bytes"] > small and now["transfer_allocations"] > allocations
-            assert now["buffer_misses"] == now["transfer_allocations"] - allocations
-            misses = now["buffer_misses"]
+            now = session.report().tokenwise
+            assert now.buffer_bytes > small and now.transfer_allocations > allocations
+            assert now.buffer_misses == now.transfer_allocations - allocations
+            misses = now.buffer_misses
         step(model, reference, session)
-        assert session.report()["buffer_misses"] == misses and session.report()["buffer_bytes"] == now["buffer_bytes"]
+        assert (
+            session.report().tokenwise.buffer_misses == misses
+            and session.report().tokenwise.buffer_bytes == now.buffer_bytes
+        )
 
 
 def test_a_plan_leaves_room_for_the_buffers_of_the_region_that_swaps_the_most() -> None:
@@ -178,8 +181,8 @@ def test_a_plan_with_buffers_swaps_what_one_without_would_keep(monkeypatch: pyte
         with attached(model, "auto", arena=False, buffers=buffers) as session:
             while session.solution is None:
                 step(model, reference, session, exact=False)
-            plain = session.report()["plain_regions"] == len(session.regions)
-            return session.report()["predicted_kept_bytes"], plain
+            plain = session.report().tokenwise.plain_regions == len(session.regions)
+            return session.report().tokenwise.predicted_kept_bytes, plain
 
     everything, plain = kept(1 << 30, 2)
     assert plain

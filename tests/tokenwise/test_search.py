@@ -94,7 +94,7 @@ def test_the_plan_with_the_shortest_step_stays(plans_by_alpha: None, clock: Cloc
         assert run.plans[4] == [region.setting for region in run.session.regions]
         assert all(fraction == 1.0 for _, fraction, _ in run.session.regions[0].setting.plan.values())
         assert "plan 3 of 4 tried" in run.session.history[-1][3]
-        assert run.session.report()["swapped_fraction"] == run.session.regions[0].setting.rows
+        assert run.session.report().tokenwise.swapped_fraction == run.session.regions[0].setting.rows
 
 
 def test_what_runs_between_two_steps_is_no_part_of_their_time(plans_by_alpha: None, clock: Clock) -> None:
@@ -134,7 +134,7 @@ def test_a_plan_whose_peak_is_higher_than_it_promised_does_not_stay(
         peaks(run, 1000, 1000, 900, third, 1000)
         run.reach_stable()
         assert f"plan {stays} of 4 tried" in run.session.history[-1][3]
-        assert run.session.report()["predicted_peak_bytes"] == 1000
+        assert run.session.report().tokenwise.predicted_peak_bytes == 1000
 
 
 def test_where_every_plan_breaks_its_promise_one_stays_with_a_warning(
@@ -153,10 +153,10 @@ def test_host_memory_of_every_plan_is_there_before_the_first_is_tried(
     monkeypatch.setattr("memplug.device.host_pool.SMALLEST_SLAB_BYTES", 1)
     with paced(clock, tries=3) as run:
         run.step(times=2)
-        before_bytes = run.session.report()["host_pool_bytes"]
+        before_bytes = run.session.report().tokenwise.host_pool_bytes
         run.reach_stable()
         assert "plan 3 of 3 tried" in run.session.history[-1][3], "the one that swaps the most"
-        assert before_bytes >= run.session.report()["predicted_host_bytes"] > 0
+        assert before_bytes >= run.session.report().tokenwise.predicted_host_bytes > 0
 
 
 def test_a_plan_is_made_for_the_forwards_in_flight_of_its_own_program() -> None:
@@ -172,7 +172,7 @@ def test_a_plan_is_made_for_the_forwards_in_flight_of_its_own_program() -> None:
         run.step(6, times=2)
         run.reach_stable(6)
         # the last of the three layers still has its tensors when backward comes for them
-        assert instances(run) == 2 and run.session.report()["replans"] == 2
+        assert instances(run) == 2 and run.session.report().replans == 2
 
 
 def instances(run: Led) -> int:

@@ -209,7 +209,8 @@ def _attached(device: VirtualDevice, training: Training, mode: str, block: Mempl
         step = functools.partial(_step, training, session)
         plain, plan, served = None, None, 0
         for _ in range(MOST_STEPS):
-            state, plans = (session.report()[name] for name in ("arena", "replans"))
+            report = session.report()
+            state, plans = report.arena.state, report.replans
             served = served + 1 if state == "serving" else 0
             if plan != plans and session.stage is Stage.STABLE and session.steps >= LASTING_STEPS:
                 plain, plan = _measured(device, training, step, mode, session, None), plans
@@ -224,9 +225,9 @@ def _attached(device: VirtualDevice, training: Training, mode: str, block: Mempl
             )
         for _ in range(KEEPING_STEPS if block.plan_dir else 0):
             step()
-        report = session.report()
-        if report["arena"] != "serving":
-            why = report["arena_off_because"] or f"it had no addresses after {session.steps} steps: {report['arena']}"
+        arena = session.report().arena
+        if arena.state != "serving":
+            why = arena.off_because or f"it had no addresses after {session.steps} steps: {arena.state}"
             return replace(plain, arena_off_because=why)
         return _measured(device, training, step, mode, session, plain)
 
@@ -261,7 +262,7 @@ def _measured(
     Args:
         plain: the same without the arena, which this step is served from; None: it is not.
     """
-    before = session.report() if session is not None else {}
+    before = session.report().as_dict() if session is not None else {}
     began_s, flops = device.synchronize(), device.flops()
     device.reset_peaks()
     device.keep_spans(True)
@@ -271,7 +272,7 @@ def _measured(
         device.keep_spans(False)
         spans = device.take_spans()
     step_s, usage = device.synchronize() - began_s, device.usage()
-    after = session.report() if session is not None else {}
+    after = session.report().as_dict() if session is not None else {}
     return ModeEstimate(
         mode=mode,
         step_s=step_s,

@@ -63,7 +63,7 @@ def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -
             for _ in range(2):
                 training.step()
                 session.step()
-            return session.report(), device.usage().reserved_peak
+            return session.report().as_dict(), device.usage().reserved_peak
     finally:
         del training  # from the frame of an error that is kept
 

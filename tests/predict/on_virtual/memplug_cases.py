@@ -29,7 +29,7 @@ def _trained(device: VirtualDevice, config: dict[str, Any], steps: int = 12) -> 
             model.zero_grad()
             session.step()
             took_s = device.synchronize() - began
-        return session.report(), device.usage().requested_peak, took_s
+        return session.report().as_dict(), device.usage().requested_peak, took_s
 
 
 NO_LIST, NO_REGIONS = {"swap": {"enabled": False}}, {"tokenwise": {"enabled": False}}

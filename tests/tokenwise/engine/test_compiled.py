@@ -63,6 +63,6 @@ def test_a_compiled_model_is_recorded_and_served_without_a_warning_of_the_compil
             reference(x).backward()
             assert_same(gradients(model), gradients(reference))
             session.step()
-        assert session.report()["arena_served"] > 0
+        assert session.report().arena.served > 0
     assert not [warning for warning in recwarn if "memplug" in str(warning.message)]
     torch.compiler.reset()
