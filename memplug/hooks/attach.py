@@ -22,9 +22,9 @@ from memplug.hooks.groups import Group
 from memplug.hooks.job import job_of
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Recorder
+from memplug.session.attached import Session, initial_regions
 from memplug.session.ranks import Ranks
 from memplug.session.recording import Recording
-from memplug.session.session import Session, initial_regions
 from memplug.session.table import Stage
 from memplug.tokenwise.engine.region import Region
 

@@ -37,7 +37,7 @@ from memplug.errors import ConflictError, PatchError, UnsupportedVersionError
 from memplug.hooks.framework import Framework, Layers, Target
 from memplug.hooks.patching import ORIGINAL, is_patched, patch, put_back, uncompared, unnoticed, wrapped
 from memplug.session import report
-from memplug.session.session import Session
+from memplug.session.attached import Session
 from memplug.tokenwise.engine.region import Region
 
 log = logging.getLogger("memplug")

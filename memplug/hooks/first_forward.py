@@ -10,7 +10,7 @@ from torch import nn
 
 from memplug.hooks.places import shapes
 from memplug.hooks.tracing import nothing, outside
-from memplug.session.session import Session
+from memplug.session.attached import Session
 
 
 def watch(chunks: Sequence[nn.Module], session: Session) -> None:

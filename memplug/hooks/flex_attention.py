@@ -29,7 +29,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from memplug.hooks.patching import patch
-from memplug.session.session import Session
+from memplug.session.attached import Session
 from memplug.tokenwise.engine.core import core
 from memplug.tokenwise.engine.operators import Kind
 from memplug.tokenwise.engine.units import Unit

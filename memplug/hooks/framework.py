@@ -15,8 +15,8 @@ from torch import nn
 from memplug.config import MemplugConfig
 from memplug.hooks.regions import Prepare
 from memplug.hooks.withheld import Uses
+from memplug.session.attached import Session
 from memplug.session.ranks import Ranks
-from memplug.session.session import Session
 
 Layers = Sequence[tuple[str, nn.Module]]
 """Modules with their qualified names."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memplug.errors import RanksError
 from memplug.hooks.framework import Target, instances
 from memplug.hooks.patching import patch
-from memplug.session.session import Session
+from memplug.session.attached import Session
 
 COUNT_OTHERS = "_get_num_nonjoined_procs"  # method that a rank calls again and again where it has no more batches
 

@@ -43,8 +43,8 @@ from memplug.hooks import random_states
 from memplug.hooks.framework import Framework, Layers, Target, instances, outermost
 from memplug.hooks.patching import patch, unnoticed
 from memplug.hooks.regions import Call, Prepare
+from memplug.session.attached import Session
 from memplug.session.ranks import Ranks
-from memplug.session.session import Session
 from memplug.tokenwise.engine.tape import storage_of
 
 log = logging.getLogger("memplug")

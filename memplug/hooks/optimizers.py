@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
 
-from memplug.session.session import Session
+from memplug.session.attached import Session
 
 UNMARKED_STEPS = 3  # of one optimizer of the model, after which `session.step()` seems to have been forgotten
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memplug.errors import PatchError
-from memplug.session.session import Session
+from memplug.session.attached import Session
 from memplug.tokenwise.engine.core import in_framework, paused
 
 ORIGINAL = "__memplug_original__"

@@ -20,7 +20,7 @@ from torch import nn
 from memplug.errors import ConflictError, RegionError
 from memplug.hooks.derived import once_for_each_class
 from memplug.hooks.tracing import nothing, outside
-from memplug.session.session import Session
+from memplug.session.attached import Session
 from memplug.tokenwise.engine.region import Region
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

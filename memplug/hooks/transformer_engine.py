@@ -48,7 +48,7 @@ from torch import nn
 from memplug.errors import ConflictError, PatchError
 from memplug.hooks.patching import patch
 from memplug.hooks.units import make_unit
-from memplug.session.session import Session
+from memplug.session.attached import Session
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.operators import Kind
 from memplug.tokenwise.engine.units import Unit

@@ -14,7 +14,7 @@ from torch import nn
 from memplug.errors import ConflictError
 from memplug.hooks.derived import once_for_each_class
 from memplug.hooks.regions import UNIT, subclass
-from memplug.session.session import Session
+from memplug.session.attached import Session
 from memplug.tokenwise.engine.hidden import HiddenFunctions
 from memplug.tokenwise.engine.units import Unit
 

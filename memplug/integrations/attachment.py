@@ -12,7 +12,7 @@ from torch import nn
 from memplug.config import MemplugConfig, load_config
 from memplug.hooks.attach import attach
 from memplug.hooks.regions import session_of
-from memplug.session.session import Session
+from memplug.session.attached import Session
 from memplug.session.table import Stage
 
 log = logging.getLogger("memplug")

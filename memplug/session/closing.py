@@ -12,7 +12,7 @@ from memplug.words import size
 
 
 class Attached(Protocol):
-    """What is asked of a session; see `memplug.session.session.Session`."""
+    """What is asked of a session; see `memplug.session.attached.Session`."""
 
     config: MemplugConfig
     steps_are_marked: bool

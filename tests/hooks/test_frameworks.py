@@ -13,7 +13,7 @@ import memplug
 from memplug.errors import ConflictError, RegionError
 from memplug.hooks import frameworks
 from memplug.hooks.framework import Framework, Layers, Target
-from memplug.session.session import Session
+from memplug.session.attached import Session
 from memplug.session.table import Stage
 from tests.support.blocks import Block, assert_same, gradients
 from tests.support.hosts import DISABLED, block, fingerprint, tiny_llama

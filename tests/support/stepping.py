@@ -15,7 +15,7 @@ import torch
 import memplug
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Fingerprint, Layer
-from memplug.session.session import Session
+from memplug.session.attached import Session
 from memplug.session.table import Stage
 from memplug.tokenwise import candidates
 from memplug.tokenwise.plan import solver as plan

@@ -14,7 +14,7 @@ import memplug
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.device.host_pool import ALIGNMENT_BYTES
-from memplug.session.session import Session
+from memplug.session.attached import Session
 from memplug.tokenwise import checking
 from memplug.tokenwise.checking import AlphaCheck, fitting, unhindered_s
 from memplug.tokenwise.engine.executor import Executor

@@ -13,7 +13,7 @@ from torch import nn
 import memplug
 from memplug.config import MemplugConfig
 from memplug.profile.trace import Pass
-from memplug.session.session import Session
+from memplug.session.attached import Session
 from memplug.tokenwise import budgets
 from memplug.tokenwise.plan.solver import Budget, Operator, Region
 from memplug.tokenwise.rounding import Rounding

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from memplug.session.session import Session
+from memplug.session.attached import Session
 from memplug.session.table import Stage
 from memplug.tokenwise.search import Trial, choose
 from tests.support.stepping import Led, led, plans_by_alpha
