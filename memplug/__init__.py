@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from memplug.hooks.attach import attach
     from memplug.plans.plan_file import load as load_plan
     from memplug.predict.estimator import estimate, record_values
-    from memplug.session.attached import Session
+    from memplug.session.session import Session
 
 __all__ = ["MemplugConfig", "Session", "attach", "estimate", "install", "load_plan", "record_values", "uninstall"]
 
@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(estimator, name)
     if name == "Session":
-        from memplug.session.attached import Session
+        from memplug.session.session import Session
 
         return Session
     if name == "load_plan":

@@ -29,7 +29,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from memplug.hooks.patching import patch
-from memplug.session.attached import Session
+from memplug.session.attached import AttachedModel
 from memplug.tokenwise.engine.core import core
 from memplug.tokenwise.engine.operators import Kind
 from memplug.tokenwise.engine.units import Unit
@@ -44,17 +44,17 @@ log = logging.getLogger("memplug")
 _unobserved: ContextVar[bool] = ContextVar("memplug: a compiled call is under way that a region does not observe")
 
 
-def hook(session: Session) -> None:
+def hook(attached: AttachedModel) -> None:
     """Let compiled calls be units, and warn once where they cannot, until the session is detached."""
-    if session.executor.device.torch_device.type not in ("cpu", "cuda"):
+    if attached.executor.device.torch_device.type not in ("cpu", "cuda"):
         return
     import torch._dynamo.eval_frame as compiler  # as the first forward of a region does
 
     if all(hasattr(compiler, name) for name in _NAMES):
-        patch(compiler, "_callback_from_stance", _Callbacks(compiler).choose, session, VERSIONS)
+        patch(compiler, "_callback_from_stance", _Callbacks(compiler).choose, attached, VERSIONS)
     module = sys.modules.get(_MODULE)
     if hasattr(module, "setup_compilation_env"):  # else there is only a warning to lose
-        patch(module, "setup_compilation_env", _Warning(session).environment, session, VERSIONS)
+        patch(module, "setup_compilation_env", _Warning(attached).environment, attached, VERSIONS)
 
 
 class _Backend:
@@ -138,8 +138,8 @@ class _Callbacks:
 class _Warning:
     """Of calls that run as they are written, and were compiled."""
 
-    def __init__(self, session: Session):
-        self._executor = weakref.ref(session.executor)  # a session that is dropped without detaching is not kept
+    def __init__(self, attached: AttachedModel):
+        self._executor = weakref.ref(attached.executor)  # a session that is dropped without detaching is not kept
         self._told = False
 
     def environment(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

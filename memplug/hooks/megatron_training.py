@@ -20,7 +20,7 @@ from memplug.config import MemplugConfig
 from memplug.errors import PatchError
 from memplug.hooks.megatron import VERSIONS
 from memplug.hooks.patching import ORIGINAL, put_back, wrapped
-from memplug.session.attached import Session
+from memplug.session.session import Session
 
 log = logging.getLogger("memplug")
 

@@ -1,4 +1,5 @@
-"""One attached model: its regions, its executor, what tells where a step ends, and what it reports of itself.
+"""One attached model: its regions, its executor, what tells where a step ends, and what it reports of itself. Its user
+has a `memplug.session.session.Session` in front of it.
 
 Until there is a plan, every region runs at the safest setting: inputs and attention outputs swapped, every matmul
 recomputed. With a number for alpha there is nothing to plan: the session is stable at once, and times one step only, to
@@ -10,34 +11,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
-from memplug.errors import RecorderError
-from memplug.files import path_of
-from memplug.profile.records import Fingerprint
-from memplug.profile.trace import Trace
 from memplug.session import closing, out_of_memory, report
 from memplug.session.boundary import Boundary
 from memplug.session.ranks import Ranks
-from memplug.session.recording import Recording, of_rank
 from memplug.session.table import Stage
 from memplug.tokenwise import budgets
 from memplug.tokenwise.engine.region import Region
-from memplug.tokenwise.plan import solver as plan
+from memplug.tokenwise.plan.solver import TokenwisePlan
 
 log = logging.getLogger("memplug")
 
 UNMARKED_FORWARDS = 100  # of the model, after which `step()` seems to have been forgotten
 
 
-class Session:
-    """Made by `memplug.attach`. A context manager: leaving it detaches.
+class AttachedModel:
+    """Held by hooks, regions and integrations.
 
     Args:
         config: the block.
@@ -45,6 +40,16 @@ class Session:
         device: where they run.
         regathers: forward gathers parameters (ZeRO 3).
         ranks: that train the model; by default all.
+
+    Attributes:
+        session: the user's `Session`; None while attaching.
+        boundary: where all that changes a step changes.
+        executor: runs the regions.
+        plain: of these, those that run as without memplug.
+        forwards: with gradients, of regions, or of a model that has none.
+        steps_are_marked: by a hook: the user need not call `Session.step`.
+        owner: a callback that attached, and detaches; None: the user does.
+        on_step: called once a step has ended.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class Session:
         self.regions = list(regions)
         self.device = device
         request_failed = weakref.WeakMethod(self._request_failed)  # the native core keeps it
-        self._boundary = Boundary(
+        self.boundary = Boundary(
             config,
             self.regions,
             device,
@@ -69,13 +74,13 @@ class Session:
             self._explain,
             lambda: "" if (explain := request_failed()) is None else explain(),
         )
-        self._tokenwise = self._boundary.tokenwise
+        self._tokenwise = self.boundary.tokenwise
         self.executor, self.plain = self._tokenwise.executor, self._tokenwise.plain
-        self.forwards = 0  # with gradients, of regions, or of a model that has none
-        self._missed_steps = False
-        self.steps_are_marked = False  # by a hook: the user need not call `step`
-        self.owner: Any = None  # a callback that attached, and detaches
-        self.on_step: list[Callable[[Session], None]] = []
+        self.session: Any = None
+        self.owner: Any = None
+        self.forwards = 0
+        self.steps_are_marked = self._missed_steps = False
+        self.on_step: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self.at_detach(closing.at_exit(self))
         if self._tokenwise.plans:
@@ -85,62 +90,25 @@ class Session:
         else:
             self.tell("no regions: the planned arena alone")
 
-    # -- what users call -----------------------------------------------------------------------------------------------
+    # -- for hooks, and the user's session -----------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Mark the end of a training step (of the optimizer, not of a micro-batch), on every rank.
-
-        Frameworks with a hook call it themselves.
-        """
+        """See `Session.step`."""
         if self.stage is Stage.DETACHED:
             return
-        self._boundary.end_step()
+        self.boundary.end_step()
         for callback in self.on_step:
-            callback(self)
-        self._boundary.begin_step()
+            callback()
+        self.boundary.begin_step()
 
     @property
     def steps(self) -> int:
-        """That ended."""
-        return self._boundary.steps
-
-    def record(self, file: str | Path | None = None) -> None:
-        """Record the next whole step, from the end of this one on: `trace` has it then.
-
-        Args:
-            file: also save it there, for `memplug show`; with several ranks each has its own, as in
-                "trace.rank0.npz" for "trace.npz".
-
-        Raises:
-            RecorderError: another session of this process has the recorder, or this one is off or detached; or `file`
-                is no path.
-        """
-        if self._boundary.claim is None or self.stage is Stage.DETACHED:
-            raise RecorderError("a session that is detached records nothing", "Attach again.")
-        self._boundary.demand_recording().want(
-            None if file is None else of_rank(path_of(file, "trace (.npz)", RecorderError))
-        )
-
-    @property
-    def trace(self) -> Trace | None:
-        """Of the last step that was recorded in detail, because of `record` or to plan from; None so far."""
-        recording = self._boundary.recording
-        return recording.trace if recording is not None else None
+        """See `Session.steps`."""
+        return self.boundary.steps
 
     def report(self) -> dict[str, Any]:
-        """Counters and predictions: bytes, seconds and counts, by name.
-
-        `swapped_share` is how much of what was to be swapped still is, below 1 once the host memory of a rank has run
-        out; `step_s` is the median of the last steps, from one `step()` to the next; `predicted_*` come from the plan
-        and are None before there is one, the peak with the rounding buffers that are reserved now; `program` is the
-        index of the current one among the `programs` remembered, and `replans` counts how often a plan was made;
-        `planning_stopped_because` says which rank did not end as many steps as others.
-        `offloaded_step_bytes` were offloaded in the second step under the latest plan, or the first after it that is
-        as large as the one that it was made from; the plan says `expected_step_bytes`.
-        `alpha_by_link` and `alpha_by_host` are the largest fractions that the link hides behind each region's forward,
-        and that the host budget holds; None until a number above 0 for alpha is checked.
-        """
-        boundary, tokenwise = self._boundary, self._tokenwise
+        """See `Session.report`."""
+        boundary, tokenwise = self.boundary, self._tokenwise
         adjuster, claim, kept, recording = boundary.adjuster, boundary.claim, boundary.kept, boundary.recording
         programs = adjuster.programs
         return {
@@ -171,64 +139,37 @@ class Session:
         }
 
     def detach(self) -> None:
-        """Undo every patch and give all memory back, on every rank; a second call does nothing.
-
-        Run backward on graphs in flight first.
-        """
+        """See `Session.detach`."""
         if self.stage is Stage.DETACHED:
             return
         line = closing.line(self)
-        self._boundary.close()
+        self.boundary.close()
         while self._undo:
             self._undo.pop()()
-        claim = self._boundary.claim
+        claim = self.boundary.claim
         if claim is not None:
             claim.release("the session is detached")
         self.executor.close()
         if claim is not None:  # else attaching failed
             self.tell(line)
 
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.detach()
-
     @property
     def stage(self) -> Stage:
-        """Where the session stands."""
-        return self._boundary.adjuster.stage
+        """See `Session.stage`."""
+        return self.boundary.adjuster.stage
 
     @property
     def history(self) -> list[tuple[int, Stage, int, str]]:
-        """(step, stage, index of the program, why) of each change of stage or program, the last thousand of them."""
-        return list(self._boundary.adjuster.history)
+        """See `Session.history`."""
+        return list(self.boundary.adjuster.history)
 
     @property
-    def solution(self) -> plan.TokenwisePlan | None:
-        """The plan in force; None without one, and while plans are tried."""
-        return self._boundary.adjuster.decisions.solution if self._boundary.adjuster.decisions else None
+    def solution(self) -> TokenwisePlan | None:
+        """See `Session.solution`."""
+        decisions = self.boundary.adjuster.decisions
+        return decisions.solution if decisions else None
 
-    # -- what hooks call -----------------------------------------------------------------------------------------------
-
-    def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
-        """Compare the operators of steps too, and serve them from the arena, where the block asks for it.
-
-        Where another session has the recorder, one warning says what is missing.
-
-        Args:
-            make: gives the session's recording, and with it the recorder; called once the model trains, or when a step
-                is to be recorded.
-            tensors: parameters and buffers of the model.
-        """
-        self._boundary.watch(make, tensors)
-
-    def resume(self, job: Fingerprint) -> bool:
-        """Go on from the plans of an earlier run of the job, before the first step; False: there are none.
-
-        Called by all ranks, after `watch`.
-        """
-        return self._boundary.resume(job)
+    # -- for hooks alone -----------------------------------------------------------------------------------------------
 
     def begin_run(self, inputs: str, *forward: Any) -> None:
         """The first forward of a run that goes on from an earlier one's plan.
@@ -238,7 +179,7 @@ class Session:
             forward: the module, its arguments and keyword arguments.
         """
         if self.stage is not Stage.DETACHED:
-            self._boundary.begin_run(inputs, *forward)
+            self.boundary.begin_run(inputs, *forward)
 
     def begin_forward(self) -> None:
         """The model, or a region of it, runs forward with gradients: the first time in a step, its program begins."""
@@ -247,7 +188,7 @@ class Session:
             self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
         recomputes = torch._C._current_graph_task_id() != -1  # in a backward, maybe on a thread of autograd's
         if not recomputes and self.stage is not Stage.DETACHED:
-            self._boundary.begin_program()
+            self.boundary.begin_program()
 
     def miss_steps(self, seen: str) -> None:
         """Training goes on, and the ends of its steps are not marked: say so once."""
@@ -262,7 +203,7 @@ class Session:
     @contextlib.contextmanager
     def in_optimizer(self) -> Iterator[None]:
         """What runs inside belongs to the optimizer, in a recording."""
-        recording = self._boundary.recording
+        recording = self.boundary.recording
         if recording is None or not recording.placed:
             yield
             return
@@ -292,7 +233,7 @@ class Session:
 
     def _request_failed(self) -> str:
         """A request for memory has failed for good, inside of an operator of a thread that trains."""
-        recording = self._boundary.recording
+        recording = self.boundary.recording
         phase, layer = recording.here if recording is not None else ("a step", None)
         return self._out_of_memory(phase, layer)
 
@@ -304,7 +245,7 @@ class Session:
 
     def tell(self, text: str) -> None:
         """One line, on rank 0."""
-        self._boundary.adjuster.tell(text)
+        self.boundary.adjuster.tell(text)
 
 
 def initial_regions(config: MemplugConfig, named_kinds: Sequence[tuple[str, str]]) -> list[Region]:

@@ -123,7 +123,15 @@ class Boundary:
     # -- before the first step -----------------------------------------------------------------------------------------
 
     def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """See `Session.watch`."""
+        """Compare the operators of steps too, and have the techniques that the block asks for follow them.
+
+        Where another session has the recorder, one warning says what is missing.
+
+        Args:
+            make: gives the session's recording, and with it the recorder; called once the model trains, or when a step
+                is to be recorded.
+            tensors: parameters and buffers of the model.
+        """
         config = self._config
         self.claim = Claim(
             make,
@@ -144,7 +152,10 @@ class Boundary:
         )
 
     def resume(self, job: Fingerprint) -> bool:
-        """See `Session.resume`."""
+        """Go on from the plans of an earlier run of the job, before the first step; False: there are none.
+
+        Called by all ranks, after `watch`.
+        """
         config, folder = self._config, self._config.plan_dir
         store = PlanStore(Path(folder) if folder and self._ranks.are_known else None, job, self._ranks)
         beside = Beside(config.profiler.wait_for_plans)
@@ -155,7 +166,7 @@ class Boundary:
         return resumed
 
     def begin_run(self, inputs: str, *forward: Any) -> None:
-        """See `Session.begin_run`."""
+        """See `AttachedModel.begin_run`."""
         if self.claim is None:
             return
         self._take_claim()

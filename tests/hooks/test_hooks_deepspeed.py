@@ -13,7 +13,7 @@ import torch
 import memplug
 from memplug.errors import ConfigError, ConflictError, PatchError, UnsupportedVersionError
 from memplug.hooks.patching import ORIGINAL, is_patched
-from memplug.session.attached import Session
+from memplug.session.session import Session
 from tests.support.blocks import LAYERS, Stack
 from tests.support.hosts import DISABLED, block, ds_config, make_engine, tiny_llama, train_engine
 

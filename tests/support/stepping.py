@@ -15,7 +15,7 @@ import torch
 import memplug
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Fingerprint, Layer
-from memplug.session.attached import Session
+from memplug.session.session import Session
 from memplug.session.table import Stage
 from memplug.tokenwise import candidates
 from memplug.tokenwise.plan import solver as plan
@@ -139,12 +139,12 @@ def played(recorder: Played) -> Iterator[None]:
 
 def settings(session: Session) -> list[Setting]:
     """What the regions run by."""
-    return [region.setting for region in session.regions]
+    return [region.setting for region in session._attached.regions]
 
 
 def is_safest(session: Session) -> bool:
     """Whether every region swaps its input and attention alone."""
-    return settings(session) == [Setting(region.kind) for region in session.regions]
+    return settings(session) == [Setting(region.kind) for region in session._attached.regions]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from memplug.predict.estimator.result import Estimate, ModeEstimate, Span
 from memplug.predict.estimator.training import MakeOptimizer, Training
 from memplug.predict.estimator.values import Values
 from memplug.predict.virtual import Hardware, VirtualDevice
-from memplug.session.attached import Session
+from memplug.session.session import Session
 from memplug.session.table import Stage
 
 MOST_STEPS = 60  # until a program has its plan and its addresses
