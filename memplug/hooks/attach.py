@@ -22,11 +22,12 @@ from memplug.hooks.groups import Group
 from memplug.hooks.job import job_of
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Recorder
-from memplug.session.attached import AttachedModel, initial_regions
+from memplug.session.attached import AttachedModel
 from memplug.session.ranks import Ranks
 from memplug.session.recording import Recording
 from memplug.session.session import Disabled, Session
 from memplug.session.table import Stage
+from memplug.tokenwise.engine.region import Region
 
 OLDEST_TORCH = (2, 6)
 
@@ -122,7 +123,7 @@ def _attach(target: Target, config: MemplugConfig, device: Device, ranks: Ranks)
         framework.check(target, modules)
     for framework in used if config.swap.enabled and config.swap.states else ():
         framework.check_states(target)
-    regions = initial_regions(config, [(name, type(module).__name__) for name, module in modules])
+    regions = [_region(config, name, type(module).__name__) for name, module in modules]
     regathers = any(framework.regathers(target) for framework in used)
     attached = AttachedModel(config, regions, device, regathers, ranks)
     try:
@@ -153,6 +154,12 @@ def _attach(target: Target, config: MemplugConfig, device: Device, ranks: Ranks)
         attached.detach()
         raise
     return Session(attached)
+
+
+def _region(config: MemplugConfig, name: str, kind: str) -> Region:
+    """A region at the decisions that it starts with: the block's alpha, or the safest setting until there is a plan."""
+    alpha = config.tokenwise.alpha
+    return Region(name, kind) if isinstance(alpha, str) else Region(name, kind, float(alpha), is_agreed=True)
 
 
 def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:

@@ -22,9 +22,6 @@ from memplug.session import closing, out_of_memory, report
 from memplug.session.boundary import Boundary
 from memplug.session.ranks import Ranks
 from memplug.session.table import Stage
-from memplug.tokenwise import budgets
-from memplug.tokenwise.engine.region import Region
-from memplug.tokenwise.plan.solver import TokenwisePlan
 
 log = logging.getLogger("memplug")
 
@@ -44,6 +41,7 @@ class AttachedModel:
     Attributes:
         session: the user's `Session`; None while attaching.
         boundary: where all that changes a step changes.
+        agreed: decides how regions run.
         executor: runs the regions.
         plain: of these, those that run as without memplug.
         forwards: with gradients, of regions, or of a model that has none.
@@ -55,7 +53,7 @@ class AttachedModel:
     def __init__(
         self,
         config: MemplugConfig,
-        regions: Sequence[Region],
+        regions: Sequence[Any],
         device: Device,
         regathers: bool = False,
         ranks: Ranks | None = None,
@@ -74,8 +72,8 @@ class AttachedModel:
             self._explain,
             lambda: "" if (explain := request_failed()) is None else explain(),
         )
-        self._tokenwise = self.boundary.tokenwise
-        self.executor, self.plain = self._tokenwise.executor, self._tokenwise.plain
+        self.agreed = self.boundary.agreed
+        self.executor, self.plain = self.agreed.executor, self.agreed.plain
         self.session: Any = None
         self.owner: Any = None
         self.forwards = 0
@@ -83,12 +81,7 @@ class AttachedModel:
         self.on_step: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self.at_detach(closing.at_exit(self))
-        if self._tokenwise.plans:
-            self.tell(f"{len(self.regions)} regions, planned for once the program repeats")
-        elif config.tokenwise.enabled:
-            self.tell(f"{len(self.regions)} regions, alpha {config.tokenwise.alpha}")
-        else:
-            self.tell("no regions: the planned arena alone")
+        self.tell(self.agreed.beginning)
 
     # -- for hooks, and the user's session -----------------------------------------------------------------------------
 
@@ -108,7 +101,7 @@ class AttachedModel:
 
     def report(self) -> dict[str, Any]:
         """See `Session.report`."""
-        boundary, tokenwise = self.boundary, self._tokenwise
+        boundary, tokenwise = self.boundary, self.agreed
         adjuster, claim, kept, recording = boundary.adjuster, boundary.claim, boundary.kept, boundary.recording
         programs = adjuster.programs
         return {
@@ -134,8 +127,8 @@ class AttachedModel:
             "recorded_steps": recording.steps if recording is not None else 0,
             "profiler": "operators" if recording is not None and boundary.watches else "sizes",
             "profiler_off_because": (claim.profiler_off_because or None) if claim else None,
-            **report.swaps(boundary.swapping, claim.why_off("swap") if claim else ""),
-            **report.arena(boundary.serving, claim.why_off("arena") if claim else ""),
+            **report.swaps(boundary.followers.find("swap"), claim.why_off("swap") if claim else ""),
+            **report.arena(boundary.followers.find("arena"), claim.why_off("arena") if claim else ""),
         }
 
     def detach(self) -> None:
@@ -149,7 +142,7 @@ class AttachedModel:
         claim = self.boundary.claim
         if claim is not None:
             claim.release("the session is detached")
-        self.executor.close()
+        self.agreed.close()
         if claim is not None:  # else attaching failed
             self.tell(line)
 
@@ -164,7 +157,7 @@ class AttachedModel:
         return list(self.boundary.adjuster.history)
 
     @property
-    def solution(self) -> TokenwisePlan | None:
+    def solution(self) -> Any:
         """See `Session.solution`."""
         decisions = self.boundary.adjuster.decisions
         return decisions.solution if decisions else None
@@ -227,7 +220,7 @@ class AttachedModel:
             self._explain(phase, None, error)
             raise
 
-    def _explain(self, phase: str, region: Region | None, error: BaseException) -> None:
+    def _explain(self, phase: str, region: Any, error: BaseException) -> None:
         if not out_of_memory.is_told(error):
             out_of_memory.add_note(error, self._out_of_memory(phase, region.name if region else None))
 
@@ -240,21 +233,9 @@ class AttachedModel:
     def _out_of_memory(self, phase: str, region: str | None) -> str:
         snapshot = out_of_memory.save_snapshot(self.config.report.snapshot_on_oom, self.device, self.steps + 1)
         asked_gib, is_bound = self.config.device_budget_gib, self.device.memory is None
-        peak_bytes = budgets.peak_bytes(self.device)
+        peak_bytes = self.device.memory.allocated_peak_bytes if self.device.memory is not None else None
         return out_of_memory.note(phase, region, self.report(), peak_bytes, asked_gib, is_bound) + snapshot
 
     def tell(self, text: str) -> None:
         """One line, on rank 0."""
         self.boundary.adjuster.tell(text)
-
-
-def initial_regions(config: MemplugConfig, named_kinds: Sequence[tuple[str, str]]) -> list[Region]:
-    """Regions at the decisions they start with: the block's alpha, or the safest setting until there is a plan.
-
-    Args:
-        named_kinds: (qualified name, class name) of each module.
-    """
-    alpha = config.tokenwise.alpha
-    if isinstance(alpha, str):
-        return [Region(name, kind) for name, kind in named_kinds]
-    return [Region(name, kind, float(alpha), is_agreed=True) for name, kind in named_kinds]

@@ -14,7 +14,6 @@ from memplug.profile.trace import Trace
 from memplug.session.attached import AttachedModel
 from memplug.session.recording import of_rank
 from memplug.session.table import Stage
-from memplug.tokenwise.plan.solver import TokenwisePlan
 
 log = logging.getLogger("memplug")
 
@@ -106,8 +105,8 @@ class Session:
         return self._attached.history
 
     @property
-    def solution(self) -> TokenwisePlan | None:
-        """The plan in force; None without one, and while plans are tried."""
+    def solution(self) -> Any:
+        """The plan in force (`TokenwisePlan`); None without one, and while plans are tried."""
         return self._attached.solution
 
     def _call(self) -> None:

@@ -1,5 +1,6 @@
-"""The techniques that follow the program, in the order in which they take effect: a new one is one entry here.
+"""The techniques, which no other file of the session names.
 
+A new one that follows the program is one entry here, at its place in the order in which they take effect.
 Addresses come last: they are for the requests that are left under all others.
 """
 
@@ -8,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from memplug.arena.technique import PlannedAddresses
-from memplug.session.technique import Technique
+from memplug.session.technique import AgreedTechnique, Technique
 from memplug.swap.technique import SwapsWhole
+from memplug.tokenwise.technique import TokenWise
 
+AGREED: type[AgreedTechnique[Any]] = TokenWise
 FOLLOWING: tuple[type[Technique[Any]], ...] = (SwapsWhole, PlannedAddresses)

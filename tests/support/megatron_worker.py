@@ -157,9 +157,8 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
         if session is not None:
             session.step()
             found["shares"].append(session._attached.executor.flow.share)
-            found["served"].append(
-                session._attached.boundary.serving.step.served if session._attached.boundary.serving is not None else 0
-            )
+            serving = session._attached.boundary.followers.find("arena")
+            found["served"].append(serving.step.served if serving is not None else 0)
     if session is not None:
         found |= _report(session)
     return found

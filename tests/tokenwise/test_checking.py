@@ -201,7 +201,7 @@ def test_more_than_the_link_hides_is_told_once_with_the_figures_and_stays_in_for
         report = run.step(times=3)
         assert figures(report) == (pytest.approx(0.415, abs=1e-3), 1.0) and report["swapped_share"] == 1.0
         assert all(each.setting.rows == 0.9 and each.setting.plan is None for each in run.session._attached.regions)
-        assert run.session._attached.boundary.tokenwise.layer_bytes() == {
+        assert run.session._attached.agreed.layer_bytes() == {
             each.name: 0 if each.native.offloads_late else WHOLE_BYTES + rows_bytes(0.9)
             for each in run.session._attached.regions
         }

@@ -109,7 +109,7 @@ def test_with_room_on_the_device_memplug_is_out_of_the_way() -> None:
         moved = session._attached.executor.transfer.offloaded_total_bytes
         assert session.report()["plain_regions"] == 4
         assert [training.step() for _ in range(3)] == [0, 0, 0]
-        assert set(session._attached.boundary.tokenwise.layer_bytes().values()) == {0}
+        assert set(session._attached.agreed.layer_bytes().values()) == {0}
         assert session.stage is Stage.STABLE and session._attached.executor.transfer.offloaded_total_bytes == moved
         assert session.report()["predicted_host_bytes"] == 0 < session.report()["predicted_kept_bytes"]
 

@@ -70,7 +70,7 @@ def test_the_recorder_sees_as_many_requests_less_as_transfers_count() -> None:
         model, reference = pair()
         with attached(model, 1.0) as session:
             if not buffered:
-                session._attached.boundary.tokenwise.rounding.end_step = lambda *args: None
+                session._attached.agreed.rounding.end_step = lambda *args: None
             for seed in range(3):
                 step(model, reference, session, seed)
             session.record()

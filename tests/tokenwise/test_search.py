@@ -183,4 +183,4 @@ def test_the_observed_steps_tapes_are_let_go() -> None:
     with led() as run:
         run.reach_stable()
         assert run.session.stage is Stage.STABLE
-        assert run.session._attached.boundary.tokenwise.observer.tapes == {}
+        assert run.session._attached.agreed.observer.tapes == {}
