@@ -81,7 +81,7 @@ class AttachedModel:
         self.on_step: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self.at_detach(closing.at_exit(self))
-        self.tell(self.agreed.beginning)
+        self.tell(self.agreed.beginning())
 
     # -- for hooks, and the user's session -----------------------------------------------------------------------------
 

@@ -153,7 +153,6 @@ class AgreedTechnique(Technique[Part]):
 
     Attributes:
         plans: it proposes; else regions run by fixed decisions, or there are none.
-        beginning: how it begins, for people.
         unwatched_because: operators of steps need not be compared for it; "": they have to be.
         executor: runs the regions, as hooks ask it to.
         plain: of these, those that run as without memplug.
@@ -162,12 +161,15 @@ class AgreedTechnique(Technique[Part]):
     """
 
     plans: bool
-    beginning: str
     unwatched_because: str
     executor: Any
     plain: Any
     may_keep = True
     outcome = ""
+
+    @abc.abstractmethod
+    def beginning(self) -> str:
+        """How it begins, for people."""
 
     # -- in a step, and once it is over --------------------------------------------------------------------------------
 

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from memplug.arena.technique import PlannedAddresses
+from memplug.block import has_technique
 from memplug.session.technique import AgreedTechnique, Technique
-from memplug.swap.technique import SwapsWhole
 from memplug.tokenwise.technique import TokenWise
 
 AGREED: type[AgreedTechnique[Any]] = TokenWise
-FOLLOWING: tuple[type[Technique[Any]], ...] = (SwapsWhole, PlannedAddresses)
+FOLLOWING: tuple[type[Technique[Any]], ...] = ()
+
+if has_technique("swap"):
+    from memplug.swap.technique import SwapsWhole
+
+    FOLLOWING += (SwapsWhole,)
+
+if has_technique("arena"):
+    from memplug.arena.technique import PlannedAddresses
+
+    FOLLOWING += (PlannedAddresses,)

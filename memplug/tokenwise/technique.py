@@ -132,9 +132,8 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     # -- how it begins -------------------------------------------------------------------------------------------------
 
-    @property
     def beginning(self) -> str:
-        """See `AgreedTechnique`."""
+        """The regions, and what they run by."""
         if self.plans:
             return f"{len(self._regions)} regions, planned for once the program repeats"
         tokenwise = self._config.tokenwise
