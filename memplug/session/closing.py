@@ -12,7 +12,7 @@ from memplug.words import size
 
 
 class Attached(Protocol):
-    """What is asked of a session; see `memplug.session.attached.Session`."""
+    """What is asked of a session; see `memplug.session.attached.AttachedModel`."""
 
     config: MemplugConfig
     steps_are_marked: bool
