@@ -2,11 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from memplug.arena.plan import planners
+from memplug import planners
+
+TECHNIQUES = ("tokenwise", "swap", "arena")
+"""Each is a section of the block, and a room of that name."""
+
+
+def has_technique(name: str) -> bool:
+    """Whether its room is in this memplug."""
+    return (Path(__file__).parent / name / "technique.py").exists()
 
 
 @dataclass(frozen=True)
@@ -197,7 +207,15 @@ class MemplugConfig(Section):
     @property
     def active(self) -> bool:
         """Whether there is anything to do: enabled, and one of the techniques is."""
-        return self.enabled and bool(self.tokenwise.enabled or self.arena.enabled or self.swap.enabled)
+        return self.enabled and any(getattr(self, name).enabled for name in TECHNIQUES)
+
+    @model_validator(mode="after")
+    def _has_what_it_enables(self) -> "MemplugConfig":
+        for name in TECHNIQUES if self.enabled else ():
+            if getattr(self, name).enabled is True and not has_technique(name):
+                problem = "memplug.{name}.enabled: got true; allowed: false, as the folder memplug/{name} is not there"
+                raise PydanticCustomError("absent", problem, {"name": name})
+        return self
 
 
 SECTIONS = {

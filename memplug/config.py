@@ -35,7 +35,7 @@ def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
     except ValidationError as error:
         problems: list[str] = []
         for each in error.errors():
-            problems.append(_problem(block, each["loc"]))
+            problems.append(_problem(block, each["loc"]) if each["loc"] else each["msg"])
         # Pydantic reports each branch of a union and each element of a list by itself.
         raise ConfigError(list(dict.fromkeys(problems))) from None
     if "enabled" not in block:

@@ -92,6 +92,7 @@ class PlannedAddresses(Technique[Addresses]):
     part_type = AddressPlan
     mistakes_of = staticmethod(mistakes_of)
     report_type = ArenaReport
+    serves = True
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class PlannedAddresses(Technique[Addresses]):
 
     @property
     def has_served_whole(self) -> bool:
-        """Whether it served the step that ended last, and was withheld from no part of it."""
+        """See `Technique`."""
         return self.state is State.SERVING and self.step.planned > 0 and not self._was_withheld
 
     @property

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memplug.arena.plan import planners
+from memplug import planners
 from memplug.cli.output import (
     AsJson,
     DeviceOfSnapshot,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from memplug import torch_private
 from memplug.config import MemplugConfig, load_config
 from memplug.device.device import KINDS, Device, device_of
-from memplug.errors import ConflictError, RecorderError, RegionError
+from memplug.errors import ConflictError, RegionError
 from memplug.hooks import first_forward, flex_attention, frameworks, groups, optimizers, transformer_engine, units
 from memplug.hooks import regions as region_hooks
 from memplug.hooks.framework import Layers, Target
@@ -23,49 +23,13 @@ from memplug.hooks.groups import Group
 from memplug.hooks.job import job_of
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Recorder
+from memplug.session.attached import AttachedModel
 from memplug.session.ranks import Ranks
 from memplug.session.recording import Recording
-from memplug.session.report import Report
-from memplug.session.session import Session, initial_regions
+from memplug.session.session import Disabled, Session
 from memplug.session.table import Stage
-from memplug.session.techniques import reports
 from memplug.tokenwise.engine.core import core
 from memplug.tokenwise.engine.region import Region
-
-
-class Disabled(Session):
-    """What `attach` returns where the block is absent or switched off: nothing is hooked, patched or allocated."""
-
-    stage = Stage.OFF
-    history: list[Any] = []
-    solution = trace = executor = device = owner = None
-    steps = 0
-
-    def __init__(self, config: MemplugConfig):
-        self.config = config
-        self.regions: list[Region] = []
-        self.on_step: list[Callable[[Session], None]] = []
-        self._undo: list[Callable[[], None]] = []
-
-    def step(self) -> None:
-        """Call what was to be called at the end of steps."""
-        self.steps += 1
-        for callback in self.on_step:
-            callback(self)
-
-    def record(self, file: str | Path | None = None) -> None:
-        """Raises `RecorderError`: a session that is off records nothing."""
-        raise RecorderError("memplug is off, so no step is recorded", 'Set "memplug": {"enabled": true}.')
-
-    def report(self) -> Report:
-        """Says that memplug is off."""
-        why = "memplug is off"
-        return Report(stage=self.stage.value, profiler_off_because=why, techniques=reports(None, (), lambda name: why))
-
-    def detach(self) -> None:
-        """Undo what `at_detach` was given; there is nothing else."""
-        while self._undo:
-            self._undo.pop()()
 
 
 def attach(
@@ -101,14 +65,14 @@ def attach(
     used = frameworks.frameworks_in(target)
     own = filter(None, (framework.block(target) for framework in used if config is None))
     parsed = next(own, None) or load_config({"enabled": True} if config is None else config)
-    existing = region_hooks.session_of(target.model)
+    existing = region_hooks.attached_to(target.model)
     if existing is not None:
         if config is not None and parsed != existing.config:
             name = type(target.chunks[0]).__name__
             raise ConflictError(f"{name} is attached already, with another configuration", "Detach that session first.")
         for framework in used:
             framework.check_attached(target)
-        return existing
+        return existing.session
     found = [one for framework in used for one in framework.groups(target)]
     ranks = Ranks(groups.members_of(target, group, found))
     try:
@@ -159,25 +123,25 @@ def _attach(target: Target, config: MemplugConfig, device: Device, ranks: Ranks)
         framework.check(target, modules)
     for framework in used if config.swap.enabled and config.swap.states else ():
         framework.check_states(target)
-    regions = initial_regions(config, [(name, type(module).__name__) for name, module in modules])
+    regions = [_region(config, name, type(module).__name__) for name, module in modules]
     regathers = any(framework.regathers(target) for framework in used)
-    session = Session(config, regions, device, regathers, ranks)
+    attached = AttachedModel(config, regions, device, regathers, ranks)
     try:
         if modules:
             torch_private.check_compiler(core().AsWritten)
         else:
-            session.at_detach(region_hooks.mark(target.chunks[0], session))
+            attached.at_detach(region_hooks.mark(target.chunks[0], attached))
         for (name, module), region in zip(modules, regions, strict=True):
             prepare = next(filter(None, (framework.prepare(target, name) for framework in used)), None)
-            session.at_detach(region_hooks.make_region(module, region, session, prepare))
-        optimizers.watch(target.chunks, session)
-        groups.watch_joins(session)
+            attached.at_detach(region_hooks.make_region(module, region, attached, prepare))
+        optimizers.watch(target.chunks, attached)
+        groups.watch_joins(attached)
         for framework in used:
-            framework.hook(target, modules, session)
-        transformer_engine.hook([module for _, module in modules], session)
+            framework.hook(target, modules, attached)
+        transformer_engine.hook([module for _, module in modules], attached)
         if modules:
-            flex_attention.hook(session)
-            units.watch_functions(session.executor.functions, session)
+            flex_attention.hook(attached)
+            units.watch_functions(attached.executor.functions, attached)
         layout = dict(pair for framework in used for pair in framework.layout(target).items())
         job = job_of(target.chunks[0], target.model, found, device.torch_device, config, layout)
 
@@ -185,13 +149,19 @@ def _attach(target: Target, config: MemplugConfig, device: Device, ranks: Ranks)
             recorder = Recorder(device.torch_device)
             return Recording(recorder, Places(target.model, found, recorder, target.chunks, job))
 
-        session.watch(make_recording, functools.partial(_tensors_of, weakref.ref(target.model)))
-        if session.resume(job):
-            first_forward.watch(target.chunks, session)
+        attached.boundary.watch(make_recording, functools.partial(_tensors_of, weakref.ref(target.model)))
+        if attached.boundary.resume(job):
+            first_forward.watch(target.chunks, attached)
     except BaseException:
-        session.detach()
+        attached.detach()
         raise
-    return session
+    return Session(attached)
+
+
+def _region(config: MemplugConfig, name: str, kind: str) -> Region:
+    """A region at the decisions that it starts with: the block's alpha, or the safest setting until there is a plan."""
+    alpha = config.tokenwise.fixed_alpha
+    return Region(name, kind) if alpha is None else Region(name, kind, alpha, is_agreed=True)
 
 
 def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:

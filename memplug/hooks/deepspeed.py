@@ -37,6 +37,7 @@ from memplug.errors import ConflictError, PatchError, UnsupportedVersionError
 from memplug.hooks.framework import Framework, Layers, Target
 from memplug.hooks.patching import ORIGINAL, is_patched, patch, put_back, uncompared, unnoticed, wrapped
 from memplug.session import report
+from memplug.session.attached import AttachedModel
 from memplug.session.session import Session
 from memplug.tokenwise.engine.region import Region
 
@@ -109,44 +110,44 @@ class DeepSpeed(Framework):
             "micro_batches": engine.gradient_accumulation_steps(),
         }
 
-    def hook(self, target: Target, modules: Layers, session: Session) -> None:
+    def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
         """Let the engine mark steps, explain out-of-memory errors, and keep parameter gathering out of the regions."""
         engine = target.engine
 
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             steps = engine.global_steps  # of the optimizer: the engine may be told where accumulation ends
-            with session.explaining("step"), session.in_optimizer():
+            with attached.explaining("step"), attached.in_optimizer():
                 result = original(*args, **kwargs)
             if engine.global_steps != steps:
-                session.step()
+                attached.step()
             return result
 
         def optimizer_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return step(functools.partial(uncompared, original), *args, **kwargs)
 
         def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with session.explaining("backward"):
+            with attached.explaining("backward"):
                 return original(*args, **kwargs)
 
         def destroy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            session.detach()
+            attached.detach()
             return original(*args, **kwargs)
 
-        session.steps_are_marked = True
-        patch(engine, "step", optimizer_step, session, VERSIONS)
-        patch(engine, "allreduce_gradients", uncompared, session, VERSIONS)
-        patch(engine, "destroy", destroy, session, VERSIONS)
+        attached.steps_are_marked = True
+        patch(engine, "step", optimizer_step, attached, VERSIONS)
+        patch(engine, "allreduce_gradients", uncompared, attached, VERSIONS)
+        patch(engine, "destroy", destroy, attached, VERSIONS)
         if hasattr(type(engine), "train_batch"):
-            patch(engine, "train_batch", step, session, VERSIONS)
-        patch(engine, "backward", backward, session, VERSIONS)
+            patch(engine, "train_batch", step, attached, VERSIONS)
+        patch(engine, "backward", backward, attached, VERSIONS)
         if self.regathers(target):
             named = dict(modules)
-            _hook_gathering(engine, session, named)
-            _hook_external_parameters(session, named)
+            _hook_gathering(engine, attached, named)
+            _hook_external_parameters(attached, named)
         monitor = getattr(engine, "monitor", None)
-        if session.config.report.monitor and getattr(monitor, "enabled", False):
-            session.on_step.append(
-                lambda s: monitor.write_events(report.monitor_events(s.report(), engine.global_samples))
+        if attached.config.report.monitor and getattr(monitor, "enabled", False):
+            attached.on_step.append(
+                lambda: monitor.write_events(report.monitor_events(attached.report(), engine.global_samples))
             )
 
 
@@ -232,7 +233,7 @@ def trains(engine: Any) -> bool:
     return type(optimizer).__name__ not in ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
 
 
-def _hook_gathering(engine: Any, session: Session, modules: Mapping[str, nn.Module]) -> None:
+def _hook_gathering(engine: Any, attached: AttachedModel, modules: Mapping[str, nn.Module]) -> None:
     """ZeRO 3: keep gathering out of the regions, gather a region's parameters once for its recompute pass, and let what
     backward has gathered stay on the device.
 
@@ -243,8 +244,8 @@ def _hook_gathering(engine: Any, session: Session, modules: Mapping[str, nn.Modu
     if not hasattr(offload, "pre_sub_module_forward_function"):
         raise PatchError("engine.optimizer.parameter_offload", VERSIONS)
     in_backward: set[int] = set()
-    session.on_step.append(lambda _: in_backward.clear())
-    executor = session.executor
+    attached.on_step.append(in_backward.clear)
+    executor = attached.executor
 
     def after_forward(original: Callable[..., Any], module: Any) -> Any:
         if executor.recomputing and module.ds_id in in_backward:
@@ -273,10 +274,10 @@ def _hook_gathering(engine: Any, session: Session, modules: Mapping[str, nn.Modu
                     offload.post_sub_module_forward_function(module)
 
     executor.hooks.gathered.append(gathered)
-    patch(offload, "pre_sub_module_forward_function", unnoticed, session, VERSIONS)
-    patch(offload, "post_sub_module_forward_function", after_forward, session, VERSIONS)
-    patch(offload, "pre_sub_module_backward_function", before_backward, session, VERSIONS)
-    patch(offload, "post_sub_module_backward_function", after_backward, session, VERSIONS)
+    patch(offload, "pre_sub_module_forward_function", unnoticed, attached, VERSIONS)
+    patch(offload, "post_sub_module_forward_function", after_forward, attached, VERSIONS)
+    patch(offload, "pre_sub_module_backward_function", before_backward, attached, VERSIONS)
+    patch(offload, "post_sub_module_backward_function", after_backward, attached, VERSIONS)
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
@@ -287,7 +288,7 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
             yield from _owners(child)
 
 
-def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]) -> None:
+def _hook_external_parameters(attached: AttachedModel, modules: Mapping[str, nn.Module]) -> None:
     """ZeRO 3: the same for parameters that a module reads of another one, or returns, wherever they are gathered.
 
     DeepSpeed finds those in the first forward, as they are read, and lets the module that runs gather them beforehand
@@ -295,8 +296,8 @@ def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]
     module that runs.
     """
     partitioning = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-    patch(partitioning.Init, "_all_gather", unnoticed, session, VERSIONS)
-    patch(partitioning.Init, "_partition", unnoticed, session, VERSIONS)
+    patch(partitioning.Init, "_all_gather", unnoticed, attached, VERSIONS)
+    patch(partitioning.Init, "_partition", unnoticed, attached, VERSIONS)
 
     running = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
 
@@ -312,4 +313,4 @@ def _hook_external_parameters(session: Session, modules: Mapping[str, nn.Module]
         finally:
             running[:] = before
 
-    session.executor.hooks.around.append(around)
+    attached.executor.hooks.around.append(around)

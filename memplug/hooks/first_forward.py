@@ -10,10 +10,10 @@ from torch import nn
 
 from memplug.hooks.places import shapes
 from memplug.hooks.tracing import nothing, outside
-from memplug.session.session import Session
+from memplug.session.attached import AttachedModel
 
 
-def watch(chunks: Sequence[nn.Module], session: Session) -> None:
+def watch(chunks: Sequence[nn.Module], attached: AttachedModel) -> None:
     """Have the session begin its run as the first of these is called with gradients."""
     removals: list[Callable[[], None]] = []
 
@@ -22,9 +22,9 @@ def watch(chunks: Sequence[nn.Module], session: Session) -> None:
             return
         while removals:
             removals.pop()()
-        session.begin_run(shapes((*args, *kwargs.values())), chunk, args, kwargs)
+        attached.begin_run(shapes((*args, *kwargs.values())), chunk, args, kwargs)
 
     for chunk in chunks:
         handle = chunk.register_forward_pre_hook(outside(begin, nothing), with_kwargs=True)
         removals.append(handle.remove)
-        session.at_detach(handle.remove)
+        attached.at_detach(handle.remove)

@@ -29,7 +29,7 @@ import torch
 
 from memplug.errors import coded
 from memplug.hooks.patching import patch
-from memplug.session.session import Session
+from memplug.session.attached import AttachedModel
 from memplug.tokenwise.engine.core import core
 from memplug.tokenwise.engine.operators import Kind
 from memplug.tokenwise.engine.units import Unit
@@ -49,16 +49,16 @@ log = logging.getLogger("memplug")
 _unobserved: ContextVar[bool] = ContextVar("memplug: a compiled call is under way that a region does not observe")
 
 
-def hook(session: Session) -> None:
+def hook(attached: AttachedModel) -> None:
     """Let compiled calls be units, and warn once where they cannot, until the session is detached."""
-    if session.executor.device.torch_device.type not in ("cpu", "cuda"):
+    if attached.executor.device.torch_device.type not in ("cpu", "cuda"):
         return
     compiler = flex_compiler()
     if compiler is not None:  # else calls run as they are written
-        patch(compiler, "_callback_from_stance", _Callbacks(compiler).choose, session, KNOWN)
+        patch(compiler, "_callback_from_stance", _Callbacks(compiler).choose, attached, KNOWN)
     module = sys.modules.get(FLEX_ATTENTION)
     if hasattr(module, "setup_compilation_env"):  # else there is only a warning to lose
-        patch(module, "setup_compilation_env", _Warning(session).environment, session, KNOWN)
+        patch(module, "setup_compilation_env", _Warning(attached).environment, attached, KNOWN)
 
 
 class _Backend:
@@ -146,8 +146,8 @@ class _Callbacks:
 class _Warning:
     """Of calls that run as they are written, and were compiled."""
 
-    def __init__(self, session: Session):
-        self._executor = weakref.ref(session.executor)  # a session that is dropped without detaching is not kept
+    def __init__(self, attached: AttachedModel):
+        self._executor = weakref.ref(attached.executor)  # a session that is dropped without detaching is not kept
         self._told = False
 
     def environment(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,8 +15,8 @@ from torch import nn
 from memplug.config import MemplugConfig
 from memplug.hooks.regions import Prepare
 from memplug.hooks.withheld import Uses
+from memplug.session.attached import AttachedModel
 from memplug.session.ranks import Ranks
-from memplug.session.session import Session
 
 Layers = Sequence[tuple[str, nn.Module]]
 """Modules with their qualified names."""
@@ -116,8 +116,8 @@ class Framework:
     def prepare(self, target: Target, name: str) -> Prepare | None:
         """What changes or checks the arguments of a region before each forward; of several frameworks, the first's."""
 
-    def hook(self, target: Target, modules: Layers, session: Session) -> None:
-        """Mark steps and micro-batches, and keep out of the regions what is not theirs; `session.at_detach` undoes it.
+    def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
+        """Mark steps and micro-batches, and keep out of the regions what is not theirs; `attached.at_detach` undoes it.
 
         Args:
             modules: of the session's regions, in their order.

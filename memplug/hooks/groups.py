@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memplug.errors import RanksError
 from memplug.hooks.framework import Target, instances
 from memplug.hooks.patching import patch
-from memplug.session.session import Session
+from memplug.session.attached import AttachedModel
 from memplug.torch_private import KNOWN
 
 COUNT_OTHERS = "_get_num_nonjoined_procs"  # method that a rank calls again and again where it has no more batches
@@ -45,11 +45,11 @@ def members_of(target: Target, group: Group | None, found: Sequence[Group]) -> l
     return sorted(largest) if largest and all(one <= largest for one in ranks) else None
 
 
-def watch_joins(session: Session) -> None:
+def watch_joins(attached: AttachedModel) -> None:
     """Have the session's ranks know while this one has no more batches in torch's `join`, whichever wrapper of the
     model, made before or after it was attached, has others that go on.
     """
-    ranks = weakref.ref(session.ranks)
+    ranks = weakref.ref(attached.ranks)
 
     def count_others(original: Callable[[Join], float], join: Join) -> float:
         others, known = original(join), ranks()
@@ -59,8 +59,8 @@ def watch_joins(session: Session) -> None:
         return others
 
     # a torch without it: the others wait for this rank as for any that ends no steps
-    if hasattr(Join, COUNT_OTHERS) and not (session.ranks.are_known and len(session.ranks.members) == 1):
-        patch(Join, COUNT_OTHERS, count_others, session, KNOWN)
+    if hasattr(Join, COUNT_OTHERS) and not (attached.ranks.are_known and len(attached.ranks.members) == 1):
+        patch(Join, COUNT_OTHERS, count_others, attached, KNOWN)
 
 
 def _named(group: Group) -> list[int]:

@@ -43,8 +43,8 @@ from memplug.hooks import random_states
 from memplug.hooks.framework import Framework, Layers, Target, instances, outermost
 from memplug.hooks.patching import patch, unnoticed
 from memplug.hooks.regions import Call, Prepare
+from memplug.session.attached import AttachedModel
 from memplug.session.ranks import Ranks
-from memplug.session.session import Session
 from memplug.tokenwise.engine.tape import storage_of
 
 log = logging.getLogger("memplug")
@@ -144,12 +144,12 @@ class Megatron(Framework):
     def prepare(self, target: Target, name: str) -> Prepare:
         return arguments
 
-    def hook(self, target: Target, modules: Layers, session: Session) -> None:
-        _hook_schedules(session)
-        _hook_memory_buffer(session)
-        _hook_losses(session)
-        _hook_gathering(session)
-        session.executor.hooks.surroundings.append(
+    def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
+        _hook_schedules(attached)
+        _hook_memory_buffer(attached)
+        _hook_losses(attached)
+        _hook_gathering(attached)
+        attached.executor.hooks.surroundings.append(
             lambda: random_states.kept(_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker())
         )
 
@@ -227,31 +227,31 @@ def arguments(
     return call, args, kwargs
 
 
-def _hook_schedules(session: Session) -> None:
+def _hook_schedules(attached: AttachedModel) -> None:
     schedules = _module("megatron.core.pipeline_parallel.schedules")
-    executor = session.executor
+    executor = attached.executor
 
     def forward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # backward takes micro-batches in the schedule's order: what ran forward before is not what it asks for next
         executor.flow.begin_micro_batch()
-        with session.explaining("forward of a micro-batch"):
+        with attached.explaining("forward of a micro-batch"):
             return original(*args, **kwargs)
 
     def backward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with session.explaining("backward of a micro-batch"):
+        with attached.explaining("backward of a micro-batch"):
             return original(*args, **kwargs)
 
-    patch(schedules, "forward_step", forward_step, session, VERSIONS)
-    patch(schedules, "backward_step", backward_step, session, VERSIONS)
+    patch(schedules, "forward_step", forward_step, attached, VERSIONS)
+    patch(schedules, "backward_step", backward_step, attached, VERSIONS)
 
 
-def _hook_memory_buffer(session: Session) -> None:
+def _hook_memory_buffer(attached: AttachedModel) -> None:
     """Scratch memory that all layers share: sequence parallelism gathers into it, unfused attention scores in it."""
     state = _module("megatron.core.parallel_state")
     if getattr(state, "_GLOBAL_MEMORY_BUFFER", None) is None:
         return  # model parallelism was not initialized: nothing asks for it
-    buffer, executor = state.get_global_memory_buffer(), session.executor
-    patch(buffer, "get_tensor", unnoticed, session, VERSIONS)
+    buffer, executor = state.get_global_memory_buffer(), attached.executor
+    patch(buffer, "get_tensor", unnoticed, attached, VERSIONS)
 
     def is_scratch(tensor: torch.Tensor) -> bool:
         return any(storage_of(tensor) == storage_of(one) for one in buffer.buffer.values())
@@ -259,25 +259,25 @@ def _hook_memory_buffer(session: Session) -> None:
     executor.hooks.scratch.append(is_scratch)
 
 
-def _hook_losses(session: Session) -> None:
-    executor = session.executor
+def _hook_losses(attached: AttachedModel) -> None:
+    executor = attached.executor
 
     def record(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return None if executor.recomputing else unnoticed(original, *args, **kwargs)
 
     router = _module("megatron.core.transformer.moe.router")
     if hasattr(router, "save_to_aux_losses_tracker"):
-        patch(router, "save_to_aux_losses_tracker", record, session, VERSIONS)
+        patch(router, "save_to_aux_losses_tracker", record, attached, VERSIONS)
     else:
         logging_of_losses = _module("megatron.core.transformer.moe.moe_logging")
-        patch(logging_of_losses.MoEMetricsTracker, "record", record, session, VERSIONS)
+        patch(logging_of_losses.MoEMetricsTracker, "record", record, attached, VERSIONS)
 
 
-def _hook_gathering(session: Session) -> None:
+def _hook_gathering(attached: AttachedModel) -> None:
     """The distributed optimizer's parameters, gathered by hooks of the modules that are about to use them."""
     groups = _module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
-    patch(groups, "start_param_sync", unnoticed, session, VERSIONS)
-    patch(groups, "finish_param_sync", unnoticed, session, VERSIONS)
+    patch(groups, "start_param_sync", unnoticed, attached, VERSIONS)
+    patch(groups, "finish_param_sync", unnoticed, attached, VERSIONS)
 
 
 def _module(name: str) -> Any:

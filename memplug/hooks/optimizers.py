@@ -9,32 +9,32 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
 
-from memplug.session.session import Session
+from memplug.session.attached import AttachedModel
 
 UNMARKED_STEPS = 3  # of one optimizer of the model, after which `session.step()` seems to have been forgotten
 
 
-def watch(chunks: Sequence[nn.Module], session: Session) -> None:
+def watch(chunks: Sequence[nn.Module], attached: AttachedModel) -> None:
     """Have the session warn once where an optimizer of these parts of its model steps and `session.step()` is never
     called.
 
     The hook is torch's own, for all optimizers: it keeps neither model nor session alive, and goes with the session.
     """
     parts = [weakref.ref(chunk) for chunk in chunks]
-    attached = weakref.ref(session)
+    reference = weakref.ref(attached)
     steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
     def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        session = attached()
-        if session is None or session.steps or not session.forwards or not _holds_parameters(optimizer, parts):
+        attached = reference()
+        if attached is None or attached.steps or not attached.forwards or not _holds_parameters(optimizer, parts):
             return
         steps[optimizer] = steps.get(optimizer, 0) + 1
         if steps[optimizer] >= UNMARKED_STEPS:
-            session.miss_steps(f"the optimizer has stepped {steps[optimizer]} times")
+            attached.miss_steps(f"the optimizer has stepped {steps[optimizer]} times")
 
     handle = optimizers.register_optimizer_step_post_hook(stepped)
-    session.at_detach(handle.remove)
-    weakref.finalize(session, handle.remove)
+    attached.at_detach(handle.remove)
+    weakref.finalize(attached, handle.remove)
 
 
 def _holds_parameters(optimizer: torch.optim.Optimizer, parts: Sequence[weakref.ref[nn.Module]]) -> bool:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from memplug.errors import PatchError
-from memplug.session.session import Session
+from memplug.session.attached import AttachedModel
 from memplug.tokenwise.engine.core import in_framework, paused
 
 ORIGINAL = "__memplug_original__"
 
 
-def patch(target: Any, name: str, wrapper: Callable[..., Any], session: Session, versions: str) -> None:
+def patch(target: Any, name: str, wrapper: Callable[..., Any], attached: AttachedModel, versions: str) -> None:
     """Replace an attribute of one instance, class or module by `wrapper(original, ...)`, until the session detaches.
 
     Args:
@@ -45,7 +45,7 @@ def patch(target: Any, name: str, wrapper: Callable[..., Any], session: Session,
         if getattr(target, name, None) != below:  # it was not inherited
             put(target, name, below)
 
-    session.at_detach(undo)
+    attached.at_detach(undo)
 
 
 def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:

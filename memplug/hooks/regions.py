@@ -20,7 +20,7 @@ from torch import nn
 from memplug.errors import ConflictError, RegionError
 from memplug.hooks.derived import once_for_each_class
 from memplug.hooks.tracing import nothing, outside
-from memplug.session.session import Session
+from memplug.session.attached import AttachedModel
 from memplug.tokenwise.engine.region import Region
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -33,14 +33,14 @@ Prepare = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], tuple[Cal
 
 
 class _Bound:
-    """A module that carries a session, under a subclass of its own class: a region's, with what the framework wants
+    """A module that knows of its session, under a subclass of its own class: a region's, with what the framework wants
     done to the arguments, or the root of a model without regions.
     """
 
     def __init__(
-        self, module: nn.Module, session: Session, region: Region | None = None, prepare: Prepare | None = None
+        self, module: nn.Module, attached: AttachedModel, region: Region | None = None, prepare: Prepare | None = None
     ):
-        self.session, self.region, self.prepare = session, region, prepare
+        self.attached, self.region, self.prepare = attached, region, prepare
         self.changes_arguments = False
         self._module = module
         self._bind()
@@ -137,7 +137,7 @@ def check_not_nested(names: Sequence[str]) -> None:
 
 
 def make_region(
-    module: nn.Module, region: Region, session: Session, prepare: Prepare | None = None
+    module: nn.Module, region: Region, attached: AttachedModel, prepare: Prepare | None = None
 ) -> Callable[[], None]:
     """Let a module's forward run as a region; returns how to undo it.
 
@@ -159,19 +159,19 @@ def make_region(
             "Attach memplug before the tool that replaces it, or undo that.",
             code="MP003",
         )
-    bound = _Bound(module, session, region, prepare)
-    session.plain.add(region, bound)
+    bound = _Bound(module, attached, region, prepare)
+    attached.plain.add(region, bound)
     return bound.undo
 
 
-def mark(model: nn.Module, session: Session) -> Callable[[], None]:
+def mark(model: nn.Module, attached: AttachedModel) -> Callable[[], None]:
     """Remember that a model without regions is attached; returns how to undo it."""
-    return _Bound(model, session).undo
+    return _Bound(model, attached).undo
 
 
-def session_of(model: nn.Module) -> Session | None:
-    """The session that the model, or a part of it, is attached to."""
-    return next((module.__dict__[_REGION].session for module in model.modules() if _REGION in module.__dict__), None)
+def attached_to(model: nn.Module) -> AttachedModel | None:
+    """Returns what the model, or a part of it, is attached to."""
+    return next((module.__dict__[_REGION].attached for module in model.modules() if _REGION in module.__dict__), None)
 
 
 @once_for_each_class
@@ -183,12 +183,12 @@ def _region_class(original: type) -> type:
         call = functools.partial(original.forward, self)
         if bound is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        bound.session.begin_forward()
+        bound.attached.begin_forward()
         if bound.prepare is not None:
             own = call
             call, args, kwargs = bound.prepare(self, call, args, kwargs)
             bound.changes_arguments = call is not own
-        return bound.session.executor.run(bound.region, call, args, kwargs)
+        return bound.attached.executor.run(bound.region, call, args, kwargs)
 
     forward = functools.update_wrapper(outside(forward, original.forward), original.forward)
     return subclass(original, forward=forward, __prepare_scriptable__=_refuse_script)
@@ -201,7 +201,7 @@ def _marked_class(original: type) -> type:
     def begin(self: nn.Module) -> None:
         bound = self.__dict__.get(_REGION)
         if bound is not None and torch.is_grad_enabled():
-            bound.session.begin_forward()
+            bound.attached.begin_forward()
 
     begin = outside(begin, nothing)
 

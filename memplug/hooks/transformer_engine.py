@@ -48,7 +48,7 @@ from torch import nn
 from memplug.errors import ConflictError, PatchError
 from memplug.hooks.patching import patch
 from memplug.hooks.units import make_unit
-from memplug.session.session import Session
+from memplug.session.attached import AttachedModel
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.operators import Kind
 from memplug.tokenwise.engine.units import Unit
@@ -96,7 +96,7 @@ def parts_of(region: nn.Module) -> list[tuple[str, nn.Module, str]]:
     return found
 
 
-def hook(regions: Sequence[nn.Module], session: Session) -> None:
+def hook(regions: Sequence[nn.Module], attached: AttachedModel) -> None:
     """Let the modules of Transformer Engine in these regions run as units, until the session is detached.
 
     Raises:
@@ -105,16 +105,16 @@ def hook(regions: Sequence[nn.Module], session: Session) -> None:
     """
     if not is_loaded():
         return
-    for region, module in zip(session.regions, regions, strict=True):
+    for region, module in zip(attached.regions, regions, strict=True):
         for name, part, own in parts_of(module):
             partners = _partners(part, own)
-            make_unit(part, _unit(session.executor, name, part, own, is_shared=partners != frozenset()), session)
+            make_unit(part, _unit(attached.executor, name, part, own, is_shared=partners != frozenset()), attached)
             if partners is None or region.partners is None:
                 region.partners = None
             else:
                 region.partners |= partners
         region.native.shares = region.partners != frozenset()
-    _refuse(session)
+    _refuse(attached)
 
 
 def _class_of(module: nn.Module) -> str:
@@ -306,7 +306,7 @@ def _distributed() -> Any:
     return module
 
 
-def _refuse(session: Session) -> None:
+def _refuse(attached: AttachedModel) -> None:
     def checkpoint(original: Any, *args: Any, **kwargs: Any) -> Any:
         raise ConflictError(
             "transformer_engine.pytorch.checkpoint is called while memplug recomputes the same layers",
@@ -328,4 +328,4 @@ def _refuse(session: Session) -> None:
     for name, module, wrapper in places:
         for owner in (package, sys.modules.get(f"transformer_engine.pytorch.{module}")):
             if hasattr(owner, name):
-                patch(owner, name, wrapper, session, VERSIONS)
+                patch(owner, name, wrapper, attached, VERSIONS)

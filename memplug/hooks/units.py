@@ -14,12 +14,12 @@ from torch import nn
 from memplug.errors import ConflictError
 from memplug.hooks.derived import once_for_each_class
 from memplug.hooks.regions import UNIT, subclass
-from memplug.session.session import Session
+from memplug.session.attached import AttachedModel
 from memplug.tokenwise.engine.hidden import HiddenFunctions
 from memplug.tokenwise.engine.units import Unit
 
 
-def make_unit(module: nn.Module, unit: Unit, session: Session) -> None:
+def make_unit(module: nn.Module, unit: Unit, attached: AttachedModel) -> None:
     """Let a module's forward run as a unit, until the session is detached.
 
     Raises:
@@ -42,7 +42,7 @@ def make_unit(module: nn.Module, unit: Unit, session: Session) -> None:
                 module.__class__ = own
             del module.__dict__[UNIT]
 
-    session.at_detach(undo)
+    attached.at_detach(undo)
 
 
 @once_for_each_class
@@ -58,7 +58,7 @@ def _unit_class(original: type) -> type:
     return subclass(original, forward=functools.update_wrapper(forward, original.forward))
 
 
-def watch_functions(functions: HiddenFunctions, session: Session) -> None:
+def watch_functions(functions: HiddenFunctions, attached: AttachedModel) -> None:
     """Let every call of a custom autograd function go through `functions`, until the session is detached."""
     base = torch.autograd.Function
     original, held = vars(base)["apply"], weakref.ref(functions)
@@ -80,5 +80,5 @@ def watch_functions(functions: HiddenFunctions, session: Session) -> None:
             stopped.stop()
         undo()
 
-    session.at_detach(detach)
+    attached.at_detach(detach)
     weakref.finalize(functions, undo).atexit = False  # a session that is dropped without detaching

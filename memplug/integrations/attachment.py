@@ -11,9 +11,9 @@ from torch import nn
 
 from memplug.config import MemplugConfig, load_config
 from memplug.hooks.attach import attach
-from memplug.hooks.regions import session_of
+from memplug.hooks.regions import attached_to
+from memplug.session.attached import AttachedModel
 from memplug.session.session import Session
-from memplug.session.table import Stage
 
 log = logging.getLogger("memplug")
 
@@ -37,7 +37,7 @@ class Attachment:
         super().__init__()
         self.config = load_config({"enabled": True} if config is None else config)
         self.session: Session | None = None
-        self._attached = False  # by this callback
+        self._attached: AttachedModel | None = None  # by this callback
         self._told = False
 
     def begin(self, model: nn.Module, deepspeed: bool) -> None:
@@ -47,35 +47,35 @@ class Attachment:
             ConflictError, RegionError, UnsupportedVersionError: as `memplug.attach`.
         """
         self.end()  # of a training that an error broke off
-        existing = session_of(model)
+        existing = attached_to(model)
         if existing is not None and existing.owner is not None:  # another callback's, whose training broke off
             existing.owner.end()
             existing = None
         if deepspeed or existing is not None:
-            self.session = existing
+            self.session = existing.session if existing is not None else None
             self._tell(deepspeed)
             return
         self.session = attach(model, self.config)
-        self._attached = self.session.stage is not Stage.OFF
-        if self._attached:
-            self.session.owner, self.session.steps_are_marked = self, True
+        self._attached = attached_to(model)
+        if self._attached is not None:  # else the block is off
+            self._attached.owner, self._attached.steps_are_marked = self, True
 
     def begin_batch(self) -> None:
-        """The model is about to run, maybe by another method than its forward, which the session would see."""
-        if self._attached:
-            self.session.begin_forward()
+        """The model is about to run, maybe by another method than its forward, which memplug would see."""
+        if self._attached is not None:
+            self._attached.begin_forward()
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
-        if self._attached:
-            self.session.step()
+        if self._attached is not None:
+            self._attached.step()
 
     def end(self) -> None:
         """Detach; the session stays for `report()`."""
-        if self._attached:
-            self._attached = False
-            self.session.owner = None
-            self.session.detach()
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            attached.owner = None
+            attached.detach()
 
     def _tell(self, deepspeed: bool) -> None:
         if self._told:

@@ -11,6 +11,7 @@ import collections
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memplug.block import ProfilerConfig
 from memplug.errors import LayoutError, coded
@@ -20,7 +21,6 @@ from memplug.session.programs import ALIKE, MOST_PROGRAMS, Programs, Remembered
 from memplug.session.ranks import Ranks
 from memplug.session.table import Event, Stage, after
 from memplug.session.technique import AgreedTechnique
-from memplug.tokenwise.plan.decisions import Decisions
 
 log = logging.getLogger("memplug")
 
@@ -41,7 +41,7 @@ class Lasting:
     """A program under decisions, equal only to the very same ones; None: nothing is compared, or planned."""
 
     program: Remembered | None
-    decisions: Decisions | None
+    decisions: Any
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Lasting) and self.program is other.program and self.decisions is other.decisions
@@ -68,19 +68,19 @@ class Adjuster:
     def __init__(
         self,
         profiler: ProfilerConfig,
-        technique: AgreedTechnique[Decisions],
+        technique: AgreedTechnique[Any],
         stage: Stage,
         ranks: Ranks,
     ):
         self.stage = stage
         self.programs = Programs(profiler.length_tolerance, profiler.cosine_similarity)
-        self.decisions: Decisions | None = None
+        self.decisions: Any = None
         self.history: collections.deque[tuple[int, Stage, int, str]] = collections.deque(maxlen=LONGEST_HISTORY)
         self.replans = 0
         self._profiler, self._technique, self._ranks = profiler, technique, ranks
-        self._proposed: Decisions | None = None
+        self._proposed: Any = None
         self._ballot: _Ballot | None = None
-        self._passing: tuple[Remembered, Decisions] | None = None
+        self._passing: tuple[Remembered, Any] | None = None
         self._is_proven = False  # a watched step was of the program under the settings in force
         self._turned: tuple[Remembered, Remembered] | None = None  # a program, and what it became by a plan
         self._step = 0
@@ -89,9 +89,7 @@ class Adjuster:
         self._confirmed = True  # False: it goes on from an earlier run's plan, and no step has shown the program yet
         self.first: Program | None = None  # what the run's first step was like
 
-    def resume(
-        self, known: Sequence[tuple[Program, Decisions]], source: str, first: Program | None = None
-    ) -> list[Lasting]:
+    def resume(self, known: Sequence[tuple[Program, Any]], source: str, first: Program | None = None) -> list[Lasting]:
         """Go on from what an earlier run kept, before the first step: stable from here on, as long as that step is of
         the first of these programs. Called by all ranks, with as many.
 
@@ -261,7 +259,7 @@ class Adjuster:
         technique = self._technique
         self._note(Stage.GEN_POLICY, "; ".join(filter(None, [technique.in_words(decisions), technique.outcome])))
 
-    def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Decisions] | None) -> None:
+    def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Any] | None) -> None:
         """To stable, on the plan that the program has already."""
         if passing is not None and known.decisions is not None:
             passed, decisions = passing  # it came and went under this plan, and did no harm
@@ -298,7 +296,7 @@ class Adjuster:
             return "another rank's step differs from those before"
         return difference(program, current.baseline)
 
-    def _run(self, program: Remembered, decisions: Decisions | None) -> None:
+    def _run(self, program: Remembered, decisions: Any) -> None:
         """Make a program the current one, which runs by these decisions."""
         if decisions is None:
             self._technique.withdraw()

@@ -8,9 +8,8 @@ A step ends, on every rank, in this order:
 | forwards of the step are closed, its sizes, operators, nodes and time taken | before anything else runs operators |
 | the recording ends | its trace is of the step alone |
 | a shortage of host memory is voted on | by the regions' settings of this step, which new decisions replace |
-| what the step moved is compared with its plan | likewise |
+| what the step moved is compared with its plan; the link is checked for a fixed alpha | likewise |
 | the program is voted on; stage and decisions change | with the step's program, and before the next one's settings |
-| the link is checked for a fixed alpha | the stage says whether this was a step to time |
 | techniques that follow the program propose, install and withdraw | for the program and decisions of the next step |
 | plain regions get their own class back, or memplug's | by the next step's decisions |
 | rounding buffers are reserved | once it is known whether the arena takes their place |
@@ -34,7 +33,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from memplug.arena.technique import PlannedAddresses
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
@@ -51,11 +49,8 @@ from memplug.session.plan_store import PlanStore
 from memplug.session.ranks import Ranks
 from memplug.session.recording import Recording, unused
 from memplug.session.table import Stage
-from memplug.session.technique import Given
-from memplug.session.techniques import FOLLOWING, JUDGES
-from memplug.swap.technique import SwapsWhole
-from memplug.tokenwise.engine.region import Region
-from memplug.tokenwise.technique import TokenWise
+from memplug.session.technique import AgreedTechnique, Given
+from memplug.session.techniques import AGREED, FOLLOWING, JUDGES
 
 log = logging.getLogger("memplug")
 
@@ -77,7 +72,7 @@ class Boundary:
         request_failed: what is known as a request for device memory fails for good; on any thread.
 
     Attributes:
-        tokenwise: swaps and recomputes.
+        agreed: decides how regions run.
         adjuster: moves along the stages.
         claim: on the recorder, and on what needs it; None until `watch`.
         kept: plans of earlier runs, and of this one; None until `resume`.
@@ -90,25 +85,24 @@ class Boundary:
     def __init__(
         self,
         config: MemplugConfig,
-        regions: Sequence[Region],
+        regions: Sequence[Any],
         device: Device,
         regathers: bool,
         ranks: Ranks,
-        explain: Callable[[str, Region, BaseException], None],
+        explain: Callable[[str, Any, BaseException], None],
         request_failed: Callable[[], str],
     ):
         self._config, self._device, self._ranks = config, device, ranks
         self._request_failed = request_failed
         self._reserved = Reserved(device.memory, self._served)
-        self.tokenwise = TokenWise(
+        self.agreed: AgreedTechnique[Any] = AGREED(
             *(config, regions, device, regathers, explain, self.unrecorded, self._ranks),
             *(self._step_peak, self._trace, self._reserved),
         )
-        plans = self.tokenwise.plans
-        self._unwatched_because = _why_unwatched(config)
+        self._unwatched_because = self.agreed.unwatched_because if config.profiler.enabled else NOT_ASKED_FOR
         self.watches = not self._unwatched_because
-        begin = Stage.WARM_UP if plans else Stage.STABLE
-        self.adjuster = Adjuster(config.profiler, self.tokenwise, begin, self._ranks)
+        begin = Stage.WARM_UP if self.agreed.plans else Stage.STABLE
+        self.adjuster = Adjuster(config.profiler, self.agreed, begin, self._ranks)
         if device.memory is not None:
             device.memory.begin()
         self.claim: Claim | None = None
@@ -123,7 +117,15 @@ class Boundary:
     # -- before the first step -----------------------------------------------------------------------------------------
 
     def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """See `Session.watch`."""
+        """Compare the operators of steps too, and have the techniques that the block asks for follow them.
+
+        Where another session has the recorder, one warning says what is missing.
+
+        Args:
+            make: gives the session's recording, and with it the recorder; called once the model trains, or when a step
+                is to be recorded.
+            tensors: parameters and buffers of the model.
+        """
         config = self._config
         self.claim = Claim(
             make,
@@ -132,30 +134,33 @@ class Boundary:
                 config,
                 self._device,
                 self.adjuster.tell,
-                self._free_host_bytes,
+                self.agreed.free_host_bytes,
                 self._reserved,
                 self._request_failed,
-                self.tokenwise.layer_bytes,
+                self.agreed.layer_bytes,
                 tensors,
             ),
             unwatched_because=self._unwatched_because,
             # they plan for a program under its decisions, which come after steps enough
-            warmup_steps=0 if self.tokenwise.plans else config.profiler.warmup_steps,
+            warmup_steps=0 if self.agreed.plans else config.profiler.warmup_steps,
         )
 
     def resume(self, job: Fingerprint) -> bool:
-        """See `Session.resume`."""
+        """Go on from the plans of an earlier run of the job, before the first step; False: there are none.
+
+        Called by all ranks, after `watch`.
+        """
         config, folder = self._config, self._config.plan_dir
         store = PlanStore(Path(folder) if folder and self._ranks.are_known else None, job, self._ranks, JUDGES)
         beside = Beside(config.profiler.wait_for_plans)
-        self.kept = KeptPlans(store, beside, job, self.tokenwise, self.adjuster)
+        self.kept = KeptPlans(store, beside, job, self.agreed, self.adjuster)
         resumed = self.kept.resume()
         if resumed:
             self._settle()
         return resumed
 
     def begin_run(self, inputs: str, *forward: Any) -> None:
-        """See `Session.begin_run`."""
+        """See `AttachedModel.begin_run`."""
         if self.claim is None:
             return
         self._take_claim()
@@ -169,7 +174,7 @@ class Boundary:
         if self.kept is not None:
             self.kept.close(self.followers, self._parts, self.recording)
         self.adjuster.close()
-        self.tokenwise.close()
+        self.agreed.stay()
         self._ranks.close()
 
     # -- in a step -----------------------------------------------------------------------------------------------------
@@ -184,7 +189,7 @@ class Boundary:
                 follower.technique.begin_step()
         elif self.recording is not None:
             self.recording.recorder.begin_program()
-        self.tokenwise.begin_program()
+        self.agreed.begin_program()
 
     # -- between two steps ---------------------------------------------------------------------------------------------
 
@@ -193,17 +198,17 @@ class Boundary:
         self.steps += 1
         if self._device.memory is not None:
             self._device.memory.note()
-        recording, adjuster, tokenwise = self.recording, self.adjuster, self.tokenwise
+        recording, adjuster = self.recording, self.adjuster
         for follower in self.followers:
             follower.technique.end_step()
-        tokenwise.end_step()
+        self.agreed.end_step()
         self._time_step()
         operators, nodes = self._take()
         if recording is not None:
             recording.end_step()
         self.planned_steps += adjuster.decisions is not None
         if not self.apart:
-            self._agree(Program(operators, tokenwise.sizes, nodes, tokenwise.plain.unseen))
+            self._agree(self.agreed.program(operators, nodes))
         if recording is not None:
             if not recording.able:
                 self.followers.close("steps cannot be recorded")
@@ -224,18 +229,17 @@ class Boundary:
         Raises:
             RanksError: others may run by later ones, as torch's store is gone, and collectives depend on them.
         """
-        adjuster, tokenwise = self.adjuster, self.tokenwise
+        adjuster, agreed = self.adjuster, self.agreed
         try:
-            tokenwise.share_host(adjuster.stage is Stage.STABLE)
-            if tokenwise.plans:
-                tokenwise.compare(program, adjuster.programs.current.baseline if adjuster.decisions else None)
+            planned_from = adjuster.programs.current.baseline if adjuster.decisions else None
+            agreed.agree(program, planned_from, adjuster.stage is Stage.STABLE)
+            if agreed.plans:
                 adjuster.end_step(self.steps, program)
-            tokenwise.check.end_step()
         except RanksError as error:
             self.apart = error.problem
-            tokenwise.stay()
+            agreed.stay()
             adjuster.stay(self.steps, self.apart)
-            if self._ranks.may_differ and tokenwise.may_talk:
+            if self._ranks.may_differ and agreed.may_talk:
                 raise RanksError(
                     f"step {self.steps}: {self.apart}; other ranks may run by another plan from now on, and layers of "
                     "the model communicate",
@@ -253,7 +257,7 @@ class Boundary:
 
     def _settle(self) -> None:
         """What the next step is to run by is in force."""
-        self.tokenwise.settle(self.adjuster.stage is Stage.STABLE, self._served().wanted)
+        self.agreed.settle(self.adjuster.stage is Stage.STABLE, self._served().wanted)
         if self.steps and self.kept is not None:
             self.kept.end_step(self.followers, self._parts, self.recording)
 
@@ -283,21 +287,11 @@ class Boundary:
     def _parts(self) -> dict[str, Any] | None:
         return self.claim.parts if self.claim is not None else {}
 
-    @property
-    def serving(self) -> PlannedAddresses | None:
-        """None without the arena."""
-        return self.followers.find(PlannedAddresses.name)
-
-    @property
-    def swapping(self) -> SwapsWhole | None:
-        """None without the swap list."""
-        return self.followers.find(SwapsWhole.name)
-
     def _served(self) -> Served:
-        serving = self.serving
+        claim = self.claim
         return Served(
-            wanted=self.claim is not None and not self.claim.why_off(PlannedAddresses.name),
-            whole=serving is not None and serving.has_served_whole,
+            wanted=claim is not None and any(each.serves and not claim.why_off(each.name) for each in FOLLOWING),
+            whole=any(each.technique.has_served_whole for each in self.followers),
         )
 
     def demand_recording(self) -> Recording:
@@ -311,10 +305,6 @@ class Boundary:
         """Operators inside are memplug's own."""
         recording = self.recording
         return contextlib.nullcontext() if recording is None else recording.recorder.suspended
-
-    def _free_host_bytes(self) -> int:
-        pool = self.tokenwise.executor.pool
-        return pool.budget_bytes - pool.capacity_bytes
 
     def _take_claim(self) -> bool:
         """Returns whether the recorder was got by this call."""
@@ -337,7 +327,7 @@ class Boundary:
 
     def _want_timeline(self) -> None:
         """`report.timeline`: the step after each plan; where nothing is planned, the third one."""
-        plans = self.adjuster.replans if self.tokenwise.plans else int(self.steps >= 2)
+        plans = self.adjuster.replans if self.agreed.plans else int(self.steps >= 2)
         folder = self._config.report.timeline
         if folder and self.adjuster.stage is Stage.STABLE and plans > self._timelines:
             self._timelines = plans
@@ -362,14 +352,3 @@ class Boundary:
         if self._last_step is not None:
             self._step_seconds.append(now - self._last_step)
         self._last_step = now
-
-
-def _why_unwatched(config: MemplugConfig) -> str:
-    """Operators are compared for token-wise plans alone; "": they are."""
-    if not config.profiler.enabled:
-        return NOT_ASKED_FOR
-    if not config.tokenwise.enabled:
-        return "the block switches token-wise plans off, and they alone need operators to be compared"
-    if not config.tokenwise.plans:
-        return "with a number for alpha there is no plan that operators would have to be compared for"
-    return ""

@@ -13,7 +13,7 @@ from memplug.session.technique import AgreedTechnique
 
 
 class Attached(Protocol):
-    """What is asked of a session; see `memplug.session.session.Session`."""
+    """What is asked of a session; see `memplug.session.attached.AttachedModel`."""
 
     config: MemplugConfig
     steps_are_marked: bool

@@ -20,7 +20,7 @@ from memplug.session.followers import Followers
 from memplug.session.plan_store import PlanStore
 from memplug.session.programs import Remembered
 from memplug.session.recording import Recording
-from memplug.tokenwise.technique import TokenWise
+from memplug.session.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
 
@@ -50,7 +50,9 @@ class KeptPlans:
         refused: why there is none; "" where nothing was kept.
     """
 
-    def __init__(self, store: PlanStore, beside: Beside, job: Fingerprint, tokenwise: TokenWise, adjuster: Adjuster):
+    def __init__(
+        self, store: PlanStore, beside: Beside, job: Fingerprint, tokenwise: AgreedTechnique[Any], adjuster: Adjuster
+    ):
         self.file: Path | None = None
         self.refused = ""
         self._store, self._beside, self._job = store, beside, job

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from memplug.profile.similarity import Program, similar
-
-if TYPE_CHECKING:
-    from memplug.tokenwise.plan.decisions import Decisions
 
 MOST_PROGRAMS = 32
 """Remembered at a time, so that a vote is one number. More sequence lengths than that are not worth a plan each."""
@@ -43,7 +40,7 @@ class Remembered:
     def __init__(self, index: int, baseline: Program):
         self.index = index
         self.baseline = baseline
-        self.decisions: Decisions | None = None
+        self.decisions: Any = None
         self.borrowed = False
         self.told: set[object] = set()
         self.turns = 0

@@ -1,112 +1,51 @@
-"""One attached model: its regions, its executor, what tells where a step ends, and what it reports of itself.
-
-Until there is a plan, every region runs at the safest setting: inputs and attention outputs swapped, every matmul
-recomputed. With a number for alpha there is nothing to plan: the session is stable at once, and times one step only, to
-check the number.
-"""
+"""What `memplug.attach` returns: a model's session, as its user sees it, or one that is off."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from memplug.config import MemplugConfig
-from memplug.device.device import Device
-from memplug.errors import RecorderError, coded
+from memplug.errors import RecorderError
 from memplug.files import path_of
-from memplug.profile.records import Fingerprint
 from memplug.profile.trace import Trace
-from memplug.session import closing, out_of_memory
-from memplug.session.boundary import Boundary
-from memplug.session.ranks import Ranks
-from memplug.session.recording import Recording, of_rank
+from memplug.session.attached import AttachedModel
+from memplug.session.recording import of_rank
 from memplug.session.report import Report
 from memplug.session.table import Stage
-from memplug.session.technique import AgreedTechnique
 from memplug.session.techniques import reports
-from memplug.tokenwise import budgets
-from memplug.tokenwise.engine.region import Region
-from memplug.tokenwise.plan import solver as plan
-from memplug.torch_private import current_graph_task_id
 
 log = logging.getLogger("memplug")
-
-UNMARKED_FORWARDS = 100  # of the model, after which `step()` seems to have been forgotten
 
 
 class Session:
     """Made by `memplug.attach`. A context manager: leaving it detaches.
 
-    Args:
+    Attributes:
         config: the block.
-        regions: the modules' regions, in forward order.
-        device: where they run.
-        regathers: forward gathers parameters (ZeRO 3).
-        ranks: that train the model; by default all.
+        on_step: called with the session once a step has ended.
     """
 
-    def __init__(
-        self,
-        config: MemplugConfig,
-        regions: Sequence[Region],
-        device: Device,
-        regathers: bool = False,
-        ranks: Ranks | None = None,
-    ):
-        self.config = config
-        self.ranks = Ranks() if ranks is None else ranks
-        self.regions = list(regions)
-        self.device = device
-        request_failed = weakref.WeakMethod(self._request_failed)  # the native core keeps it
-        self._boundary = Boundary(
-            config,
-            self.regions,
-            device,
-            regathers,
-            self.ranks,
-            self._explain,
-            lambda: "" if (explain := request_failed()) is None else explain(),
-        )
-        self._tokenwise = self._boundary.tokenwise
-        self.executor, self.plain = self._tokenwise.executor, self._tokenwise.plain
-        self.forwards = 0  # with gradients, of regions, or of a model that has none
-        self._missed_steps = False
-        self.steps_are_marked = False  # by a hook: the user need not call `step`
-        self.owner: Any = None  # a callback that attached, and detaches
+    def __init__(self, attached: AttachedModel):
+        self.config = attached.config
         self.on_step: list[Callable[[Session], None]] = []
-        self._undo: list[Callable[[], None]] = []
-        self.at_detach(closing.at_exit(self))
-        if self._tokenwise.plans:
-            self.tell(f"{len(self.regions)} regions, planned for once the program repeats")
-        elif config.tokenwise.enabled:
-            self.tell(f"{len(self.regions)} regions, alpha {config.tokenwise.alpha}")
-        else:
-            self.tell("no regions: the planned arena alone")
-
-    # -- what users call -----------------------------------------------------------------------------------------------
+        self._attached = attached
+        attached.session = self
+        attached.on_step.append(self._call)
 
     def step(self) -> None:
         """Mark the end of a training step (of the optimizer, not of a micro-batch), on every rank.
 
         Frameworks with a hook call it themselves.
         """
-        if self.stage is Stage.DETACHED:
-            return
-        self._boundary.end_step()
-        for callback in self.on_step:
-            callback(self)
-        self._boundary.begin_step()
+        self._attached.step()
 
     @property
     def steps(self) -> int:
-        """That ended."""
-        return self._boundary.steps
+        """How many ended."""
+        return self._attached.steps
 
     def record(self, file: str | Path | None = None) -> None:
         """Record the next whole step, from the end of this one on: `trace` has it then.
@@ -116,59 +55,29 @@ class Session:
                 "trace.rank0.npz" for "trace.npz".
 
         Raises:
-            RecorderError: another session of this process has the recorder, or this one is off or detached; or `file`
-                is no path.
+            RecorderError: another session of this process has the recorder, or this one is detached; or `file` is no
+                path.
         """
-        if self._boundary.claim is None or self.stage is Stage.DETACHED:
+        if self.stage is Stage.DETACHED:
             raise RecorderError("a session that is detached records nothing", "Attach again.")
-        self._boundary.demand_recording().want(
-            None if file is None else of_rank(path_of(file, "trace (.npz)", RecorderError))
-        )
+        self._attached.boundary.demand_recording().want(_trace_file(file))
 
     @property
     def trace(self) -> Trace | None:
         """Of the last step that was recorded in detail, because of `record` or to plan from; None so far."""
-        recording = self._boundary.recording
+        recording = self._attached.boundary.recording
         return recording.trace if recording is not None else None
 
     def report(self) -> Report:
         """Returns what the session did so far, holds now and predicts: see `Report`."""
-        boundary = self._boundary
-        claim, kept, recording, programs = boundary.claim, boundary.kept, boundary.recording, boundary.adjuster.programs
-        return Report(
-            stage=self.stage.value,
-            steps=self.steps,
-            program=programs.current.index if programs.current else None,
-            programs=len(programs),
-            replans=boundary.adjuster.replans,
-            planned_steps=boundary.planned_steps,
-            planning_stopped_because=boundary.apart or None,
-            step_s=boundary.step_s,
-            resumed_from=str(kept.file) if kept and kept.file else None,
-            not_resumed_because=(kept.refused or None) if kept else None,
-            recorded_steps=recording.steps if recording is not None else 0,
-            profiler="operators" if recording is not None and boundary.watches else "sizes",
-            profiler_off_because=(claim.profiler_off_because or None) if claim else None,
-            techniques=reports(self.agreed, boundary.followers, claim.why_off if claim else lambda name: ""),
-        )
+        return self._attached.report()
 
     def detach(self) -> None:
         """Undo every patch and give all memory back, on every rank; a second call does nothing.
 
         Run backward on graphs in flight first.
         """
-        if self.stage is Stage.DETACHED:
-            return
-        line = closing.line(self)
-        self._boundary.close()
-        while self._undo:
-            self._undo.pop()()
-        claim = self._boundary.claim
-        if claim is not None:
-            claim.release("the session is detached")
-        self.executor.close()
-        if claim is not None:  # else attaching failed
-            self.tell(line)
+        self._attached.detach()
 
     def __enter__(self) -> Session:
         return self
@@ -179,126 +88,76 @@ class Session:
     @property
     def stage(self) -> Stage:
         """Where the session stands."""
-        return self._boundary.adjuster.stage
+        return self._attached.stage
 
     @property
     def history(self) -> list[tuple[int, Stage, int, str]]:
         """(step, stage, index of the program, why) of each change of stage or program, the last thousand of them."""
-        return list(self._boundary.adjuster.history)
+        return self._attached.history
 
     @property
-    def solution(self) -> plan.TokenwisePlan | None:
-        """The plan in force; None without one, and while plans are tried."""
-        return self._boundary.adjuster.decisions.solution if self._boundary.adjuster.decisions else None
+    def solution(self) -> Any:
+        """The plan in force (`TokenwisePlan`); None without one, and while plans are tried."""
+        return self._attached.solution
+
+    def _call(self) -> None:
+        for callback in self.on_step:
+            callback(self)
+
+
+class Disabled(Session):
+    """Returned where the block is absent or switched off: nothing is hooked, patched or allocated."""
+
+    def __init__(self, config: MemplugConfig):
+        self.config = config
+        self.on_step: list[Callable[[Session], None]] = []
+        self._steps = 0
+
+    def step(self) -> None:
+        """Call what was to be called at the end of steps."""
+        self._steps += 1
+        self._call()
 
     @property
-    def agreed(self) -> AgreedTechnique[Any]:
-        """The technique whose decisions all ranks agree on."""
-        return self._tokenwise
+    def steps(self) -> int:
+        """How many ended."""
+        return self._steps
 
-    # -- what hooks call -----------------------------------------------------------------------------------------------
+    def record(self, file: str | Path | None = None) -> None:
+        """Say that no step is recorded.
 
-    def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
-        """Compare the operators of steps too, and serve them from the arena, where the block asks for it.
-
-        Where another session has the recorder, one warning says what is missing.
-
-        Args:
-            make: gives the session's recording, and with it the recorder; called once the model trains, or when a step
-                is to be recorded.
-            tensors: parameters and buffers of the model.
+        Raises:
+            RecorderError: `file` is no path.
         """
-        self._boundary.watch(make, tensors)
+        _trace_file(file)
+        log.warning('memplug is off, so no step is recorded; set "memplug": {"enabled": true}')
 
-    def resume(self, job: Fingerprint) -> bool:
-        """Go on from the plans of an earlier run of the job, before the first step; False: there are none.
+    @property
+    def trace(self) -> None:
+        """None: no step is recorded."""
 
-        Called by all ranks, after `watch`.
-        """
-        return self._boundary.resume(job)
+    def report(self) -> Report:
+        """Says that memplug is off."""
+        why = "memplug is off"
+        return Report(stage=self.stage.value, profiler_off_because=why, techniques=reports(None, (), lambda name: why))
 
-    def begin_run(self, inputs: str, *forward: Any) -> None:
-        """The first forward of a run that goes on from an earlier one's plan.
+    def detach(self) -> None:
+        """Do nothing: there is nothing to undo."""
 
-        Args:
-            inputs: shapes and dtypes of what it is given.
-            forward: the module, its arguments and keyword arguments.
-        """
-        if self.stage is not Stage.DETACHED:
-            self._boundary.begin_run(inputs, *forward)
+    @property
+    def stage(self) -> Stage:
+        """Off, also once it is detached."""
+        return Stage.OFF
 
-    def begin_forward(self) -> None:
-        """The model, or a region of it, runs forward with gradients: the first time in a step, its program begins."""
-        self.forwards += 1
-        if not self.steps and self.forwards == UNMARKED_FORWARDS * max(1, len(self.regions)):
-            self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
-        recomputes = current_graph_task_id() != -1  # in a backward, maybe on a thread of autograd's
-        if not recomputes and self.stage is not Stage.DETACHED:
-            self._boundary.begin_program()
+    @property
+    def history(self) -> list[tuple[int, Stage, int, str]]:
+        """Empty: the stage never changes."""
+        return []
 
-    def miss_steps(self, seen: str) -> None:
-        """Training goes on, and the ends of its steps are not marked: say so once."""
-        if self._missed_steps or self.steps_are_marked:
-            return
-        self._missed_steps = True
-        text = "memplug: %s, and no step has ended: nothing is planned. Add `session.step()` after `optimizer.step()`"
-        log.warning(coded("MP008", text), seen)
-
-    @contextlib.contextmanager
-    def in_optimizer(self) -> Iterator[None]:
-        """What runs inside belongs to the optimizer, in a recording."""
-        recording = self._boundary.recording
-        if recording is None or not recording.placed:
-            yield
-            return
-        recorder = recording.recorder
-        former = recorder.enter_optimizer()
-        try:
-            yield
-        finally:
-            recorder.leave(former)
-
-    def at_detach(self, undo: Callable[[], None]) -> None:
-        """Register how to undo a patch; undone in reverse order."""
-        self._undo.append(undo)
-
-    @contextlib.contextmanager
-    def explaining(self, phase: str) -> Iterator[None]:
-        """A device out-of-memory error that passes gets a note of what memplug knew."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            self._explain(phase, None, error)
-            raise
-
-    def _explain(self, phase: str, region: Region | None, error: BaseException) -> None:
-        if not out_of_memory.is_told(error):
-            out_of_memory.add_note(error, self._out_of_memory(phase, region.name if region else None))
-
-    def _request_failed(self) -> str:
-        """A request for memory has failed for good, inside of an operator of a thread that trains."""
-        recording = self._boundary.recording
-        phase, layer = recording.here if recording is not None else ("a step", None)
-        return self._out_of_memory(phase, layer)
-
-    def _out_of_memory(self, phase: str, region: str | None) -> str:
-        snapshot = out_of_memory.save_snapshot(self.config.report.snapshot_on_oom, self.device, self.steps + 1)
-        asked_gib, is_bound = self.config.device_budget_gib, self.device.memory is None
-        peak_bytes = budgets.peak_bytes(self.device)
-        return out_of_memory.note(phase, region, self.report(), peak_bytes, asked_gib, is_bound) + snapshot
-
-    def tell(self, text: str) -> None:
-        """One line, on rank 0."""
-        self._boundary.adjuster.tell(text)
+    @property
+    def solution(self) -> None:
+        """None: nothing is planned."""
 
 
-def initial_regions(config: MemplugConfig, named_kinds: Sequence[tuple[str, str]]) -> list[Region]:
-    """Regions at the decisions they start with: the block's alpha, or the safest setting until there is a plan.
-
-    Args:
-        named_kinds: (qualified name, class name) of each module.
-    """
-    alpha = config.tokenwise.fixed_alpha
-    if alpha is None:
-        return [Region(name, kind) for name, kind in named_kinds]
-    return [Region(name, kind, alpha, is_agreed=True) for name, kind in named_kinds]
+def _trace_file(file: str | Path | None) -> Path | None:
+    return None if file is None else of_rank(path_of(file, "trace (.npz)", RecorderError))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 import torch
 
 from memplug.config import MemplugConfig
@@ -18,6 +19,7 @@ from memplug.device.device import Device
 from memplug.device.reserved import Reserved
 from memplug.plans.schema import MemoryPlan, PlanPart
 from memplug.profile.recorder import Detail
+from memplug.profile.similarity import Program
 from memplug.profile.trace import Trace
 from memplug.session.technique_report import TechniqueReport
 
@@ -61,14 +63,18 @@ class Technique(abc.ABC, Generic[Part]):
         report_type: of its reports.
         off_because: training goes on without it; "" while it may have a part in force.
         whole_steps: that were of the program that lasts, from their beginning on; counted by who asks.
+        serves: requests for memory, from memory of its own.
+        has_served_whole: it served the step that ended last, and was withheld from no part of it.
     """
 
     name: ClassVar[str]
     part_type: ClassVar[type[PlanPart]]
     mistakes_of: ClassVar[Callable[[Any], Iterator[str]]]
     report_type: ClassVar[type[TechniqueReport]] = TechniqueReport
+    serves: ClassVar[bool] = False
     off_because = ""
     whole_steps = 0
+    has_served_whole = False
 
     @classmethod
     def is_wanted(cls, config: MemplugConfig) -> bool:
@@ -155,15 +161,92 @@ class Technique(abc.ABC, Generic[Part]):
 
 class AgreedTechnique(Technique[Part]):
     """One by which ranks do differently what all have to do alike: all of them propose, install and withdraw at the
-    same steps, as `memplug.session.adjuster` has them agree.
+    same steps, as `memplug.session.adjuster` has them agree. A session has one, from its beginning on, which decides
+    how regions run.
+
+    Attributes:
+        plans: it proposes; else regions run by fixed decisions, or there are none.
+        unwatched_because: operators of steps need not be compared for it; "": they have to be.
+        executor: runs the regions, as hooks ask it to.
+        plain: of these, those that run as without memplug.
+        may_keep: parts may rely on the next step being no larger than the one that they are made of.
+        outcome: how proposing ended, for people.
     """
 
     plans: bool
-    """Whether it proposes at all, or runs by fixed decisions."""
+    unwatched_because: str
+    executor: Any
+    plain: Any
     may_keep = True
-    """Whether parts may rely on the next step being no larger than the one that they are made of."""
     outcome = ""
-    """How proposing ended, for people."""
+
+    @abc.abstractmethod
+    def beginning(self) -> str:
+        """How it begins, for people."""
+
+    # -- in a step, and once it is over --------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def begin_program(self) -> None:
+        """The step's first forward with gradients begins."""
+
+    @abc.abstractmethod
+    def program(self, operators: np.ndarray | None, nodes: int) -> Program:
+        """Returns what the step that ended ran.
+
+        Args:
+            operators: in order, as numbers; None: the step was not watched.
+            nodes: that autograd made.
+        """
+
+    @abc.abstractmethod
+    def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
+        """Decide together what is no matter of parts; called on all ranks, before they vote on the program.
+
+        Args:
+            program: of the step that ended.
+            planned_from: the one that the part in force is made for; None: there is none.
+
+        Raises:
+            RanksError: another rank is missing.
+        """
+
+    @abc.abstractmethod
+    def settle(self, is_stable: bool, is_served: bool) -> None:
+        """Put into force what the next step is to run by.
+
+        Args:
+            is_served: another technique serves requests for memory, or will.
+        """
+
+    @abc.abstractmethod
+    def turn_away(self) -> None:
+        """The step that begins has other inputs than the part in force was made for, which it does without."""
+
+    @property
+    @abc.abstractmethod
+    def may_talk(self) -> bool:
+        """Whether collectives depend on the part in force."""
+
+    @abc.abstractmethod
+    def stay(self) -> None:
+        """Ranks decide nothing together any more: regions run on as they do."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give all memory back."""
+
+    # -- what others plan with -----------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def layer_bytes(self) -> dict[str, int]:
+        """See `Given`."""
+
+    @abc.abstractmethod
+    def free_host_bytes(self) -> int:
+        """Returns what is left of the host's budget."""
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
@@ -181,3 +264,11 @@ class AgreedTechnique(Technique[Part]):
     @abc.abstractmethod
     def in_words(self, part: Part) -> str:
         """A part, for people."""
+
+    @abc.abstractmethod
+    def lacks(self, part: Part) -> str:
+        """Why this machine has no room for a part of an earlier run; "" where it has."""
+
+    @abc.abstractmethod
+    def reserve(self, parts: Iterable[Part]) -> None:
+        """Get the host memory that the largest of them needs."""

@@ -1,5 +1,6 @@
-"""The techniques: a new one that follows the program is one entry here, at the place at which it takes effect.
+"""The techniques, which no other file of the session names.
 
+A new one that follows the program is one entry here, at its place in the order in which they take effect.
 Addresses come last: they are for the requests that are left under all others.
 """
 
@@ -8,18 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from memplug.arena.technique import PlannedAddresses
+from memplug.block import has_technique
 from memplug.session.followers import Follower
 from memplug.session.technique import AgreedTechnique, Technique
 from memplug.session.technique_report import TechniqueReport
-from memplug.swap.technique import SwapsWhole
 from memplug.tokenwise.technique import TokenWise
 
 AGREED: type[AgreedTechnique[Any]] = TokenWise
-FOLLOWING: tuple[type[Technique[Any]], ...] = (SwapsWhole, PlannedAddresses)
+FOLLOWING: tuple[type[Technique[Any]], ...] = ()
 
-JUDGES = {each.part_type: each.mistakes_of for each in (TokenWise, *FOLLOWING)}
+if has_technique("swap"):
+    from memplug.swap.technique import SwapsWhole
+
+    FOLLOWING += (SwapsWhole,)
+
+if has_technique("arena"):
+    from memplug.arena.technique import PlannedAddresses
+
+    FOLLOWING += (PlannedAddresses,)
+
+JUDGES = {each.part_type: each.mistakes_of for each in (AGREED, *FOLLOWING)}
 """Of all parts of a plan that a run reads."""
+
 
 def reports(
     agreed: AgreedTechnique[Any] | None, followers: Iterable[Follower], why_off: Callable[[str], str]

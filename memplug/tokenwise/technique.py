@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.device.reserved import Reserved
@@ -55,9 +57,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         executor: runs the regions.
         plain: of these, those that run as without memplug.
         decisions: that they run by; None at the safest setting, with a number for alpha, and while plans are tried.
-        plans: regions run by plans; else by a number for alpha, or there are none.
         observer, check, predictions, rounding: see there.
-        sizes: of the inputs of each forward, in the step that ended last.
     """
 
     name = Decisions.name
@@ -90,7 +90,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         self.check = AlphaCheck(config, regions, self.executor, ranks)
         self.predictions = Predictions(self.executor)
         self.rounding = Rounding(config, self.executor, planned=self.plans)
-        self.sizes: tuple[tuple[int, ...], ...] = ()
+        self._sizes: tuple[tuple[int, ...], ...] = ()  # of the inputs of each forward, in the step that ended last
         self._shortage = Shortage(self.executor, ranks)
         self._room = Room(config, device, ranks, reserved)
         self._search: Search | None = None
@@ -131,6 +131,26 @@ class TokenWise(AgreedTechnique[Decisions]):
         planning.put(None, self._regions, self.executor)
         self.decisions = None
 
+    # -- how it begins -------------------------------------------------------------------------------------------------
+
+    def beginning(self) -> str:
+        """The regions, and what they run by."""
+        if self.plans:
+            return f"{len(self._regions)} regions, planned for once the program repeats"
+        tokenwise = self._config.tokenwise
+        return f"{len(self._regions)} regions, alpha {tokenwise.alpha}" if tokenwise.enabled else "no regions"
+
+    @property
+    def unwatched_because(self) -> str:
+        """See `AgreedTechnique`."""
+        if not self._config.tokenwise.enabled:
+            return "the block switches token-wise plans off, and they alone need operators to be compared"
+        return (
+            ""
+            if self.plans
+            else "with a number for alpha there is no plan that operators would have to be compared for"
+        )
+
     # -- what the stages ask -------------------------------------------------------------------------------------------
 
     def begin_program(self) -> None:
@@ -150,6 +170,10 @@ class TokenWise(AgreedTechnique[Decisions]):
     def layer_bytes(self) -> dict[str, int]:
         """See `memplug.session.technique.Given`."""
         return {region.name: region.native.sent_bytes for region in self._regions}
+
+    def free_host_bytes(self) -> int:
+        """Beside the pool's."""
+        return self.executor.pool.budget_bytes - self.executor.pool.capacity_bytes
 
     def in_words(self, part: Decisions) -> str:
         """See `memplug.show.words`."""
@@ -176,24 +200,29 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     def end_step(self) -> None:
         """Close the forwards of the step."""
-        self.sizes = self.executor.flow.end_step([region.native for region in self._regions])
+        self._sizes = self.executor.flow.end_step([region.native for region in self._regions])
 
-    def share_host(self, stable: bool) -> None:
-        """Swap less where the host memory of a rank has run out."""
-        if self._regions and stable:
+    def program(self, operators: np.ndarray | None, nodes: int) -> Program:
+        """With the sizes of the regions' inputs."""
+        return Program(operators, self._sizes, nodes, self.plain.unseen)
+
+    def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
+        """Swap less where the host memory of a rank has run out; compare what the step moved with what its plan said;
+        check the link for a number for alpha.
+        """
+        if self._regions and is_stable:
             self._shortage.end_step()
         else:
             self._shortage.skip_step()
+        if self.plans:
+            self.predictions.end_step(self.decisions, program, planned_from)
+        self.check.end_step()
 
-    def compare(self, program: Program, planned_from: Program | None) -> None:
-        """Compare what the step moved with what its plan said; `planned_from` is of the step that was observed."""
-        self.predictions.end_step(self.decisions, program, planned_from)
-
-    def settle(self, stable: bool, has_arena: bool) -> None:
-        """What the next step is to run by is in force."""
+    def settle(self, is_stable: bool, is_served: bool) -> None:
+        """Plain regions, and rounding buffers where no planned addresses take their place."""
         if self.plans:
             self.plain.end_step(self.decisions)
-        self.rounding.end_step(self.decisions, stable and not has_arena)
+        self.rounding.end_step(self.decisions, is_stable and not is_served)
 
     def turn_away(self) -> None:
         """The step that begins has other inputs than its plan was made for: regions run at the safest setting. But not
@@ -217,8 +246,8 @@ class TokenWise(AgreedTechnique[Decisions]):
         self.check.stop()
 
     def close(self) -> None:
-        """The session is detached."""
-        self._stop_search()
+        """The session is detached, and no region runs any more."""
+        self.executor.close()
 
     # -- from run to run -----------------------------------------------------------------------------------------------
 

@@ -300,7 +300,7 @@ def test_a_session_that_nobody_detached_leaves_nothing_behind() -> None:
             session.step()
         assert serving_of(session).state is State.SERVING
         arena = serving_of(session)._arena
-        session._boundary.claim.followers = Followers()
+        session._attached.boundary.claim.followers = Followers()
         del arena
         gc.collect()
         assert not owned(torch.ones(64))

@@ -193,7 +193,7 @@ def _serve(training: Training, steps: int, note: Callable[[str, str, float], Non
     with memplug.attach(training.model, BLOCK) as session:
         training.step()
         session.step()
-        serving = session._boundary.serving  # it is claimed at the first forward
+        serving = session._attached.boundary.followers.find("arena")  # it is claimed at the first forward
         while serving.state.value != "serving":
             training.step()
             session.step()

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from memplug.arena.plan import planners
+from memplug import planners
 from memplug.arena.plan.problem import Problem
 from memplug.profile.trace import Trace
 from tests.bench.table import Row, figures, render, write_rows

@@ -67,7 +67,7 @@ def run(steps: int, alpha: str = "auto", awkward: bool = False) -> tuple[list[tu
             if step % (steps // SAMPLES) == 0:
                 curve.append((step, resident_bytes()))
             if awkward and step in (steps // 2, steps):
-                counts.append(left_behind(session.executor))
+                counts.append(left_behind(session._attached.executor))
         assert awkward or alpha != "auto" or (session.trace is not None and session.report().replans >= 1)
     grown = {what: counts[1][what] - count for what, count in counts[0].items()} if awkward else {}
     return curve, {what: count for what, count in grown.items() if count > 0}

@@ -90,7 +90,7 @@ def run(layers: int, waits: bool) -> tuple[list[Step], int]:
             network(ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            stage, serving = session.stage, session._boundary.serving
+            stage, serving = session.stage, session._attached.boundary.followers.find("arena")
             state = serving.state if serving is not None else None
             session.step()
             now = time.perf_counter()
@@ -98,7 +98,7 @@ def run(layers: int, waits: bool) -> tuple[list[Step], int]:
             steps.append(Step(now - before, count > recorded, stage, state))
             before, recorded = time.perf_counter(), count
             served += state is State.SERVING
-        serving = session._boundary.serving
+        serving = session._attached.boundary.followers.find("arena")
         assert serving is not None and serving.plan is not None
         return steps, len(serving.plan.problem)
 

@@ -91,7 +91,7 @@ class Run:
 
     def slabs(self) -> list[torch.Tensor]:
         """Host memory of this package."""
-        return self.session.executor.pool.slabs if self.session is not None else []
+        return self.session._attached.executor.pool.slabs if self.session is not None else []
 
     def gradients(self) -> dict[str, list[float]]:
         """Of each parameter of the first layer: its gradient's norm, then its products with fixed random directions."""

@@ -145,7 +145,7 @@ def intervals_of_list(args: argparse.Namespace, budget_bytes: int) -> list[int]:
             raise SystemExit(f"there is no list: {session.report().swap.off_because}")
 
         def look() -> tuple[int, int]:
-            counters = session._boundary.swapping.counters
+            counters = session._attached.boundary.followers.find("swap").counters
             return counters["offloads"], counters["releases"]
 
         before = look()

@@ -12,7 +12,7 @@ import pytest
 
 import memplug
 from memplug.errors import ConfigError, MemplugError
-from memplug.hooks.regions import session_of
+from memplug.hooks.regions import attached_to
 from memplug.session.table import Stage
 from tests.support.hosts import block, tiny_llama, train
 
@@ -36,7 +36,7 @@ def test_a_training_has_a_session_from_its_begin_to_its_end_with_each_step_marke
     model, one = tiny_llama(), callback(block(alpha=1))
     kinds = [type(module) for module in model.modules()]
     begin(one, model)
-    assert session_of(model) is one.session
+    assert attached_to(model).session is one.session
     for step in (1, 2):
         train(model)
         one.on_substep_end(WITHOUT_DEEPSPEED, None, None, model=model)
@@ -53,8 +53,8 @@ def test_a_training_after_one_that_an_error_broke_off_has_a_session_of_its_own()
     begin(one, first)
     broken_off = one.session
     begin(one, second)
-    assert broken_off.stage is Stage.DETACHED and session_of(first) is None
-    assert session_of(second) is one.session is not broken_off
+    assert broken_off.stage is Stage.DETACHED and attached_to(first) is None
+    assert attached_to(second).session is one.session is not broken_off
 
 
 @pytest.mark.parametrize("attached", [False, True], ids=["not attached", "attached"])
@@ -69,7 +69,8 @@ def test_a_model_that_deepspeed_trains_is_left_alone_and_that_is_said_once(
         begin(one, model, WITH_DEEPSPEED)
         one.on_step_end(WITH_DEEPSPEED, None, None, model=model)
         one.on_train_end(WITH_DEEPSPEED, None, None, model=model)
-    assert one.session is session is session_of(model)
+    assert one.session is session
+    assert (attached_to(model) is None) is (session is None)
     (said,) = caplog.messages
     assert "under DeepSpeed the callback does nothing" in said
     assert ("memplug.install()" in said) == (not attached)
@@ -93,7 +94,7 @@ def test_a_block_that_is_off_changes_nothing() -> None:
     begin(one, model)
     one.on_step_end(WITHOUT_DEEPSPEED, None, None, model=model)
     one.on_train_end(WITHOUT_DEEPSPEED, None, None, model=model)
-    assert session_of(model) is None and one.session.report().as_dict() == {"stage": "off"}
+    assert attached_to(model) is None and one.session.report().as_dict() == {"stage": "off"}
 
 
 def test_a_block_with_a_mistake_is_refused_before_there_is_a_trainer() -> None:

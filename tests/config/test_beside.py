@@ -137,7 +137,7 @@ def train(until: Any, **block: Any) -> tuple[list[float], list[tuple[Stage, Stat
             optimizer.step()
             optimizer.zero_grad()
             session.step()
-            stages.append((session.stage, session._boundary.serving.state))
+            stages.append((session.stage, session._attached.boundary.followers.find("arena").state))
     return losses, stages, session
 
 

@@ -111,7 +111,7 @@ def test_a_session_that_is_dropped_gives_all_that_it_held_back_once_its_copies_a
         x = tokens()
         network(x, labels=x)  # whose copies are under way
         assert device.registered() > before
-        pool = weakref.ref(session.executor.pool)
+        pool = weakref.ref(session._attached.executor.pool)
         del session, network, x
         gc.collect()
         assert pool() is None and device.registered() == before
@@ -129,7 +129,7 @@ x = torch.randint(0, 128, (8, 512)).cuda()
 torch.cuda.synchronize()
 out = network(x, labels=x).loss
 del out  # no backward: what the last two regions hold goes with the graph
-session.executor.transfer.drain()
+session._attached.executor.transfer.drain()
 torch.cuda.empty_cache()
 assert device.violations() == 0
 torch.cuda.synchronize()

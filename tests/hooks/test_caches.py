@@ -75,7 +75,7 @@ def test_prefix_tuning_of_peft_trains(kind: str, alpha: Any) -> None:
 
 
 def opaque(session: Any) -> None:
-    for region in session.regions:
+    for region in session._attached.regions:
         region.opaque = "the test says so"
 
 

@@ -106,14 +106,14 @@ def test_holds_to_the_bit(use: Callable[[nn.Module], Found], alpha: Any) -> None
     expected, model = use(tiny_llama()), tiny_llama()
     with memplug.attach(model, block(alpha=alpha)) as session:
         assert_alike(use(model), expected, exact=alpha != "auto")
-        assert session.executor.flow.live == 0
+        assert session._attached.executor.flow.live == 0
 
 
 @uses
 def test_opaque_regions_leave_their_tensors_from_the_first_use_on(use: Callable[[nn.Module], Found]) -> None:
     expected, model = use(tiny_llama()), tiny_llama()
     with memplug.attach(model, block()) as session:
-        for region in session.regions:
+        for region in session._attached.regions:
             region.opaque = "the test says so"
         with pytest.raises(ConflictError, match=r"region model\.layers\.0 was(.|\n)*Run the step again"):
             use(model)
@@ -144,10 +144,10 @@ def test_a_cache_that_outlives_its_graph_keeps_nothing_of_it() -> None:
     with memplug.attach(model, block()) as session:
         loss, cache = segment(model, 0)
         loss.backward()
-        assert session.executor.flow.live == 0
+        assert session._attached.executor.flow.live == 0
         loss, cache = segment(model, 0)
         del loss, cache
-        assert session.executor.flow.live == 0
+        assert session._attached.executor.flow.live == 0
 
 
 def test_a_detached_cache_can_be_copied() -> None:

@@ -152,10 +152,10 @@ def recomputed(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
             model(x * 1.0).backward()
             assert_same(gradients(model), gradients(reference))
             session.step()
-            for region in session.regions:
+            for region in session._attached.regions:
                 region.set(Setting(region.key, plan={}))
         assert counted.calls - before == 2 * LAYER_COUNT
-        assert_clean(session.executor)
+        assert_clean(session._attached.executor)
 
 
 def test_where_a_plan_recomputes_it_it_runs_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ import memplug
 from memplug.errors import ConflictError, RegionError
 from memplug.hooks import frameworks
 from memplug.hooks.framework import Framework, Layers, Target
-from memplug.session.session import Session
+from memplug.session.attached import AttachedModel
+from memplug.session.session import Disabled, Session
 from memplug.session.table import Stage
 from tests.support.blocks import Block, assert_same, gradients
 from tests.support.hosts import DISABLED, block, fingerprint, tiny_llama
@@ -71,10 +73,10 @@ class Toy(Framework):
 
         return note
 
-    def hook(self, target: Target, modules: Layers, session: Session) -> None:
-        session.steps_are_marked = True
-        target.engine.after_step.append(session.step)
-        session.at_detach(target.engine.after_step.clear)
+    def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
+        attached.steps_are_marked = True
+        target.engine.after_step.append(attached.step)
+        attached.at_detach(target.engine.after_step.clear)
 
     def __init__(self) -> None:
         self.prepared: list[str] = []
@@ -97,13 +99,13 @@ def test_a_framework_of_another_file_is_attached_to_with_one_entry(toy: Toy, sha
     trainer, plain = Trainer(network(), shards), Trainer(network())
     before = fingerprint(trainer.network)
     with memplug.attach(trainer, block(alpha=1.0)) as session:
-        assert [region.name for region in session.regions] == ["blocks.0", "blocks.1", "blocks.2"]
-        assert session.executor.regathers is shards and session.steps_are_marked
+        assert [region.name for region in session._attached.regions] == ["blocks.0", "blocks.1", "blocks.2"]
+        assert session._attached.executor.regathers is shards and session._attached.steps_are_marked
         for seed in range(3):
             trainer.advance(seed)
             plain.advance(seed)
             assert_same(gradients(trainer.network), gradients(plain.network), exact=True)
-        assert session.steps == 3 and session.executor.transfer.offloads > 0
+        assert session.steps == 3 and session._attached.executor.transfer.offloads > 0
         assert toy.prepared == ["blocks.0", "blocks.1", "blocks.2"] * 3
         assert memplug.attach(trainer, block(alpha=1.0)) is session
     assert not trainer.after_step and fingerprint(trainer.network) == before
@@ -130,9 +132,24 @@ def test_a_session_that_is_off_can_be_used_like_another(off: dict[str, Any]) -> 
     called: list[str] = []
     with memplug.attach(tiny_llama(), off) as session:
         session.on_step.append(lambda one: called.append(f"step {one.steps}"))
-        session.at_detach(lambda: called.append("detached"))
         session.step()
         session.step()
-        assert session.executor is None and session.regions == [] and session.solution is None
+        assert session.report() == {"stage": "off"} and not session.config.active
+        assert session.solution is session.trace is None and session.history == []
     session.detach()
-    assert called == ["step 1", "step 2", "detached"] and session.stage is Stage.OFF
+    assert called == ["step 1", "step 2"] and session.steps == 2 and session.stage is Stage.OFF
+
+
+def test_a_session_that_is_off_has_all_that_another_has() -> None:
+    def methods(kind: type) -> dict[str, Any]:
+        return {name: found for name, found in vars(kind).items() if not name.startswith("_")}
+
+    on, off = methods(Session), methods(Disabled)
+    assert on.keys() == off.keys(), "a method that is inherited asks for a model that is not there"
+    for name, method in on.items():
+        assert type(method) is type(off[name])
+        if callable(method):
+            assert inspect.signature(method) == inspect.signature(off[name])
+    with memplug.attach(tiny_llama(), block()) as session, memplug.attach(tiny_llama(), {}) as other:
+        public = [{name for name in vars(each) if not name.startswith("_")} for each in (session, other)]
+    assert public[0] == public[1]

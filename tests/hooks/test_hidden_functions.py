@@ -264,7 +264,7 @@ def test_a_module_that_is_a_unit_is_copied_pickled_and_put_back_as_its_own_class
     model = Stack(1, Both)
     model.part = Part()
     with memplug.attach(model, BLOCK) as session:
-        make_unit(model.part, Unit(session.executor, "part", None), session)
+        make_unit(model.part, Unit(session._attached.executor, "part", None), session._attached)
         assert type(model.part) is not Part and isinstance(model.part, Part)
         assert type(copy.deepcopy(model.part)) is Part
         assert type(pickle.loads(pickle.dumps(model.part))) is Part
@@ -277,7 +277,7 @@ def test_a_forward_that_was_replaced_on_the_instance_is_refused() -> None:
     part = Part()
     part.forward = lambda x: x
     with memplug.attach(model, BLOCK) as session, pytest.raises(ConflictError, match="replaced"):
-        make_unit(part, Unit(session.executor, "part", None), session)
+        make_unit(part, Unit(session._attached.executor, "part", None), session._attached)
 
 
 class Checkpointed(Layer):
@@ -359,7 +359,11 @@ def test_a_call_without_gradients_takes_no_state_of_another_where_a_region_runs_
         yield
 
     with memplug.attach(model, BLOCK) as session:
-        make_unit(model.layers[0].part, Unit(session.executor, "part", None, forward=forward, again=again), session)
+        make_unit(
+            model.layers[0].part,
+            Unit(session._attached.executor, "part", None, forward=forward, again=again),
+            session._attached,
+        )
         model(torch.randn(2, 6, 16)).backward()
         assert session.report().tokenwise.opaque_regions > 0 and states == ["state"]
 
@@ -389,5 +393,5 @@ def test_a_function_that_returns_its_argument_hides_nothing() -> None:
     model = Stack(2, Biased)
     with memplug.attach(model, BLOCK) as session:
         model(torch.randn(2, 6, 16)).backward()
-        assert not session.executor.functions.found_some()
+        assert not session._attached.executor.functions.found_some()
         assert session.report().tokenwise.opaque_regions == 0

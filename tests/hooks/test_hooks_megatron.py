@@ -79,7 +79,7 @@ def test_keyword_calls_and_tuples_of_outputs_train_as_without(chunks):
     models = [Model() for _ in range(chunks)]
     references = [twin(model) for model in models]
     with memplug.attach(models, BLOCK) as session:
-        assert len(session.regions) == 2 * chunks
+        assert len(session._attached.regions) == 2 * chunks
         for _ in range(3):
             for model, reference in zip(models, references, strict=True):
                 x, mask = torch.randn(3, 2, 16), torch.rand(3, 2, 1)
@@ -135,7 +135,7 @@ def test_with_the_arena_alone_megatron_may_recompute():
     model = Model(config(recompute_granularity="full"))
     block = {"enabled": True, "tokenwise": {"enabled": False}, "arena": {"enabled": True}}
     with memplug.attach(model, block) as session:
-        assert session.regions == []
+        assert session._attached.regions == []
 
 
 def test_a_forward_that_is_no_method_is_refused():
@@ -217,7 +217,7 @@ def test_under_deepspeed_both_hooks_work_and_the_engine_marks_the_steps(tmp_path
         engines = [make_engine(ds_config(memplug=BLOCK), Model()) for _ in range(2)]
         engines[1].module.load_state_dict(engines[0].module.state_dict())
         session = memplug.attach(engines[0])
-        assert schedules.forward_step.__memplug_original__ and len(session.regions) == 2
+        assert schedules.forward_step.__memplug_original__ and len(session._attached.regions) == 2
         for step in range(3):
             x = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(step))
             losses = []
@@ -244,7 +244,7 @@ def test_detach_puts_everything_back():
     assert all(getattr(module, name) is not original for (module, name), original in before.items())
     session.detach()
     assert all(getattr(module, name) is original for (module, name), original in before.items())
-    hooks = session.executor.hooks
+    hooks = session._attached.executor.hooks
     assert hooks.surroundings == hooks.around == hooks.gathered == hooks.scratch == []
 
 

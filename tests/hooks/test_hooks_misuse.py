@@ -9,7 +9,7 @@ import torch
 
 import memplug
 from memplug.errors import ConflictError, RegionError
-from memplug.session import session as session_module
+from memplug.session import attached as attached_module
 from tests.support.blocks import Stack, assert_same, gradients, twin
 from tests.support.hosts import block, ds_config, make_engine
 
@@ -62,7 +62,7 @@ def test_a_model_that_is_compiled_after_attaching_keeps_its_gradients() -> None:
     reference(x).backward()
     with memplug.attach(model, regions("layers.*")) as session:
         torch.compile(model, backend="eager")(x).backward()
-        assert session.executor.flow.forwards == 2
+        assert session._attached.executor.flow.forwards == 2
     torch._dynamo.reset()
     assert_same(gradients(model), gradients(reference))
 
@@ -78,7 +78,7 @@ def test_backward_after_detach_says_that_the_rows_are_gone() -> None:
 
 
 def test_a_forgotten_step_is_mentioned_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "UNMARKED_FORWARDS", 3)
+    monkeypatch.setattr(attached_module, "UNMARKED_FORWARDS", 3)
     model = Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"), memplug.attach(model, block(alpha="auto", regions=["layers.*"])):
         for _ in range(6):

@@ -180,9 +180,10 @@ def test_checkpointing_that_is_switched_on_later_is_refused(regions: Any, reentr
 def test_a_pattern_stays_within_one_part_of_a_name() -> None:
     model = Stack()
     with memplug.attach(model, block(regions=["layers.*"])) as session:
-        assert [region.name for region in session.regions] == [f"layers.{i}" for i in range(4)]
+        assert [region.name for region in session._attached.regions] == [f"layers.{i}" for i in range(4)]
     with memplug.attach(model, block(regions=["layers.[0-2].gate", "layers.3"])) as session:
-        assert [region.name for region in session.regions] == [*(f"layers.{i}.gate" for i in range(3)), "layers.3"]
+        names = [region.name for region in session._attached.regions]
+        assert names == [*(f"layers.{i}.gate" for i in range(3)), "layers.3"]
 
 
 # -- an attached model is still that model -----------------------------------------------------------------------------

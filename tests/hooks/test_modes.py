@@ -126,7 +126,7 @@ def test_training_holds_to_the_bit_inside_of_modes(mode: Callable[[], Any], alph
         for (loss, gradient), (other, others) in zip(train(model), expected, strict=True):
             assert torch.equal(loss, other)
             assert_same(gradient, others, exact=alpha != "auto")
-        assert session.executor.flow.live == 0
+        assert session._attached.executor.flow.live == 0
 
 
 @pytest.mark.parametrize("alpha", [0, 1])
@@ -149,7 +149,7 @@ def test_an_opaque_region_runs_again_in_its_forwards_modes(mode: Callable[[], An
     expected, model = train(make()), make()
     with memplug.attach(model, block(alpha=alpha, regions=["[0-2]"])) as session:
         assert all(map(torch.equal, train(model), expected))
-        assert session.executor.opaque_regions == 3
+        assert session._attached.executor.opaque_regions == 3
 
 
 @pytest.mark.parametrize(("mode", "opaque"), [(HandsOn, 0), (FlopCounterMode, 0), (Scales, 3)])
@@ -159,7 +159,7 @@ def test_regions_are_opaque_only_where_a_mode_changes_something(mode: Callable[.
         for seed in range(2):
             with mode(**({"display": False} if mode is FlopCounterMode else {})):
                 step(model, seed, contextlib.nullcontext(), contextlib.nullcontext())
-        assert session.executor.opaque_regions == opaque
+        assert session._attached.executor.opaque_regions == opaque
 
 
 @alphas
@@ -187,4 +187,4 @@ def test_gradients_of_fake_tensors_are_fake_and_the_next_step_holds() -> None:
         gradients(model)
         none = contextlib.nullcontext()
         assert_same(step(model, 0, none, none)[1], step(plain, 0, none, none)[1])
-        assert session.executor.opaque_regions == 0
+        assert session._attached.executor.opaque_regions == 0

@@ -88,7 +88,7 @@ def test_a_program_of_the_model_has_its_results_and_training_goes_on(way: str, t
         assert same(step(trace(model), model), expected)
         session.step()
         assert same(step(model, model), alone)
-        assert session.executor.opaque_regions == 0
+        assert session._attached.executor.opaque_regions == 0
 
 
 @pytest.mark.parametrize("way", TRACES)
@@ -96,11 +96,11 @@ def test_a_trace_is_no_forward_of_a_step(way: str) -> None:
     model = layers()
     with memplug.attach(model, block(regions=["[0-1]"])) as session:
         TRACES[way](model)
-        assert session.forwards == 0 == session.report().tokenwise.offloaded_bytes
+        assert session._attached.forwards == 0 == session.report().tokenwise.offloaded_bytes
         step(model, model)
-        before = session.forwards
+        before = session._attached.forwards
         TRACES[way](model)
-        assert session.forwards == before == 2
+        assert session._attached.forwards == before == 2
 
 
 def test_a_traced_program_is_that_of_the_model() -> None:

@@ -80,7 +80,7 @@ def test_around_a_model_it_gives_the_same_as_without(name: str, opaque: bool) ->
     model, x = Stack(2, Plain), torch.randn(2, 3, 16)
     right = leaves(AROUND[name](model, x))
     with attached(model) as session:
-        for region in session.regions if opaque else ():
+        for region in session._attached.regions if opaque else ():
             region.opaque = "for this test"
         for _ in range(2):
             found = leaves(AROUND[name](model, x))
@@ -153,7 +153,9 @@ def train_alike(block: type[Layer], alpha: float | str) -> Any:
 )
 def test_inside_of_a_region_that_runs_again(inside: Callable[..., torch.Tensor], alpha: float | str) -> None:
     session = train_alike(calling(inside), alpha)
-    assert list(session.executor.opaque) == ["a function transform or forward-mode differentiation inside of it"]
+    assert list(session._attached.executor.opaque) == [
+        "a function transform or forward-mode differentiation inside of it"
+    ]
 
 
 @ALPHAS

@@ -32,11 +32,11 @@ def test_awkward_steps_leave_nothing_behind(alpha: float | str, rounds: int) -> 
                 session.step()
 
         run(2 * ROUND)  # until all memory has been asked for
-        before = left_behind(session.executor)
+        before = left_behind(session._attached.executor)
         for _ in range(rounds):
             run(ROUND)
-        after = left_behind(session.executor)
-        forwards = session.executor.flow.forwards
+        after = left_behind(session._attached.executor)
+        forwards = session._attached.executor.flow.forwards
         assert forwards > 3 * rounds * ROUND, "it is not out of the way"
         assert after == before
         reference = twin(model)

@@ -80,7 +80,7 @@ def test_gradients_are_those_without_memplug_before_and_after_a_plan_is_made(
             assert_same(gradients(model), gradients(reference), exact=False)
             session.step()
         assert session.report().stage == "stable"
-        assert session.executor.divergences == 0
+        assert session._attached.executor.divergences == 0
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])

@@ -83,13 +83,13 @@ def train(
             optimizer.zero_grad(set_to_none=not keeps_gradients)
             session.step()
             run.stages.append(session.stage)
-            serving = session._boundary.serving
+            serving = session._attached.boundary.followers.find("arena")
             run.states.append(serving.state if serving is not None else None)
             counted = serving.step if serving is not None else None
             run.shares.append(counted.served / max(1, counted.served + counted.fallback) if counted else 0.0)
         run.report = session.report().as_dict()
         if run.states[-1] is State.SERVING:
-            run.arena_bytes = session._boundary.serving.plan.predictions.arena_bytes
+            run.arena_bytes = session._attached.boundary.followers.find("arena").plan.predictions.arena_bytes
     run.losses.append(sum(parameter.double().sum().item() for parameter in network.parameters()))
     return run
 

@@ -65,9 +65,9 @@ def test_a_crash_within_the_first_step_is_not_said_to_be_a_forgotten_call(is_mar
     """Where a hook marks the end of steps, the user has no call to make."""
     model = Stack(2)
     with pytest.raises(ZeroDivisionError), memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
-        session.steps_are_marked = is_marked
+        session._attached.steps_are_marked = is_marked
         model(torch.randn(2, 6, 16)).backward()
-        said = closing.line(session)
+        said = closing.line(session._attached)
         raise ZeroDivisionError
     assert "nothing was planned: no step ended" in said
     assert ("session.step()" in said) is not is_marked
@@ -132,4 +132,4 @@ def test_a_session_that_is_still_attached_says_its_line_when_the_process_ends(en
 
 def test_the_line_has_a_place_for_nothing_at_all() -> None:
     with memplug.attach(Stack(1), {"enabled": True, "tokenwise": {"enabled": False}}) as session:
-        assert closing.line(session) == "after 0 steps"
+        assert closing.line(session._attached) == "after 0 steps"

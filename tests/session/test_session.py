@@ -52,7 +52,7 @@ def test_a_number_for_alpha_is_stable_at_once_and_times_one_step_at_most(alpha: 
         assert session.stage is Stage.STABLE
         for step in range(4):
             is_timed = alpha > 0 and step == 1
-            assert (session.executor.on_timed is not None) is is_timed
+            assert (session._attached.executor.on_timed is not None) is is_timed
             train(model)
             session.step()
         assert session.solution is None
@@ -99,7 +99,7 @@ def test_a_region_that_did_not_run_in_the_observed_step_stays_at_the_safe_settin
         train_stacks(model, reference, 1)
         session.step()
         assert session.stage is Stage.STABLE
-        assert [region.setting.plan is None for region in session.regions] == [False, True, False, False]
+        assert [region.setting.plan is None for region in session._attached.regions] == [False, True, False, False]
         model.dropped = reference.dropped = frozenset()
         for seed in range(2, 5):
             train_stacks(model, reference, seed, exact=False)

@@ -52,7 +52,7 @@ def test_the_plan_predicts_the_host_bytes_that_the_next_step_needs() -> None:
         for _ in range(2):
             train(model)
             session.step()
-        pool = session.executor.pool
+        pool = session._attached.executor.pool
         pool.rows.peak_bytes = 0
         train(model)
         predicted = session.report().tokenwise.predicted_host_bytes

@@ -52,7 +52,7 @@ def test_each_plan_runs_for_one_step_and_one_of_them_stays(plans_by_alpha: None)
         assert [row / rows[4] for row in rows[:6]] == pytest.approx(whole_rows)
         assert [plan[0].plan is None for plan in run.plans[:3]] == [True, True, False]
         assert run.plans[6] in run.plans[2:6] and run.plans[6] == run.plans[7] == run.plans[8]
-        assert run.session.executor.on_timed is None
+        assert run.session._attached.executor.on_timed is None
 
 
 def test_a_change_while_warming_up_starts_the_count_again() -> None:
@@ -123,11 +123,11 @@ def test_without_operators_the_sizes_alone_decide() -> None:
 def test_after_a_change_regions_run_at_the_safest_setting_until_there_is_a_plan() -> None:
     with led(warmup_steps=3) as run:
         run.reach_stable(6)
-        for region in run.session.regions:
+        for region in run.session._attached.regions:
             region.native.leave_out(0, "aten::mm")  # learnt from the first program
         run.step(9, times=2)
         assert run.session.stage is WARM_UP and is_safest(run.session)
-        assert all(region.native.unneeded == {} for region in run.session.regions)
+        assert all(region.native.unneeded == {} for region in run.session._attached.regions)
         assert run.session.solution is None and run.session.report().tokenwise.predicted_host_bytes is None
         run.step(9, exact=True)
 
@@ -137,7 +137,7 @@ def test_a_change_while_plans_are_tried_ends_the_search(plans_by_alpha: None) ->
         run.step(6, times=2)
         assert run.session.stage is GEN_POLICY and not is_safest(run.session)
         assert run.step(9) is WARM_UP
-        assert is_safest(run.session) and run.session.executor.on_timed is None
+        assert is_safest(run.session) and run.session._attached.executor.on_timed is None
         run.reach_stable(9)
         assert run.step(6, times=2) is GEN_POLICY, "the first program was never planned for"
         run.reach_stable(6)
@@ -152,7 +152,7 @@ def test_a_known_program_ends_warm_up_and_search_at_once(steps_of_the_other: int
         run.step(9, times=steps_of_the_other)
         assert run.session.stage is GEN_POLICY
         assert run.step(6) is STABLE and settings(run.session) == plan
-        assert run.session.executor.on_timed is None and run.session.report().replans == 1
+        assert run.session._attached.executor.on_timed is None and run.session.report().replans == 1
 
 
 # -- a program that comes and goes -------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_a_program_that_came_and_went_keeps_its_borrowed_plan_while_making_one_w
 def test_a_rank_is_taken_along_by_a_change_that_it_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     with led(warmup_steps=1) as run:
         run.reach_stable()
-        monkeypatch.setattr(run.session._boundary.adjuster._ranks, "vote", lambda mask: lambda: mask & ~0b1)
+        monkeypatch.setattr(run.session._attached.boundary.adjuster._ranks, "vote", lambda mask: lambda: mask & ~0b1)
         run.step(times=4)
         assert run.stages[-4:] == [STABLE, WARM_UP, GEN_POLICY, STABLE]
         assert "another rank" in run.session.history[2][3] and run.session.report().program == 1

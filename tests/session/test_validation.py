@@ -108,7 +108,7 @@ def trials(validate: bool, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
                     model(torch.randn(512, 64, 16))
                 clock.now += 1.0
             model(torch.randn(2, 6, 16)).backward()
-            search = session._boundary.tokenwise._search
+            search = session._attached.agreed._search
             session.step()
         return search._trials
 
@@ -132,7 +132,7 @@ def test_generations_of_ever_other_lengths_in_every_step_take_no_part_in_the_are
                     model(torch.randn(7, 40 * length + step, 16))
             model(torch.randn(2, 6, 16)).backward()
             session.step()
-        report, plan = session.report().arena, session._boundary.serving.plan
+        report, plan = session.report().arena, session._attached.boundary.followers.find("arena").plan
     assert report.plans == 1 and report.state == "serving" and report.served > 0
     kinds = [plan.problem.phases[phase].kind for phase in plan.problem.buffers["lower_phase"] if phase >= 0]
     assert Pass.NO_GRAD not in kinds and Pass.FORWARD in kinds

@@ -107,7 +107,7 @@ class Training:
             "planned_steps": report.get("planned_steps"),
             "replans": report.get("replans"),
             "offloaded": report.get("offloaded_bytes"),
-            "settings": [repr((region.is_plain, region.setting.rows)) for region in self.session.regions],
+            "settings": [repr((region.is_plain, region.setting.rows)) for region in self.session._attached.regions],
         }
 
 

@@ -93,7 +93,7 @@ class Training:
         assert self.report["swap_repeated"] > before
 
     def away_bytes(self) -> int:
-        swapper = self.session._boundary.swapping._in_force._swapper
+        swapper = self.session._attached.boundary.followers.find("swap")._in_force._swapper
         return swapper.host_bytes if swapper is not None else 0
 
     @property

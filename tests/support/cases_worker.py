@@ -67,7 +67,7 @@ def train_engine(
         digests += [_digest_gradients(engine.module)] if gradients else []
         engine.step()
         losses.append(loss.item())
-        shares += [session.executor.flow.share] if session else []
+        shares += [session._attached.executor.flow.share] if session else []
     result = {
         "losses": losses,
         "digest": _digest(engine.module),
@@ -89,7 +89,7 @@ def run_short(session: Any, step: int, short: list[int]) -> None:
     """
     import torch.distributed as dist
 
-    rows = session.executor.pool.rows
+    rows = session._attached.executor.pool.rows
     if short[1] == step + 1:
         rows.peak_bytes = 0  # of that step alone
     if short == [dist.get_rank(), step]:

@@ -170,5 +170,5 @@ def trained(
             assert_same(gradients(model), gradients(reference))
             session.step()
         del loss
-        assert_clean(session.executor)
+        assert_clean(session._attached.executor)
         return {**session.report().as_dict(), "compiled": compiled}

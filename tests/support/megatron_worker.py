@@ -141,7 +141,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
         if short:
             run_short(session, step, short)
         batches = [_micro_batches(step, same, length) for _ in chunks]
-        if session is not None and not session.regions and step == steps - 2:
+        if session is not None and not session._attached.regions and step == steps - 2:
             session.record()
         forward_backward(
             forward_step_func=forward_step,
@@ -159,10 +159,9 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
             optimizer.step()
         if session is not None:
             session.step()
-            found["shares"].append(session.executor.flow.share)
-            found["served"].append(
-                session._boundary.serving.step.served if session._boundary.serving is not None else 0
-            )
+            found["shares"].append(session._attached.executor.flow.share)
+            serving = session._attached.boundary.followers.find("arena")
+            found["served"].append(serving.step.served if serving is not None else 0)
     if session is not None:
         found |= _report(session)
     return found

@@ -65,8 +65,9 @@ class Run:
 
 def serving_of(session: memplug.Session) -> PlannedAddresses:
     """What decides when the session's arena serves."""
-    assert session._boundary.serving is not None, "it has an arena"
-    return session._boundary.serving
+    technique = session._attached.boundary.followers.find("arena")
+    assert technique is not None, "it has an arena"
+    return technique
 
 
 def train(
@@ -102,9 +103,10 @@ def train(
             optimizer.zero_grad()
             run.losses.append(loss.item())
             session.step()
-            if session._boundary.serving if hasattr(session, "_boundary") else None is not None:
-                run.mismatched.append(session._boundary.serving.step.mismatched)
-                run.states.append(session._boundary.serving.state)
+            serving = session._attached.boundary.followers.find("arena") if hasattr(session, "_attached") else None
+            if serving is not None:
+                run.mismatched.append(serving.step.mismatched)
+                run.states.append(serving.state)
             if validate and step % validate == validate - 1:
                 with torch.no_grad():
                     run.losses.append(network(batch, labels=batch).loss.item())

@@ -139,12 +139,12 @@ def played(recorder: Played) -> Iterator[None]:
 
 def settings(session: Session) -> list[Setting]:
     """What the regions run by."""
-    return [region.setting for region in session.regions]
+    return [region.setting for region in session._attached.regions]
 
 
 def is_safest(session: Session) -> bool:
     """Whether every region swaps its input and attention alone."""
-    return settings(session) == [Setting(region.kind) for region in session.regions]
+    return settings(session) == [Setting(region.kind) for region in session._attached.regions]
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def train(
         engine.step()
         losses.append(loss.detach())
         stages.append(session.stage.value)
-        serving = session._boundary.serving if hasattr(session, "_boundary") else None
+        serving = session._attached.boundary.followers.find("arena") if hasattr(session, "_attached") else None
         served.append(serving.step.served if serving is not None else 0)
     losses = [loss.item() for loss in losses]
     schedule.close()

@@ -49,7 +49,7 @@ def test_what_is_prefetched_at_its_use_takes_no_memory_before_it_in_steps_that_r
 
         for _ in range(5):
             step()
-        technique = session._boundary.swapping
+        technique = session._attached.boundary.followers.find("swap")
         late = tuple(replace(target, prefetch=target.next_use) for target in technique.part.targets)
         technique.install(replace(technique.part, targets=late))
         session.step()
@@ -83,7 +83,7 @@ def test_what_an_operator_is_given_to_fill_is_found_though_it_has_no_memory_as_t
         for _ in range(12):
             model(Positions.apply(torch.ones(ROWS, WIDTH, requires_grad=True))).backward()
             session.step()
-        targets, report = session._boundary.swapping.part.targets, session.report().swap
+        targets, report = session._attached.boundary.followers.find("swap").part.targets, session.report().swap
     assert any("arange" in target.operator and target.output for target in targets)
     assert report.missed == 0 < report.repeated
 

@@ -80,7 +80,7 @@ def losses_of(model: nn.Module, sizes: list[int], session: memplug.Session | Non
 
 
 def technique_of(session: memplug.Session) -> Any:
-    return session._boundary.swapping
+    return session._attached.boundary.followers.find("swap")
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_a_list_is_made_of_how_long_each_operator_of_the_recorded_step_took(monk
     monkeypatch.setattr(technique, "plan_part", lambda *args: given.append(args[2]) or plan_part(*args))
     training = Training()
     training.until_it_swaps()
-    part = training.session._boundary.swapping.part
+    part = training.session._attached.boundary.followers.find("swap").part
     assert len(given) == 1
     assert given[0].shape == (len(part.program) + 1,) and 0 <= given[0].min() < given[0].max() < given[0].sum() < 1
 

@@ -150,10 +150,10 @@ class Run:
             self.reference(x.detach()).backward()
             assert_same(gradients(self.model), gradients(self.reference), exact=False)
             self.session.step()
-            tape = self.session.regions[0].native.last
+            tape = self.session._attached.regions[0].native.last
             # the input's copy is made while the operator that reads it runs, and this clock's copies stop all else
             forward_s = (WHOLE_BYTES + self.by_link * ROW_BYTES - INPUT_BYTES) / RATE
-            self.session.device.tick_s = forward_s / (2 * len(tape) + 1)
+            self.session._attached.device.tick_s = forward_s / (2 * len(tape) + 1)
         return self.session.report().as_dict()
 
 
@@ -188,7 +188,7 @@ def figures(report: dict[str, Any]) -> tuple[Any, Any]:
 
 def host_bytes_of(session: Session, alpha: float) -> int:
     """What the layers that send anything need on the host."""
-    sending = sum(not each.native.offloads_late for each in session.regions)
+    sending = sum(not each.native.offloads_late for each in session._attached.regions)
     return int(sending * (WHOLE_BYTES + alpha * ROW_BYTES + HOST_TENSORS * (ALIGNMENT_BYTES - 1)))
 
 
@@ -200,9 +200,10 @@ def test_more_than_the_link_hides_is_told_once_with_the_figures_and_stays_in_for
         assert figures(run.step()) == (pytest.approx(0.415, abs=1e-3), 1.0)
         report = run.step(times=3)
         assert figures(report) == (pytest.approx(0.415, abs=1e-3), 1.0) and report["swapped_share"] == 1.0
-        assert all(each.setting.rows == 0.9 and each.setting.plan is None for each in run.session.regions)
-        assert run.session._boundary.tokenwise.layer_bytes() == {
-            each.name: 0 if each.native.offloads_late else WHOLE_BYTES + rows_bytes(0.9) for each in run.session.regions
+        assert all(each.setting.rows == 0.9 and each.setting.plan is None for each in run.session._attached.regions)
+        assert run.session._attached.agreed.layer_bytes() == {
+            each.name: 0 if each.native.offloads_late else WHOLE_BYTES + rows_bytes(0.9)
+            for each in run.session._attached.regions
         }
     (line,) = warnings(caplog)
     assert "alpha 0.9 asks" in line and "the link hides 0.41 of" in line and "the host budget holds 1.00." in line
@@ -235,9 +236,9 @@ def test_what_the_host_is_said_to_hold_it_holds(monkeypatch: pytest.MonkeyPatch)
     with training(monkeypatch, alpha=0.5, by_link=2.0) as run:
         run.step(times=2)
         limit = host_bytes_of(run.session, 0.5)
-        run.session.executor.pool.rows.peak_bytes = 0
+        run.session._attached.executor.pool.rows.peak_bytes = 0
         run.step()
-        assert 0.9 * limit < run.session.executor.pool.peak_bytes <= limit
+        assert 0.9 * limit < run.session._attached.executor.pool.peak_bytes <= limit
 
 
 def test_both_are_told_in_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +254,7 @@ def test_where_there_is_nothing_to_check_nothing_is_known(
 ) -> None:
     with training(monkeypatch, alpha, by_link=0.0) as run:
         assert figures(run.step(times=5)) == (None, None)
-        assert run.session.executor.on_timed is None
+        assert run.session._attached.executor.on_timed is None
     assert not warnings(caplog)
 
 
@@ -261,11 +262,11 @@ def test_only_the_second_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     with training(monkeypatch, alpha=0.5, by_link=1.0) as run:
         stamps = []
         for _ in range(5):
-            before = run.session.device.stamps
+            before = run.session._attached.device.stamps
             run.step()
-            stamps.append(run.session.device.stamps - before)
+            stamps.append(run.session._attached.device.stamps - before)
         assert [count > 0 for count in stamps] == [False, True, False, False, False]
-        assert run.session.executor.on_timed is None
+        assert run.session._attached.executor.on_timed is None
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

@@ -73,13 +73,13 @@ class Training:
 
     def step(self, tokens: int = 6) -> int:
         """One step, whose gradients are the twin's; how many region forwards memplug ran."""
-        before = self.session.executor.flow.forwards
+        before = self.session._attached.executor.flow.forwards
         x = torch.randn(2, tokens, 16)
         self.model(x).backward()
         self.reference(x).backward()
         assert_same(gradients(self.model), gradients(self.reference))
         self.session.step()
-        return self.session.executor.flow.forwards - before
+        return self.session._attached.executor.flow.forwards - before
 
     def reach_stable(self) -> None:
         for _ in range(20):
@@ -93,11 +93,11 @@ def test_with_room_on_the_device_memplug_is_out_of_the_way() -> None:
     training = Training(device_budget_gib=1)
     with training.session as session:
         training.reach_stable()
-        moved = session.executor.transfer.offloaded_total_bytes
+        moved = session._attached.executor.transfer.offloaded_total_bytes
         assert session.report().tokenwise.plain_regions == 4
         assert [training.step() for _ in range(3)] == [0, 0, 0]
-        assert set(session._boundary.tokenwise.layer_bytes().values()) == {0}
-        assert session.stage is Stage.STABLE and session.executor.transfer.offloaded_total_bytes == moved
+        assert set(session._attached.agreed.layer_bytes().values()) == {0}
+        assert session.stage is Stage.STABLE and session._attached.executor.transfer.offloaded_total_bytes == moved
         assert session.report().tokenwise.predicted_host_bytes == 0 < session.report().tokenwise.predicted_kept_bytes
 
 
@@ -105,7 +105,7 @@ def test_pinned_memory_that_was_there_for_other_plans_is_given_back() -> None:
     training = Training(device_budget_gib=1, profiler={"policy_steps": 3})
     with training.session as session:
         training.reach_stable()
-        assert session.report().tokenwise.plain_regions == 4 and session.executor.pool.slabs == []
+        assert session.report().tokenwise.plain_regions == 4 and session._attached.executor.pool.slabs == []
 
 
 def test_the_forward_of_a_plain_region_is_its_modules_own() -> None:
@@ -235,9 +235,9 @@ def test_some_regions_run_as_without_memplug_and_others_by_their_plan(monkeypatc
         training.reach_stable()
         assert session.report().tokenwise.plain_regions == 3
         assert [type(layer) is Block for layer in training.model.layers] == [False] * 4 + [True] * 2
-        moved = session.executor.transfer.offloaded_total_bytes
+        moved = session._attached.executor.transfer.offloaded_total_bytes
         assert training.step() == 3
-        assert session.executor.transfer.offloaded_total_bytes > moved
+        assert session._attached.executor.transfer.offloaded_total_bytes > moved
         training.step()
         sent, expected = session.report().tokenwise.offloaded_step_bytes, session.report().tokenwise.expected_step_bytes
         assert sent == pytest.approx(expected, rel=TOLERANCE) and sent > 0  # an attention's seeds stay
@@ -295,7 +295,7 @@ def test_ranks_that_are_given_more_launch_the_collectives_of_those_that_are_not(
     training = Training(device_budget_gib=1)
     with training.session as session:
         training.reach_stable()
-        for region in session.regions:
+        for region in session._attached.regions:
             region.native.communicates = True  # its recompute pass would: the others have none
         assert training.step(tokens=18) == 0
 

@@ -77,7 +77,7 @@ def trained(
 
         while session.stage is not Stage.STABLE:
             step()
-        executor = session.executor
+        executor = session._attached.executor
         executor.transfer.refused = executor.pool.rows.peak_bytes = 0
         for _ in range(3):
             step()

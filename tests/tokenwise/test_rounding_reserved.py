@@ -41,11 +41,11 @@ def test_no_copy_in_allocates_once_a_plan_is_there(alpha: float | str) -> None:
         before = 0
         for seed in range(8):
             allocations = session.report().tokenwise.transfer_allocations
-            planned = session.executor.transfer.buffer_bytes > 0
+            planned = session._attached.executor.transfer.buffer_bytes > 0
             step(model, reference, session, seed, exact=alpha in (0, 1))
             before += planned
             assert (session.report().tokenwise.transfer_allocations == allocations) == planned
-            assert session.report().stage == "stable" or not session.executor.transfer.buffer_bytes
+            assert session.report().stage == "stable" or not session._attached.executor.transfer.buffer_bytes
         assert before >= 5 and session.report().tokenwise.buffer_misses == 0
 
 
@@ -58,7 +58,7 @@ def test_buffers_are_there_before_the_first_step_under_a_plan_and_never_too_smal
         reserved = session.report().tokenwise.buffer_bytes
         assert session.report().planned_steps == 0 and reserved > 0
         step(model, reference, session, exact=False)
-        assert 0 < 2 * session.executor.flow.largest_frame_bytes <= reserved == session.report().tokenwise.buffer_bytes
+        assert 0 < 2 * session._attached.executor.flow.largest_frame_bytes <= reserved == session.report().tokenwise.buffer_bytes
 
 
 def test_the_recorder_sees_as_many_requests_less_as_transfers_count() -> None:
@@ -68,16 +68,16 @@ def test_the_recorder_sees_as_many_requests_less_as_transfers_count() -> None:
         model, reference = pair()
         with attached(model, 1.0) as session:
             if not buffered:
-                session._boundary.tokenwise.rounding.end_step = lambda *args: None
+                session._attached.agreed.rounding.end_step = lambda *args: None
             for seed in range(3):
                 step(model, reference, session, seed)
             session.record()
             step(model, reference, session)
-            allocations = session.executor.transfer.allocations
+            allocations = session._attached.executor.transfer.allocations
             step(model, reference, session)
             phases = [at for at, phase in enumerate(session.trace.phases) if phase.kind is Pass.BACKWARD]
             made = sum(int(row["malloc_phase"]) in phases for row in session.trace.requests)
-            return made, session.executor.transfer.allocations - allocations
+            return made, session._attached.executor.transfer.allocations - allocations
 
     (many, counted), (few, none) = requests(buffered=False), requests(buffered=True)
     assert none == 0 < counted == many - few
@@ -108,8 +108,8 @@ def test_with_the_arena_nothing_is_reserved(alpha: float | str) -> None:
         for seed in range(7):
             step(model, reference, session, seed, exact=alpha == 1.0)
             assert session.report().tokenwise.buffer_bytes == session.report().tokenwise.buffer_misses == 0
-        assert session.report().arena.state == "serving" and session.executor.buffers == 3
-        session._boundary.followers.close("a test says so")
+        assert session.report().arena.state == "serving" and session._attached.executor.buffers == 3
+        session._attached.boundary.followers.close("a test says so")
         step(model, reference, session, exact=alpha == 1.0)
         step(model, reference, session, exact=alpha == 1.0)
         assert session.report().tokenwise.buffer_bytes > 0, "where the arena is off after all, they are needed"
@@ -181,7 +181,7 @@ def test_a_plan_with_buffers_swaps_what_one_without_would_keep(monkeypatch: pyte
         with attached(model, "auto", arena=False, buffers=buffers) as session:
             while session.solution is None:
                 step(model, reference, session, exact=False)
-            plain = session.report().tokenwise.plain_regions == len(session.regions)
+            plain = session.report().tokenwise.plain_regions == len(session._attached.regions)
             return session.report().tokenwise.predicted_kept_bytes, plain
 
     everything, plain = kept(1 << 30, 2)

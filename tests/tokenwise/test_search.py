@@ -79,7 +79,7 @@ def paced(clock: Clock, tries: int = 4) -> Iterator[Led]:
     0.5; alpha 1 is tried third.
     """
     with led(layers=2, policy_steps=tries) as run:
-        region = run.session.regions[0]
+        region = run.session._attached.regions[0]
 
         def pass_time(module: nn.Module, inputs: Any, output: Any) -> None:
             clock.now += 1.0 - 0.5 * region.setting.rows
@@ -91,10 +91,10 @@ def paced(clock: Clock, tries: int = 4) -> Iterator[Led]:
 def test_the_plan_with_the_shortest_step_stays(plans_by_alpha: None, clock: Clock) -> None:
     with paced(clock) as run:
         run.reach_stable()
-        assert run.plans[4] == [region.setting for region in run.session.regions]
-        assert all(fraction == 1.0 for _, fraction, _ in run.session.regions[0].setting.plan.values())
+        assert run.plans[4] == [region.setting for region in run.session._attached.regions]
+        assert all(fraction == 1.0 for _, fraction, _ in run.session._attached.regions[0].setting.plan.values())
         assert "plan 3 of 4 tried" in run.session.history[-1][3]
-        assert run.session.report().tokenwise.swapped_fraction == run.session.regions[0].setting.rows
+        assert run.session.report().tokenwise.swapped_fraction == run.session._attached.regions[0].setting.rows
 
 
 def test_what_runs_between_two_steps_is_no_part_of_their_time(plans_by_alpha: None, clock: Clock) -> None:
@@ -115,7 +115,7 @@ def test_a_plan_that_the_host_had_no_room_for_does_not_stay(
     """The third plan is the fastest, then the first."""
     with paced(clock) as run:
         run.step(times=1 + refused)
-        run.session.executor.transfer.refused += 1
+        run.session._attached.executor.transfer.refused += 1
         run.reach_stable()
         assert f"plan {stays} of 4 tried" in run.session.history[-1][3]
 
@@ -183,4 +183,4 @@ def test_the_observed_steps_tapes_are_let_go() -> None:
     with led() as run:
         run.reach_stable()
         assert run.session.stage is Stage.STABLE
-        assert run.session._boundary.tokenwise.observer.tapes == {}
+        assert run.session._attached.agreed.observer.tapes == {}

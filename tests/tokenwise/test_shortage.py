@@ -22,7 +22,7 @@ def test_less_is_swapped_while_the_host_is_short_and_all_again_once_it_is_not() 
     }
     shares, refusals = [], []
     with memplug.attach(model, block) as session:
-        executor = session.executor
+        executor = session._attached.executor
         for tokens in [96] * 12 + [24] * 12:
             x = torch.randn(2, tokens // 2, 16)
             model(x).backward()

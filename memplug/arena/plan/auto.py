@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memplug import planners
 from memplug.arena.judge import judge
-from memplug.arena.plan import exact, planners, search
+from memplug.arena.plan import exact, search
 from memplug.arena.plan.blocks import Blocks
 from memplug.arena.plan.problem import Problem, Solution, solved
 from memplug.arena.plan.streams import on_one_stream

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memplug.arena.plan import planners
+from memplug import planners
 from tests.support.folders import ROOT
 
 TOY = '''
@@ -48,10 +48,11 @@ def folder(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "memplug", tmp_path / "memplug", ignore=shutil.ignore_patterns("__pycache__"))
     rooms = tmp_path / "memplug" / "arena" / "plan"
     (rooms / "toy.py").write_text(TOY)
-    text = (rooms / "planners.py").read_text()
+    planner_list = tmp_path / "memplug" / "planners.py"
+    text = planner_list.read_text()
     begin = text.index("PLANNERS: tuple")
     end = text.index("\n)\n", begin) + 1
-    (rooms / "planners.py").write_text(text[:end] + ENTRY + text[end:])
+    planner_list.write_text(text[:end] + ENTRY + text[end:])
     return tmp_path
 
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memplug import planners
 from memplug.arena.judge import judge
-from memplug.arena.plan import auto, planners, search
+from memplug.arena.plan import auto, search
 from memplug.arena.plan.from_trace import last_step
 from memplug.arena.plan.from_trace import problem_of as problem_of_trace
 from memplug.arena.plan.intervals import instants, largest_within, load_bytes, sections

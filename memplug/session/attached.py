@@ -1,0 +1,232 @@
+"""One attached model: its regions, its executor, what tells where a step ends, and what it reports of itself. Its user
+has a `memplug.session.session.Session` in front of it.
+
+Until there is a plan, every region runs at the safest setting: inputs and attention outputs swapped, every matmul
+recomputed. With a number for alpha there is nothing to plan: the session is stable at once, and times one step only, to
+check the number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from memplug.config import MemplugConfig
+from memplug.device.device import Device
+from memplug.errors import coded
+from memplug.session import closing, out_of_memory
+from memplug.session.boundary import Boundary
+from memplug.session.ranks import Ranks
+from memplug.session.report import Report
+from memplug.session.table import Stage
+from memplug.session.techniques import reports
+from memplug.torch_private import current_graph_task_id
+
+log = logging.getLogger("memplug")
+
+UNMARKED_FORWARDS = 100  # of the model, after which `step()` seems to have been forgotten
+
+
+class AttachedModel:
+    """Held by hooks, regions and integrations.
+
+    Args:
+        config: the block.
+        regions: the modules' regions, in forward order.
+        device: where they run.
+        regathers: forward gathers parameters (ZeRO 3).
+        ranks: that train the model; by default all.
+
+    Attributes:
+        session: the user's `Session`; None while attaching.
+        boundary: where all that changes a step changes.
+        agreed: decides how regions run.
+        executor: runs the regions.
+        plain: of these, those that run as without memplug.
+        forwards: with gradients, of regions, or of a model that has none.
+        steps_are_marked: by a hook: the user need not call `Session.step`.
+        owner: a callback that attached, and detaches; None: the user does.
+        on_step: called once a step has ended.
+    """
+
+    def __init__(
+        self,
+        config: MemplugConfig,
+        regions: Sequence[Any],
+        device: Device,
+        regathers: bool = False,
+        ranks: Ranks | None = None,
+    ):
+        self.config = config
+        self.ranks = Ranks() if ranks is None else ranks
+        self.regions = list(regions)
+        self.device = device
+        request_failed = weakref.WeakMethod(self._request_failed)  # the native core keeps it
+        self.boundary = Boundary(
+            config,
+            self.regions,
+            device,
+            regathers,
+            self.ranks,
+            self._explain,
+            lambda: "" if (explain := request_failed()) is None else explain(),
+        )
+        self.agreed = self.boundary.agreed
+        self.executor, self.plain = self.agreed.executor, self.agreed.plain
+        self.session: Any = None
+        self.owner: Any = None
+        self.forwards = 0
+        self.steps_are_marked = self._missed_steps = False
+        self.on_step: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
+        self.at_detach(closing.at_exit(self))
+        self.tell(self.agreed.beginning())
+
+    # -- for hooks, and the user's session -----------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """See `Session.step`."""
+        if self.stage is Stage.DETACHED:
+            return
+        self.boundary.end_step()
+        for callback in self.on_step:
+            callback()
+        self.boundary.begin_step()
+
+    @property
+    def steps(self) -> int:
+        """See `Session.steps`."""
+        return self.boundary.steps
+
+    def report(self) -> Report:
+        """See `Session.report`."""
+        boundary = self.boundary
+        claim, kept, recording, programs = boundary.claim, boundary.kept, boundary.recording, boundary.adjuster.programs
+        return Report(
+            stage=self.stage.value,
+            steps=self.steps,
+            program=programs.current.index if programs.current else None,
+            programs=len(programs),
+            replans=boundary.adjuster.replans,
+            planned_steps=boundary.planned_steps,
+            planning_stopped_because=boundary.apart or None,
+            step_s=boundary.step_s,
+            resumed_from=str(kept.file) if kept and kept.file else None,
+            not_resumed_because=(kept.refused or None) if kept else None,
+            recorded_steps=recording.steps if recording is not None else 0,
+            profiler="operators" if recording is not None and boundary.watches else "sizes",
+            profiler_off_because=(claim.profiler_off_because or None) if claim else None,
+            techniques=reports(self.agreed, boundary.followers, claim.why_off if claim else lambda name: ""),
+        )
+
+    def detach(self) -> None:
+        """See `Session.detach`."""
+        if self.stage is Stage.DETACHED:
+            return
+        line = closing.line(self)
+        self.boundary.close()
+        while self._undo:
+            self._undo.pop()()
+        claim = self.boundary.claim
+        if claim is not None:
+            claim.release("the session is detached")
+        self.agreed.close()
+        if claim is not None:  # else attaching failed
+            self.tell(line)
+
+    @property
+    def stage(self) -> Stage:
+        """See `Session.stage`."""
+        return self.boundary.adjuster.stage
+
+    @property
+    def history(self) -> list[tuple[int, Stage, int, str]]:
+        """See `Session.history`."""
+        return list(self.boundary.adjuster.history)
+
+    @property
+    def solution(self) -> Any:
+        """See `Session.solution`."""
+        decisions = self.boundary.adjuster.decisions
+        return decisions.solution if decisions else None
+
+    # -- for hooks alone -----------------------------------------------------------------------------------------------
+
+    def begin_run(self, inputs: str, *forward: Any) -> None:
+        """The first forward of a run that goes on from an earlier one's plan.
+
+        Args:
+            inputs: shapes and dtypes of what it is given.
+            forward: the module, its arguments and keyword arguments.
+        """
+        if self.stage is not Stage.DETACHED:
+            self.boundary.begin_run(inputs, *forward)
+
+    def begin_forward(self) -> None:
+        """The model, or a region of it, runs forward with gradients: the first time in a step, its program begins."""
+        self.forwards += 1
+        if not self.steps and self.forwards == UNMARKED_FORWARDS * max(1, len(self.regions)):
+            self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
+        recomputes = current_graph_task_id() != -1  # in a backward, maybe on a thread of autograd's
+        if not recomputes and self.stage is not Stage.DETACHED:
+            self.boundary.begin_program()
+
+    def miss_steps(self, seen: str) -> None:
+        """Training goes on, and the ends of its steps are not marked: say so once."""
+        if self._missed_steps or self.steps_are_marked:
+            return
+        self._missed_steps = True
+        text = "memplug: %s, and no step has ended: nothing is planned. Add `session.step()` after `optimizer.step()`"
+        log.warning(coded("MP008", text), seen)
+
+    @contextlib.contextmanager
+    def in_optimizer(self) -> Iterator[None]:
+        """What runs inside belongs to the optimizer, in a recording."""
+        recording = self.boundary.recording
+        if recording is None or not recording.placed:
+            yield
+            return
+        recorder = recording.recorder
+        former = recorder.enter_optimizer()
+        try:
+            yield
+        finally:
+            recorder.leave(former)
+
+    def at_detach(self, undo: Callable[[], None]) -> None:
+        """Register how to undo a patch; undone in reverse order."""
+        self._undo.append(undo)
+
+    @contextlib.contextmanager
+    def explaining(self, phase: str) -> Iterator[None]:
+        """A device out-of-memory error that passes gets a note of what memplug knew."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self._explain(phase, None, error)
+            raise
+
+    def _explain(self, phase: str, region: Any, error: BaseException) -> None:
+        if not out_of_memory.is_told(error):
+            out_of_memory.add_note(error, self._out_of_memory(phase, region.name if region else None))
+
+    def _request_failed(self) -> str:
+        """A request for memory has failed for good, inside of an operator of a thread that trains."""
+        recording = self.boundary.recording
+        phase, layer = recording.here if recording is not None else ("a step", None)
+        return self._out_of_memory(phase, layer)
+
+    def _out_of_memory(self, phase: str, region: str | None) -> str:
+        snapshot = out_of_memory.save_snapshot(self.config.report.snapshot_on_oom, self.device, self.steps + 1)
+        asked_gib, is_bound = self.config.device_budget_gib, self.device.memory is None
+        peak_bytes = self.device.memory.allocated_peak_bytes if self.device.memory is not None else None
+        return out_of_memory.note(phase, region, self.report(), peak_bytes, asked_gib, is_bound) + snapshot
+
+    def tell(self, text: str) -> None:
+        """One line, on rank 0."""
+        self.boundary.adjuster.tell(text)

@@ -1,0 +1,75 @@
+"""A technique is a room: without it the others train, and a block that enables it is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.folders import ROOT
+
+SCRIPT = """
+import json, sys, torch, memplug
+from memplug.errors import ConfigError
+from tests.support.blocks import Stack
+
+def train(block):
+    torch.manual_seed(0)
+    model, losses = Stack(2), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with memplug.attach(model, block) as session:
+        for _ in range(12):
+            loss = model(torch.randn(2, 6, 16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+            losses.append(loss.item())
+        return losses, session.report()
+
+block, gone = json.loads(sys.argv[1]), sys.argv[2]
+losses, report = train(block)
+refused = ""
+try:
+    train({**block, gone: {"enabled": True}})
+except ConfigError as error:
+    refused = str(error)
+found = {
+    "memplug": memplug.__file__, "modules": [name for name in sys.modules if name.startswith(f"memplug.{gone}")],
+    "losses": [losses, train({})[0]], "report": report, "refused": refused,
+}
+print(json.dumps(found))
+"""
+BLOCK = {
+    "enabled": True,
+    "plan_dir": False,
+    "device_budget_gib": 1,
+    "tokenwise": {"regions": ["layers.*"], "min_offload_bytes": 1},
+    "profiler": {"warmup_steps": 0, "policy_steps": 1, "wait_for_plans": True},
+}
+
+
+def trained_without(name: str, folder: Path, block: dict[str, Any]) -> dict[str, Any]:
+    """What training finds in a copy of the package that has nothing of a technique but its C++."""
+    shutil.copytree(ROOT / "memplug", folder / "memplug", ignore=shutil.ignore_patterns("__pycache__"))
+    for entry in (folder / "memplug" / name).iterdir():
+        if entry.name != "native":
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(block), name]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert Path(found["memplug"]).is_relative_to(folder) and not found["modules"]
+    return found
+
+
+def test_without_the_swap_list_the_others_train(tmp_path: Path) -> None:
+    found = trained_without("swap", tmp_path, {**BLOCK, "swap": {"enabled": False}})
+    assert found["losses"][0] == found["losses"][1]
+    assert found["report"]["arena"] == "serving" and found["report"]["replans"] == 1
+    assert "memplug.swap.enabled: got true; allowed: false" in found["refused"]
