@@ -31,9 +31,13 @@ _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 
 def outside(run: Call, traced: Call) -> Call:
     """Returns what calls `run`, and `traced` in its place where torch traces a program.
 
-    Dynamo, which is asked for strict exports too, traces the choice; else it goes around `run`.
+    Dynamo, which is asked for strict exports too, traces the choice; else it goes around `run`. Where Dynamo is not at
+    work, nothing keeps it away, which would take longer than a hook.
     """
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dynamo import decorators  # which takes as long to import as all else
+
+    is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
     @_disable
     @functools.wraps(run)
@@ -41,6 +45,8 @@ def outside(run: Call, traced: Call) -> Call:
         return (traced if is_traced() else run)(*args, **kwargs)
 
     def choose(*args: Any, **kwargs: Any) -> Any:
+        if not is_dynamo_compiling() and get_eval_frame_callback() is None:
+            return (traced if is_traced() else run)(*args, **kwargs)
         return traced(*args, **kwargs) if _is_exporting() else around(*args, **kwargs)
 
     # dynamo would try to compile each module's for itself, and give up after eight

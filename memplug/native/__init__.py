@@ -25,7 +25,7 @@ CORE = Extension(
     tuple(
         tuple(names.split())
         for names in (
-            "ambient arguments as_written forward_module module running saved_type swap_module transfer_module "
+            "ambient arguments as_written forward_module inside module running saved_type swap_module transfer_module "
             "withheld writes",
             "again captures decisions flow following forward frame given giving_back modes noting_units observer "
             "operators saving sequence",

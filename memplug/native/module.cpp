@@ -16,6 +16,7 @@
 #include "sequence.h"
 #include "serving.h"
 #include "forward_module.h"
+#include "inside.h"
 #include "swap_list.h"
 #include "swap_module.h"
 #include "transfer_module.h"
@@ -245,9 +246,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
 #endif
 
-  module.def("enter_forward", [](int micro_batch) { return to_tuple(enter_forward(micro_batch)); });
-  module.def("enter_no_grad", [] { return to_tuple(enter_no_grad()); });
-  module.def("enter_layer", [](int layer) { return to_tuple(enter_layer(layer)); });
   module.def("enter_optimizer", [] { return to_tuple(enter_optimizer()); });
   module.def("leave", [](const std::tuple<int32_t, int32_t, int32_t>& former) {
     leave({std::get<0>(former), std::get<1>(former), std::get<2>(former)});
@@ -263,6 +261,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return texts;
   });
 
+  add_inside(module);
   add_transfers(module);
   add_forwards(module);
   add_swaps(module);
