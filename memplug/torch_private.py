@@ -117,6 +117,7 @@ push_function_mode = _name("torch.overrides._push_mode", "compiles FlexAttention
 pop_function_mode = _name("torch.overrides._pop_mode", "compiles FlexAttention outside of modes")
 DeviceContext = _name("torch.utils._device.DeviceContext", "finds the default device of a forward")
 
+get_eval_frame_callback = _name("torch._C._dynamo.eval_frame.get_eval_frame_callback", "sees whether Dynamo is at work")
 OpOverload = _name("torch._ops.OpOverload", "knows operators")
 get_default_store = _name("torch.distributed.distributed_c10d._get_default_store", "has ranks agree", needed=False)
 empty_host_cache = _name("torch._C._host_emptyCache", "gives pinned memory back", needed=False)

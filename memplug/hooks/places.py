@@ -6,7 +6,6 @@ hooks; the recorder knows the nodes of its graph by the forward that made them.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,11 +19,9 @@ from memplug.hooks.framework import outermost
 from memplug.hooks.frameworks import holds_experts
 from memplug.hooks.job import job_of
 from memplug.hooks.tracing import nothing, outside
-from memplug.profile.recorder import Place, Recorder
+from memplug.profile.recorder import Recorder
 from memplug.profile.trace import Fingerprint, Layer
 from memplug.torch_private import current_graph_task_id
-
-_ROOT, _OPTIMIZER = -1, -2  # beside the indices of layers
 
 
 class Places:
@@ -59,7 +56,7 @@ class Places:
         self.gradients_stay = False
         self._model = model
         self._micro_batch = 0
-        self._inside: list[tuple[int, Place]] = []  # what the training thread is in, and where it was before each
+        self._inside = recorder.inside()
         self._removals: list[Callable[[], Any]] = []
 
     def install(self) -> None:
@@ -69,20 +66,18 @@ class Places:
         self._inside.clear()
         if self._removals:
             return
-        begin, leave = (outside(call, nothing) for call in (self.begin_forward, functools.partial(self._leave, _ROOT)))
+        begin, leave = (outside(call, nothing) for call in (self.begin_forward, self._leave_forward))
         for chunk in self._chunks:
             self._removals.append(chunk.register_forward_pre_hook(begin, with_kwargs=True).remove)
             self._removals.append(chunk.register_forward_hook(leave, always_call=True).remove)
         for index, (_, module, _) in enumerate(self._modules):
-            enter, leave = (
-                outside(functools.partial(step, index), nothing) for step in (self._enter_layer, self._leave)
-            )
+            enter, leave = (outside(hook, nothing) for hook in self._inside.layer_hooks(index))
             self._removals.append(module.register_forward_pre_hook(enter).remove)
             self._removals.append(module.register_forward_hook(leave, always_call=True).remove)
         # torch's own for all optimizers: they keep neither model nor session alive, and go with them
         for handle in (
             optimizers.register_optimizer_step_pre_hook(_weakly(self._begin_optimizer)),
-            optimizers.register_optimizer_step_post_hook(_weakly(self._leave, _OPTIMIZER)),
+            optimizers.register_optimizer_step_post_hook(_weakly(self._leave_optimizer)),
         ):
             self._removals.append(weakref.finalize(self, handle.remove))
 
@@ -101,37 +96,32 @@ class Places:
         if torch.is_grad_enabled() and not recomputes:
             if self._micro_batch == 0 and self._recorder.recording:
                 self.gradients_stay = any(parameter.grad is not None for parameter in self._model.parameters())
-            self._inside.append((_ROOT, self._recorder.enter_forward(self._micro_batch)))
+            self._inside.enter_forward(self._micro_batch)
             self._micro_batch += 1
             self.inputs.append(shapes((*args, *kwargs.values())))
         elif recomputes:  # a checkpoint around the model: no micro-batch
-            self._inside.append((_ROOT, self._recorder.enter_layer(-1)))
+            self._inside.enter_recompute()
         else:
-            self._inside.append((_ROOT, self._recorder.enter_no_grad()))
+            self._inside.enter_no_grad()
 
-    def _enter_layer(self, index: int, *_: Any) -> None:
-        self._inside.append((index, self._recorder.enter_layer(index)))
+    def _leave_forward(self, *_: Any) -> None:
+        self._inside.leave_model()
 
     def _begin_optimizer(self, *_: Any) -> None:
-        self._inside.append((_OPTIMIZER, self._recorder.enter_optimizer()))
+        self._inside.enter_optimizer()
 
-    def _leave(self, key: int, *_: Any) -> None:
-        # an error may have come before the entry, or out of something that does not tell of its end
-        for at in reversed(range(len(self._inside))):
-            if self._inside[at][0] == key:
-                self._recorder.leave(self._inside[at][1])
-                del self._inside[at:]
-                return
+    def _leave_optimizer(self, *_: Any) -> None:
+        self._inside.leave_optimizer()
 
 
-def _weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
-    """Calls a method as long as its object lives, with `first` in front of the arguments."""
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Returns a function that calls the method as long as its object lives."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:
         bound = reference()
         if bound is not None:
-            bound(*first, *arguments)
+            bound(*arguments)
 
     return call
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memplug.tokenwise.engine.as_they_are import is_traced
-from memplug.torch_private import skip_code
+from memplug.torch_private import get_eval_frame_callback, skip_code
 
 REASON = (
     "memplug needs to see the operators of its regions, and where training is: leave out `fullgraph=True`, or call "
@@ -32,8 +32,10 @@ _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 
 def outside(run: Call, traced: Call) -> Call:
     """Returns what calls `run`, and `traced` in its place where torch traces a program.
 
-    Dynamo, which is asked for strict exports too, traces the choice; else it goes around `run`.
+    Dynamo, which is asked for strict exports too, traces the choice; else it goes around `run`. Where Dynamo is not at
+    work, nothing keeps it away, which would take longer than a hook.
     """
+    is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
     @_disable
     @functools.wraps(run)
@@ -41,6 +43,8 @@ def outside(run: Call, traced: Call) -> Call:
         return (traced if is_traced() else run)(*args, **kwargs)
 
     def choose(*args: Any, **kwargs: Any) -> Any:
+        if not is_dynamo_compiling() and get_eval_frame_callback() is None:
+            return (traced if is_traced() else run)(*args, **kwargs)
         return traced(*args, **kwargs) if _is_exporting() else around(*args, **kwargs)
 
     # dynamo would try to compile each module's for itself, and give up after eight

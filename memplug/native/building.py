@@ -157,12 +157,7 @@ class Extension:
 
 
 def _files(folders: tuple[Path, ...]) -> dict[str, Path]:
-    return {
-        path.name: path
-        for folder in folders
-        for path in sorted(folder.iterdir())
-        if path.suffix in (".cpp", ".h")
-    }
+    return {path.name: path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".cpp", ".h")}
 
 
 def flags() -> list[str]:

@@ -55,10 +55,7 @@ class Recorder:
         recording: between `begin` and `end`.
         suspended: `with recorder.suspended:` around operators that are memplug's own: part of traces, not of the
             sequence.
-        enter_forward, enter_no_grad, enter_layer, enter_optimizer: say where the calling thread is: in a forward of a
-            micro-batch (its running number in the step), in one without gradients, in a layer (its index in the layers
-            of the trace), in the optimizer. Each returns where it was, for `leave`. A backward needs none: the
-            nodes of the graph tell.
+        enter_optimizer: the calling thread is in the optimizer; returns where it was, for `leave`.
 
     Raises:
         NativeError: the native core cannot be built here.
@@ -76,9 +73,6 @@ class Recorder:
         self._release = weakref.finalize(self, _release, self._native, self.device.type)
         self.recording = False
         self.suspended = self._native.Suspended()
-        self.enter_forward: Callable[[int], Place] = self._native.enter_forward
-        self.enter_no_grad: Callable[[], Place] = self._native.enter_no_grad
-        self.enter_layer: Callable[[int], Place] = self._native.enter_layer
         self.enter_optimizer: Callable[[], Place] = self._native.enter_optimizer
         self.leave: Callable[[Place], None] = self._native.leave
         self._watching = True
@@ -122,6 +116,15 @@ class Recorder:
         """See nothing any more; leaves no callback and no allocator behind. A second call does nothing."""
         self.recording = False
         self._release()
+
+    def inside(self) -> Any:
+        """Returns what forwards, layers and the optimizer tell of their begin and end, so that the recorder knows where
+        the training thread is; a backward need not: the nodes of the graph tell.
+
+        `layer_hooks(index)` are two module hooks, for a layer of that index in the layers of the trace. `enter_forward`
+        is given the running number of the micro-batch in the step.
+        """
+        return self._native.Inside()
 
     def here(self) -> Place:
         """Where the calling thread is."""

@@ -44,7 +44,7 @@ class _Core:
         return 0
 
     Suspended = SimpleNamespace
-    enter_forward = enter_no_grad = enter_layer = enter_optimizer = leave = None
+    enter_optimizer = leave = None
 
     def claim(self, *_: Any) -> None:
         """And the rest, which do nothing."""

@@ -32,7 +32,7 @@ class Played:
     device = torch.device("cpu")
     suspended = contextlib.nullcontext()
     names = collections.defaultdict(lambda: "played")  # of operators, by number
-    enter_forward = enter_no_grad = enter_layer = enter_optimizer = leave = staticmethod(lambda *place: None)
+    enter_optimizer = leave = staticmethod(lambda *place: None)
 
     def __init__(self) -> None:
         self.recording = False

@@ -9,6 +9,7 @@
 
 #include "clock.h"
 #include "cuda_memory.h"
+#include "inside.h"
 #include "operator_names.h"
 #include "python_tensors.h"
 #include "registry.h"
@@ -94,9 +95,7 @@ void add_requests(py::module_& module) {
 }
 
 void add_places(py::module_& module) {
-  module.def("enter_forward", [](int micro_batch) { return to_tuple(enter_forward(micro_batch)); });
-  module.def("enter_no_grad", [] { return to_tuple(enter_no_grad()); });
-  module.def("enter_layer", [](int layer) { return to_tuple(enter_layer(layer)); });
+  add_inside(module);
   module.def("enter_optimizer", [] { return to_tuple(enter_optimizer()); });
   module.def("leave", [](const std::tuple<int32_t, int32_t, int32_t>& former) {
     leave({std::get<0>(former), std::get<1>(former), std::get<2>(former)});

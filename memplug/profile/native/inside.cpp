@@ -1,0 +1,92 @@
+#include "inside.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "clock.h"
+
+namespace py = pybind11;
+
+namespace memplug {
+namespace {
+
+constexpr int32_t IN_MODEL = -1, IN_OPTIMIZER = -2; // beside the indices of layers
+
+// Forwards, layers and the optimizer that the training thread is in, outermost first, and where it was before each.
+class Inside {
+ public:
+  void enter(int32_t what, Place former) {
+    entered_.emplace_back(what, former);
+  }
+
+  // An error may have come before the entry, or out of a module inside, which then told of no end.
+  void leave(int32_t what) {
+    const auto found =
+        std::find_if(entered_.rbegin(), entered_.rend(), [what](const auto& entry) { return entry.first == what; });
+    if (found != entered_.rend()) {
+      memplug::leave(found->second);
+      entered_.erase(std::prev(found.base()), entered_.end());
+    }
+  }
+
+  void clear() {
+    entered_.clear();
+  }
+
+ private:
+  std::vector<std::pair<int32_t, Place>> entered_;
+};
+
+struct LayerHook {
+  std::shared_ptr<Inside> inside;
+  int32_t layer;
+};
+
+LayerHook& hook_of(PyObject* capsule) {
+  return *static_cast<LayerHook*>(PyCapsule_GetPointer(capsule, nullptr));
+}
+
+PyObject* enter_hook(PyObject* self, PyObject* const*, Py_ssize_t) {
+  LayerHook& hook = hook_of(self);
+  hook.inside->enter(hook.layer, enter_layer(hook.layer));
+  Py_RETURN_NONE;
+}
+
+PyObject* leave_hook(PyObject* self, PyObject* const*, Py_ssize_t) {
+  LayerHook& hook = hook_of(self);
+  hook.inside->leave(hook.layer);
+  Py_RETURN_NONE;
+}
+
+PyMethodDef enter_method = {
+    "enter_layer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(enter_hook)), METH_FASTCALL, nullptr};
+PyMethodDef leave_method = {
+    "leave_layer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(leave_hook)), METH_FASTCALL, nullptr};
+
+py::tuple layer_hooks(const std::shared_ptr<Inside>& inside, int32_t layer) {
+  const py::capsule hook(new LayerHook{inside, layer}, [](void* made) { delete static_cast<LayerHook*>(made); });
+  return py::make_tuple(
+      py::reinterpret_steal<py::object>(PyCFunction_New(&enter_method, hook.ptr())),
+      py::reinterpret_steal<py::object>(PyCFunction_New(&leave_method, hook.ptr())));
+}
+
+} // namespace
+
+void add_inside(py::module_& module) {
+  py::class_<Inside, std::shared_ptr<Inside>>(module, "Inside")
+      .def(py::init<>())
+      .def("enter_forward", [](Inside& inside, int32_t number) { inside.enter(IN_MODEL, enter_forward(number)); })
+      .def("enter_no_grad", [](Inside& inside) { inside.enter(IN_MODEL, enter_no_grad()); })
+      .def("enter_recompute", [](Inside& inside) { inside.enter(IN_MODEL, enter_layer(-1)); })
+      .def("leave_model", [](Inside& inside) { inside.leave(IN_MODEL); })
+      .def("enter_optimizer", [](Inside& inside) { inside.enter(IN_OPTIMIZER, enter_optimizer()); })
+      .def("leave_optimizer", [](Inside& inside) { inside.leave(IN_OPTIMIZER); })
+      .def("layer_hooks", &layer_hooks)
+      .def("clear", &Inside::clear);
+}
+
+} // namespace memplug
