@@ -56,14 +56,14 @@ class Places:
         self.gradients_stay = False
         self._model = model
         self._micro_batch = 0
-        self._inside = recorder.inside()
+        self._hooks = recorder.place_hooks()
         self._removals: list[Callable[[], Any]] = []
 
     def install(self) -> None:
         """A step begins, whose forwards are counted from 0."""
         self._micro_batch = 0
         self.inputs.clear()
-        self._inside.clear()
+        self._hooks.clear()
         if self._removals:
             return
         begin, leave = (outside(call, nothing) for call in (self.begin_forward, self._leave_forward))
@@ -71,7 +71,7 @@ class Places:
             self._removals.append(chunk.register_forward_pre_hook(begin, with_kwargs=True).remove)
             self._removals.append(chunk.register_forward_hook(leave, always_call=True).remove)
         for index, (_, module, _) in enumerate(self._modules):
-            enter, leave = (outside(hook, nothing) for hook in self._inside.layer_hooks(index))
+            enter, leave = (outside(hook, nothing) for hook in self._hooks.layer_hooks(index))
             self._removals.append(module.register_forward_pre_hook(enter).remove)
             self._removals.append(module.register_forward_hook(leave, always_call=True).remove)
         # torch's own for all optimizers: they keep neither model nor session alive, and go with them
@@ -96,22 +96,22 @@ class Places:
         if torch.is_grad_enabled() and not recomputes:
             if self._micro_batch == 0 and self._recorder.recording:
                 self.gradients_stay = any(parameter.grad is not None for parameter in self._model.parameters())
-            self._inside.enter_forward(self._micro_batch)
+            self._hooks.enter_forward(self._micro_batch)
             self._micro_batch += 1
             self.inputs.append(shapes((*args, *kwargs.values())))
         elif recomputes:  # a checkpoint around the model: no micro-batch
-            self._inside.enter_recompute()
+            self._hooks.enter_recompute()
         else:
-            self._inside.enter_no_grad()
+            self._hooks.enter_no_grad()
 
     def _leave_forward(self, *_: Any) -> None:
-        self._inside.leave_model()
+        self._hooks.leave_model()
 
     def _begin_optimizer(self, *_: Any) -> None:
-        self._inside.enter_optimizer()
+        self._hooks.enter_optimizer()
 
     def _leave_optimizer(self, *_: Any) -> None:
-        self._inside.leave_optimizer()
+        self._hooks.leave_optimizer()
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -117,14 +117,14 @@ class Recorder:
         self.recording = False
         self._release()
 
-    def inside(self) -> Any:
+    def place_hooks(self) -> Any:
         """Returns what forwards, layers and the optimizer tell of their begin and end, so that the recorder knows where
         the training thread is; a backward need not: the nodes of the graph tell.
 
         `layer_hooks(index)` are two module hooks, for a layer of that index in the layers of the trace. `enter_forward`
         is given the running number of the micro-batch in the step.
         """
-        return self._native.Inside()
+        return self._native.PlaceHooks()
 
     def here(self) -> Place:
         """Where the calling thread is."""

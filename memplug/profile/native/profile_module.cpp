@@ -9,8 +9,8 @@
 
 #include "clock.h"
 #include "cuda_memory.h"
-#include "inside.h"
 #include "operator_names.h"
+#include "place_hooks.h"
 #include "python_tensors.h"
 #include "registry.h"
 #include "requests.h"
@@ -95,7 +95,7 @@ void add_requests(py::module_& module) {
 }
 
 void add_places(py::module_& module) {
-  add_inside(module);
+  add_place_hooks(module);
   module.def("enter_optimizer", [] { return to_tuple(enter_optimizer()); });
   module.def("leave", [](const std::tuple<int32_t, int32_t, int32_t>& former) {
     leave({std::get<0>(former), std::get<1>(former), std::get<2>(former)});

@@ -1,4 +1,4 @@
-#include "inside.h"
+#include "place_hooks.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace {
 constexpr int32_t IN_MODEL = -1, IN_OPTIMIZER = -2; // beside the indices of layers
 
 // Forwards, layers and the optimizer that the training thread is in, outermost first, and where it was before each.
-class Inside {
+class PlaceHooks {
  public:
   void enter(int32_t what, Place former) {
     entered_.emplace_back(what, former);
@@ -42,7 +42,7 @@ class Inside {
 };
 
 struct LayerHook {
-  std::shared_ptr<Inside> inside;
+  std::shared_ptr<PlaceHooks> hooks;
   int32_t layer;
 };
 
@@ -52,13 +52,13 @@ LayerHook& hook_of(PyObject* capsule) {
 
 PyObject* enter_hook(PyObject* self, PyObject* const*, Py_ssize_t) {
   LayerHook& hook = hook_of(self);
-  hook.inside->enter(hook.layer, enter_layer(hook.layer));
+  hook.hooks->enter(hook.layer, enter_layer(hook.layer));
   Py_RETURN_NONE;
 }
 
 PyObject* leave_hook(PyObject* self, PyObject* const*, Py_ssize_t) {
   LayerHook& hook = hook_of(self);
-  hook.inside->leave(hook.layer);
+  hook.hooks->leave(hook.layer);
   Py_RETURN_NONE;
 }
 
@@ -67,8 +67,8 @@ PyMethodDef enter_method = {
 PyMethodDef leave_method = {
     "leave_layer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(leave_hook)), METH_FASTCALL, nullptr};
 
-py::tuple layer_hooks(const std::shared_ptr<Inside>& inside, int32_t layer) {
-  const py::capsule hook(new LayerHook{inside, layer}, [](void* made) { delete static_cast<LayerHook*>(made); });
+py::tuple layer_hooks(const std::shared_ptr<PlaceHooks>& hooks, int32_t layer) {
+  const py::capsule hook(new LayerHook{hooks, layer}, [](void* made) { delete static_cast<LayerHook*>(made); });
   return py::make_tuple(
       py::reinterpret_steal<py::object>(PyCFunction_New(&enter_method, hook.ptr())),
       py::reinterpret_steal<py::object>(PyCFunction_New(&leave_method, hook.ptr())));
@@ -76,17 +76,17 @@ py::tuple layer_hooks(const std::shared_ptr<Inside>& inside, int32_t layer) {
 
 } // namespace
 
-void add_inside(py::module_& module) {
-  py::class_<Inside, std::shared_ptr<Inside>>(module, "Inside")
+void add_place_hooks(py::module_& module) {
+  py::class_<PlaceHooks, std::shared_ptr<PlaceHooks>>(module, "PlaceHooks")
       .def(py::init<>())
-      .def("enter_forward", [](Inside& inside, int32_t number) { inside.enter(IN_MODEL, enter_forward(number)); })
-      .def("enter_no_grad", [](Inside& inside) { inside.enter(IN_MODEL, enter_no_grad()); })
-      .def("enter_recompute", [](Inside& inside) { inside.enter(IN_MODEL, enter_layer(-1)); })
-      .def("leave_model", [](Inside& inside) { inside.leave(IN_MODEL); })
-      .def("enter_optimizer", [](Inside& inside) { inside.enter(IN_OPTIMIZER, enter_optimizer()); })
-      .def("leave_optimizer", [](Inside& inside) { inside.leave(IN_OPTIMIZER); })
+      .def("enter_forward", [](PlaceHooks& hooks, int32_t number) { hooks.enter(IN_MODEL, enter_forward(number)); })
+      .def("enter_no_grad", [](PlaceHooks& hooks) { hooks.enter(IN_MODEL, enter_no_grad()); })
+      .def("enter_recompute", [](PlaceHooks& hooks) { hooks.enter(IN_MODEL, enter_layer(-1)); })
+      .def("leave_model", [](PlaceHooks& hooks) { hooks.leave(IN_MODEL); })
+      .def("enter_optimizer", [](PlaceHooks& hooks) { hooks.enter(IN_OPTIMIZER, enter_optimizer()); })
+      .def("leave_optimizer", [](PlaceHooks& hooks) { hooks.leave(IN_OPTIMIZER); })
       .def("layer_hooks", &layer_hooks)
-      .def("clear", &Inside::clear);
+      .def("clear", &PlaceHooks::clear);
 }
 
 } // namespace memplug

@@ -5,6 +5,6 @@
 
 namespace memplug {
 
-void add_inside(pybind11::module_& module);
+void add_place_hooks(pybind11::module_& module);
 
 } // namespace memplug
