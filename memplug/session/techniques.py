@@ -15,4 +15,4 @@ from memplug.tokenwise.technique import TokenWise
 FOLLOWING: tuple[type[Technique[Any]], ...] = (SwapsWhole, PlannedAddresses)
 
 JUDGES = {each.part_type: each.mistakes_of for each in (TokenWise, *FOLLOWING)}
-"""Of all parts of a plan that a run reads."""
+"""The judge of each kind of part that a run reads."""
