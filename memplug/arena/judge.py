@@ -103,7 +103,7 @@ def judge_addresses(
 
 
 def mistakes_of(plan: AddressPlan) -> Iterator[str]:
-    """What `judge_addresses` finds, in sentences."""
+    """Yields what `judge_addresses` finds, in sentences."""
     yield from (finding.message for finding in judge_addresses(plan))
 
 

@@ -8,11 +8,11 @@ from typing import Any
 from memplug.plans.schema import MemoryPlan, PlanPart
 
 Judges = Mapping[type[PlanPart], Callable[[Any], Iterator[str]]]
-"""Says of each kind of part what is wrong with one, in sentences; nothing: it is accepted."""
+"""The judge of each kind of part: yields what is wrong with one, in sentences."""
 
 
 def mistakes_of(plan: MemoryPlan, judges: Judges) -> Iterator[str]:
-    """What is wrong with a plan, in sentences; nothing: it is accepted.
+    """Yields what is wrong with a plan, in sentences; nothing: it is accepted.
 
     Args:
         plan: any, as loaded.

@@ -74,7 +74,7 @@ class MemoryPlan:
     file: Path | None = None
 
     def with_part(self, part: PlanPart) -> MemoryPlan:
-        """The plan with a part, in place of the one that the technique had."""
+        """Returns the plan with a part, in place of the one that the technique had."""
         return replace(self, parts={**self.parts, part.name: part})
 
 
@@ -89,17 +89,17 @@ class PlanPart:
     name: ClassVar[str]
 
     def to_file(self) -> dict[str, Any]:
-        """The part as what JSON has, and numpy's numbers and frozen sets."""
+        """Returns the part as what JSON has, and numpy's numbers and frozen sets."""
         return asdict(self)
 
     @classmethod
     def from_file(cls: type[Part], values: dict[str, Any]) -> Part:
-        """The part of what a file had; raises ValueError, KeyError or the like for anything else."""
+        """Returns the part that a file has; raises ValueError, KeyError or the like for anything else."""
         return read(cls, values)
 
     @classmethod
     def of(cls: type[Part], plan: MemoryPlan) -> Part | None:
-        """The technique's part of a plan; None: it has none.
+        """Returns the technique's part of a plan; None: it has none.
 
         Raises:
             LayoutError: it is something else.
@@ -115,5 +115,5 @@ class PlanPart:
             raise LayoutError(f"{plan.file}: not a plan that memplug has written: {reason}", DAMAGED) from error
 
     def does_as(self: Part, other: Part) -> bool:
-        """Whether training does the same by another part, whatever was measured and predicted."""
+        """Returns whether training does the same by another part, whatever was measured and predicted."""
         return self == other

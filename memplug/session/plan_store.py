@@ -117,11 +117,7 @@ class PlanStore:
                 continue
             own[plan.training.run, plan.training.index] = plan
             if unread := sorted(plan.parts.keys() - {each.name for each in self._judges}):
-                log.warning(
-                    "memplug: %s has parts of techniques that are not here, which stay in it unread: %s",
-                    file,
-                    ", ".join(unread),
-                )
+                log.warning("memplug: %s has parts that no technique here reads: %s", file, ", ".join(unread))
         return own, "" if own else refused or self._nearest()
 
     def _unsound(self, plan: MemoryPlan) -> str:

@@ -29,7 +29,7 @@ if has_technique("arena"):
     FOLLOWING += (PlannedAddresses,)
 
 JUDGES = {each.part_type: each.mistakes_of for each in (AGREED, *FOLLOWING)}
-"""Of all parts of a plan that a run reads."""
+"""The judge of each kind of part that a run reads."""
 
 
 def reports(

@@ -98,11 +98,11 @@ def plan_heading(plan: MemoryPlan, planned: AddressPlan) -> str:
 
 
 def has_addresses(plan: MemoryPlan) -> bool:
-    """Whether the arena has a part in a plan."""
+    """Returns whether the arena has a part in a plan."""
     return AddressPlan.name in plan.parts
 
 
 def addresses_of(plan: MemoryPlan) -> AddressPlan:
-    """The arena's part of a plan; of one that has none, a part without requests."""
+    """Returns the arena's part of a plan; of one that has none, a part without requests."""
     none = Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True)
     return AddressPlan.of(plan) or address_plan(Problem(buffers=np.empty(0, BUFFER)), none)

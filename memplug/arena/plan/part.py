@@ -83,7 +83,7 @@ class AddressPlan(PlanPart):
     predictions: Predictions
 
     def to_file(self) -> dict[str, Any]:
-        """What a person reads, and then the table of the requests, by column."""
+        """Returns what a person reads, and then the tables, by column."""
         problem, solution = self.problem, self.solution
         assert solution.offsets.dtype == np.int64 and len(solution.offsets) == len(problem), "an offset for each buffer"
         return {
@@ -131,7 +131,7 @@ class AddressPlan(PlanPart):
         return cls(problem=problem, solution=solution, dynamic=head.dynamic, predictions=head.predictions)
 
     def does_as(self, other: AddressPlan) -> bool:
-        """Whether the same requests have the same addresses, and dynamic ones the same spaces."""
+        """Returns whether the same requests have the same addresses, and dynamic ones the same spaces."""
         return (
             np.array_equal(self.problem.buffers, other.problem.buffers)
             and np.array_equal(self.solution.offsets, other.solution.offsets)
@@ -139,14 +139,14 @@ class AddressPlan(PlanPart):
         )
 
     def alone(self) -> MemoryPlan:
-        """A plan of these addresses and nothing else."""
+        """Returns a plan of these addresses and nothing else."""
         return MemoryPlan(fingerprint=self.problem.fingerprint).with_part(self)
 
 
 def address_plan(
     problem: Problem, solution: Solution, dynamic: tuple[DynamicSpace, ...] = (), dynamic_peak_bytes: int = 0
 ) -> AddressPlan:
-    """The addresses of a problem, with their predictions."""
+    """Returns the addresses of a problem, with their predictions."""
     return AddressPlan(
         problem=problem,
         solution=solution,
@@ -185,7 +185,7 @@ class _Head:
 
 
 def _columns(table: np.ndarray) -> dict[str, list[int]]:
-    """By name; truths as 0 and 1."""
+    """Returns the columns by name, truths as 0 and 1."""
     return {name: table[name].astype(np.int64).tolist() for name in table.dtype.names}
 
 

@@ -99,7 +99,7 @@ class SwapPart(PlanPart):
         return sum(target.nbytes for target in self.targets if target.last_use == FROM_THE_BEGINNING)
 
     def does_as(self, other: SwapPart) -> bool:
-        """Whether the same tensors leave and return at the same places of the same program."""
+        """Returns whether the same tensors leave and return at the same places of the same program."""
         one, its = (dataclasses.replace(each, **_UNPREDICTED) for each in (self, other))
         return one == its
 

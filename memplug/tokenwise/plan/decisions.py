@@ -87,10 +87,10 @@ class Decisions(PlanPart):
     full_recomputation_s: float | None = None
     """Predicted time of all regions in a step that recomputes everything."""
     d2h_bytes_per_s: float = 0.0
-    """Of the link to the host that a kept plan was made for; 0: unknown."""
+    """Rate of the link to the host when the plan was kept; 0: unknown."""
     h2d_bytes_per_s: float = 0.0
-    """Likewise, of the link to the device."""
+    """Rate of the link to the device, likewise."""
 
     def does_as(self, other: Decisions) -> bool:
-        """Whether regions run the same."""
+        """Returns whether regions run the same."""
         return self.settings == other.settings
