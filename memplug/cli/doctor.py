@@ -87,8 +87,10 @@ def _native_core() -> dict[str, object]:
     if core["ready"]:
         import torch
 
+        from memplug.native.cuda_calls import not_handed_on
+
         arena = torch.version.cuda is None or hasattr(native.load(), "stand_before_cuda")
-        core |= {"folder": str(native.CORE.build_folder()), "arena": arena}
+        core |= {"folder": str(native.CORE.build_folder()), "arena": arena, "lost_calls": not_handed_on()}
     return core
 
 
@@ -153,7 +155,7 @@ def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
         ("torch that is known", facts["torch"]["known"] + (": this one is newer" if facts["torch"]["newer"] else "")),
         ("C++ compiler", facts["compiler"]),
         ("native core", built),
-        ("planned arena", "available" if core.get("arena") else without),
+        ("planned arena", f"available{_lost(core['lost_calls'])}" if core.get("arena") else without),
         ("address search", "built" if search["ready"] else f"absent: {search['problem']}"),
         ("device", f"{hardware['device']}: {hardware['device_name']}"),
         ("device memory", f"{_gib(hardware['device_free_bytes'])} free of {_gib(hardware['device_total_bytes'])}"),
@@ -167,6 +169,10 @@ def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
         *(conflicts or [("conflicts", "none")]),
         ("ready", _verdict(facts)),
     ]
+
+
+def _lost(calls: list[str]) -> str:
+    return f", but torch's CUDA allocator does not get these calls: {'; '.join(calls)}" if calls else ""
 
 
 def _verdict(facts: dict) -> str:

@@ -8,12 +8,16 @@ knows no torch and imports none.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from pathlib import Path
 from types import ModuleType
 
 from memplug.errors import NativeError
 from memplug.native.building import Extension
+from memplug.native.cuda_calls import not_handed_on
+
+log = logging.getLogger("memplug")
 
 FOLDERS = (
     *("native", "device/native", "profile/native", "arena/native", "swap/native"),
@@ -36,7 +40,10 @@ def load() -> ModuleType:
         NativeError: it cannot be built here: no compiler, no ninja, no folder to write to. Or it cannot be loaded. Or
             Python runs without its lock.
     """
+    is_new = not CORE.is_built()
     module = CORE.load()
+    if is_new and (calls := not_handed_on()):
+        log.warning("memplug: with the arena, torch's CUDA allocator does not get these calls: %s", "; ".join(calls))
     # free-threaded Python takes the lock back as it loads the core, unless it was told not to
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise NativeError(

@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -57,6 +58,15 @@ class Extension:
                 if not self.is_built():
                     self._build(folder)
         except (OSError, RuntimeError) as error:
+            if moved := _moved(error):
+                import torch
+
+                from memplug.torch_private import KNOWN
+
+                raise NativeError(
+                    f"torch {torch.__version__} has changed what memplug's {self.what} uses: {moved}",
+                    f"Install {KNOWN}, or a newer memplug.",
+                ) from error
             text = f"memplug's {self.what} cannot be built in {folder}: {_last_lines(error)}"
             raise NativeError(text, code="MP005") from error
         try:
@@ -236,6 +246,12 @@ def _ninja_on_path() -> Iterator[None]:
         yield
     finally:
         os.environ["PATH"] = before
+
+
+def _moved(error: BaseException) -> str | None:
+    """Returns the compiler's first error in native/torch_private*.h, which have what torch may change, if any."""
+    found = re.search(r"torch_private\w*\.h:\d+(?::\d+)?: (?:fatal )?error: (.*)", str(error))
+    return found[1].removeprefix("static assertion failed: ") if found else None
 
 
 def _last_lines(error: BaseException) -> str:

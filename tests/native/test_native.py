@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from memplug import native
 from memplug.errors import NativeError
 from memplug.native.building import Extension
+from memplug.torch_private import KNOWN
 from tests.support.recording import run_python, start_python
 
 FAILS = """
@@ -196,3 +199,38 @@ def test_the_folder_is_torchs_by_default(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     assert native.CORE.build_folder().parent == Path(get_default_build_root())
+
+
+COMPILERS_WORDS = """Error building extension 'memplug_native': [1/8] c++ -c a.cpp
+In file included from /x/clock.cpp:7:
+/x/memplug/native/torch_private.h:55:{}
+{}
+ninja: build stopped: subcommand failed.
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("14: error: 'peek' is not a member of 'at::sequence_number'", "'peek' is not a member"),
+        (" error: static assertion failed: backwards have no numbers", "uses: backwards have no numbers"),
+        ("10: fatal error: ATen/SequenceNumber.h: No such file or directory", "ATen/SequenceNumber.h: No such file"),
+    ],
+)
+def test_a_name_of_torch_that_moved_is_said_with_the_versions_that_are_known(
+    error: str, said: str, refusal: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError(COMPILERS_WORDS.format(error, "a.cpp:1:1: error: and then others"))
+
+    monkeypatch.setattr(Extension, "_compile", fail)
+    refused = refusal()
+    assert f"torch {torch.__version__} has changed what memplug's native core uses" in refused and said in refused
+    assert f"Install {KNOWN}, or a newer memplug." in refused
+
+
+def test_a_python_that_runs_without_its_lock_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    native.load()
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    with pytest.raises(NativeError, match="runs without its lock"):
+        native.load.__wrapped__()

@@ -1,0 +1,67 @@
+"""Calls of torch's CUDA allocator that the arena in front of it does not hand on, read in torch's header.
+
+One that is pure keeps the arena from being built; another one is answered by the base class in place of torch's
+allocator, and nothing else shows that.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_CLASSES = {
+    "c10/cuda/CUDACachingAllocator.h": "CUDAAllocator",
+    "c10/core/CachingDeviceAllocator.h": "DeviceAllocator",
+    "c10/core/Allocator.h": "Allocator",
+}
+_ARENA = Path(__file__).parent.parent / "arena/native"
+_FUNCTION = re.compile(
+    r"(?P<before>[^;{}()]*?)(?P<name>~?\b\w+)\s*\((?P<parameters>(?:[^()]|\([^()]*\))*)\)[^;{}()]*[;{]"
+)
+
+
+def not_handed_on(include: Path | None = None) -> list[str]:
+    """Returns such calls, as "name, parameters: 2"; none where torch has no CUDA.
+
+    Args:
+        include: the folder of the headers, by default the installed torch's.
+    """
+    if include is None:
+        import torch
+
+        if torch.version.cuda is None:
+            return []
+        include = Path(torch.__file__).parent / "include"
+    known = {
+        (name, count)
+        for file in ("hands_on.h", "cuda_arena.cpp")
+        for name, count, _ in _functions((_ARENA / file).read_text())
+    }
+    calls = {
+        (name, count)
+        for file, owner in _CLASSES.items()
+        if (include / file).exists()
+        for name, count, before in _functions(_body((include / file).read_text(), owner))
+        if "virtual" in before.split() and not name.startswith("~")
+    }
+    return [f"{name}, parameters: {count}" for name, count in sorted(calls - known)]
+
+
+def _body(source: str, owner: str) -> str:
+    """Returns what is between the braces of a class."""
+    found = re.search(rf"\b(?:class|struct)\s+(?:\w+\s+)?{owner}\b[^;{{]*{{(.*?)^}};", source, re.M | re.S)
+    return found[1] if found else ""
+
+
+def _functions(source: str) -> list[tuple[str, int, str]]:
+    """Returns name, number of parameters, and what is in front, of all that looks like a function."""
+    code = re.sub(
+        r"//[^\n]*|/\*.*?\*/|^\s*#(?:[^\n]*\\\n)*[^\n]*|\b(?:public|private|protected):", "", source, flags=re.M | re.S
+    )
+    return [(each["name"], _count(each["parameters"]), each["before"]) for each in _FUNCTION.finditer(code)]
+
+
+def _count(parameters: str) -> int:
+    while (inner := re.sub(r"<[^<>]*>|\([^()]*\)|\{[^{}]*\}", "", parameters)) != parameters:
+        parameters = inner
+    return parameters.count(",") + 1 if parameters.strip() else 0
