@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,15 +16,6 @@ from typing import Any
 from memplug import native
 from memplug.device.device import Device
 from memplug.native.building import Extension
-from tests.support.folders import ROOT
-
-HEADERS = ("native", "device/native", "swap/native")
-EXTENSION = Extension(
-    "memplug_tests",
-    "tests' extension",
-    (Path(__file__).parent, *(ROOT / "memplug" / folder for folder in HEADERS)),
-    (("extension", "streams"),),
-)
 
 Wait = enum.Enum(
     "Wait",
@@ -35,9 +27,13 @@ Wait = enum.Enum(
 
 @functools.cache
 def load() -> ModuleType:
-    """Returns the extension's module; the core is loaded before it, whose types it uses."""
+    """Returns the extension's module. It uses types of the core, which is loaded before it, and includes some of its
+    sources, with which it is built anew.
+    """
     native.load()
-    return EXTENSION.load()
+    core = hashlib.sha256(b"".join(source.read_bytes() for source in native.CORE.sources().values())).hexdigest()
+    name = f"memplug_tests_{core[:16]}"
+    return Extension(name, "tests' extension", (Path(__file__).parent,), (("extension",),)).load()
 
 
 def leaving_out(streams: Any, missing: Wait | None) -> Any:

@@ -2,10 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "../../../memplug/device/native/streams.cpp"
+#include "../../../memplug/native/rows.h"
 #include "file_rows.h"
 #include "leaving_out.h"
 #include "rehearsal.h"
-#include "rows.h"
 
 namespace py = pybind11;
 

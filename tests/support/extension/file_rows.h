@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "row_store.h"
+#include "../../../memplug/device/native/row_store.h"
 
 namespace memplug {
 

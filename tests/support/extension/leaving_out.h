@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "streams.h"
+#include "../../../memplug/device/native/streams.h"
 
 namespace memplug {
 

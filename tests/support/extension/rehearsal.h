@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "finder.h"
+#include "../../../memplug/swap/native/finder.h"
 
 namespace memplug {
 
