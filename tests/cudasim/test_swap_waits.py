@@ -1,0 +1,68 @@
+"""Each wait of the swap list's copies, left out, is noticed. Those of regions are left out in
+tests/tokenwise/engine/test_races.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memplug import native
+from memplug.device.device import device_of
+from memplug.device.host_pool import HostPool
+from tests.cudasim import device
+from tests.cudasim.device import SCHEDULES, scheduled
+from tests.support.extension import Wait, leaving_out
+
+pytestmark = pytest.mark.gpu
+
+SLAB_BYTES, COUNT = 1 << 20, 4096
+WAITS = [wait for wait in Wait if wait is not Wait.USE_FOR_COMPUTE]  # a storage is no other stream's
+
+
+def unordered(missing: Wait | None) -> int:
+    """Returns how many accesses are unordered, under all schedules, while storages leave and return."""
+    before = device.violations()
+    for schedule in SCHEDULES:
+        with scheduled(schedule):
+            there_and_back(missing)
+            torch.cuda.synchronize()
+    return device.violations() - before
+
+
+def there_and_back(missing: Wait | None) -> None:
+    """Storages leave and return just before and after operators write to them and to the memory that they leave."""
+    core, own = native.load(), device_of(torch.device("cuda"))
+    pool = HostPool(own, SLAB_BYTES, core)
+    pool.reserve(SLAB_BYTES)
+    swapper = core.StorageSwapper(leaving_out(own.streams(core), missing), pool.slabs[0])
+    core.load_swap_list([], [], b"", b"", b"", 1, swapper, core.device_type("cuda"))
+    core.begin_swap_step()
+    for _ in range(3):
+        tensor = torch.full((COUNT,), 2.0, device="cuda").sin_()
+        assert swapper.offload(tensor, 1)
+        swapper.release(1)
+        other = torch.zeros(COUNT, device="cuda").cos_()  # in its memory
+        del other
+        swapper.prefetch(1)  # so is this
+        tensor * 2
+        assert swapper.offload(tensor, 2)
+        tensor.add_(1)  # it stays
+        assert swapper.offload(tensor, 3)
+        swapper.release(3)
+        swapper.prefetch(3)
+        del tensor  # on its way back
+    assert core.end_swap_step()
+    assert swapper.host_bytes == 0
+    core.unload_swap_list()
+    pool.close()
+
+
+def test_storages_leave_and_return_in_order() -> None:
+    assert unordered(missing=None) == 0
+
+
+@pytest.mark.unordered
+@pytest.mark.parametrize("missing", WAITS, ids=lambda wait: wait.name.lower())
+def test_a_wait_of_a_storage_that_is_left_out_is_noticed(missing: Wait) -> None:
+    assert unordered(missing) > 0
