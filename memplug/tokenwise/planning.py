@@ -290,7 +290,7 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: Observe
     capture, is_part = native.capture(index), operators.is_part_of_unit(record.func)
     output_bytes = round(fmean(_output_bytes(tape, index) for tape in tapes))
     view = record.form is Form.VIEW
-    # a write to given memory runs with any pass, and calls for none: where all that backward asks for is there, none runs
+    # a write to given memory runs with any pass, and calls for none
     always_runs = native.always_runs(index) and record.form is not Form.WRITE and index not in tapes[0].spared
     return plan.Operator(
         name=str(record.func),
