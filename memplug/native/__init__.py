@@ -1,8 +1,8 @@
 """The native core: the C++ of all rooms, built on first use as one library (`memplug.native.building`).
 Each folder that is there adds its part of the Python module by itself (registry.h).
 
-`memplug.predict.virtual.native` and `memplug.arena.native.packing` are apart from it. The last one is plain C++, which
-knows no torch and imports none.
+`memplug.predict.virtual.native` is apart from it, and so is what planners use, plain C++ that knows no torch
+(`memplug.native.plain`): `memplug.arena.native.packing` and `memplug.tokenwise.plan.rules`.
 """
 
 from __future__ import annotations

@@ -290,6 +290,8 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: Observe
     capture, is_part = native.capture(index), operators.is_part_of_unit(record.func)
     output_bytes = round(fmean(_output_bytes(tape, index) for tape in tapes))
     view = record.form is Form.VIEW
+    # a write to given memory runs with any pass, and calls for none
+    always_runs = native.always_runs(index) and record.form is not Form.WRITE and index not in tapes[0].spared
     return plan.Operator(
         name=str(record.func),
         time_s=0.0 if view else median(seconds(*tape.stamps[index]) for tape in tapes),
@@ -298,7 +300,7 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: Observe
         output_bytes=output_bytes,
         capture=capture if observer.is_large(output_bytes) else "never",
         rows=record.rows if len({tape.records[index].rows for tape in tapes}) == 1 else 0,
-        always_runs=native.always_runs(index) and index not in tapes[0].spared,
+        always_runs=always_runs,
         always_swapped=operators.kind_of(record.func) is Kind.ATTENTION,
         made_by_rows=_unit_of(tapes[0], index) if is_part and capture == "rows" else None,
     )

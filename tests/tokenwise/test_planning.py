@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,8 @@ from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.plan import solver as plan
 from memplug.tokenwise.plan.decisions import Decision, Decisions, Setting
-from tests.support.blocks import Block, Stack
+from tests.support.blocks import Block, Layer, Stack
+from tests.support.forwards import Branches, Plain, ReusesOutput, Transposes
 
 GIB = 1 << 30
 
@@ -28,10 +30,16 @@ class Observed:
     """One timed step of a stack, every layer a region at the safest setting."""
 
     def __init__(
-        self, model: nn.Module, forwards: int = 1, width: int = 16, backward: bool = True, min_offload_bytes: int = 1
+        self,
+        model: nn.Module,
+        forwards: int = 1,
+        width: int = 16,
+        backward: bool = True,
+        min_offload_bytes: int = 1,
+        observer: type[planning.Observer] = planning.Observer,
     ):
         self.executor = Executor(Device(), GIB, min_offload_bytes)
-        self.observer = planning.Observer(self.executor.flow.is_large)
+        self.observer = observer(self.executor.flow.is_large)
         self.executor.time_forwards(self.observer)
         self.regions = [Region(f"layers.{i}", type(layer).__name__, 0.0) for i, layer in enumerate(model.layers)]
         for layer, region in zip(model.layers, self.regions, strict=True):
@@ -121,6 +129,53 @@ def test_a_forward_without_backward_is_described_all_the_same() -> None:
 def test_small_tensors_are_never_offered_to_the_planner() -> None:
     (region,) = Observed(Stack(2), min_offload_bytes=4 * 12 * 32).describe()
     assert {o.output_bytes for o in region.operators if o.capture != "never"} == {4 * 12 * 32, 4 * 12 * 48}
+
+
+class Draws(Layer):
+    """Backward asks for no random number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x) + self.out(self.inner(self.norm(x)).sigmoid())
+
+
+@pytest.mark.parametrize("layer", [Plain, ReusesOutput, Transposes, Branches, Draws])
+def test_planner_and_core_find_the_same_operators_to_run(layer: type[nn.Module]) -> None:
+    found: list[Any] = []
+
+    class Keeping(planning.Observer):
+        def __call__(self, region: Region, frame: Any, tape: Any) -> None:
+            super().__call__(region, frame, tape)
+            found.append(frame)
+
+    observed = Observed(Stack(1, layer), observer=Keeping)
+    loss = observed.model(torch.randn(2, 6, 16))
+    (region,), frame, chooses = observed.describe(), found[-1], random.Random(0)
+    capturable = [index for index, operator in enumerate(region.operators) if operator.capture != "never"]
+    for _ in range(20):
+        captured = chooses.sample(capturable, chooses.randint(0, len(capturable)))
+        frame.decide(dict.fromkeys(captured, True), [])
+        runs = {index for index, action in enumerate(frame.actions) if action == 0}
+        assert plan.needed(region.operators, region.saved, region.given, captured) == runs
+    assert loss.requires_grad, "its graph holds what was saved"
+
+
+class Grouped(nn.Module):
+    """A product of each of two groups; their rows lie one behind the other, or each group is a matrix of a stack."""
+
+    def __init__(self, stacked: bool):
+        super().__init__()
+        self.stacked, self.weight = stacked, nn.Parameter(torch.randn(2, 16, 16) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.full((2,), 6, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        y = torch._grouped_mm(*((x, self.weight) if self.stacked else (x.flatten(0, 1), self.weight, ends)))
+        return x + y.view_as(x).sigmoid()
+
+
+@pytest.mark.parametrize(("stacked", "capture"), [(False, "rows"), (True, "whole")])
+def test_a_product_of_stacked_groups_is_never_planned_by_rows(stacked: bool, capture: str) -> None:
+    (region,) = Observed(Stack(2, lambda: Grouped(stacked))).describe()
+    assert [each.capture for each in region.operators if "_grouped_mm" in each.name] == [capture]
 
 
 # -- applying ----------------------------------------------------------------------------------------------------------

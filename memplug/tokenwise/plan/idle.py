@@ -11,9 +11,9 @@ from memplug.tokenwise.plan.model import (
     TokenwisePlan,
     group_of,
     part_bytes,
+    passes_of,
     recompute_s,
 )
-from memplug.tokenwise.plan.rules import Passes
 
 
 def without_idle(regions: Sequence[Region], plan: TokenwisePlan, budget: Budget) -> TokenwisePlan:
@@ -29,7 +29,7 @@ def without_idle(regions: Sequence[Region], plan: TokenwisePlan, budget: Budget)
     phases = amounts(regions, groups, budget, plan.inputs_swapped)
     step_s = sum(passes_s(*phases, budget))
     for region, parts in zip(regions, groups, strict=True):
-        passes = Passes(region.operators, region.given)
+        passes = passes_of(region.operators, region.given)
         for at, group in enumerate(parts):
             fractions, keep, runs = dict(group.fractions), set(group.keep), group.runs
             available = keep | {index for index, fraction in fractions.items() if fraction >= 1.0}

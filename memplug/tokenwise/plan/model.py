@@ -234,7 +234,13 @@ def needed(
         given: storages there without cost.
         available: indices of the operators whose outputs are kept or swapped whole.
     """
-    return Passes(operators, given).asked(saved, available)[0]
+    return passes_of(operators, given).asked(saved, available)[0]
+
+
+def passes_of(operators: Sequence[Operator], given: Collection[int]) -> Passes:
+    """Returns the recompute passes of a region."""
+    inputs, outputs = [each.inputs for each in operators], [each.outputs for each in operators]
+    return Passes(inputs, outputs, [each.always_runs for each in operators], given)
 
 
 def group_of(region: Region, instances: int, fractions: dict[int, float], keep: Collection[int]) -> Group:
@@ -244,7 +250,7 @@ def group_of(region: Region, instances: int, fractions: dict[int, float], keep: 
     """
     operators = region.operators
     available = {index for index, fraction in fractions.items() if fraction >= 1.0} | set(keep)
-    runs, asked = Passes(operators, region.given).asked(region.saved, available)
+    runs, asked = passes_of(operators, region.given).asked(region.saved, available)
     keep = frozenset(keep) & asked
     fractions = {index: _in_rows(fraction, operators[index].rows) for index, fraction in fractions.items()}
     fractions = {i: fractions[i] for i in sorted(fractions) if i in asked and i not in keep and fractions[i] > 0.0}

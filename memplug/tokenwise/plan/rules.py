@@ -9,14 +9,10 @@ import functools
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from memplug.native.plain import PlainLibrary, pointer
-
-if TYPE_CHECKING:
-    from memplug.tokenwise.plan.model import Operator
 
 _NATIVE = Path(__file__).parent.parent / "native"
 _SKIP = 2  # of `Action`, after RUN and SUBSTITUTE
@@ -26,15 +22,22 @@ class Passes:
     """Recompute passes of a region.
 
     Args:
-        operators: in program order.
+        inputs, outputs: of each operator in program order, the storages that it reads, and makes or writes to.
+        always_runs: of each operator, whether every pass runs it.
         given: storages there without cost.
     """
 
-    def __init__(self, operators: Sequence[Operator], given: Collection[int]):
+    def __init__(
+        self,
+        inputs: Sequence[Iterable[int]],
+        outputs: Sequence[Iterable[int]],
+        always_runs: Sequence[bool],
+        given: Collection[int],
+    ):
         self._numbers: dict[int, int] = {}
-        self._read_ends, self._read = self._flat([each.inputs for each in operators])
-        self._changed_ends, self._changed = self._flat([set(each.outputs).difference(given) for each in operators])
-        self._always = np.array([each.always_runs for each in operators], np.uint8)
+        self._read_ends, self._read = self._flat(inputs)
+        self._changed_ends, self._changed = self._flat([set(each).difference(given) for each in outputs])
+        self._always = np.array(always_runs, np.uint8)
 
     def asked(self, saved: Iterable[int], available: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
         """Returns the operators that a pass runs, and those with an output that it, or backward, asks for.

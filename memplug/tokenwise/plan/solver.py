@@ -36,8 +36,8 @@ from memplug.tokenwise.plan.model import (
     TokenwisePlan,
     group_of,
     needed,
+    passes_of,
 )
-from memplug.tokenwise.plan.rules import Passes
 
 __all__ = [
     "Budget",
@@ -281,7 +281,7 @@ class _Search:
     def _group(self, program: LinearProgram, region: Region, live: list[int], wholly: bool) -> _Columns:
         """Columns of the operators, and the rows that make every output that is asked for available."""
         columns = _Columns()
-        passes = Passes(region.operators, region.given)
+        passes = passes_of(region.operators, region.given)
         splits = {operator.made_by_rows for operator in region.operators}
         for index in live:
             self._operator(program, columns, index, region.operators[index], wholly)
