@@ -5,17 +5,34 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from dataclasses import FrozenInstanceError, fields
-from typing import Any
+from dataclasses import FrozenInstanceError, dataclass, fields
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import memplug
-from memplug.session.report import Report
+from memplug.session import closing, out_of_memory
+from memplug.session.report import Report, monitor_events
+from memplug.session.technique_report import FollowerReport
 from memplug.session.techniques import reports
 from tests.support.blocks import LAYERS, Stack
 from tests.support.hosts import block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToyReport(FollowerReport):
+    prefix: ClassVar[str] = "toy_"
+    advice: ClassVar[str] = "play less"
+
+    calls: int = 0
+
+    def explain(self, peak_bytes: int | None) -> tuple[str, ...]:
+        return (f"toys: {self.calls} of {peak_bytes}",)
+
+    def closing(self) -> str:
+        return f"{self.calls} calls of toys"
 
 
 def absent(why: str) -> Report:
@@ -31,6 +48,17 @@ def test_every_field_is_documented(kind: type[Any]) -> None:
         for name in line.split(", ")
     }
     assert {each.name for each in fields(kind)} <= documented
+
+
+def test_a_technique_is_part_of_dict_note_and_line_without_the_session_knowing_it() -> None:
+    report = Report(stage="stable", steps=3, techniques={"toy": ToyReport(state="playing", calls=7)})
+    assert report.toy.calls == 7
+    assert {"toy": "playing", "toy_calls": 7, "steps": 3}.items() <= report.as_dict().items()
+    assert ("Train/memplug/toy_calls", 7.0, 40) in monitor_events(report, 40)
+    note = out_of_memory.note("forward", None, report, 9)
+    assert "\n  toys: 7 of 9\n" in note and '("host_budget_gib"), or play less' in note
+    session = SimpleNamespace(report=lambda: report, agreed=SimpleNamespace(plans=False))
+    assert closing.line(session) == "after 3 steps; 7 calls of toys"
 
 
 def test_names_are_unique_in_the_flat_dict() -> None:
