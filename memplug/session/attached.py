@@ -149,12 +149,6 @@ class AttachedModel:
         """See `Session.history`."""
         return list(self.boundary.adjuster.history)
 
-    @property
-    def solution(self) -> Any:
-        """See `Session.solution`."""
-        decisions = self.boundary.adjuster.decisions
-        return decisions.solution if decisions else None
-
     # -- for hooks alone -----------------------------------------------------------------------------------------------
 
     def begin_run(self, inputs: str, *forward: Any) -> None:

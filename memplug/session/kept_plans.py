@@ -42,7 +42,7 @@ class KeptPlans:
         store: of the job's plans.
         beside: writes them.
         job: what trains.
-        tokenwise: whose decisions are kept.
+        agreed: whose decisions are kept.
         adjuster: which goes on from plans, and makes them.
 
     Attributes:
@@ -51,12 +51,12 @@ class KeptPlans:
     """
 
     def __init__(
-        self, store: PlanStore, beside: Beside, job: Fingerprint, tokenwise: AgreedTechnique[Any], adjuster: Adjuster
+        self, store: PlanStore, beside: Beside, job: Fingerprint, agreed: AgreedTechnique[Any], adjuster: Adjuster
     ):
         self.file: Path | None = None
         self.refused = ""
         self._store, self._beside, self._job = store, beside, job
-        self._tokenwise, self._adjuster = tokenwise, adjuster
+        self._agreed, self._adjuster = agreed, adjuster
         self._plans: dict[Lasting, MemoryPlan] = {}  # that the run began with
         self._kept: dict[int, _Made] = {}  # by index of the program
         self._is_first = True  # the step that ends next
@@ -73,7 +73,7 @@ class KeptPlans:
             self._refuse(self._store.refused)
             return False
         self.file = plans[0].file
-        decided = [self._tokenwise.kept(plan) for plan in plans]
+        decided = [self._agreed.kept(plan) for plan in plans]
         if decided[0] is None:
             lasting = [Lasting(None, None)]  # nothing tells programs apart
             self._adjuster.tell(f"goes on from the plan that an earlier run kept in {self.file}")
@@ -82,7 +82,7 @@ class KeptPlans:
             first = plans[0].training.first
             known = list(zip(programs, decided, strict=True))
             lasting = self._adjuster.resume(known, str(self.file), first and _program_of(first))
-            self._tokenwise.reserve(decided)
+            self._agreed.reserve(decided)
         self._plans = dict(zip(lasting, plans, strict=False))
         self._kept = {_index_of(each): _Made(each, ()) for each in self._plans}
         return True
@@ -105,7 +105,7 @@ class KeptPlans:
         )
         log.warning(coded("MP014", text), self.file, expected[0], inputs)
         followers.enter(None)
-        self._tokenwise.turn_away()
+        self._agreed.turn_away()
         self._is_turned_away = True
 
     def end_step(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
@@ -121,7 +121,7 @@ class KeptPlans:
         if self.file is not None and self._is_first and lasting not in self._plans:
             self._refuse(f"{self.file} is of another program than the first step's")
         elif self._is_turned_away and lasting.decisions is not None:
-            self._tokenwise.install(lasting.decisions)  # the inputs were hardly others
+            self._agreed.install(lasting.decisions)  # the inputs were hardly others
         self._is_first = self._is_turned_away = False
         self._finish(waits=False)
         if lasting is None or parts is None or (lasting.program and lasting.program.borrowed):
@@ -174,7 +174,7 @@ class KeptPlans:
         self._kept[index] = made
         plan = self._plan(index, lasting, recording)
         if lasting.decisions is not None:
-            plan = self._tokenwise.keep(lasting.decisions, plan)
+            plan = self._agreed.keep(lasting.decisions, plan)
         for name, part in made.parts:
             plan = followers.find(name).keep(part, plan)
         self._finish(waits=True)
@@ -210,10 +210,10 @@ class KeptPlans:
 
     def _unfit(self, plan: MemoryPlan) -> str:
         """Why nothing can go on from a plan on this machine; "" where it can."""
-        decisions = self._tokenwise.kept(plan)
+        decisions = self._agreed.kept(plan)
         if (decisions is None) != (plan.training.program is None):
             return "there are decisions without a program, or a program without decisions"
-        return self._tokenwise.lacks(decisions) if decisions is not None else ""
+        return self._agreed.lacks(decisions) if decisions is not None else ""
 
 
 def _index_of(lasting: Lasting) -> int:

@@ -98,7 +98,8 @@ class Session:
     @property
     def solution(self) -> Any:
         """The plan in force (`TokenwisePlan`); None without one, and while plans are tried."""
-        return self._attached.solution
+        decisions = self._attached.boundary.adjuster.decisions
+        return decisions.solution if decisions else None
 
     def _call(self) -> None:
         for callback in self.on_step:

@@ -134,7 +134,7 @@ def test_a_session_that_is_off_can_be_used_like_another(off: dict[str, Any]) -> 
         session.on_step.append(lambda one: called.append(f"step {one.steps}"))
         session.step()
         session.step()
-        assert session.report() == {"stage": "off"} and not session.config.active
+        assert session.report().as_dict() == {"stage": "off"} and not session.config.active
         assert session.solution is session.trace is None and session.history == []
     session.detach()
     assert called == ["step 1", "step 2"] and session.steps == 2 and session.stage is Stage.OFF

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.folders import ROOT
 
 SCRIPT = """
@@ -29,7 +31,7 @@ def train(block):
             optimizer.zero_grad()
             session.step()
             losses.append(loss.item())
-        return losses, session.report()
+        return losses, session.report().as_dict()
 
 block, gone = json.loads(sys.argv[1]), sys.argv[2]
 losses, report = train(block)
@@ -53,23 +55,38 @@ BLOCK = {
 }
 
 
-def trained_without(name: str, folder: Path, block: dict[str, Any]) -> dict[str, Any]:
-    """What training finds in a copy of the package that has nothing of a technique but its C++."""
+@pytest.fixture(params=["native", pytest.param("", marks=pytest.mark.long)], ids=["but its C++", "at all"])
+def left(request: pytest.FixtureRequest) -> str:
+    """The folder that is left of a room. Without its C++ the core is built anew, which takes minutes."""
+    return request.param
+
+
+def trained_without(name: str, left: str, folder: Path, block: dict[str, Any]) -> dict[str, Any]:
+    """What training finds in a copy of the package without a technique's room."""
     shutil.copytree(ROOT / "memplug", folder / "memplug", ignore=shutil.ignore_patterns("__pycache__"))
     for entry in (folder / "memplug" / name).iterdir():
-        if entry.name != "native":
+        if entry.name != left:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    if not left:
+        (folder / "memplug" / name).rmdir()
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-c", SCRIPT, json.dumps(block), name]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert Path(found["memplug"]).is_relative_to(folder) and not found["modules"]
     return found
 
 
-def test_without_the_swap_list_the_others_train(tmp_path: Path) -> None:
-    found = trained_without("swap", tmp_path, {**BLOCK, "swap": {"enabled": False}})
+def test_without_the_arena_the_others_train(left: str, tmp_path: Path) -> None:
+    found = trained_without("arena", left, tmp_path, {**BLOCK, "arena": {"enabled": False}, "swap": {"enabled": True}})
+    assert found["losses"][0] == found["losses"][1]
+    assert found["report"]["swap"] == "fits" and found["report"]["replans"] == 1
+    assert "memplug.arena.enabled: got true; allowed: false" in found["refused"]
+
+
+def test_without_the_swap_list_the_others_train(left: str, tmp_path: Path) -> None:
+    found = trained_without("swap", left, tmp_path, {**BLOCK, "swap": {"enabled": False}})
     assert found["losses"][0] == found["losses"][1]
     assert found["report"]["arena"] == "serving" and found["report"]["replans"] == 1
     assert "memplug.swap.enabled: got true; allowed: false" in found["refused"]
