@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from memplug.arena.arena import Counters
-from memplug.plans.schema import MemoryPlan
+from memplug.arena.plan.part import AddressPlan
 from memplug.session.technique_report import FollowerReport, keyed
 
 
@@ -66,7 +66,7 @@ class ArenaReport(FollowerReport):
         return f"no arena: {self.off_because}" if self.off_because else ""
 
 
-def report_of(counters: Counters, step: Counters, plan: MemoryPlan | None, **others: Any) -> ArenaReport:
+def report_of(counters: Counters, step: Counters, plan: AddressPlan | None, **others: Any) -> ArenaReport:
     """Returns the report of an arena that was made.
 
     Args:
