@@ -1,24 +1,22 @@
-"""The judge of addresses: is a solution one, and does a plan hold what it promises? It shares no code with planners.
+"""The judge of addresses: is a solution one, and does the arena's part of a plan hold what it promises? It shares no
+code with planners.
 
 It trusts a problem to be one (positive sizes, lifetimes that end after they begin) and computes all else by itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import le, lt
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from memplug.arena.judge_sweep import first_clash
-from memplug.arena.plan.part import DynamicSpace
+from memplug.arena.plan.part import AddressPlan, DynamicSpace
 from memplug.arena.plan.problem import Problem, Solution
-
-if TYPE_CHECKING:
-    from memplug.plans.schema import MemoryPlan
 
 _FURTHEST = 2**62  # offsets up to here plus any size fit int64
 
@@ -42,7 +40,6 @@ class Fault(enum.Enum):
     SPACES = "spaces"  # empty, or not rising
     SPACE_BEYOND_ARENA = "space beyond arena"
     SPACE_IN_USE = "space in use"
-    DECISION = "decision"  # that no region can run by
     OTHER_RUN = "other run"  # not recorded from this one
     OTHER_BUFFERS = "other buffers"
 
@@ -83,11 +80,14 @@ def judge(problem: Problem, solution: Solution, capacity_bytes: int | None = Non
     return tuple(found)
 
 
-def judge_addresses(plan: MemoryPlan, capacity_bytes: int | None = None) -> tuple[Finding, ...]:
+def judge_addresses(
+    plan: AddressPlan, run: Problem | None = None, capacity_bytes: int | None = None
+) -> tuple[Finding, ...]:
     """What is wrong with a plan's solution, predictions and dynamic spaces; nothing: they are accepted.
 
     Args:
         plan: Any, as loaded.
+        run: The problem of this run, if the plan has to be of the same program, machine and buffers.
         capacity_bytes: See `judge`.
     """
     unusable = tuple(_unusable(plan.problem, plan.solution))
@@ -98,7 +98,13 @@ def judge_addresses(plan: MemoryPlan, capacity_bytes: int | None = None) -> tupl
         *_places(plan),
         *_predictions(plan),
         *_dynamic(plan),
+        *(_differences(plan.problem, run) if run is not None else ()),
     )
+
+
+def mistakes_of(plan: AddressPlan) -> Iterator[str]:
+    """Yields what `judge_addresses` finds, in sentences."""
+    yield from (finding.message for finding in judge_addresses(plan))
 
 
 def _unusable(problem: Problem, solution: Solution) -> Iterator[Finding]:
@@ -167,7 +173,7 @@ def _clashes(problem: Problem, solution: Solution) -> Iterator[Finding]:
         yield Finding(code=Fault.UNORDERED, message=message, rows=clash)
 
 
-def _places(plan: MemoryPlan) -> Iterator[Finding]:
+def _places(plan: AddressPlan) -> Iterator[Finding]:
     for column in ("lower_phase", "upper_phase", "lower_layer", "upper_layer"):
         values, count = plan.problem.buffers[column], _count(plan.problem, column)
         rows = np.flatnonzero((values < -1) | (values >= count))
@@ -177,7 +183,7 @@ def _places(plan: MemoryPlan) -> Iterator[Finding]:
             yield Finding(code=Fault.PLACE, message=message, rows=(row,))
 
 
-def _predictions(plan: MemoryPlan) -> Iterator[Finding]:
+def _predictions(plan: AddressPlan) -> Iterator[Finding]:
     peak, height, promised = _peak_bytes(plan.problem.buffers), plan.solution.height, plan.predictions
     of_groups = [group.peak_bytes for group in plan.dynamic]
     fragmentation = 1 - peak / height if height else 0.0
@@ -193,7 +199,7 @@ def _predictions(plan: MemoryPlan) -> Iterator[Finding]:
             yield Finding(code=Fault.PREDICTION, message=message)
 
 
-def _dynamic(plan: MemoryPlan) -> Iterator[Finding]:
+def _dynamic(plan: AddressPlan) -> Iterator[Finding]:
     # Copied out of the table once: there may be thousands of groups.
     lower, upper = (plan.problem.buffers[name].copy() for name in ("lower", "upper"))
     for number, group in enumerate(plan.dynamic):
@@ -226,7 +232,7 @@ def _group(problem: Problem, name: str, group: DynamicSpace) -> Iterator[Finding
         yield Finding(code=Fault.GROUP, message=message)
 
 
-def _in_use(plan: MemoryPlan, name: str, first: np.ndarray, end: np.ndarray, rows: np.ndarray) -> Iterator[Finding]:
+def _in_use(plan: AddressPlan, name: str, first: np.ndarray, end: np.ndarray, rows: np.ndarray) -> Iterator[Finding]:
     """Which of the buffers in `rows` has bytes in one of the spaces from `first` up to `end`."""
     table, offsets = plan.problem.buffers, plan.solution.offsets[rows]
     # Of the spaces that end above a buffer's offset, the lowest is the one that it may reach into.
@@ -239,6 +245,31 @@ def _in_use(plan: MemoryPlan, name: str, first: np.ndarray, end: np.ndarray, row
             f"from {table['lower'][row]} up to {table['upper'][row]}{more(len(wrong))}"
         )
         yield Finding(code=Fault.SPACE_IN_USE, message=message, rows=(row,))
+
+
+def _differences(planned: Problem, run: Problem) -> Iterator[Finding]:
+    for field in dataclasses.fields(planned.fingerprint):
+        of_plan, of_run = getattr(planned.fingerprint, field.name), getattr(run.fingerprint, field.name)
+        if of_plan != of_run:
+            message = f"the plan is of {field.name} {shown(of_plan)}, and this run has {shown(of_run)}"
+            yield Finding(code=Fault.OTHER_RUN, message=message)
+    for name in ("phases", "layers"):
+        if getattr(planned, name) != getattr(run, name):
+            yield Finding(code=Fault.OTHER_RUN, message=f"the plan is of other {name} than this run has")
+    if len(planned.buffers) != len(run.buffers):
+        message = f"the plan is of {len(planned.buffers)} buffers, and this run has {len(run.buffers)}"
+        yield Finding(code=Fault.OTHER_BUFFERS, message=message)
+        return
+    columns = {name: (planned.buffers[name], run.buffers[name]) for name in planned.buffers.dtype.names}
+    for name, (of_plan, of_run) in {"id": (planned.ids, run.ids), **columns}.items():
+        rows = np.flatnonzero(of_plan != of_run)
+        if len(rows):
+            row = int(rows[0])
+            message = f"buffer {run.ids[row]} has {name} {of_plan[row]} in the plan and {of_run[row]} in this run"
+            yield Finding(code=Fault.OTHER_BUFFERS, message=message + more(len(rows)), rows=(row,))
+    if not np.array_equal(planned.orderings, run.orderings):
+        message = "the plan is of other orderings of streams than this run has"
+        yield Finding(code=Fault.OTHER_BUFFERS, message=message)
 
 
 def _peak_bytes(table: np.ndarray) -> int:

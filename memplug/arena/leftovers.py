@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from memplug.arena.arena import Arena, Counters
+from memplug.arena.plan.part import AddressPlan
 from memplug.arena.tables import Tables
-from memplug.plans.schema import MemoryPlan
 
 SPARE_SHARE = 0.25  # of an annex, since its requests are placed as they come
 CROWDED_STEPS = 3  # in a row in which it did not suffice, after which it is made larger
@@ -36,7 +36,7 @@ class LeftoverRoom:
         self._bytes = self._crowded_steps = 0
         self._refused = False
 
-    def end_step(self, step: Counters, plan: MemoryPlan, tables: Tables) -> bool:
+    def end_step(self, step: Counters, plan: AddressPlan, tables: Tables) -> bool:
         """Reserves or gives back, between two steps.
 
         Args:
@@ -67,7 +67,7 @@ class LeftoverRoom:
         return True
 
 
-def displaced_bytes(plan: MemoryPlan, tables: Tables, held: list[tuple[int, int]]) -> int:
+def displaced_bytes(plan: AddressPlan, tables: Tables, held: list[tuple[int, int]]) -> int:
     """Returns the most bytes that requests have in use at once whose planned bytes overlap the held ones.
 
     Args:

@@ -8,16 +8,16 @@ from memplug.arena import shared
 from memplug.arena.plan import auto
 from memplug.arena.plan.dynamic import dynamic_peak_bytes, dynamic_spaces, renewed_spaces
 from memplug.arena.plan.from_trace import last_step, problem_of
+from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import Problem, Solution
 from memplug.arena.tables import MARGIN_BYTES, Tables, tables_of
-from memplug.plans.schema import MemoryPlan, memory_plan
 from memplug.profile.trace import Trace
 
 AMENDING_S = 2.0
 PLANNING_BYTES_PER_S = 64 << 20  # of an arena: the smaller it is, the less time is its plan worth
 
 
-def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None) -> tuple[MemoryPlan, Tables]:
+def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None) -> tuple[AddressPlan, Tables]:
     """A plan of the last step of a trace.
 
     Args:
@@ -37,14 +37,14 @@ def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None
     return plan, tables_of(plan)
 
 
-def plan_with_spaces(step: Trace, problem: Problem, solution: Solution) -> MemoryPlan:
+def plan_with_spaces(step: Trace, problem: Problem, solution: Solution) -> AddressPlan:
     """The plan of a step: its addresses, and what its dynamic requests may reuse; the arguments are those of
     `dynamic_spaces`.
     """
-    return memory_plan(problem, solution, dynamic_spaces(step, problem, solution), dynamic_peak_bytes(step))
+    return address_plan(problem, solution, dynamic_spaces(step, problem, solution), dynamic_peak_bytes(step))
 
 
-def amended(plan: MemoryPlan, problem: Problem, planner: str) -> tuple[MemoryPlan, Tables]:
+def amended(plan: AddressPlan, problem: Problem, planner: str) -> tuple[AddressPlan, Tables]:
     """The plan with the lifetimes of another problem of the same requests.
 
     Raises:
@@ -52,7 +52,7 @@ def amended(plan: MemoryPlan, problem: Problem, planner: str) -> tuple[MemoryPla
     """
     solution = auto.plan(problem, planner, time_limit_s=_worth_s(problem, AMENDING_S))
     spaces = renewed_spaces(plan.dynamic, problem, solution)
-    renewed = memory_plan(problem, solution, spaces, plan.predictions.dynamic_peak_bytes)
+    renewed = address_plan(problem, solution, spaces, plan.predictions.dynamic_peak_bytes)
     return renewed, tables_of(renewed)
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from memplug.arena.judge import judge
 from memplug.arena.plan import auto
+from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import Problem, Solution
 from memplug.errors import LayoutError
 from memplug.plans import plan_file
-from memplug.plans.schema import memory_plan
 
 FOLDER = "solved"
 POLL_S = 0.02
@@ -48,7 +48,7 @@ def solve_once(problem: Problem, planner: str, time_limit_s: float, folder: Path
             return found
     solution = auto.plan(problem, planner, time_limit_s=time_limit_s)
     with contextlib.suppress(LayoutError):  # a full disk
-        plan_file.save(memory_plan(problem, solution), file)
+        plan_file.save(address_plan(problem, solution).alone(), file)
     return solution
 
 
@@ -72,10 +72,10 @@ def _found(problem: Problem, file: Path, deadline: float) -> Solution | None:
             return None
         time.sleep(POLL_S)
     try:
-        solution = plan_file.load(file).solution
+        found = AddressPlan.of(plan_file.load(file))
     except LayoutError:
         return None
-    return None if judge(problem, solution) else solution
+    return None if found is None or judge(problem, found.solution) else found.solution
 
 
 def _remove_old(folder: Path) -> None:

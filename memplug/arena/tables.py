@@ -1,4 +1,4 @@
-"""From a memory plan to what the arena reads: each place's requests in program order, with their addresses."""
+"""From planned addresses to what the arena reads: each place's requests in program order, with their addresses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from memplug.arena.plan.dynamic import idle_spaces
+from memplug.arena.plan.part import AddressPlan
 from memplug.arena.plan.problem import Problem
 from memplug.errors import LayoutError
-from memplug.plans.schema import MemoryPlan
 from memplug.profile.records import Pass
 
 MARGIN_BYTES = 512
@@ -69,7 +69,7 @@ PARTS = 32  # of a step, by which it is told apart when bytes are needed
 Spaces = tuple[tuple[int, int], ...]
 
 
-def tables_of(plan: MemoryPlan) -> Tables:
+def tables_of(plan: AddressPlan) -> Tables:
     """What the arena needs of a plan that the judge has accepted.
 
     Requests on a 65th stream, which has no bit to be told by, are left to the native allocator.
@@ -159,7 +159,7 @@ def _places(problem: Problem) -> np.ndarray:
     return (np.where(kinds == Pass.OTHER, np.maximum.accumulate(forwards), batches) + 1) * 8 + kinds
 
 
-def _dynamic(plan: MemoryPlan) -> tuple[np.ndarray, list[Spaces]]:
+def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces]]:
     """Of dtype DYNAMIC_REQUEST, and the spaces of each group: those of the plan, and for each place one for requests
     that it had none of: what all of the place's groups may use.
     """
@@ -178,7 +178,7 @@ def _dynamic(plan: MemoryPlan) -> tuple[np.ndarray, list[Spaces]]:
     return np.array(rows, DYNAMIC_REQUEST), spaces
 
 
-def _reusable_from_the_beginning(plan: MemoryPlan) -> list[Spaces]:
+def _reusable_from_the_beginning(plan: AddressPlan) -> list[Spaces]:
     """What no buffer uses from the beginning of a step on, the longest time first.
 
     What is made between two steps and stays in use, such as a batch, may so last into the step for a while.
@@ -188,7 +188,7 @@ def _reusable_from_the_beginning(plan: MemoryPlan) -> list[Spaces]:
     return idle_spaces(plan.problem, plan.solution, windows)
 
 
-def _idle_meanwhile(plan: MemoryPlan, rows: np.ndarray) -> tuple[list[Spaces], np.ndarray]:
+def _idle_meanwhile(plan: AddressPlan, rows: np.ndarray) -> tuple[list[Spaces], np.ndarray]:
     """What no buffer uses in the parts of the step in which buffers live, and which of these is each row's: what is
     there for requests whose own bytes are not free.
     """

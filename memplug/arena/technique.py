@@ -23,13 +23,14 @@ import torch.distributed as dist
 
 from memplug.arena import planning
 from memplug.arena.arena import Arena, Counters
+from memplug.arena.judge import mistakes_of
 from memplug.arena.leftovers import LeftoverRoom
+from memplug.arena.plan.part import AddressPlan
 from memplug.arena.tables import Tables, tables_of
 from memplug.beside import Beside
 from memplug.block import ArenaConfig
 from memplug.config import MemplugConfig
 from memplug.errors import ArenaError
-from memplug.plans.judge import judge_plan
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Pass, Trace
@@ -55,19 +56,21 @@ class State(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Addresses:
-    """What a program is served by: a part of its plan.
+    """What a program is served by.
 
     Attributes:
         plan: of the requests.
         tables: the same, as the native arena reads it.
         amendments: how often it was amended.
         source: of the plan, for people; "" once it has served.
+        gradients_stay: see `memplug.plans.schema.Training`.
     """
 
-    plan: MemoryPlan
+    plan: AddressPlan
     tables: Tables
     amendments: int
     source: str
+    gradients_stay: bool = False
 
 
 class PlannedAddresses(Technique[Addresses]):
@@ -84,7 +87,9 @@ class PlannedAddresses(Technique[Addresses]):
         step: what it did in the step that ended last.
     """
 
-    name = "arena"
+    name = AddressPlan.name
+    part_type = AddressPlan
+    mistakes_of = staticmethod(mistakes_of)
 
     def __init__(
         self,
@@ -94,7 +99,7 @@ class PlannedAddresses(Technique[Addresses]):
         tell: Callable[[str, int], None],
         folder: Path | None = None,
     ):
-        self.plan: MemoryPlan | None = None
+        self.plan: AddressPlan | None = None
         self.plans = self.amendments = 0
         self.step = Counters()
         self._config, self._arena, self._beside, self._tell, self._folder = config, arena, beside, tell, folder
@@ -206,9 +211,7 @@ class PlannedAddresses(Technique[Addresses]):
         return None
 
     def judge(self, part: Addresses) -> str:
-        """See `memplug.plans.judge`."""
-        findings = judge_plan(part.plan)
-        return findings[0].message if findings else ""
+        return next(mistakes_of(part.plan), "")
 
     def install(self, part: Addresses) -> None:
         """Serve by these addresses.
@@ -222,9 +225,7 @@ class PlannedAddresses(Technique[Addresses]):
         if not part.source:
             self._steps, self._mismatched_steps, self._patience = 0, 0, 1
         if self._is_first:
-            training = part.plan.training
-            stays = training is not None and training.gradients_stay
-            self._withheld = (Pass.OPTIMIZER, Pass.BACKWARD) if stays else (Pass.OPTIMIZER,)
+            self._withheld = (Pass.OPTIMIZER, Pass.BACKWARD) if part.gradients_stay else (Pass.OPTIMIZER,)
         self._serving, self._state, self.plan = part, State.SERVING, part.plan
         problem, promised = part.plan.problem, part.plan.predictions
         self._tell(
@@ -247,14 +248,16 @@ class PlannedAddresses(Technique[Addresses]):
 
     def kept(self, plan: MemoryPlan) -> Addresses | None:
         """None: no arena served the program."""
-        return Addresses(plan, tables_of(plan), 0, "as an earlier run kept it") if plan.has_addresses else None
+        own = AddressPlan.of(plan)
+        if own is None:
+            return None
+        own = replace(own, problem=replace(own.problem, fingerprint=plan.fingerprint))
+        stays = plan.training is not None and plan.training.gradients_stay
+        return Addresses(own, tables_of(own), 0, "as an earlier run kept it", stays)
 
     def keep(self, part: Addresses, plan: MemoryPlan) -> MemoryPlan:
-        """The plan with these addresses."""
-        own = part.plan
-        return replace(
-            plan, problem=own.problem, solution=own.solution, dynamic=own.dynamic, predictions=own.predictions
-        )
+        """The plan with these addresses, and of the inputs that they were recorded with."""
+        return replace(plan, fingerprint=part.plan.problem.fingerprint).with_part(part.plan)
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 

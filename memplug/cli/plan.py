@@ -18,8 +18,8 @@ from memplug.cli.output import (
 )
 
 if TYPE_CHECKING:
+    from memplug.arena.plan.part import AddressPlan
     from memplug.arena.plan.problem import Problem
-    from memplug.plans.schema import MemoryPlan
     from memplug.profile.allocator_history import History
     from memplug.profile.trace import Trace
 
@@ -106,32 +106,32 @@ def _planned(
     planner: str,
     time_limit_s: float,
     capacity_bytes: int | None,
-) -> "tuple[MemoryPlan, tuple[int, int]]":
+) -> "tuple[AddressPlan, tuple[int, int]]":
     """The plan; and how many dynamic requests of the step, and bytes of them, would have found room in it."""
     from memplug.arena.plan import auto, dynamic
+    from memplug.arena.plan.part import address_plan
     from memplug.arena.planning import plan_with_spaces
-    from memplug.plans.schema import memory_plan
 
     with progress(f"planning {len(problem):,} requests", time_limit_s) as say:
         solution = auto.plan(problem, planner, time_limit_s=time_limit_s, capacity_bytes=capacity_bytes, progress=say)
         if recorded is None:
-            return memory_plan(problem, solution), (0, 0)
+            return address_plan(problem, solution), (0, 0)
         say("dynamic spaces")
         made = plan_with_spaces(recorded, problem, solution)
         return made, dynamic.served(recorded, made.dynamic)
 
 
-def _write(made: "MemoryPlan", output: Path) -> None:
+def _write(made: "AddressPlan", output: Path) -> None:
     from memplug.arena.plan.problem_file import write_csv
     from memplug.plans import plan_file
 
     if output.suffix.lower() == ".csv":
         write_csv(made.problem, made.solution, output)
     else:
-        plan_file.save(made, output)
+        plan_file.save(made.alone(), output)
 
 
-def _facts(made: "MemoryPlan", served: tuple[int, int], capacity_bytes: int | None) -> dict[str, Any]:
+def _facts(made: "AddressPlan", served: tuple[int, int], capacity_bytes: int | None) -> dict[str, Any]:
     from memplug.show.layout_summary import addresses
 
     return {
@@ -143,7 +143,7 @@ def _facts(made: "MemoryPlan", served: tuple[int, int], capacity_bytes: int | No
     }
 
 
-def _rows(made: "MemoryPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
+def _rows(made: "AddressPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
     from memplug.show.layout_summary import ending
     from memplug.words import size
 

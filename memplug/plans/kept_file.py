@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from memplug.plans import plan_file
-from memplug.plans.schema import MemoryPlan
+from memplug.plans.schema import MemoryPlan, PlanPart
 
 
-def keep(plan: MemoryPlan, file: Path, lower: Sequence[Path], higher: Sequence[Path] = ()) -> None:
+def keep(
+    plan: MemoryPlan,
+    kinds: Collection[type[PlanPart]],
+    file: Path,
+    lower: Sequence[Path],
+    higher: Sequence[Path] = (),
+) -> None:
     """Save a plan, or a link to the first of some files that has the same.
 
     Args:
         plan: with its training.
+        kinds: of its parts.
         file: of this rank; its folder is made.
         lower: of the ranks below; they may be missing.
         higher: of ranks above that are not there to save theirs; they become links to this rank's.
@@ -26,7 +31,7 @@ def keep(plan: MemoryPlan, file: Path, lower: Sequence[Path], higher: Sequence[P
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     own = (each for each in lower if plan_file.is_plan(each) and not each.is_symlink())
-    shared = next((each for each in own if _same(plan, plan_file.load(each))), None)
+    shared = next((each for each in own if _same(plan, plan_file.load(each), kinds)), None)
     if shared is None:
         if file.is_symlink():
             file.unlink()
@@ -44,14 +49,13 @@ def _link(file: Path, shared: Path) -> None:
         file.symlink_to(shared.name)
 
 
-def _same(one: MemoryPlan, other: MemoryPlan) -> bool:
+def _same(one: MemoryPlan, other: MemoryPlan, kinds: Collection[type[PlanPart]]) -> bool:
     """Whether two ranks of one run do the same."""
     ours, theirs = one.training, other.training
-    return (
-        theirs is not None
-        and (ours.run, ours.index, ours.program) == (theirs.run, theirs.index, theirs.program)
-        and (ours.decisions and ours.decisions.settings) == (theirs.decisions and theirs.decisions.settings)
-        and np.array_equal(one.problem.buffers, other.problem.buffers)
-        and np.array_equal(one.solution.offsets, other.solution.offsets)
-        and one.dynamic == other.dynamic
+    if theirs is None or (ours.run, ours.index, ours.program) != (theirs.run, theirs.index, theirs.program):
+        return False
+    read = {kind.name: kind for kind in kinds}
+    return one.parts.keys() == other.parts.keys() and all(
+        read[name].of(one).does_as(read[name].of(other)) if name in read else one.parts[name] == other.parts[name]
+        for name in one.parts
     )

@@ -1,16 +1,22 @@
-"""A plan of one program on one rank: its decisions, the addresses of its requests, and what to expect of it."""
+"""A plan of one program on one rank: what it was made from, and a part of each technique."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
-from memplug.arena.plan.part import DynamicSpace, Predictions
-from memplug.arena.plan.problem import Problem, Solution, fragmentation
-from memplug.tokenwise.plan.decisions import Decisions
+from memplug.errors import LayoutError
+from memplug.plans.values import read
+from memplug.profile.records import Fingerprint
 
-FORMAT = 6
+FORMAT = 7
 """Version of the files that `plan_file.save` writes."""
+
+DAMAGED = "Make the plan again with `memplug plan`, or copy it again from where it was made; a plan is not edited."
+
+Part = TypeVar("Part", bound="PlanPart")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,27 +38,22 @@ class PlannedProgram:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What a run goes on from.
+    """What a run goes on from, whatever its techniques are.
 
     Attributes:
         run: that made the plan; later ones sort behind earlier ones.
         index: of the program among those of its run, in the order in which they came.
-        program: None where steps are not compared: nothing is planned but addresses.
+        program: None where steps are not compared: there are no decisions then.
         first: what the first step of a run is like, where that is another program: ZeRO 3 learns in it in which order
             parameters are used.
-        decisions: operator by operator; None likewise.
         gradients_stay: parameters keep their gradients' memory from step to step.
-        d2h_bytes_per_s, h2d_bytes_per_s: of the link that the decisions were made for; 0 without any.
     """
 
     run: str
     index: int
     program: PlannedProgram | None
-    decisions: Decisions | None
     first: PlannedProgram | None = None
     gradients_stay: bool
-    d2h_bytes_per_s: float = 0.0
-    h2d_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,39 +61,59 @@ class MemoryPlan:
     """All that memplug does in one rank's step.
 
     Attributes:
-        problem: the planned requests, with the fingerprint of what was recorded; none where no arena served it.
-        solution: their offsets.
-        dynamic: one for each group of requests whose sizes are known only at run time.
-        predictions: see there.
+        fingerprint: of the recorded step.
         training: of a plan that was made while training; None: of `memplug plan`, which plans addresses alone.
-        parts: of techniques other than swapping, recomputing and addresses, by name; of what JSON has.
+        parts: by the technique's name: as made here, or as JSON had them until `PlanPart.of` reads them; nobody reads
+            those of techniques that are not there.
+        file: that it was loaded from; None: it was made here.
     """
 
-    problem: Problem
-    solution: Solution
-    dynamic: tuple[DynamicSpace, ...]
-    predictions: Predictions
+    fingerprint: Fingerprint
     training: Training | None = None
-    parts: dict[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, PlanPart | dict[str, Any]] = field(default_factory=dict)
+    file: Path | None = None
 
-    @property
-    def has_addresses(self) -> bool:
-        """False: no arena served the program, and the plan is of decisions alone."""
-        return len(self.problem) > 0
+    def with_part(self, part: PlanPart) -> MemoryPlan:
+        """Returns the plan with a part, in place of the one that the technique had."""
+        return replace(self, parts={**self.parts, part.name: part})
 
 
-def memory_plan(
-    problem: Problem, solution: Solution, dynamic: tuple[DynamicSpace, ...] = (), dynamic_peak_bytes: int = 0
-) -> MemoryPlan:
-    """A plan of these parts, with its predictions."""
-    return MemoryPlan(
-        problem=problem,
-        solution=solution,
-        dynamic=dynamic,
-        predictions=Predictions(
-            arena_bytes=solution.height,
-            static_peak_bytes=problem.lower_bound,
-            dynamic_peak_bytes=dynamic_peak_bytes,
-            fragmentation=fragmentation(problem.lower_bound, solution.height),
-        ),
-    )
+class PlanPart:
+    """One technique's part of a plan: a dataclass in the technique's room, in `plan`, which knows no torch.
+
+    Attributes:
+        name: of the technique.
+    """
+
+    __slots__ = ()
+    name: ClassVar[str]
+
+    def to_file(self) -> dict[str, Any]:
+        """Returns the part as what JSON has, and numpy's numbers and frozen sets."""
+        return asdict(self)
+
+    @classmethod
+    def from_file(cls: type[Part], values: dict[str, Any]) -> Part:
+        """Returns the part that a file has; raises ValueError, KeyError or the like for anything else."""
+        return read(cls, values)
+
+    @classmethod
+    def of(cls: type[Part], plan: MemoryPlan) -> Part | None:
+        """Returns the technique's part of a plan; None: it has none.
+
+        Raises:
+            LayoutError: it is something else.
+        """
+        part = plan.parts.get(cls.name)
+        if part is None or isinstance(part, cls):
+            return part
+        try:
+            return cls.from_file(part)
+        except Exception as error:
+            # The digest is right, and may have been made so: the fields may hold anything.
+            reason = f"in its part {cls.name}: {type(error).__name__}: {error}"
+            raise LayoutError(f"{plan.file}: not a plan that memplug has written: {reason}", DAMAGED) from error
+
+    def does_as(self: Part, other: Part) -> bool:
+        """Returns whether training does the same by another part, whatever was measured and predicted."""
+        return self == other

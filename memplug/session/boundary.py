@@ -52,7 +52,7 @@ from memplug.session.ranks import Ranks
 from memplug.session.recording import Recording, unused
 from memplug.session.table import Stage
 from memplug.session.technique import Given
-from memplug.session.techniques import FOLLOWING
+from memplug.session.techniques import FOLLOWING, JUDGES
 from memplug.swap.technique import SwapsWhole
 from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.technique import TokenWise
@@ -146,7 +146,7 @@ class Boundary:
     def resume(self, job: Fingerprint) -> bool:
         """See `Session.resume`."""
         config, folder = self._config, self._config.plan_dir
-        store = PlanStore(Path(folder) if folder and self._ranks.are_known else None, job, self._ranks)
+        store = PlanStore(Path(folder) if folder and self._ranks.are_known else None, job, self._ranks, JUDGES)
         beside = Beside(config.profiler.wait_for_plans)
         self.kept = KeptPlans(store, beside, job, self.tokenwise, self.adjuster)
         resumed = self.kept.resume()

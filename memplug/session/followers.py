@@ -163,8 +163,8 @@ class Followers:
             technique = follower.technique
             if technique.off_because:
                 continue
-            parts = {each: technique.kept(plan) for each, plan in plans.items() if keys[each] is not None}
-            parts = {each: part for each, part in parts.items() if part is not None and _is_sound(technique, part)}
+            parts = {each: _kept(technique, plan) for each, plan in plans.items() if keys[each] is not None}
+            parts = {each: part for each, part in parts.items() if part is not None}
             follower.resume({keys[each]: part for each, part in parts.items()}, keys[program])
             for each in plans:
                 keys[each] = _After(keys[each], parts[each]) if each in parts else None
@@ -208,8 +208,13 @@ class Followers:
         return {each.technique.name: each.part for each in active}
 
 
-def _is_sound(technique: Technique[Any], part: Any) -> bool:
-    wrong = technique.judge(part)
+def _kept(technique: Technique[Any], plan: MemoryPlan) -> Any:
+    """The part of an earlier run; None: there is none, or the judge refuses it."""
+    try:
+        part = technique.kept(plan)
+        wrong = technique.judge(part) if part is not None else ""
+    except LayoutError as error:
+        wrong = error.problem
     if wrong:
         log.warning("memplug: what a plan says of the %s is not used: %s", technique.name, wrong)
-    return not wrong
+    return None if wrong else part

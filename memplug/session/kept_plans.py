@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from memplug import native
-from memplug.arena.plan.problem import BUFFER, Problem, Solution
 from memplug.beside import Beside
 from memplug.errors import LayoutError
-from memplug.plans.schema import MemoryPlan, PlannedProgram, Training, memory_plan
+from memplug.plans.schema import MemoryPlan, PlannedProgram, Training
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program, similar
 from memplug.session.adjuster import Adjuster, Lasting
@@ -71,17 +70,18 @@ class KeptPlans:
         if not plans:
             self._refuse(self._store.refused)
             return False
-        self.file = plans[0][0]
-        trainings = [plan.training for _, plan in plans]
-        if trainings[0].decisions is None:
+        self.file = plans[0].file
+        decided = [self._tokenwise.kept(plan) for plan in plans]
+        if decided[0] is None:
             lasting = [Lasting(None, None)]  # nothing tells programs apart
             self._adjuster.tell(f"goes on from the plan that an earlier run kept in {self.file}")
         else:
-            known = [(_program_of(training.program), training.decisions) for training in trainings]
-            first = trainings[0].first
+            programs = [_program_of(plan.training.program) for plan in plans]
+            first = plans[0].training.first
+            known = list(zip(programs, decided, strict=True))
             lasting = self._adjuster.resume(known, str(self.file), first and _program_of(first))
-            self._tokenwise.reserve(decisions for _, decisions in known)
-        self._plans = {each: plan for each, (_, plan) in zip(lasting, plans, strict=False)}
+            self._tokenwise.reserve(decided)
+        self._plans = dict(zip(lasting, plans, strict=False))
         self._kept = {_index_of(each): _Made(each, ()) for each in self._plans}
         return True
 
@@ -94,7 +94,7 @@ class KeptPlans:
     def check(self, inputs: str, followers: Followers) -> None:
         """The first forward is given these inputs: for others than the plan was made for, it is not in force."""
         plan = self._plans[self._adjuster.lasting]
-        expected = plan.problem.fingerprint.inputs[:1] or (inputs,)
+        expected = plan.fingerprint.inputs[:1] or (inputs,)
         if inputs == expected[0]:
             return
         log.warning(
@@ -171,11 +171,7 @@ class KeptPlans:
         if former == made or has_less or not (made.parts or lasting.decisions):
             return
         self._kept[index] = made
-        trace = recording.trace if recording is not None else None
-        inputs = trace.fingerprint.inputs if trace is not None else ()
-        empty = Problem(buffers=np.empty(0, BUFFER), fingerprint=replace(self._job, inputs=inputs))
-        nothing = Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True)
-        plan = replace(memory_plan(empty, nothing), training=self._training(index, lasting, recording))
+        plan = self._plan(index, lasting, recording)
         if lasting.decisions is not None:
             plan = self._tokenwise.keep(lasting.decisions, plan)
         for name, part in made.parts:
@@ -183,6 +179,16 @@ class KeptPlans:
         self._finish(waits=True)
         self._store.keep(plan, self._beside)
         self._finish(waits=False)
+
+    def _plan(self, index: int, lasting: Lasting, recording: Recording | None) -> MemoryPlan:
+        """Returns a plan for techniques to put their parts into, on top of those that an earlier run kept with it."""
+        resumed, trace = self._plans.get(lasting), recording.trace if recording is not None else None
+        made_from = resumed or trace
+        return MemoryPlan(
+            fingerprint=replace(self._job, inputs=made_from.fingerprint.inputs if made_from is not None else ()),
+            training=self._training(index, lasting, recording),
+            parts=resumed.parts if resumed is not None else {},
+        )
 
     def _training(self, index: int, lasting: Lasting, recording: Recording | None) -> Training:
         program, resumed = lasting.program, self._plans.get(lasting)
@@ -192,7 +198,6 @@ class KeptPlans:
             run=run,
             index=index,
             program=program and _planned(program.baseline, recording),
-            decisions=None,
             first=self._first_unlike(program, recording) if program is not None else None,
             gradients_stay=recording is not None and recording.gradients_stay,
         )
@@ -203,8 +208,10 @@ class KeptPlans:
         return None if alike else _planned(first, recording)
 
     def _unfit(self, plan: MemoryPlan) -> str:
-        """Why this machine has no room for a plan; "" where it has."""
+        """Why nothing can go on from a plan on this machine; "" where it can."""
         decisions = self._tokenwise.kept(plan)
+        if (decisions is None) != (plan.training.program is None):
+            return "there are decisions without a program, or a program without decisions"
         return self._tokenwise.lacks(decisions) if decisions is not None else ""
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from memplug.beside import Beside
 from memplug.errors import LayoutError
 from memplug.plans import kept_file, plan_file
-from memplug.plans.judge import judge_plan
+from memplug.plans.judge import Judges, mistakes_of
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.records import Fingerprint
 from memplug.session.ranks import Ranks
@@ -37,14 +37,15 @@ class PlanStore:
         folder: that they are kept in; None: nothing is.
         job: what trains on this rank.
         ranks: who agree on what to go on from.
+        judges: of the parts that the run reads; others stay in the plans as they are.
 
     Attributes:
         refused: why the run goes on from no plan, though there are some; "" where there are none.
     """
 
-    def __init__(self, folder: Path | None, job: Fingerprint, ranks: Ranks):
+    def __init__(self, folder: Path | None, job: Fingerprint, ranks: Ranks, judges: Judges):
         self.refused = ""
-        self._folder, self._job, self._ranks = folder, job, ranks
+        self._folder, self._job, self._ranks, self._judges = folder, job, ranks, judges
         self._run = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
     @property
@@ -52,8 +53,8 @@ class PlanStore:
         """Names this run; the same on all ranks once `load` was called. Later runs sort behind earlier ones."""
         return self._run
 
-    def load(self, unfit: Callable[[MemoryPlan], str]) -> list[tuple[Path, MemoryPlan]]:
-        """The plans that all ranks go on from, with their files; the one to begin with first. Called by all ranks.
+    def load(self, unfit: Callable[[MemoryPlan], str]) -> list[MemoryPlan]:
+        """The plans that all ranks go on from; the one to begin with first. Called by all ranks.
 
         It begins with the first program of the latest run.
 
@@ -85,19 +86,19 @@ class PlanStore:
             files = [self._folder / self._name(plan, rank) for rank in range(self._job.world_size)]
             own = self._job.rank
             higher = files[own + 1 :] if self._ranks.are_made_up else []
-            beside.begin(kept_file.keep, plan, files[own], files[:own], higher)
+            beside.begin(kept_file.keep, plan, tuple(self._judges), files[own], files[:own], higher)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def _name(self, plan: MemoryPlan, rank: int) -> str:
         program = plan.training.program
-        shapes = repr((plan.problem.fingerprint.inputs, program and program.sizes))
+        shapes = repr((plan.fingerprint.inputs, program and program.sizes))
         return f"{self._job.job.digest()}-{hashlib.sha256(shapes.encode()).hexdigest()[:8]}{self._suffix(rank)}"
 
     def _suffix(self, rank: int) -> str:
         return f".rank{rank}.json" if self._job.world_size > 1 else ".json"
 
-    def _own(self, unfit: Callable[[MemoryPlan], str]) -> tuple[dict[_Key, tuple[Path, MemoryPlan]], str]:
+    def _own(self, unfit: Callable[[MemoryPlan], str]) -> tuple[dict[_Key, MemoryPlan], str]:
         """Plans of this rank, and why there are none."""
         if self._folder is None or not os.path.isdir(self._folder):  # which raises nothing
             return {}, ""
@@ -105,16 +106,27 @@ class PlanStore:
         for file in self._folder.glob(f"{self._job.job.digest()}-*{self._suffix(self._job.rank)}"):
             try:
                 plan = plan_file.load(file)
+                why = self._unsound(plan) or unfit(plan)
             except LayoutError as error:
                 log.warning("memplug: a plan that was kept is not used: %s", error.problem)
                 refused = refused or error.problem
                 continue
-            why = _unsound(plan, self._job) or unfit(plan)
             if why:
                 refused = refused or f"{file}: {why}"
-            else:
-                own[plan.training.run, plan.training.index] = file, plan
+                continue
+            own[plan.training.run, plan.training.index] = plan
+            if unread := sorted(plan.parts.keys() - {each.name for each in self._judges}):
+                log.warning("memplug: %s has parts that no technique here reads: %s", file, ", ".join(unread))
         return own, "" if own else refused or self._nearest()
+
+    def _unsound(self, plan: MemoryPlan) -> str:
+        """Why a plan is none of this job, or none at all; "" where it is."""
+        if plan.training is None:
+            return "it was made by `memplug plan`, and says nothing of training"
+        if changes := plan.fingerprint.changes(self._job):
+            return "; ".join(changes)
+        mistake = next(mistakes_of(plan, self._judges), "")
+        return f"the judge refuses it: {mistake}" if mistake else ""
 
     def _nearest(self) -> str:
         """How this job differs from the one of the nearest plan; "" where there are no plans."""
@@ -127,7 +139,7 @@ class PlanStore:
             except LayoutError as error:
                 return error.problem
             if plan.training is not None:
-                differing.append((file, plan.problem.fingerprint.changes(self._job)))
+                differing.append((file, plan.fingerprint.changes(self._job)))
         if not differing:
             return ""
         file, changes = min(differing, key=lambda each: len(each[1]))
@@ -142,13 +154,3 @@ def _modified_s(file: Path) -> float:
         return file.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _unsound(plan: MemoryPlan, job: Fingerprint) -> str:
-    """Why a plan is none of this job, or none at all; "" where it is."""
-    if plan.training is None:
-        return "it was made by `memplug plan`, and says nothing of training"
-    if changes := plan.problem.fingerprint.changes(job):
-        return "; ".join(changes)
-    findings = judge_plan(plan, plan.problem)
-    return f"the judge refuses it: {findings[0].message}" if findings else ""

@@ -7,16 +7,16 @@ propose ──a part of the plan──► judge ──accepted──► install 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
 from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.device.reserved import Reserved
-from memplug.plans.schema import MemoryPlan
+from memplug.plans.schema import MemoryPlan, PlanPart
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
 
@@ -47,7 +47,7 @@ class Given:
 
 
 Part = TypeVar("Part")
-"""Of a plan, one technique's; two parts are the same only if they are one object."""
+"""Of a plan, one technique's, in force or to be; two parts are the same only if they are one object."""
 
 
 class Technique(abc.ABC, Generic[Part]):
@@ -55,11 +55,15 @@ class Technique(abc.ABC, Generic[Part]):
 
     Attributes:
         name: of its parts, in plans.
+        part_type: of its parts, as plans keep them from run to run.
+        mistakes_of: the judge of such parts: what is wrong with one, in sentences. Shares no code with what proposes.
         off_because: training goes on without it; "" while it may have a part in force.
         whole_steps: that were of the program that lasts, from their beginning on; counted by who asks.
     """
 
     name: ClassVar[str]
+    part_type: ClassVar[type[PlanPart]]
+    mistakes_of: ClassVar[Callable[[Any], Iterator[str]]]
     off_because = ""
     whole_steps = 0
 
@@ -93,11 +97,9 @@ class Technique(abc.ABC, Generic[Part]):
             MemplugError: there will be none.
         """
 
-    @abc.abstractmethod
     def judge(self, part: Part) -> str:
-        """What is wrong with a part, proposed now or kept by an earlier run; "": it may be installed. Shares no code
-        with what proposes.
-        """
+        """What is wrong with a part, proposed now or kept by an earlier run; "": it may be installed."""
+        return next(self.mistakes_of(part), "")
 
     @abc.abstractmethod
     def install(self, part: Part) -> None:
@@ -132,12 +134,16 @@ class Technique(abc.ABC, Generic[Part]):
     # -- from run to run -----------------------------------------------------------------------------------------------
 
     def kept(self, plan: MemoryPlan) -> Part | None:
-        """The part that an earlier run has put into a plan; None: it has none."""
-        return plan.parts.get(self.name)
+        """The part that an earlier run has put into a plan; None: it has none.
+
+        Raises:
+            LayoutError: it is something else.
+        """
+        return self.part_type.of(plan)
 
     def keep(self, part: Part, plan: MemoryPlan) -> MemoryPlan:
-        """The plan with this part, which is made of what JSON has."""
-        return replace(plan, parts={**plan.parts, self.name: part})
+        """The plan with this part."""
+        return plan.with_part(part)
 
 
 class AgreedTechnique(Technique[Part]):

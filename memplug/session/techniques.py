@@ -10,5 +10,9 @@ from typing import Any
 from memplug.arena.technique import PlannedAddresses
 from memplug.session.technique import Technique
 from memplug.swap.technique import SwapsWhole
+from memplug.tokenwise.technique import TokenWise
 
 FOLLOWING: tuple[type[Technique[Any]], ...] = (SwapsWhole, PlannedAddresses)
+
+JUDGES = {each.part_type: each.mistakes_of for each in (TokenWise, *FOLLOWING)}
+"""The judge of each kind of part that a run reads."""

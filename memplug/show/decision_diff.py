@@ -10,7 +10,7 @@ from memplug.plans.schema import MemoryPlan
 from memplug.show.decisions import KINDS, OPERATORS, bound_words, decisions, region_words, short_region_names
 from memplug.show.groups import layer_words
 from memplug.show.words import both, change
-from memplug.tokenwise.plan.decisions import Setting
+from memplug.tokenwise.plan.decisions import Decisions, Setting
 from memplug.words import count, duration, known, size
 
 _ROWS_AT_MOST = 8
@@ -32,7 +32,7 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
     sides = {side: decisions(plan) for side, plan in plans.items()}
     if not any(sides.values()):
         return None
-    settings = {side: plan.training.decisions.settings if sides[side] else {} for side, plan in plans.items()}
+    settings = {side: Decisions.of(plan).settings if sides[side] else {} for side, plan in plans.items()}
     regions = {side: {each["name"]: each for each in its["regions"]} if its else {} for side, its in sides.items()}
     names = dict.fromkeys([*regions["a"], *regions["b"]])
     changed = []

@@ -10,7 +10,7 @@ from typing import Any
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.records import Layer
 from memplug.show.groups import range_words, short_names
-from memplug.tokenwise.plan.decisions import Setting
+from memplug.tokenwise.plan.decisions import Decisions, Setting
 from memplug.words import count, duration, known, size
 
 KINDS = ("swapped", "kept", "recomputed")
@@ -30,19 +30,19 @@ def decisions(plan: MemoryPlan) -> dict[str, Any] | None:
     Returns:
         None where the plan has no decisions.
     """
-    training = plan.training
-    if training is None or training.decisions is None:
+    training, decided = plan.training, Decisions.of(plan)
+    if training is None or decided is None:
         return None
-    decided, solution, program = training.decisions, training.decisions.solution, training.program
+    solution, program = decided.solution, training.program
     regions = [_region(name, decided.settings[name]) for name in _in_order(decided.settings)]
     bytes_keys = [f"{kind}_bytes" for kind in KINDS]
     return {
         "run": training.run,
         "program": training.index,
         "program_operators": len(program.operators) if program and program.operators is not None else None,
-        "inputs": list(plan.problem.fingerprint.inputs),
-        "d2h_bytes_per_s": training.d2h_bytes_per_s,
-        "h2d_bytes_per_s": training.h2d_bytes_per_s,
+        "inputs": list(plan.fingerprint.inputs),
+        "d2h_bytes_per_s": decided.d2h_bytes_per_s,
+        "h2d_bytes_per_s": decided.h2d_bytes_per_s,
         "regions": regions,
         "plain_regions": sum(region["plain"] for region in regions),
         **{name: sum(region[name] for region in regions) for name in (*bytes_keys, *OPERATORS)},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from memplug.arena.plan.part import AddressPlan
 from memplug.arena.plan.problem import fragmentation
-from memplug.plans.schema import MemoryPlan
 from memplug.profile.allocator_history import History
 from memplug.show import summary as of_trace
 from memplug.show.groups import BEFORE, OUTSIDE
@@ -53,7 +53,7 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def beside(history: History, made: MemoryPlan) -> dict[str, Any]:
+def beside(history: History, made: AddressPlan) -> dict[str, Any]:
     """Returns what torch's allocator did with the requests of a plan, as further keys of `memplug plan --json`."""
     facts = _of_torch(history)
     reserved = facts["torch_reserved_bytes"]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from memplug.arena.plan.part import AddressPlan
 from memplug.arena.plan.problem import Problem, live_bytes
 from memplug.plans.schema import MemoryPlan
 from memplug.show import decision_bars
@@ -27,7 +28,7 @@ from memplug.show.figure import (
 from memplug.show.groups import by_layer, by_phase, phase_words, sequence
 from memplug.show.timeline import m4, runs
 from memplug.show.trace_figure import strips
-from memplug.show.words import has_addresses, plan_heading
+from memplug.show.words import addresses_of, has_addresses, plan_heading
 from memplug.words import size
 
 _IN_USE = Group("in use", "#9fb4c7")
@@ -39,12 +40,12 @@ _REUSABLE_AT_MOST = 12  # groups of dynamic requests; the spaces of more would h
 
 def plan_figure(plan: MemoryPlan) -> Figure:
     """The map of any plan, and its decisions beside it; without addresses the decisions alone."""
-    decided = decision_bars.column(plan)
-    columns = [_map(plan)] if decided is None or has_addresses(plan) else []
-    return Figure(title=plan_heading(plan), columns=(*columns, *([decided] if decided else [])))
+    planned, decided = addresses_of(plan), decision_bars.column(plan)
+    columns = [_map(planned)] if decided is None or has_addresses(plan) else []
+    return Figure(title=plan_heading(plan, planned), columns=(*columns, *([decided] if decided else [])))
 
 
-def _map(plan: MemoryPlan) -> Column:
+def _map(plan: AddressPlan) -> Column:
     problem, clock = plan.problem, span(plan.problem)
     reusable = tuple(
         (group.lower, group.upper, start, end)
@@ -71,7 +72,7 @@ def span(problem: Problem) -> tuple[int, int]:
     return int(table["lower"].min()), int(table["upper"].max())
 
 
-def _curve(plan: MemoryPlan, clock: tuple[int, int]) -> Panel:
+def _curve(plan: AddressPlan, clock: tuple[int, int]) -> Panel:
     """Bytes in use, reduced without losing a maximum, below the height of the arena."""
     times, live = live_bytes(plan.problem.buffers)
     if len(times) > 4 * _CURVE_BINS:
@@ -89,7 +90,7 @@ def _curve(plan: MemoryPlan, clock: tuple[int, int]) -> Panel:
     )
 
 
-def rectangles(plan: MemoryPlan) -> dict[str, Rectangles]:
+def rectangles(plan: AddressPlan) -> dict[str, Rectangles]:
     """The requests by what they are coloured by: "phase" and "layer", or "size"."""
     problem, offsets = plan.problem, plan.solution.offsets
     table = problem.buffers

@@ -7,26 +7,28 @@ from typing import Any
 
 import numpy as np
 
+from memplug.arena.plan.part import AddressPlan
 from memplug.arena.plan.problem import fragmentation
 from memplug.plans.schema import MemoryPlan
 from memplug.show import decisions, swaps
 from memplug.show.summary import bytes_by, held_rows, recorded_rows
-from memplug.show.words import has_addresses
+from memplug.show.words import addresses_of, has_addresses
 from memplug.words import count, size
 
 
 def summary(plan: MemoryPlan) -> dict[str, Any]:
     """What a plan says, for `memplug show --json`: stable keys, units in names."""
-    problem, table = plan.problem, plan.problem.buffers
-    reusable = [sum(end - start for start, end in group.spaces) for group in plan.dynamic]
+    planned = addresses_of(plan)
+    table = planned.problem.buffers
+    reusable = [sum(end - start for start, end in group.spaces) for group in planned.dynamic]
     return {
-        "fingerprint": {"digest": problem.fingerprint.digest(), **asdict(problem.fingerprint)},
+        "fingerprint": {"digest": plan.fingerprint.digest(), **asdict(plan.fingerprint)},
         "has_addresses": has_addresses(plan),
-        **addresses(plan),
+        **addresses(planned),
         "largest_request_bytes": int(table["size"].max(initial=0)),
         "streams": len(np.unique(table["stream"])),
-        "peak_bytes_by_phase": _held(plan, "phase"),
-        "peak_bytes_by_layer": _held(plan, "layer"),
+        "peak_bytes_by_phase": _held(planned, "phase"),
+        "peak_bytes_by_layer": _held(planned, "layer"),
         "outliving_requests": int(table["outlives"].sum()),
         "outliving_bytes": int(table["size"][table["outlives"]].sum()),
         "reusable_least_bytes": min(reusable, default=0),
@@ -36,7 +38,7 @@ def summary(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def addresses(plan: MemoryPlan) -> dict[str, Any]:
+def addresses(plan: AddressPlan) -> dict[str, Any]:
     """What every command says of a plan's addresses."""
     bound, solution = plan.problem.lower_bound, plan.solution
     return {
@@ -91,7 +93,7 @@ def _address_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-def _held(plan: MemoryPlan, column: str) -> dict[str, int]:
+def _held(plan: AddressPlan, column: str) -> dict[str, int]:
     """Bytes in use at the peak, by the phase or layer that asked for them, the most first; empty: unknown."""
     problem = plan.problem
     if not (problem.phases if column == "phase" else problem.layers):

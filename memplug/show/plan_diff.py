@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from memplug.arena.plan.part import AddressPlan
 from memplug.arena.plan.problem import Problem
 from memplug.plans.schema import MemoryPlan
 from memplug.show import decision_diff
 from memplug.show.groups import OUTSIDE, phase_words
 from memplug.show.layout_summary import addresses
-from memplug.show.words import both, change, has_addresses
+from memplug.show.words import addresses_of, both, change, has_addresses
 from memplug.words import count, size
 
 _LARGEST_AT_MOST = 5
@@ -36,32 +37,33 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
     the others are only in one of the plans. Times differ between any two recordings, and are not compared. Of different
     programs most requests are only in one of them.
     """
-    same, resized, only = _matched(a.problem, b.problem)
-    moved = _Pairs(*(rows[a.solution.offsets[same.a] != b.solution.offsets[same.b]] for rows in same))
-    sides = {"a": _facts(a), "b": _facts(b)}
-    prints = zip(asdict(a.problem.fingerprint).items(), asdict(b.problem.fingerprint).values(), strict=True)
+    mine, its = addresses_of(a), addresses_of(b)
+    same, resized, only = _matched(mine.problem, its.problem)
+    moved = _Pairs(*(rows[mine.solution.offsets[same.a] != its.solution.offsets[same.b]] for rows in same))
+    sides = {"a": _facts(a, mine), "b": _facts(b, its)}
+    prints = zip(asdict(a.fingerprint).items(), asdict(b.fingerprint).values(), strict=True)
     return {
         **sides,
         "height_change_bytes": sides["b"]["height_bytes"] - sides["a"]["height_bytes"],
         "lower_bound_change_bytes": sides["b"]["lower_bound_bytes"] - sides["a"]["lower_bound_bytes"],
         "fragmentation_change": sides["b"]["fragmentation"] - sides["a"]["fragmentation"],
-        "fingerprint": {name: {"a": mine, "b": its} for (name, mine), its in prints if mine != its},
-        "same_dynamic_spaces": a.dynamic == b.dynamic,
+        "fingerprint": {name: {"a": of_a, "b": of_b} for (name, of_a), of_b in prints if of_a != of_b},
+        "same_dynamic_spaces": mine.dynamic == its.dynamic,
         "same_requests": len(same.a),
-        "same_bytes": _bytes_of(a, same.a),
+        "same_bytes": _bytes_of(mine, same.a),
         "moved_requests": len(moved.a),
-        "moved_bytes": _bytes_of(a, moved.a),
-        "moved_largest": _largest(a, b, moved),
+        "moved_bytes": _bytes_of(mine, moved.a),
+        "moved_largest": _largest(mine, its, moved),
         "resized_requests": len(resized.a),
-        "resized_a_bytes": _bytes_of(a, resized.a),
-        "resized_b_bytes": _bytes_of(b, resized.b),
-        "resized_largest": _largest(a, b, resized),
+        "resized_a_bytes": _bytes_of(mine, resized.a),
+        "resized_b_bytes": _bytes_of(its, resized.b),
+        "resized_largest": _largest(mine, its, resized),
         "only_in_a_requests": len(only.a),
-        "only_in_a_bytes": _bytes_of(a, only.a),
-        "only_in_a_largest": _largest(a, None, only),
+        "only_in_a_bytes": _bytes_of(mine, only.a),
+        "only_in_a_largest": _largest(mine, None, only),
         "only_in_b_requests": len(only.b),
-        "only_in_b_bytes": _bytes_of(b, only.b),
-        "only_in_b_largest": _largest(None, b, only),
+        "only_in_b_bytes": _bytes_of(its, only.b),
+        "only_in_b_largest": _largest(None, its, only),
         "decisions": decision_diff.diff(a, b),
     }
 
@@ -137,16 +139,16 @@ def _request_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-def _facts(plan: MemoryPlan) -> dict[str, Any]:
+def _facts(plan: MemoryPlan, planned: AddressPlan) -> dict[str, Any]:
     return {
-        "fingerprint_digest": plan.problem.fingerprint.digest(),
+        "fingerprint_digest": plan.fingerprint.digest(),
         "has_addresses": has_addresses(plan),
-        "requests_bytes": int(plan.problem.buffers["size"].sum()),
-        **addresses(plan),
+        "requests_bytes": int(planned.problem.buffers["size"].sum()),
+        **addresses(planned),
     }
 
 
-def _bytes_of(plan: MemoryPlan, rows: np.ndarray) -> int:
+def _bytes_of(plan: AddressPlan, rows: np.ndarray) -> int:
     return int(plan.problem.buffers["size"][rows].sum())
 
 
@@ -180,7 +182,7 @@ def _paired(rows: tuple[np.ndarray, ...], keys: tuple[list[tuple], ...]) -> _Pai
     return _Pairs(*np.array(pairs, np.int64).reshape(-1, 2).T)
 
 
-def _largest(a: MemoryPlan | None, b: MemoryPlan | None, pairs: _Pairs) -> list[dict[str, Any]]:
+def _largest(a: AddressPlan | None, b: AddressPlan | None, pairs: _Pairs) -> list[dict[str, Any]]:
     """The largest requests, with what each of the plans that has them says of them."""
     sides = [(name, plan, its) for name, plan, its in zip("ab", (a, b), pairs, strict=True) if plan is not None]
     largest = np.max([plan.problem.buffers["size"][its] for _, plan, its in sides], axis=0)

@@ -18,9 +18,8 @@ def swaps(plan: MemoryPlan) -> dict[str, Any] | None:
     Returns:
         None where the plan has no list, or its step fits without.
     """
-    data = plan.parts.get("swap")
-    part = SwapPart.from_json(data) if data is not None else SwapPart()
-    if not (part.targets or part.impossible):
+    part = SwapPart.of(plan)
+    if part is None or not (part.targets or part.impossible):
         return None
     by_operator: Counter[str] = Counter()
     for target in part.targets:

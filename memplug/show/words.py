@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from memplug.arena.plan.problem import fragmentation
+from memplug.arena.plan.part import AddressPlan, address_plan
+from memplug.arena.plan.problem import BUFFER, Problem, Solution, fragmentation
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.trace import Trace
 from memplug.show.groups import BEFORE, phase_words
@@ -85,15 +86,23 @@ def sampling(trace: Trace, line: Timeline) -> str:
     return f"{drawn:,} of {events:,} requests and releases: those where a stretch begins, peaks, is lowest and ends"
 
 
-def plan_heading(plan: MemoryPlan) -> str:
+def plan_heading(plan: MemoryPlan, planned: AddressPlan) -> str:
     """What a map shows, for example "Plan of Llama: 9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search"."""
-    solution, model = plan.solution, plan.problem.fingerprint.model
-    share = 100 * fragmentation(plan.problem.lower_bound, solution.height)
-    words = f"{len(plan.problem):,} requests in {size(solution.height)}, fragmentation {share:.2f} %"
-    words = f"{words}, by {solution.planner}" if has_addresses(plan) else "decisions without addresses"
+    model, words = plan.fingerprint.model, "decisions without addresses"
+    if has_addresses(plan):
+        problem, solution = planned.problem, planned.solution
+        share = 100 * fragmentation(problem.lower_bound, solution.height)
+        words = f"{len(problem):,} requests in {size(solution.height)}, fragmentation {share:.2f} %"
+        words = f"{words}, by {solution.planner}"
     return f"Plan{f' of {model}' if model else ''}: {words}"
 
 
 def has_addresses(plan: MemoryPlan) -> bool:
-    """Whether they are worth showing: only a plan of decisions may have none."""
-    return plan.has_addresses or plan.training is None or plan.training.decisions is None
+    """Returns whether the arena has a part in a plan."""
+    return AddressPlan.name in plan.parts
+
+
+def addresses_of(plan: MemoryPlan) -> AddressPlan:
+    """Returns the arena's part of a plan; of one that has none, a part without requests."""
+    none = Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True)
+    return AddressPlan.of(plan) or address_plan(Problem(buffers=np.empty(0, BUFFER)), none)

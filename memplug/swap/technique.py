@@ -19,7 +19,6 @@ from memplug import native
 from memplug.beside import Beside
 from memplug.config import MemplugConfig
 from memplug.errors import SwapError
-from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
 from memplug.session.technique import Given, Technique
@@ -58,7 +57,9 @@ class SwapsWhole(Technique[SwapPart]):
         promises: of the list in force, beside what happens.
     """
 
-    name = "swap"
+    name = SwapPart.name
+    part_type = SwapPart
+    mistakes_of = staticmethod(mistakes_of_places)  # against the recorded step a list was judged as it was made
 
     def __init__(self, given: Given):
         self.part: SwapPart | None = None
@@ -168,12 +169,6 @@ class SwapsWhole(Technique[SwapPart]):
             return self._plan(trace)
         return None
 
-    def judge(self, part: SwapPart) -> str:
-        """Whether its places are in order; against the recorded step it was judged as it was made, by
-        `memplug.swap.judge`.
-        """
-        return next(mistakes_of_places(part), "")
-
     def install(self, part: SwapPart) -> None:
         """Swap by this list.
 
@@ -223,17 +218,6 @@ class SwapsWhole(Technique[SwapPart]):
     def _end(self) -> None:
         if not self._in_force.end():
             self._tell("the device has no room for tensors that were swapped: they stay on the host", logging.WARNING)
-
-    # -- from run to run -----------------------------------------------------------------------------------------------
-
-    def kept(self, plan: MemoryPlan) -> SwapPart | None:
-        """The part of an earlier run."""
-        data = plan.parts.get(self.name)
-        return None if data is None else SwapPart.from_json(data)
-
-    def keep(self, part: SwapPart, plan: MemoryPlan) -> MemoryPlan:
-        """As JSON."""
-        return super().keep(part.to_json(), plan)
 
     def _departs(self, missed: int) -> bool:
         """Whether tensors of dynamic layers may be why many are not found, step after step."""

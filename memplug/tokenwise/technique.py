@@ -59,7 +59,9 @@ class TokenWise(AgreedTechnique[Decisions]):
         sizes: of the inputs of each forward, in the step that ended last.
     """
 
-    name = "tokenwise"
+    name = Decisions.name
+    part_type = Decisions
+    mistakes_of = staticmethod(mistakes_of)
 
     def __init__(
         self,
@@ -112,10 +114,6 @@ class TokenWise(AgreedTechnique[Decisions]):
             )
         self.outcome = search.outcome
         return decisions
-
-    def judge(self, part: Decisions) -> str:
-        """See `memplug.tokenwise.judge`."""
-        return next(mistakes_of(part), "")
 
     def install(self, part: Decisions) -> None:
         """Run the regions by it."""
@@ -209,10 +207,6 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     # -- from run to run -----------------------------------------------------------------------------------------------
 
-    def kept(self, plan: MemoryPlan) -> Decisions | None:
-        """None: with a number for alpha, or without regions."""
-        return plan.training.decisions if plan.training is not None else None
-
     def keep(self, part: Decisions, plan: MemoryPlan) -> MemoryPlan:
         """The plan with these decisions, what forwards have shown under them, and the link that they were made for."""
         d2h, h2d = self.executor.device.link_rates()
@@ -221,9 +215,7 @@ class TokenWise(AgreedTechnique[Decisions]):
             for region in self._regions
             if region.name in part.settings
         }
-        decisions = replace(part, settings=settings)
-        training = replace(plan.training, decisions=decisions, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d)
-        return replace(plan, training=training)
+        return plan.with_part(replace(part, settings=settings, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d))
 
     def reserve(self, parts: Iterable[Decisions]) -> None:
         """The host memory that the largest of them needs."""

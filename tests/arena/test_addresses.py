@@ -8,18 +8,18 @@ from hypothesis import given
 
 from memplug.arena.plan import auto
 from memplug.arena.plan.from_trace import last_step, problem_of
+from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import solved
 from memplug.arena.planning import plan_with_spaces
 from memplug.arena.tables import PARTS, Tables, tables_of
 from memplug.errors import LayoutError
-from memplug.plans.schema import MemoryPlan, memory_plan
 from memplug.profile.trace import Pass, Trace
 from memplug.profile.trace_file import load
 from tests.support.folders import DATA
 from tests.support.traces import Recording, recordings
 
 
-def plan_of(step: Trace) -> MemoryPlan:
+def plan_of(step: Trace) -> AddressPlan:
     problem = problem_of(step)
     solution = auto.plan(problem, time_limit_s=0.2)
     return plan_with_spaces(step, problem, solution)
@@ -30,7 +30,7 @@ def spaces_of(tables: Tables, group: int) -> list[tuple[int, int]]:
     return list(zip(rows["begin"].tolist(), rows["end"].tolist(), strict=True))
 
 
-def bytes_between(plan: MemoryPlan, first: int, end: int, kept_bytes: int) -> np.ndarray:
+def bytes_between(plan: AddressPlan, first: int, end: int, kept_bytes: int) -> np.ndarray:
     """Which 512-byte units of the part that is used again some buffer uses from `first` up to `end`, one by one."""
     used = np.zeros((plan.solution.height - kept_bytes) // 512, bool)
     for buffer, offset in zip(plan.problem.buffers, plan.solution.offsets, strict=True):
@@ -154,7 +154,7 @@ def test_a_plan_whose_kept_buffers_lie_among_the_others_is_refused() -> None:
     recording.free(recording.malloc(512))
     recording.malloc(512)
     problem = problem_of(recording.trace())
-    plan = memory_plan(problem, solved(problem, np.array([0, 512]), "by hand"))
+    plan = address_plan(problem, solved(problem, np.array([0, 512]), "by hand"))
     with pytest.raises(LayoutError, match="lies among what does not"):
         tables_of(plan)
 

@@ -14,6 +14,7 @@ from memplug.arena import shared
 from memplug.arena.judge import judge
 from memplug.arena.plan import auto
 from memplug.arena.plan.from_trace import last_step, problem_of
+from memplug.arena.plan.part import AddressPlan
 from memplug.arena.plan.problem import Problem, Solution
 from memplug.plans import plan_file
 from memplug.profile import trace_file
@@ -85,10 +86,9 @@ def test_a_file_that_is_not_sound_is_not_used(problem: Problem, tmp_path: Path, 
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-100])
     else:
-        plan = plan_file.load(file)
-        plan.solution.offsets.setflags(write=True)
-        plan.solution.offsets[:] = 0
-        plan_file.save(plan, file)
+        part = AddressPlan.of(plan_file.load(file))
+        part.solution.offsets[:] = 0
+        plan_file.save(part.alone(), file)
     again = shared.solve_once(problem, "auto", 10.0, tmp_path)
     assert len(solves) == 2 and np.array_equal(again.offsets, first.offsets)
 

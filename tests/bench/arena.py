@@ -38,9 +38,9 @@ import memplug
 from memplug.arena.arena import Arena
 from memplug.arena.plan import auto
 from memplug.arena.plan.from_trace import last_step, problem_of
+from memplug.arena.plan.part import address_plan
 from memplug.arena.tables import tables_of
 from memplug.native import building
-from memplug.plans.schema import memory_plan
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Event, Fingerprint, Trace
 from tests.bench.caching_allocator import reserved
@@ -266,7 +266,7 @@ def host_seconds(step: Trace, device: torch.device, rounds: int = 15) -> dict[st
         replay()
         recorded = recorder.end(Fingerprint(), [])
     problem = problem_of(last_step(recorded))
-    tables = tables_of(memory_plan(problem, auto.plan(problem)))
+    tables = tables_of(address_plan(problem, auto.plan(problem)))
     arena = Arena(device)
     seconds: dict[str, list[float]] = {"native": [], "arena": []}
     for _ in range(rounds):

@@ -9,8 +9,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from memplug.arena.judge import judge_addresses
+from memplug.arena.plan.part import AddressPlan
 from memplug.cli import app
-from memplug.plans.judge import judge_plan
 from memplug.plans.plan_file import load
 from memplug.profile.trace_file import save
 from tests.support.folders import DATA, ROOT
@@ -35,15 +36,17 @@ def answer(*arguments: object) -> dict:
 def test_a_trace_is_planned_and_the_plan_is_one_that_the_judge_accepts(tmp_path):
     result = run("plan", TRACE, "-o", tmp_path / "plan.json")
     assert result.exit_code == 0 and "1,284" in result.stdout and "fragmentation" in result.stdout
-    plan = load(tmp_path / "plan.json")
-    assert judge_plan(plan) == () and len(plan.problem) == 1284
+    made = load(tmp_path / "plan.json")
+    plan = AddressPlan.of(made)
+    assert list(made.parts) == ["arena"] and made.training is None
+    assert judge_addresses(plan) == () and len(plan.problem) == 1284
     assert plan.predictions.fragmentation <= 0.005
 
 
 def test_json_has_the_keys_and_what_they_say_is_what_was_planned(tmp_path):
     facts = answer(TRACE, "-o", tmp_path / "plan.json")
     assert list(facts)[: len(KEYS)] == KEYS
-    plan = load(tmp_path / "plan.json")
+    plan = AddressPlan.of(load(tmp_path / "plan.json"))
     assert facts["requests"] == len(plan.problem) and facts["height_bytes"] == plan.solution.height
     assert facts["lower_bound_bytes"] == plan.problem.lower_bound and facts["fits"] is None
     assert facts["fragmentation"] == pytest.approx(1 - facts["lower_bound_bytes"] / facts["height_bytes"])

@@ -11,14 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memplug.arena.plan.part import DynamicSpace
-from memplug.arena.plan.problem import BUFFER, ORDERING, Buffer, Problem, buffers
+from memplug.arena.plan.part import AddressPlan
+from memplug.arena.plan.problem import BUFFER
 from memplug.errors import LayoutError
 from memplug.plans.plan_file import is_plan, load, save
-from memplug.plans.schema import FORMAT, MemoryPlan, memory_plan
+from memplug.plans.schema import FORMAT
 from memplug.profile import trace_file
-from memplug.profile.records import Fingerprint
-from tests.support.layouts import LAYERS, PHASES, memory_plans, stacked
+from memplug.swap.plan.part import SwapPart
+from memplug.tokenwise.plan.decisions import Decisions
+from tests.support.layouts import address_plans
+from tests.support.plans import assert_same, decided_plan, small_plan, target
 from tests.support.traces import training
 
 in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -29,52 +31,12 @@ def path(tmp_path):
     return tmp_path / "plan.json"
 
 
-def small_plan(**solution):
-    rows = [Buffer(lower=i, upper=i + 2, size=512, alignment=512, lower_phase=0, lower_layer=i % 3) for i in range(4)]
-    problem = Problem(
-        buffers=buffers(rows),
-        ids=np.array([0, 1, 3, 4]),
-        orderings=np.array([(1, 0, 1), (1, 1, 0)], ORDERING),
-        phases=PHASES,
-        layers=LAYERS,
-        fingerprint=Fingerprint(model="Llama", inputs=("int64[1, 8]",), versions=(("torch", "2.11.0"), ("µ", "1"))),
-    )
-    group = DynamicSpace(
-        malloc_phase=0,
-        malloc_layer=2,
-        free_phase=1,
-        free_layer=2,
-        stream=0,
-        lower=0,
-        upper=1,
-        spaces=((512, 1536), (1537, 2048)),
-        members=tuple(range(7)),
-        peak_bytes=99,
-    )
-    return memory_plan(problem, replace(stacked(problem), seconds=1.25, **solution), (group,), 99)
-
-
-def assert_same(one: MemoryPlan, other: MemoryPlan) -> None:
-    """Every field, and the dtype and every row of every array, are equal; but texts may be of another width."""
-    for mine, its in ((one.problem, other.problem), (one.solution, other.solution)):
-        for name in type(mine).__dataclass_fields__:
-            a, b = getattr(mine, name), getattr(its, name)
-            if isinstance(a, np.ndarray):
-                kinds = (a.dtype.kind, b.dtype.kind) if name == "ids" and len(a) else (a.dtype, b.dtype)
-                assert a.tolist() == b.tolist(), name
-                assert kinds[0] == kinds[1] or (name == "ids" and not len(a)), name
-            else:
-                assert a == b and type(a) is type(b), name
-    assert one.dynamic == other.dynamic and one.predictions == other.predictions
-    assert one.training == other.training
-
-
-@given(memory_plans(streams=3), st.booleans(), st.booleans(), st.floats(0, 1e9), st.text(max_size=5))
+@given(address_plans(streams=3), st.booleans(), st.booleans(), st.floats(0, 1e9), st.text(max_size=5))
 @in_one_folder
 def test_what_is_saved_is_what_is_loaded(tmp_path, plan, optimal, timed_out, seconds, planner):
     solution = replace(plan.solution, optimal=optimal, timed_out=timed_out, seconds=seconds, planner=planner)
     plan = replace(plan, solution=solution)
-    save(plan, tmp_path / "plan.json")
+    save(plan.alone(), tmp_path / "plan.json")
     loaded = load(str(tmp_path / "plan.json"))
     assert_same(loaded, plan)
     assert is_plan(tmp_path / "plan.json")
@@ -83,39 +45,40 @@ def test_what_is_saved_is_what_is_loaded(tmp_path, plan, optimal, timed_out, sec
 
 
 def test_equal_plans_are_equal_files(path):
-    save(small_plan(), path)
+    save(small_plan().alone(), path)
     first = path.read_bytes()
-    save(small_plan(), path)
+    save(small_plan().alone(), path)
     assert path.read_bytes() == first
 
 
 def test_a_plan_of_numpy_numbers_is_the_same_file(path):
     plan = small_plan()
-    save(plan, path)
+    save(plan.alone(), path)
     first = path.read_bytes()
     numbers = {"lower": np.int64(0), "spaces": ((np.int64(512), np.int64(1536)), (1537, 2048))}
     solution = replace(plan.solution, height=np.int64(plan.solution.height), optimal=np.False_)
-    save(replace(plan, solution=solution, dynamic=(replace(plan.dynamic[0], **numbers),)), path)
+    save(replace(plan, solution=solution, dynamic=(replace(plan.dynamic[0], **numbers),)).alone(), path)
     assert path.read_bytes() == first
 
 
 def test_any_JSON_reader_reads_it_and_a_person_reads_its_head(path):
     plan = small_plan()
-    save(plan, path)
+    save(plan.alone(), path)
     document = json.loads(path.read_text())
-    assert document["memplug_plan"] == FORMAT
+    assert document["memplug_plan"] == FORMAT and document["fingerprint"]["model"] == "Llama"
+    document = document["parts"]["arena"]
     assert document["phases"][1] == {"kind": "backward", "micro_batch": 0}
     assert document["layers"][2] == {"name": "layers.1.mlp", "dynamic": True}
     assert document["dynamic"][0]["spaces"] == [[512, 1536], [1537, 2048]]
     assert document["buffers"]["offset"] == plan.solution.offsets.tolist()
     assert list(document["buffers"]) == ["id", "offset", *BUFFER.names]
-    lines = path.read_text().splitlines()
+    lines = [line.strip() for line in path.read_text().splitlines()]
     assert lines.index('"planner": "stacked",') < lines.index('"buffers": {')
     assert [line.count(",") for line in lines if line.startswith('"upper"')] == [4]
 
 
 def test_every_flipped_bit_is_an_error(path, tmp_path):
-    save(small_plan(), path)
+    save(small_plan().alone(), path)
     content = path.read_bytes()
     flipped = tmp_path / "flipped.json"
     flipped.write_bytes(content)
@@ -132,7 +95,7 @@ def test_every_flipped_bit_is_an_error(path, tmp_path):
 
 
 def test_every_truncated_file_is_an_error(path, tmp_path):
-    save(small_plan(), path)
+    save(small_plan().alone(), path)
     content = path.read_bytes()
     for length in range(len(content)):
         (tmp_path / "short.json").write_bytes(content[:length])
@@ -145,7 +108,7 @@ def test_every_truncated_file_is_an_error(path, tmp_path):
 def test_a_piece_overwritten_or_added_leaves_the_same_plan_or_an_error(tmp_path, data):
     plan = small_plan()
     path = tmp_path / "overwritten.json"
-    save(plan, path)
+    save(plan.alone(), path)
     content = bytearray(path.read_bytes())
     start = data.draw(st.integers(0, len(content)))
     piece = data.draw(st.binary(min_size=1, max_size=64))
@@ -156,7 +119,7 @@ def test_a_piece_overwritten_or_added_leaves_the_same_plan_or_an_error(tmp_path,
 
 
 def test_an_edited_plan_says_that_it_was_changed_and_what_to_do(path):
-    save(small_plan(), path)
+    save(small_plan().alone(), path)
     path.write_text(path.read_text().replace('"height_bytes": 2048', '"height_bytes": 4096'))
     with pytest.raises(LayoutError, match="not what was saved") as refused:
         load(path)
@@ -165,20 +128,20 @@ def test_an_edited_plan_says_that_it_was_changed_and_what_to_do(path):
 
 
 def test_a_plan_that_an_editor_has_formatted_is_still_seen_to_be_one_and_refused(path):
-    save(small_plan(), path)
+    save(small_plan().alone(), path)
     path.write_text(json.dumps(json.loads(path.read_text()), indent=4))
     assert is_plan(path)
     with pytest.raises(LayoutError, match="not what was saved"):
         load(path)
 
 
-@pytest.mark.parametrize("version", [0, 1, 17])
+@pytest.mark.parametrize("version", [0, 1, FORMAT - 1, 17])
 def test_another_format_is_refused_with_both_versions(path, version):
-    save(small_plan(), path)
+    save(small_plan().alone(), path)
     path.write_bytes(path.read_bytes().replace(b'"memplug_plan": %d' % FORMAT, b'"memplug_plan": %d' % version))
     with pytest.raises(LayoutError, match=f"format {version}, and this memplug reads format {FORMAT}") as refused:
         load(path)
-    assert "newer" in refused.value.advice
+    assert "newer" in refused.value.advice and "make it again" in refused.value.advice
 
 
 def forge(path, change):
@@ -193,9 +156,13 @@ def forge(path, change):
 
 
 def test_a_forged_file_that_changes_nothing_is_the_same_plan(path):
-    save(small_plan(), path)
+    save(small_plan().alone(), path)
     forge(path, lambda document: None)
     assert_same(load(path), small_plan())
+
+
+def of_addresses(change):
+    return lambda document: change(document["parts"]["arena"])
 
 
 def put(value, *keys):
@@ -208,9 +175,9 @@ def put(value, *keys):
 
 
 FORGED = {
-    "no table": lambda document: document.pop("buffers"),
-    "no column": lambda document: document["buffers"].pop("stream"),
-    "no head": lambda document: document.pop("planner"),
+    "no table": lambda part: part.pop("buffers"),
+    "no column": lambda part: part["buffers"].pop("stream"),
+    "no head": lambda part: part.pop("planner"),
     "a table of something else": put([1, 2], "buffers"),
     "a column too short": put([0, 1, 2], "buffers", "lower"),
     "a column too long": put([0] * 5, "buffers", "offset"),
@@ -240,17 +207,27 @@ FORGED = {
     "a layer that is a number": put(3, "layers", 0, "name"),
     "a space of three": put([[0, 1, 2]], "dynamic", 0, "spaces"),
     "no predictions": put(None, "predictions"),
+    "something more in a part": put(1, "comment"),
+    "nothing in a part": lambda part: part.clear(),
+}
+FORGED = {name: of_addresses(change) for name, change in FORGED.items()}
+FORGED |= {
     "something more": put(1, "comment"),
     "nothing": lambda document: document.clear(),
+    "no fingerprint": lambda document: document.pop("fingerprint"),
+    "no parts": lambda document: document.pop("parts"),
+    "a list of parts": put([1], "parts"),
+    "a part that is a number": put(1, "parts", "later"),
+    "a training of nothing": put({}, "training"),
 }
 
 
 @pytest.mark.parametrize("name", FORGED)
 def test_a_file_with_a_right_digest_is_not_trusted_either(path, name):
-    save(small_plan(), path)
+    save(small_plan().alone(), path)
     forge(path, FORGED[name])
     with pytest.raises(LayoutError) as refused:
-        load(path)
+        AddressPlan.of(load(path))
     assert refused.value.problem.startswith(f"{path}: ")
     assert "memplug plan" in refused.value.advice
 
@@ -290,19 +267,69 @@ def test_signed_nonsense_is_an_error(path, content):
 
 
 def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(path, monkeypatch):
-    save(small_plan(), path)
+    save(small_plan().alone(), path)
 
     def full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(LayoutError, match="the plan cannot be written.*No space left on device"):
-        save(small_plan(planner="other"), path)
+        save(small_plan(planner="other").alone(), path)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     assert_same(load(path), small_plan())
 
 
 def test_saving_where_there_is_no_folder_says_so(path):
     with pytest.raises(LayoutError, match="No such file or directory") as refused:
-        save(small_plan(), path.parent / "missing" / "plan.json")
+        save(small_plan().alone(), path.parent / "missing" / "plan.json")
     assert "folder that exists" in refused.value.advice
+
+
+def test_a_part_of_an_unknown_technique_is_saved_as_it_was_loaded(path, tmp_path):
+    later = {"steps": [1, 2.5, None], "nested": {"µ": [[0, 1], []]}}
+    plan = small_plan().alone()
+    save(replace(plan, parts={**plan.parts, "later": later}), path)
+    loaded = load(path)
+    assert loaded.parts["later"] == later
+    assert_same(loaded, small_plan())
+    save(loaded, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+
+
+def test_a_swap_list_is_loaded_as_it_was_saved(path):
+    first = target("", 1, last_use=-1, key=3)
+    part = SwapPart(
+        names=("aten::mm", "µ"),
+        program=(0, 1, 0),
+        outside=((1, (0, 1)),),
+        ranks=(2, 0),
+        targets=(first, target("aten::mm", 3)),
+        anchors=((3, 0, 3),),
+        host_bytes=512,
+        predicted_stall_s=0.25,
+    )
+    save(decided_plan().with_part(part), path)
+    assert SwapPart.of(load(path)) == part
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (SwapPart, put("3", "parts", "swap", "targets", 0, "nbytes")),
+        (SwapPart, put([[0, 1]], "parts", "swap", "anchors")),
+        (SwapPart, lambda document: document["parts"]["swap"]["targets"][0].pop("operator")),
+        (SwapPart, put(1, "parts", "swap", "comment")),
+        (Decisions, put(None, "parts", "tokenwise", "solution")),
+        (Decisions, put(float("nan"), "parts", "tokenwise", "solution", "step_s")),
+        (Decisions, put([["aten::mm", "1", False]], "parts", "tokenwise", "settings", "layers.0", "plan")),
+        (Decisions, put(1, "parts", "tokenwise", "comment")),
+    ],
+)
+def test_parts_with_a_right_digest_are_not_trusted_either(path, kind, change):
+    save(decided_plan().with_part(SwapPart(targets=(target("aten::mm", 3),))), path)
+    assert kind.of(load(path)) is not None
+    forge(path, change)
+    with pytest.raises(LayoutError) as refused:
+        kind.of(load(path))
+    assert refused.value.problem.startswith(f"{path}: ") and f"in its part {kind.name}: " in refused.value.problem
+    assert "memplug plan" in refused.value.advice

@@ -7,14 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from memplug.arena.judge import Fault
-from memplug.arena.plan.part import DynamicSpace, Predictions
+from memplug.arena.judge import Fault, judge_addresses
+from memplug.arena.plan.part import AddressPlan, DynamicSpace, Predictions, address_plan
 from memplug.arena.plan.problem import BUFFER, ORDERING, Problem, Solution
 from memplug.errors import LayoutError
-from memplug.plans.judge import judge_plan
-from memplug.plans.schema import MemoryPlan, memory_plan
 from memplug.profile.records import Fingerprint
-from tests.support.layouts import LAYERS, PHASES, at, is_valid_plan, memory_plans, problem_of
+from tests.support.layouts import LAYERS, PHASES, address_plans, at, is_valid_plan, problem_of
 
 TWO = problem_of((0, 2, 4), (1, 3, 8))
 
@@ -23,10 +21,10 @@ def codes(findings):
     return [finding.code for finding in findings]
 
 
-@given(memory_plans(streams=2))
+@given(address_plans(streams=2))
 def test_a_plan_that_holds_is_accepted_for_the_run_that_it_is_of(plan):
     assert is_valid_plan(plan)
-    assert judge_plan(plan) == judge_plan(plan, plan.problem) == ()
+    assert judge_addresses(plan) == judge_addresses(plan, plan.problem) == ()
 
 
 def one_more(draw, value):
@@ -135,24 +133,24 @@ OF_THE_REST = {
 def test_every_field_of_a_plan_is_corrupted_in_some_test():
     corrupted = {name.split(".")[0] for name in (OF_THE_PROBLEM | OF_THE_REST)}
     of_problem = {each.name for each in fields(Problem)}
-    assert corrupted == of_problem | {each.name for each in fields(MemoryPlan)} - {"problem", "training", "parts"}
+    assert corrupted == of_problem | {each.name for each in fields(AddressPlan)} - {"problem"}
     # decisions are corrupted in tests/plans/test_plan_decisions.py; techniques judge their parts:
     # tests/session/test_followers.py
 
 
 @pytest.mark.parametrize("field", OF_THE_PROBLEM | OF_THE_REST)
-@given(plan=memory_plans(most=5, streams=2, fewest=1, fewest_groups=1), data=st.data())
+@given(plan=address_plans(most=5, streams=2, fewest=1, fewest_groups=1), data=st.data())
 @settings(max_examples=25)
 def test_a_corrupted_field_is_rejected_unless_the_plan_still_holds(field, plan, data):
     try:
         corrupted = (OF_THE_PROBLEM | OF_THE_REST)[field](data.draw, plan)
     except LayoutError:
         return  # no problem at all
-    assert (judge_plan(corrupted) == ()) == is_valid_plan(corrupted)
+    assert (judge_addresses(corrupted) == ()) == is_valid_plan(corrupted)
 
 
 @pytest.mark.parametrize("field", OF_THE_PROBLEM)
-@given(plan=memory_plans(most=5, streams=2, fewest=1), data=st.data())
+@given(plan=address_plans(most=5, streams=2, fewest=1), data=st.data())
 @settings(max_examples=15)
 def test_a_plan_of_another_run_is_rejected_whatever_differs(field, plan, data):
     try:
@@ -160,15 +158,15 @@ def test_a_plan_of_another_run_is_rejected_whatever_differs(field, plan, data):
     except LayoutError:
         return
     expected = {Fault.OTHER_RUN} if field in ("phases", "layers") or "fingerprint" in field else {Fault.OTHER_BUFFERS}
-    assert set(codes(judge_plan(plan, corrupted.problem))) == expected
-    assert expected <= set(codes(judge_plan(corrupted, plan.problem)))
+    assert set(codes(judge_addresses(plan, corrupted.problem))) == expected
+    assert expected <= set(codes(judge_addresses(corrupted, plan.problem)))
 
 
 def plan_of(problem, *offsets, spaces=(), **group):
     """With one dynamic group, if there are spaces or fields of it."""
     values = {"malloc_phase": -1, "malloc_layer": -1, "free_phase": -1, "free_layer": -1, "stream": 0, "lower": 0}
     values |= {"upper": 9, "spaces": tuple(spaces), "members": (0,), "peak_bytes": 5, **group}
-    return memory_plan(problem, at(problem, *offsets), (DynamicSpace(**values),), values["peak_bytes"])
+    return address_plan(problem, at(problem, *offsets), (DynamicSpace(**values),), values["peak_bytes"])
 
 
 FOUR = problem_of((0, 4, 4), (2, 6, 4), (6, 9, 4), (1, 4, 4), phases=PHASES, layers=LAYERS)
@@ -201,7 +199,7 @@ DYNAMIC = {
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_dynamic_spaces_are_free_all_of_their_time(name):
     group, code = DYNAMIC[name]
-    found = judge_plan(plan_of(FOUR, 0, 4, 4, 8, **group))
+    found = judge_addresses(plan_of(FOUR, 0, 4, 4, 8, **group))
     assert codes(found) == ([] if code is None else [code])
 
 
@@ -211,20 +209,20 @@ def test_findings_about_another_run_say_what_differs():
     planned = problem_of(*rows, fingerprint=print_of_plan)
     rows[1] = (2, 6, 5)
     run = problem_of(*rows, fingerprint=replace(print_of_plan, model="Mixtral", rank=3))
-    found = judge_plan(memory_plan(planned, at(planned, 0, 4, 4)), run)
+    found = judge_addresses(address_plan(planned, at(planned, 0, 4, 4)), run)
     assert [finding.message for finding in found] == [
         "the plan is of model 'Llama', and this run has 'Mixtral'",
         "the plan is of rank 0, and this run has 3",
         "buffer 1 has size 4 in the plan and 5 in this run",
     ]
-    fewer = judge_plan(memory_plan(planned, at(planned, 0, 4, 4)), planned.part(np.array([0, 1])))
+    fewer = judge_addresses(address_plan(planned, at(planned, 0, 4, 4)), planned.part(np.array([0, 1])))
     assert [finding.message for finding in fewer] == ["the plan is of 3 buffers, and this run has 2"]
 
 
 def test_a_prediction_that_the_plan_does_not_give_says_both_numbers():
-    plan = memory_plan(TWO, at(TWO, 0, 4))
+    plan = address_plan(TWO, at(TWO, 0, 4))
     wrong = replace(plan, predictions=replace(plan.predictions, static_peak_bytes=11))
-    (found,) = judge_plan(wrong)
+    (found,) = judge_addresses(wrong)
     assert (found.code, found.message) == (
         Fault.PREDICTION,
         "static_peak_bytes is predicted to be 11, where the plan gives 12",

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 import memplug
+from memplug.arena.plan.part import AddressPlan
 from memplug.arena.technique import State
 from memplug.plans import plan_file
 from memplug.session.table import Stage
+from memplug.tokenwise.plan.decisions import Decisions
 from tests.support.forking import launch_forked
 from tests.support.serving import llama, mixtral
 
@@ -129,14 +131,14 @@ def test_the_second_run_is_planned_and_served_from_its_first_step(kept: tuple[Pa
 
 def test_the_plan_on_disk_is_what_ran(kept: tuple[Path, Run]) -> None:
     plan, report = plan_file.load(kept[0]), kept[1].report
-    assert plan.training is not None and plan.training.decisions is not None and plan.training.program is not None
-    decisions = plan.training.decisions
+    decisions, addresses = Decisions.of(plan), AddressPlan.of(plan)
+    assert decisions is not None and addresses is not None and plan.training.program is not None
     assert sorted(decisions.settings) == ["model.layers.0", "model.layers.1"]
     assert decisions.solution.host_bytes == report["predicted_host_bytes"]
-    assert plan.predictions.arena_bytes == kept[1].arena_bytes
+    assert addresses.predictions.arena_bytes == kept[1].arena_bytes
     names = plan.training.program.names
     assert "aten::mm" in names and len(plan.training.program.operators) > 200
-    assert plan.problem.fingerprint.inputs == ("int64[2, 16], int64[2, 16]",)
+    assert plan.fingerprint.inputs == ("int64[2, 16], int64[2, 16]",)
     assert not plan.training.gradients_stay
 
 
@@ -181,6 +183,35 @@ def test_a_run_that_ends_before_it_has_addresses_leaves_its_decisions(tmp_path: 
     only_plan(tmp_path)
 
 
+def with_unknown_part(file: Path) -> dict[str, Any]:
+    """Adds the part of a technique that is not there."""
+    plan, part = plan_file.load(file), {"rows": [1, 2, 3]}
+    plan_file.save(replace(plan, parts={**plan.parts, "later": part}), file)
+    return part
+
+
+def test_a_part_of_an_unknown_technique_is_left_alone_and_said_to_be_there(
+    kept: tuple[Path, Run], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    part = with_unknown_part(only_plan(folder))
+    with caplog.at_level(logging.WARNING, "memplug"):
+        second = train(folder)
+    assert second.is_second() and second.losses == kept[1].losses
+    assert plan_file.load(only_plan(folder)).parts["later"] == part
+    assert "has parts that no technique here reads: later" in caplog.text
+
+
+def test_a_part_of_an_unknown_technique_outlasts_new_addresses_and_no_new_decisions(tmp_path: Path) -> None:
+    train(tmp_path, steps=4)  # decisions alone
+    part = with_unknown_part(only_plan(tmp_path))
+    train(tmp_path)
+    plan = plan_file.load(only_plan(tmp_path))
+    assert sorted(plan.parts) == ["arena", "later", "tokenwise"] and plan.parts["later"] == part
+    plan_file.save(replace(plan, fingerprint=replace(plan.fingerprint, device="other")), only_plan(tmp_path))
+    train(tmp_path)  # as a first run
+    assert sorted(plan_file.load(only_plan(tmp_path)).parts) == ["arena", "tokenwise"]
+
+
 def test_every_program_of_the_first_run_is_known_in_the_second(tmp_path: Path) -> None:
     """Lengths change for good halfway."""
     halves = {"length": lambda step: 16 if step < 14 else 24, "steps": 28}
@@ -204,8 +235,7 @@ def wider() -> nn.Module:
 def change(file: Path, **fields: Any) -> None:
     """As if the plan had been made by another job; it stays where this one looks for its own."""
     plan = plan_file.load(file)
-    problem = replace(plan.problem, fingerprint=replace(plan.problem.fingerprint, **fields))
-    plan_file.save(replace(plan, problem=problem), file)
+    plan_file.save(replace(plan, fingerprint=replace(plan.fingerprint, **fields)), file)
 
 
 def flip(file: Path) -> None:
@@ -216,9 +246,10 @@ def flip(file: Path) -> None:
 
 def overlap(file: Path) -> None:
     plan = plan_file.load(file)
-    offsets, kept = plan.solution.offsets.copy(), plan.problem.buffers["outlives"]
+    part = AddressPlan.of(plan)
+    offsets, kept = part.solution.offsets.copy(), part.problem.buffers["outlives"]
     offsets[~kept] = offsets[~kept].min()
-    plan_file.save(replace(plan, solution=replace(plan.solution, offsets=offsets)), file)
+    plan_file.save(plan.with_part(replace(part, solution=replace(part.solution, offsets=offsets))), file)
 
 
 def cut_short(file: Path) -> None:
@@ -227,9 +258,21 @@ def cut_short(file: Path) -> None:
 
 def of_more_host_memory(file: Path) -> None:
     plan = plan_file.load(file)
-    decisions = plan.training.decisions
+    decisions = Decisions.of(plan)
     larger = replace(decisions, solution=replace(decisions.solution, host_bytes=2**60))
-    plan_file.save(replace(plan, training=replace(plan.training, decisions=larger)), file)
+    plan_file.save(plan.with_part(larger), file)
+
+
+def lose(file: Path, what: str) -> None:
+    plan = plan_file.load(file)
+    parts = {name: part for name, part in plan.parts.items() if name != what}
+    training = replace(plan.training, program=None) if what == "program" else plan.training
+    plan_file.save(replace(plan, parts=parts, training=training), file)
+
+
+def of_something_else(file: Path) -> None:
+    plan = plan_file.load(file)
+    plan_file.save(replace(plan, parts={**plan.parts, "swap": {"tensors": 3}}), file)
 
 
 SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -241,6 +284,9 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "its end": (cut_short, "not what was saved"),
     "addresses": (overlap, "the judge refuses it"),
     "host memory": (of_more_host_memory, "and the host budget is"),
+    "no decisions": (lambda file: lose(file, "tokenwise"), "a program without decisions"),
+    "no program": (lambda file: lose(file, "program"), "decisions without a program"),
+    "a part": (of_something_else, "in its part swap"),
 }
 
 

@@ -6,13 +6,12 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from memplug.arena.plan.problem import BUFFER, Problem, Solution
 from memplug.errors import LayoutError
-from memplug.plans.schema import MemoryPlan, memory_plan
+from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
+from memplug.profile.records import Fingerprint
 from memplug.session.followers import MOST_PARTS, Followers
 from memplug.session.technique import Technique
 
@@ -53,6 +52,8 @@ class Numbers(Technique[Part]):
         self.log.append(f"{self.name} has none")
 
     def kept(self, plan: MemoryPlan) -> Part | None:
+        if self.fails == "kept":
+            raise LayoutError("no number at all")
         number = plan.parts.get(self.name)
         return Part(number) if number is not None else None
 
@@ -75,10 +76,8 @@ def following(said: list[str], *names: str, warmup_steps: int = 0) -> tuple[Foll
 
 
 def plan(**parts: int) -> MemoryPlan:
-    """Of no request, with these parts."""
-    empty = Problem(buffers=np.empty(0, BUFFER))
-    solution = Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True)
-    return replace(memory_plan(empty, solution), parts=parts)
+    """With these parts."""
+    return MemoryPlan(fingerprint=Fingerprint(), parts=parts)
 
 
 TRACE: Any = object()
@@ -158,6 +157,13 @@ def test_a_kept_part_that_its_judge_refuses_is_not_used(said: list[str], caplog:
     a.wrong = ""
     followers.end_step("one", TRACE)
     assert said[:2] == ["a proposes 1", "a has 1"]
+
+
+def test_a_kept_part_that_cannot_be_read_is_not_used(said: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    followers, (a,) = following(said, "a")
+    a.fails = "kept"
+    assert followers.resume({"one": plan(a=5)}, "one") == {"one": {}} and said == []
+    assert "what a plan says of the a is not used: no number at all" in caplog.text
 
 
 def test_inputs_that_were_not_expected_withdraw_all_parts_and_the_program_has_them_back(said: list[str]) -> None:

@@ -6,15 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from memplug.arena.plan.problem import BUFFER, Problem, Solution
 from memplug.beside import Beside
 from memplug.plans import plan_file
-from memplug.plans.schema import MemoryPlan, Training, memory_plan
+from memplug.plans.schema import MemoryPlan, Training
 from memplug.profile.records import Fingerprint
 from memplug.session.plan_store import PlanStore
+from memplug.session.techniques import JUDGES
+from memplug.swap.plan.part import SwapPart
+from tests.support.plans import decided_plan, decisions, small_plan, target
 
 WORLD_SIZE = 3
 
@@ -31,15 +32,12 @@ class OtherRanks:
 
 
 def store(folder: Path, rank: int, ranks: OtherRanks) -> PlanStore:
-    return PlanStore(folder, Fingerprint(model="Llama", rank=rank, world_size=WORLD_SIZE), ranks)
+    return PlanStore(folder, Fingerprint(model="Llama", rank=rank, world_size=WORLD_SIZE), ranks, JUDGES)
 
 
 def plan(run: str, rank: int = 0) -> MemoryPlan:
     job = Fingerprint(model="Llama", rank=rank, world_size=WORLD_SIZE)
-    empty = Problem(buffers=np.empty(0, BUFFER), fingerprint=job)
-    nothing = Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True)
-    training = Training(run=run, index=0, program=None, decisions=None, gradients_stay=False)
-    return replace(memory_plan(empty, nothing), training=training)
+    return MemoryPlan(fingerprint=job, training=Training(run=run, index=0, program=None, gradients_stay=False))
 
 
 def keep(store: PlanStore, plan: MemoryPlan) -> None:
@@ -82,3 +80,37 @@ def test_ranks_go_on_from_an_estimated_plan_only_if_all_can(
     of_rank_1 = store(tmp_path, 1, OtherRanks(answers=[("a run", keys, why)]))
     found = of_rank_1.load(lambda plan: "")
     assert of_rank_1.refused == refused and len(found) == (not refused)
+
+
+def otherwise_solved(**fields: Any) -> MemoryPlan:
+    return decided_plan().with_part(replace(decisions(), solution=replace(decisions().solution, **fields)))
+
+
+SWAPPED = SwapPart(names=("aten::mm",), program=(0,) * 9, targets=(target("aten::mm", 1),))
+SAME = {
+    "all": (decided_plan(), decided_plan(), True),
+    "but for measured times": (decided_plan(), otherwise_solved(step_s=9.0), True),
+    "but for decisions": (decided_plan(), decided_plan().with_part(replace(decisions(), settings={})), False),
+    "but for addresses": (decided_plan(), decided_plan().with_part(replace(small_plan(), dynamic=())), False),
+    "with a list": (decided_plan().with_part(SWAPPED), decided_plan().with_part(SWAPPED), True),
+    "but for predictions of the list": (
+        decided_plan().with_part(SWAPPED),
+        decided_plan().with_part(replace(SWAPPED, predicted_stall_s=1.0)),
+        True,
+    ),
+    "but for the list": (decided_plan().with_part(SWAPPED), decided_plan().with_part(SwapPart()), False),
+    "but for a list": (decided_plan(), decided_plan().with_part(SWAPPED), False),
+    "but for an unknown part": (
+        replace(decided_plan(), parts={"later": {"a": 1}}),
+        replace(decided_plan(), parts={"later": {"a": 2}}),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_a_rank_shares_the_file_of_a_lower_one_that_does_the_same(what: str, tmp_path: Path) -> None:
+    lower, own, shares = SAME[what]
+    keep(store(tmp_path, 0, OtherRanks()), lower)
+    keep(store(tmp_path, 1, OtherRanks()), own)
+    assert [file.is_symlink() for file in sorted(tmp_path.glob("*.json"))] == [False, shares]

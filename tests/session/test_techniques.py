@@ -17,14 +17,25 @@ from tests.support.folders import ROOT
 TOY = '''
 """Sums the requests of a program."""
 
+from dataclasses import dataclass
+
+from memplug.plans.schema import PlanPart
 from memplug.profile.recorder import Detail
 from memplug.session.technique import Technique
 
 CALLS = []
 
 
-class Toy(Technique[dict]):
+@dataclass(frozen=True)
+class Sum(PlanPart):
     name = "toy"
+    asked_bytes: int
+
+
+class Toy(Technique[Sum]):
+    name = "toy"
+    part_type = Sum
+    mistakes_of = staticmethod(lambda part: iter(()))
     least = 1
 
     def __init__(self):
@@ -42,14 +53,14 @@ class Toy(Technique[dict]):
             return None
         asked = int(trace.requests["nbytes"].sum())
         CALLS.append(("propose", asked))
-        return {"asked_bytes": asked}
+        return Sum(asked)
 
     def judge(self, part):
-        return "" if part["asked_bytes"] >= self.least else f"only {part['asked_bytes']} bytes"
+        return "" if part.asked_bytes >= self.least else f"only {part.asked_bytes} bytes"
 
     def install(self, part):
         self.begun = False
-        CALLS.append(("install", part["asked_bytes"]))
+        CALLS.append(("install", part.asked_bytes))
 
     def withdraw(self):
         self.begun = False

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplug.arena.plan.part import DynamicSpace
+from memplug.arena.plan.part import AddressPlan, DynamicSpace, address_plan
 from memplug.arena.plan.problem import BUFFER, Buffer, Problem, buffers, solved
-from memplug.plans.schema import memory_plan
 from memplug.profile.records import Fingerprint, Layer
-from memplug.show.plan_diff import diff, rows
-from tests.support.layouts import LAYERS, PHASES, memory_plans, stacked
+from memplug.show import plan_diff
+from memplug.show.plan_diff import rows
+from tests.support.layouts import LAYERS, PHASES, address_plans, stacked
 
 REQUESTS = ("same", "moved", "resized", "only_in_a", "only_in_b")
 
@@ -27,7 +27,12 @@ def plan_of(*rows_of_it, offsets=None, **fields):
     ]
     problem = Problem(buffers=buffers(made), **{"phases": PHASES, "layers": LAYERS, **fields})
     solution = stacked(problem) if offsets is None else solved(problem, np.array(offsets, np.int64), "test")
-    return memory_plan(problem, solution)
+    return address_plan(problem, solution)
+
+
+def diff(a: AddressPlan, b: AddressPlan):
+    """Of plans of these addresses alone."""
+    return plan_diff.diff(a.alone(), b.alone())
 
 
 def counts(facts):
@@ -37,7 +42,7 @@ def counts(facts):
 BASE = [(0, 0, 8), (0, 0, 16), (0, 1, 8), (0, 1, 8), (1, 1, 32), (1, 0, 8), (-1, -1, 8)]
 
 
-@given(memory_plans(streams=2))
+@given(address_plans(streams=2))
 def test_a_plan_is_the_same_as_itself(plan):
     facts = diff(plan, plan)
     assert counts(facts) == ({"same": len(plan.problem)} if len(plan.problem) else {})
@@ -46,7 +51,7 @@ def test_a_plan_is_the_same_as_itself(plan):
     assert facts["height_change_bytes"] == facts["lower_bound_change_bytes"] == facts["fragmentation_change"] == 0
 
 
-@given(memory_plans(streams=2), memory_plans(streams=2))
+@given(address_plans(streams=2), address_plans(streams=2))
 def test_no_request_is_lost_or_counted_twice_and_the_sides_can_be_exchanged(a, b):
     facts, back = diff(a, b), diff(b, a)
     for side, plan in (("a", a), ("b", b)):
@@ -65,7 +70,7 @@ def test_no_request_is_lost_or_counted_twice_and_the_sides_can_be_exchanged(a, b
 def test_the_order_of_the_rows_in_a_table_says_nothing(order):
     plan = plan_of(*BASE)
     shuffled = replace(plan.solution, offsets=plan.solution.offsets[order])
-    assert counts(diff(plan, memory_plan(plan.problem.part(np.array(order)), shuffled))) == {"same": len(BASE)}
+    assert counts(diff(plan, address_plan(plan.problem.part(np.array(order)), shuffled))) == {"same": len(BASE)}
 
 
 @pytest.mark.parametrize("row", range(len(BASE) + 1))
@@ -112,7 +117,7 @@ def test_a_request_of_another_phase_layer_or_stream_is_another_one(change):
     for name, value in change.items():
         table[name][1] = value
     other = Problem(buffers=table, phases=PHASES, layers=LAYERS)
-    assert counts(diff(plan, memory_plan(other, stacked(other)))) == {"same": 1, "only_in_a": 1, "only_in_b": 1}
+    assert counts(diff(plan, address_plan(other, stacked(other)))) == {"same": 1, "only_in_a": 1, "only_in_b": 1}
 
 
 def test_phases_and_layers_are_compared_by_what_they_are_not_by_their_place_in_the_table():
@@ -121,7 +126,7 @@ def test_phases_and_layers_are_compared_by_what_they_are_not_by_their_place_in_t
     for column, count in (("lower_phase", len(PHASES)), ("lower_layer", len(LAYERS))):
         table[column] = np.where(table[column] < 0, -1, count - 1 - table[column])
     problem = Problem(buffers=table, phases=PHASES[::-1], layers=LAYERS[::-1])
-    assert counts(diff(a, memory_plan(problem, stacked(problem)))) == {"same": len(BASE)}
+    assert counts(diff(a, address_plan(problem, stacked(problem)))) == {"same": len(BASE)}
     renamed = plan_of(*BASE, layers=tuple(Layer(f"other.{i}") for i in range(len(LAYERS))))
     assert counts(diff(a, renamed)) == {"same": 1, "only_in_a": 6, "only_in_b": 6}
 
@@ -168,8 +173,8 @@ def test_dynamic_spaces_that_differ_are_said_to():
         peak_bytes=9,
     )
     plan = plan_of(*BASE)
-    a = memory_plan(plan.problem, plan.solution, (group,), 9)
-    b = memory_plan(plan.problem, plan.solution, (replace(group, spaces=((8, 10),)),), 9)
+    a = address_plan(plan.problem, plan.solution, (group,), 9)
+    b = address_plan(plan.problem, plan.solution, (replace(group, spaces=((8, 10),)),), 9)
     assert not diff(a, b)["same_dynamic_spaces"]
     assert dict(rows(diff(a, b)))["dynamic requests"] == "1 group, 9 bytes in both; what they may reuse differs"
     assert dict(rows(diff(a, a)))["dynamic requests"] == "1 group, 9 bytes in both"
@@ -182,7 +187,7 @@ def test_plans_of_named_buffers_are_compared_too():
         table[name] = -1
     named = Problem(buffers=table, ids=np.array(["x", "y"]))
     facts = diff(
-        memory_plan(named, stacked(named)), memory_plan(named.part(np.array([1])), stacked(named.part(np.array([1]))))
+        address_plan(named, stacked(named)), address_plan(named.part(np.array([1])), stacked(named.part(np.array([1]))))
     )
     assert counts(facts) == {"same": 1, "moved": 1, "only_in_a": 1}
     assert facts["only_in_a_largest"][0]["a_id"] == "x"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from memplug.cli import app
 from memplug.plans.plan_file import save
-from memplug.plans.schema import MemoryPlan, memory_plan
+from memplug.plans.schema import MemoryPlan
 from memplug.show import decision_bars
 from memplug.show.decisions import decisions, rows
 from memplug.show.figure import Axis, Bars
@@ -23,9 +23,8 @@ from memplug.show.page import write_page
 from memplug.show.picture import write_picture
 from memplug.show.plan_diff import diff
 from memplug.show.plan_diff import rows as diff_rows
-from memplug.tokenwise.plan.decisions import Decision, Learnt, Setting
-from tests.plans.test_plan_decisions import decided_plan
-from tests.support.layouts import problem_of, stacked
+from memplug.tokenwise.plan.decisions import Decision, Decisions, Learnt, Setting
+from tests.support.plans import decided_plan
 
 SWAP, HALF, KEEP = Decision("aten::mm", 1.0), Decision("aten::mm", 0.5), Decision("aten::mm", 1.0, keep=True)
 MIB = 2**20
@@ -45,14 +44,12 @@ def plain(mib: int = 7) -> Setting:
 def planned(settings: dict[str, Setting], plan: MemoryPlan | None = None, **solution) -> MemoryPlan:
     """That plan, by default one with addresses, with these settings of its regions."""
     plan = plan or decided_plan()
-    training = decided_plan().training
-    decided = replace(training.decisions, settings=settings, solution=replace(training.decisions.solution, **solution))
-    return replace(plan, training=replace(training, decisions=decided))
+    plan, decided = replace(plan, training=decided_plan().training), Decisions.of(decided_plan())
+    return plan.with_part(replace(decided, settings=settings, solution=replace(decided.solution, **solution)))
 
 
 def without_addresses(plan: MemoryPlan) -> MemoryPlan:
-    problem = replace(problem_of(), fingerprint=plan.problem.fingerprint)
-    return replace(memory_plan(problem, stacked(problem)), training=plan.training)
+    return replace(plan, parts={name: part for name, part in plan.parts.items() if name != "arena"})
 
 
 def layers(count: int, plains: int = 0) -> dict[str, Setting]:
@@ -65,7 +62,7 @@ def layers(count: int, plains: int = 0) -> dict[str, Setting]:
 
 def test_numbers_are_those_of_the_plan():
     plan = decided_plan()
-    facts, decided = decisions(plan), plan.training.decisions
+    facts, decided = decisions(plan), Decisions.of(plan)
     first, second = facts["regions"]
     assert first["name"] == "layers.0" and not first["plain"] and second["name"] == "layers.1" and second["plain"]
     assert (first["swapped_by_rows_operators"], first["kept_operators"], first["swapped_whole_operators"]) == (1, 1, 0)
@@ -91,10 +88,14 @@ def test_regions_are_in_the_order_of_their_numbers_whatever_they_run():
     assert shown == ["model.layers.0", "model.layers.1", "model.layers.2", "model.layers.10", "head"]
 
 
-@pytest.mark.parametrize("changes", [None, {"decisions": None, "program": None}])
-def test_a_plan_without_decisions_has_none_to_show(changes, tmp_path):
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_plan_without_decisions_has_none_to_show(trained, tmp_path):
     plan = decided_plan()
-    plan = replace(plan, training=None if changes is None else replace(plan.training, **changes))
+    if trained:
+        parts = {"arena": plan.parts["arena"]}
+        plan = replace(plan, training=replace(plan.training, program=None), parts=parts)
+    else:
+        plan = replace(plan, training=None)
     facts = summary(plan)
     assert facts["decisions"] is None and decision_bars.column(plan) is None
     assert not {"made by", "decisions"} & dict(plan_rows(facts)).keys()

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from memplug.arena.plan import search
 from memplug.arena.plan.from_trace import last_step
 from memplug.arena.plan.from_trace import problem_of as problem_of_trace
+from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import Problem, Solution, buffers
 from memplug.cli import app
 from memplug.errors import MemplugError
 from memplug.plans.plan_file import save
-from memplug.plans.schema import MemoryPlan, memory_plan
 from memplug.profile.trace import Fingerprint, Layer, Pass, Phase
 from memplug.profile.trace_file import load
 from memplug.show.figure import Rectangles
@@ -28,16 +28,16 @@ from memplug.show.page import write_page
 from memplug.show.picture import write_picture
 from memplug.show.raster import largest, raster
 from tests.support.folders import DATA
-from tests.support.layouts import memory_plans, problem_of, stacked
+from tests.support.layouts import address_plans, problem_of, stacked
 
 
 @pytest.fixture(scope="module")
-def recorded() -> MemoryPlan:
+def recorded() -> AddressPlan:
     problem = problem_of_trace(last_step(load(DATA / "llama7b_long_ckpt.npz")))
-    return memory_plan(problem, search.solve(problem, improve=False))
+    return address_plan(problem, search.solve(problem, improve=False))
 
 
-def named(**fields) -> MemoryPlan:
+def named(**fields) -> AddressPlan:
     """Two phases, two layers with names that are markup, and text ids."""
     problem = problem_of((0, 6, 512), (1, 3, 1024), (3, 9, 1024))
     table = problem.buffers.copy()
@@ -51,10 +51,10 @@ def named(**fields) -> MemoryPlan:
         fingerprint=Fingerprint(model="<i>Llama</i>"),
         **fields,
     )
-    return memory_plan(problem, stacked(problem))
+    return address_plan(problem, stacked(problem))
 
 
-@given(memory_plans())
+@given(address_plans())
 def test_the_raster_has_the_group_of_the_request_at_each_address_and_time(plan):
     drawn, (begin, end) = next(iter(rectangles(plan).values())), span(plan.problem)
     if not plan.solution.height:
@@ -68,16 +68,16 @@ def test_the_raster_has_the_group_of_the_request_at_each_address_and_time(plan):
     assert np.array_equal(pixels, expected) and drawn.of.max() < len(drawn.groups)
 
 
-def painted(plan: MemoryPlan, values: list[int], height_bytes: int, shape: tuple[int, int]) -> np.ndarray:
+def painted(plan: AddressPlan, values: list[int], height_bytes: int, shape: tuple[int, int]) -> np.ndarray:
     drawn: Rectangles = replace(rectangles(plan)["size"], of=np.array(values) - 1)
     return raster(drawn, span(plan.problem), height_bytes, shape)
 
 
 def test_what_is_smaller_than_a_pixel_has_one_and_does_not_cover_what_lives_long():
-    plan = memory_plan(problem := problem_of((0, 1000, 1000), (500, 501, 1), (700, 702, 5)), stacked(problem))
+    plan = address_plan(problem := problem_of((0, 1000, 1000), (500, 501, 1), (700, 702, 5)), stacked(problem))
     pixels = painted(plan, [1, 2, 3], plan.solution.height, (10, 10))
     assert (pixels[:9] == 1).all() and set(np.unique(pixels[9])) <= {1, 2, 3} and 3 not in pixels[:9]
-    brief = memory_plan(problem := problem_of((0, 1000, 500), (400, 401, 500)), stacked(problem))
+    brief = address_plan(problem := problem_of((0, 1000, 500), (400, 401, 500)), stacked(problem))
     pixels = painted(brief, [1, 2], 1000, (10, 10))
     assert (pixels[:5] == 1).all() and (pixels[5:, 4] == 2).all() and (pixels[5:] > 0).sum() == 5
     assert painted(plan, [1, 2, 3], 2000, (2000, 1000))[1000, 500] == 2
@@ -85,7 +85,7 @@ def test_what_is_smaller_than_a_pixel_has_one_and_does_not_cover_what_lives_long
 
 def test_the_curve_has_the_peak_and_the_largest_are_those_of_the_most_area(recorded):
     drawn = rectangles(recorded)["phase"]
-    curve, _, phases, layers = plan_figure(recorded).columns[0].panels
+    curve, _, phases, layers = plan_figure(recorded.alone()).columns[0].panels
     in_use, mark = curve.content[0], curve.content[-1]
     assert mark.y == recorded.problem.lower_bound == in_use.levels.max() == in_use.levels[0, in_use.x == mark.x]
     area = (drawn.upper - drawn.lower) * (drawn.stop - drawn.start)
@@ -94,10 +94,10 @@ def test_the_curve_has_the_peak_and_the_largest_are_those_of_the_most_area(recor
     assert len(phases.content[0].begin) == len(recorded.problem.phases) and len(layers.content[0].begin) > 8
 
 
-def picture(plan: MemoryPlan, path) -> np.ndarray:
+def picture(plan: AddressPlan, path) -> np.ndarray:
     import matplotlib.image
 
-    write_picture(plan_figure(plan), path)
+    write_picture(plan_figure(plan.alone()), path)
     return matplotlib.image.imread(path)
 
 
@@ -106,13 +106,13 @@ def test_pictures_and_pages_are_made_of_any_plan(made, recorded, tmp_path):
     problems = {"empty": problem_of(), "one": problem_of((5, 9, 100)), "csv": problem_of((0, 9, 7), (2, 5, 9000))}
     plan = recorded if made == "recorded" else named() if made == "named" else None
     if plan is None:
-        plan = memory_plan(problems[made], stacked(problems[made]))
+        plan = address_plan(problems[made], stacked(problems[made]))
     image = picture(plan, tmp_path / "map.png")
     assert image.shape[:2] == (1045, 1650)
     # A coloured map, not only text: a good part is neither white nor grey.
     coloured = (image[..., :3].max(axis=2) - image[..., :3].min(axis=2) > 0.15).mean()
     assert coloured > 0.1 if made in ("recorded", "named", "one") else coloured >= 0
-    write_page(plan_figure(plan), tmp_path / "map.html")
+    write_page(plan_figure(plan.alone()), tmp_path / "map.html")
     assert (tmp_path / "map.html").stat().st_size < 12e6
 
 
@@ -126,7 +126,7 @@ def unpacked(packed: list[str]) -> list[int]:
 
 
 def test_a_page_needs_no_network_and_knows_every_request(recorded, tmp_path):
-    write_page(plan_figure(recorded), tmp_path / "map.html")
+    write_page(plan_figure(recorded.alone()), tmp_path / "map.html")
     page = (tmp_path / "map.html").read_text()
     assert not re.search(r'<(script|link|img)[^>]*(src|href)="http', page)
     facts, table = facts_of(page), recorded.problem.buffers
@@ -138,7 +138,7 @@ def test_a_page_needs_no_network_and_knows_every_request(recorded, tmp_path):
 
 
 def test_names_are_text_in_a_page_whatever_they_hold(tmp_path):
-    write_page(plan_figure(named()), tmp_path / "map.html")
+    write_page(plan_figure(named().alone()), tmp_path / "map.html")
     page = (tmp_path / "map.html").read_text()
     assert facts_of(page)["names"][0] == "</script>" and facts_of(page)["words"][1][0][1] == "<b>layers.1</b>"
     head = page.split("<body>")[0]
@@ -152,8 +152,8 @@ def test_three_hundred_thousand_requests_stay_small_enough_to_open(tmp_path):
     table = buffers(np.stack([lower, lower + 1 + np.arange(count) % 3000, np.full(count, 512)], axis=1))
     offsets = np.arange(count) % 3001 * 512
     problem = Problem(buffers=table, phases=(Phase(Pass.FORWARD, 0),), layers=(Layer("layers.0"),))
-    plan = memory_plan(problem, Solution(offsets=offsets, height=3001 * 512, planner="test"))
-    write_page(plan_figure(plan), tmp_path / "map.html")
+    plan = address_plan(problem, Solution(offsets=offsets, height=3001 * 512, planner="test"))
+    write_page(plan_figure(plan.alone()), tmp_path / "map.html")
     assert (tmp_path / "map.html").stat().st_size < 25e6
 
 
@@ -163,12 +163,12 @@ def test_without_its_package_a_view_says_what_to_install(write, package, tmp_pat
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MemplugError, match=f"needs {package}") as raised:
-        write(plan_figure(named()), tmp_path / "view")
+        write(plan_figure(named().alone()), tmp_path / "view")
     assert "memplug[pictures]" in raised.value.advice
 
 
 def test_a_summary_adds_up(recorded):
-    facts = summary(recorded)
+    facts = summary(recorded.alone())
     assert facts["requests"] == 1284 and facts["height_bytes"] == recorded.solution.height
     for held in (facts["peak_bytes_by_phase"], facts["peak_bytes_by_layer"]):
         assert sum(held.values()) == facts["lower_bound_bytes"]
@@ -185,7 +185,7 @@ def run(*arguments: object):
 
 
 def test_show_tells_a_plan_from_a_trace(recorded, tmp_path):
-    save(recorded, tmp_path / "plan.json")
+    save(recorded.alone(), tmp_path / "plan.json")
     shown = run(tmp_path / "plan.json", "--json")
     assert shown.exit_code == 0 and json.loads(shown.stdout)["height_bytes"] == recorded.solution.height
     assert "arena" in run(tmp_path / "plan.json").stdout
@@ -194,7 +194,7 @@ def test_show_tells_a_plan_from_a_trace(recorded, tmp_path):
 
 
 def test_show_draws_a_plan(recorded, tmp_path):
-    save(recorded, tmp_path / "plan.json")
+    save(recorded.alone(), tmp_path / "plan.json")
     shown = run(tmp_path / "plan.json", "--png", tmp_path / "a.png", "--html", tmp_path / "a.html")
     assert shown.exit_code == 0, shown.stderr
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG" and "facts" in (tmp_path / "a.html").read_text()
@@ -202,13 +202,13 @@ def test_show_draws_a_plan(recorded, tmp_path):
 
 @pytest.mark.parametrize("option", [("--snapshot", "x"), ("--chrome", "x"), ("--step", "0")])
 def test_what_is_for_traces_alone_is_refused_for_a_plan(recorded, tmp_path, option):
-    save(recorded, tmp_path / "plan.json")
+    save(recorded.alone(), tmp_path / "plan.json")
     shown = run(tmp_path / "plan.json", *option)
     assert shown.exit_code == 2 and option[0] in shown.stderr and "traces" in shown.stderr
 
 
 def test_a_damaged_plan_is_refused(recorded, tmp_path):
-    save(recorded, tmp_path / "plan.json")
+    save(recorded.alone(), tmp_path / "plan.json")
     text = (tmp_path / "plan.json").read_text()
     (tmp_path / "plan.json").write_text(
         text.replace('"planner":"search"', '"planner":"magic"').replace('"search"', '"magic"')

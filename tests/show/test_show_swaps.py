@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from memplug.show.layout_summary import rows, summary
-from memplug.swap.plan.part import SwapPart, Target
-from tests.plans.test_plan_decisions import decided_plan
-
-MIB = 1 << 20
-
-
-def target(operator: str, mib: int, **fields: Any) -> Target:
-    look = {"dtype": "float32", "output": True, "slot": 0, "uses": 1, "kinds": 1, "recent": 1, "tolerance": 4}
-    places = {"last_use": 1, "release": 2, "prefetch": 5, "next_use": 6}
-    return Target(nbytes=mib * MIB, operator=operator, **{**look, **places, **fields})
+from memplug.swap.plan.part import SwapPart
+from tests.support.plans import MIB, decided_plan, target
 
 
 def said(part: SwapPart | None) -> tuple[Any, dict[str, str]]:
     """The facts of the list, and all that is said of the plan."""
-    plan = replace(decided_plan(), parts={} if part is None else {"swap": part.to_json()})
+    plan = decided_plan() if part is None else decided_plan().with_part(part)
     facts = summary(plan)
     return facts["swap_list"], dict(rows(facts))
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from memplug.plans.schema import memory_plan
+from memplug.arena.plan.part import address_plan
 from memplug.show.layout_map import plan_figure
 from memplug.show.page import write_page
 from memplug.show.trace_figure import trace_figure
@@ -25,7 +25,7 @@ def page(request, tmp_path_factory) -> str:
 
 def csv_plan():
     problem = problem_of((0, 9, 7 << 20), (2, 5, 9 << 20))
-    return memory_plan(problem, stacked(problem))
+    return address_plan(problem, stacked(problem)).alone()
 
 
 def phased_plan():
@@ -33,7 +33,7 @@ def phased_plan():
     from memplug.arena.plan.from_trace import last_step, problem_of
 
     problem = problem_of(last_step(training_trace()))
-    return memory_plan(problem, search.solve(problem, improve=False))
+    return address_plan(problem, search.solve(problem, improve=False)).alone()
 
 
 def figure_of(page: str) -> tuple[list[dict], dict, dict]:

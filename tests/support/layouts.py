@@ -7,9 +7,8 @@ from itertools import combinations, pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from memplug.arena.plan.part import DynamicSpace
+from memplug.arena.plan.part import AddressPlan, DynamicSpace, address_plan
 from memplug.arena.plan.problem import BUFFER, ORDERING, Buffer, Problem, Solution, buffers, solved
-from memplug.plans.schema import MemoryPlan, memory_plan
 from memplug.profile.records import Fingerprint, Layer, Pass, Phase
 
 PHASES = (Phase(Pass.FORWARD, 0), Phase(Pass.BACKWARD, 0), Phase(Pass.OPTIMIZER))
@@ -84,9 +83,9 @@ def first_fit(problem: Problem, order: list[int]) -> Solution:
 
 
 @st.composite
-def memory_plans(
+def address_plans(
     draw: st.DrawFn, most: int = 8, streams: int = 1, *, fewest: int = 0, fewest_groups: int = 0
-) -> MemoryPlan:
+) -> AddressPlan:
     """A plan that holds, of random buffers, with up to three dynamic groups that have all the room there is."""
     problem = draw(problems(most, streams, fewest=fewest))
     problem = Problem(
@@ -101,7 +100,7 @@ def memory_plans(
     groups = tuple(_group(draw, problem, solution) for _ in range(draw(st.integers(fewest_groups, 3))))
     peaks = [group.peak_bytes for group in groups]
     dynamic_peak = draw(st.integers(max(peaks), sum(peaks))) if groups else 0
-    return memory_plan(problem, solution, groups, dynamic_peak)
+    return address_plan(problem, solution, groups, dynamic_peak)
 
 
 def is_valid(problem: Problem, solution: Solution) -> bool:
@@ -134,7 +133,7 @@ def is_over_before(problem: Problem, first: Buffer, second: Buffer) -> bool:
     return second.stream in reached
 
 
-def is_valid_plan(plan: MemoryPlan) -> bool:
+def is_valid_plan(plan: AddressPlan) -> bool:
     """As `is_valid`, of all that a plan says."""
     problem, solution, promised = plan.problem, plan.solution, plan.predictions
     placed = [problem.buffer(row) for row in range(len(problem))]
@@ -152,7 +151,7 @@ def is_valid_plan(plan: MemoryPlan) -> bool:
     )
 
 
-def _is_valid_group(plan: MemoryPlan, placed: list[Buffer], group: DynamicSpace) -> bool:
+def _is_valid_group(plan: AddressPlan, placed: list[Buffer], group: DynamicSpace) -> bool:
     used = {
         byte
         for buffer, offset in zip(placed, plan.solution.offsets.tolist(), strict=True)

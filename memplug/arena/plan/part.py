@@ -1,8 +1,19 @@
-"""The arena's part of a plan, beside the problem and its solution: room for dynamic requests, and what is promised."""
+"""The arena's part of a plan: the requests, their addresses, room for dynamic requests, and what is promised."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from memplug.arena.plan.problem import BUFFER, ORDERING, Problem, Solution, fragmentation
+from memplug.plans.schema import MemoryPlan, PlanPart
+from memplug.plans.values import read
+from memplug.profile.records import Layer, Pass, Phase
+
+_PLACES = ("lower_phase", "upper_phase", "lower_layer", "upper_layer")
+_MOST_BYTES = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,3 +63,154 @@ class Predictions:
     static_peak_bytes: int
     dynamic_peak_bytes: int
     fragmentation: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AddressPlan(PlanPart):
+    """See the module's text.
+
+    Attributes:
+        problem: the planned requests. Loaded from a file it has no fingerprint: the plan has.
+        solution: their offsets.
+        dynamic: one for each group of requests whose sizes are known only at run time.
+        predictions: see there.
+    """
+
+    name = "arena"
+    problem: Problem
+    solution: Solution
+    dynamic: tuple[DynamicSpace, ...]
+    predictions: Predictions
+
+    def to_file(self) -> dict[str, Any]:
+        """Returns what a person reads, and then the tables, by column."""
+        problem, solution = self.problem, self.solution
+        assert solution.offsets.dtype == np.int64 and len(solution.offsets) == len(problem), "an offset for each buffer"
+        return {
+            "planner": solution.planner,
+            "optimal": bool(solution.optimal),
+            "timed_out": bool(solution.timed_out),
+            "seconds": float(solution.seconds),
+            "height_bytes": int(solution.height),
+            "predictions": asdict(self.predictions),
+            "phases": [{"kind": phase.kind.name.lower(), "micro_batch": phase.micro_batch} for phase in problem.phases],
+            "layers": [asdict(layer) for layer in problem.layers],
+            "dynamic": [asdict(group) for group in self.dynamic],
+            "requests": len(problem),
+            "buffers": {"id": problem.ids.tolist(), "offset": solution.offsets.tolist(), **_columns(problem.buffers)},
+            "orderings": _columns(problem.orderings),
+        }
+
+    @classmethod
+    def from_file(cls, values: dict[str, Any]) -> AddressPlan:
+        """See `PlanPart.from_file`."""
+        tables = "buffers", "orderings"
+        head = read(_Head, {name: value for name, value in values.items() if name not in tables})
+        buffers, orderings = (values[name] for name in tables)
+        if not 0 <= head.height_bytes < _MOST_BYTES:
+            raise ValueError(f"the height is {head.height_bytes} bytes")
+        problem = Problem(
+            buffers=_table(buffers, BUFFER, head.requests),
+            ids=_ids(buffers["id"], head.requests),
+            orderings=_table(orderings, ORDERING, len(orderings["time"])),
+            phases=tuple(Phase(Pass[phase.kind.upper()], phase.micro_batch) for phase in head.phases),
+            layers=head.layers,
+        )
+        for name in _PLACES:
+            rows = problem.buffers[name]
+            if (rows < -1).any() or (rows >= len(head.phases if name.endswith("phase") else head.layers)).any():
+                raise ValueError(f"{name} has places that there are none of")
+        solution = Solution(
+            offsets=_column(buffers, "offset", np.dtype(np.int64), head.requests),
+            height=head.height_bytes,
+            planner=head.planner,
+            optimal=head.optimal,
+            seconds=head.seconds,
+            timed_out=head.timed_out,
+        )
+        return cls(problem=problem, solution=solution, dynamic=head.dynamic, predictions=head.predictions)
+
+    def does_as(self, other: AddressPlan) -> bool:
+        """Returns whether the same requests have the same addresses, and dynamic ones the same spaces."""
+        return (
+            np.array_equal(self.problem.buffers, other.problem.buffers)
+            and np.array_equal(self.solution.offsets, other.solution.offsets)
+            and self.dynamic == other.dynamic
+        )
+
+    def alone(self) -> MemoryPlan:
+        """Returns a plan of these addresses and nothing else."""
+        return MemoryPlan(fingerprint=self.problem.fingerprint).with_part(self)
+
+
+def address_plan(
+    problem: Problem, solution: Solution, dynamic: tuple[DynamicSpace, ...] = (), dynamic_peak_bytes: int = 0
+) -> AddressPlan:
+    """Returns the addresses of a problem, with their predictions."""
+    return AddressPlan(
+        problem=problem,
+        solution=solution,
+        dynamic=dynamic,
+        predictions=Predictions(
+            arena_bytes=solution.height,
+            static_peak_bytes=problem.lower_bound,
+            dynamic_peak_bytes=dynamic_peak_bytes,
+            fragmentation=fragmentation(problem.lower_bound, solution.height),
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Phase:
+    """A `Phase`, with its kind by name."""
+
+    kind: str
+    micro_batch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Head:
+    """All but the tables."""
+
+    planner: str
+    optimal: bool
+    timed_out: bool
+    seconds: float
+    height_bytes: int
+    requests: int
+    predictions: Predictions
+    phases: tuple[_Phase, ...]
+    layers: tuple[Layer, ...]
+    dynamic: tuple[DynamicSpace, ...]
+
+
+def _columns(table: np.ndarray) -> dict[str, list[int]]:
+    """Returns the columns by name, truths as 0 and 1."""
+    return {name: table[name].astype(np.int64).tolist() for name in table.dtype.names}
+
+
+def _table(columns: dict[str, Any], dtype: np.dtype, rows: int) -> np.ndarray:
+    table = np.empty(rows, dtype)
+    for name in dtype.names:
+        table[name] = _column(columns, name, dtype[name], rows)
+    return table
+
+
+def _column(columns: dict[str, Any], name: str, dtype: np.dtype, rows: int) -> np.ndarray:
+    values = columns[name]
+    if not isinstance(values, list) or len(values) != rows or not set(map(type, values)) <= {int}:
+        raise ValueError(f"the column {name} is not {rows} integers")
+    array = np.array(values, np.int64)
+    bounds = (0, 1) if dtype == np.bool_ else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    if rows and not (bounds[0] <= array.min() and array.max() <= bounds[1]):
+        raise ValueError(f"the column {name} has values that are not of type {dtype}")
+    return array.astype(dtype)
+
+
+def _ids(values: Any, rows: int) -> np.ndarray:
+    if not isinstance(values, list) or len(values) != rows:
+        raise ValueError(f"the column id is not {rows} ids")
+    kinds = set(map(type, values))
+    if kinds == {str}:
+        return np.array(values, np.str_)
+    return _column({"id": values}, "id", np.dtype(np.int64), rows)

@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from memplug.errors import SwapError
+from memplug.plans.schema import PlanPart
 from memplug.profile.trace import Trace
 from memplug.swap.judge import JudgedSwap, Limits, mistakes_of_swaps
 from memplug.swap.plan.features import Features, Use, anchors, last_uses, ranks
@@ -23,6 +23,7 @@ GIB = 2**30
 FROM_BEFORE = (Use(FROM_THE_BEGINNING, 0, False, 0, Features()), 0)
 """Of a tensor that leaves as the step begins."""
 HOST_ALIGNMENT_BYTES = 512  # of what is cut out of pinned memory (memplug/device/native/host_rows.h)
+_UNPREDICTED = {"predicted_peak_bytes": 0, "predicted_stall_s": 0.0, "predicted_step_s": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +58,7 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SwapPart:
+class SwapPart(PlanPart):
     """See the module's text.
 
     Attributes:
@@ -74,6 +75,7 @@ class SwapPart:
         impossible: why there is no list that keeps to the budgets; "": there is one, or it needs none.
     """
 
+    name = "swap"
     names: tuple[str, ...] = ()
     program: tuple[int, ...] = ()
     outside: tuple[tuple[int, tuple[int, ...]], ...] = ()
@@ -96,21 +98,10 @@ class SwapPart:
         """Of these, what leaves as the step begins."""
         return sum(target.nbytes for target in self.targets if target.last_use == FROM_THE_BEGINNING)
 
-    def to_json(self) -> dict[str, Any]:
-        """As a plan's file has it."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> SwapPart:
-        """What `to_json` gave.
-
-        Raises:
-            TypeError, KeyError: it is something else.
-        """
-        targets = tuple(Target(**target) for target in data["targets"])
-        lists = {name: tuple(data[name]) for name in ("names", "program", "ranks")}
-        lists["outside"] = tuple((place, tuple(names)) for place, names in data["outside"])
-        return cls(**{**data, **lists, "targets": targets, "anchors": tuple(map(tuple, data["anchors"]))})
+    def does_as(self, other: SwapPart) -> bool:
+        """Returns whether the same tensors leave and return at the same places of the same program."""
+        one, its = (dataclasses.replace(each, **_UNPREDICTED) for each in (self, other))
+        return one == its
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,1 +1,1 @@
-"""MemoryPlan to device: swapping, recomputation and the streams that order them."""
+"""Decisions to device: swapping, recomputation and the streams that order them."""

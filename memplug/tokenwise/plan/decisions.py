@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from memplug.plans.schema import PlanPart
 from memplug.tokenwise.plan.model import TokenwisePlan
 
 
@@ -70,9 +71,10 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decisions:
+class Decisions(PlanPart):
     """How to run one program: a plan, and what it sets on each region, by name."""
 
+    name = "tokenwise"
     solution: TokenwisePlan
     settings: dict[str, Setting]
     frame_bytes: int = 0
@@ -84,3 +86,11 @@ class Decisions:
     full recomputation."""
     full_recomputation_s: float | None = None
     """Predicted time of all regions in a step that recomputes everything."""
+    d2h_bytes_per_s: float = 0.0
+    """Rate of the link to the host when the plan was kept; 0: unknown."""
+    h2d_bytes_per_s: float = 0.0
+    """Rate of the link to the device, likewise."""
+
+    def does_as(self, other: Decisions) -> bool:
+        """Returns whether regions run the same."""
+        return self.settings == other.settings

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from memplug.arena.judge import judge_addresses
 from memplug.arena.plan import auto
 from memplug.arena.plan.dynamic import dynamic_peak_bytes, dynamic_spaces, served
 from memplug.arena.plan.from_trace import last_step, problem_of
-from memplug.plans.judge import judge_plan
-from memplug.plans.schema import memory_plan
+from memplug.arena.plan.part import address_plan
 from memplug.profile.trace import Pass, Trace
 from tests.support.schedules import Schedule, record
 from tests.support.traces import Recording, recordings
@@ -49,7 +49,7 @@ def test_a_group_may_reuse_what_is_idle_from_the_one_layer_to_the_other():
     assert (group.lower, group.upper) == (1, 7), "from its first malloc to its last free"
     assert group.requests == 2 and group.peak_bytes == 1024 + 512 == dynamic_peak_bytes(step)
     assert solution.height == 512 * 20 and sum(end - first for first, end in group.spaces) == 512 * 8
-    assert judge_plan(memory_plan(problem, solution, (group,), dynamic_peak_bytes(step))) == ()
+    assert judge_addresses(address_plan(problem, solution, (group,), dynamic_peak_bytes(step))) == ()
 
 
 def test_what_is_not_freed_keeps_its_bytes_to_the_end():
@@ -98,7 +98,7 @@ def test_spaces_are_the_complement_of_what_lives_in_the_window(recording):
         for column in ("free_layer", "free_phase", "stream"):
             assert (members[column] == getattr(group, column)).all()
         assert (members["malloc_event"] >= group.lower).all() and (members["free_event"] < group.upper).all()
-    assert judge_plan(memory_plan(problem, solution, spaces, dynamic_peak_bytes(step))) == ()
+    assert judge_addresses(address_plan(problem, solution, spaces, dynamic_peak_bytes(step))) == ()
     count, nbytes = served(step, spaces)
     assert 0 <= count <= len(requests) and nbytes <= (-(-requests["nbytes"] // 512) * 512).sum()
 
@@ -107,7 +107,7 @@ def test_spaces_are_the_complement_of_what_lives_in_the_window(recording):
 def test_some_of_a_mixture_of_experts_is_served_from_the_arena(recompute):
     step = record(Schedule(source="mixtral_ckpt", layers=2, micro_batches=4, dynamic=True, recompute=recompute))
     problem, solution, spaces = planned(step)
-    assert judge_plan(memory_plan(problem, solution, spaces, dynamic_peak_bytes(step))) == ()
+    assert judge_addresses(address_plan(problem, solution, spaces, dynamic_peak_bytes(step))) == ()
     count, nbytes = served(step, spaces)
     dynamic = step.requests["dynamic"]
     assert 0 < count < dynamic.sum() and 0 < nbytes < step.requests["nbytes"][dynamic].sum()

@@ -1,0 +1,52 @@
+"""JSON values of a plan: dataclasses as text, and back with every type and name checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+Value = TypeVar("Value")
+
+_MOST_LINES_DEEP = 4  # of containers in each other, each with a line for every member
+
+
+class _Read(BaseModel, Generic[Value]):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    value: Value
+
+
+def read(kind: type[Value], values: dict[str, Any]) -> Value:
+    """Returns a dataclass of the values that JSON had for it, for fields with a default too.
+
+    Raises:
+        ValueError: a field is missing, of another type or not finite, or there is one more.
+    """
+    if missing := {field.name for field in fields(kind)} - values.keys():
+        raise ValueError(f"there is no {min(missing)}")
+    return _Read[kind].model_validate_json(_line({"value": values})).value
+
+
+def text_of(value: Any, depth: int = 0) -> str:
+    """Returns JSON for programs and people: a line for each member of a container that holds others."""
+    members = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if depth == _MOST_LINES_DEEP or not any(isinstance(each, dict | list | tuple) for each in members):
+        return _line(value)
+    lines = [text_of(each, depth + 1) for each in members]
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(str(name))}: {line}" for name, line in zip(value, lines, strict=True)]
+    indent = "\n" + "  " * depth
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}{indent}  {f',{indent}  '.join(lines)}{indent}{closing}"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, default=_plain, separators=(",", ": "))
+
+
+def _plain(value: Any) -> Any:
+    """Planners compute with numpy, whose numbers are as good; sets are lists in JSON."""
+    return sorted(value) if isinstance(value, frozenset) else value.item()
