@@ -106,9 +106,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "memplug" / "toy.py").write_text(TOY)
     entries = tmp_path / "memplug" / "session" / "techniques.py"
     text = entries.read_text()
-    assert text.count("] = (SwapsWhole, PlannedAddresses)") == 1
-    text = text.replace("] = (SwapsWhole, PlannedAddresses)", "] = (SwapsWhole, Toy, PlannedAddresses)")
-    entries.write_text(text.replace("\nFOLLOWING", "\nfrom memplug.toy import Toy\n\nFOLLOWING", 1))
+    assert text.count('\nif has_technique("arena"):') == 1
+    toy = '\nfrom memplug.toy import Toy\n\nFOLLOWING += (Toy,)\n\nif has_technique("arena"):'
+    entries.write_text(text.replace('\nif has_technique("arena"):', toy))
     return tmp_path
 
 
