@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/record_function.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 #include "operator_names.h"
 #include "operators.h"
 #include "requests.h"
+#include "torch_private.h"
 
 namespace memplug {
 namespace {
@@ -278,7 +278,7 @@ int64_t running_operator() {
 }
 
 void lock_records_for_fork() {
-  (void)at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); // or the child's next operator may ask for torch's lock
+  update_callbacks(); // or the child's next operator may ask for torch's lock
   lock_names_for_fork();
   recording().mutex.lock();
 }

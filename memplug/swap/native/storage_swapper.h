@@ -30,10 +30,7 @@
 #include "host_rows.h"
 #include "streams.h"
 #include "step_times.h"
-
-#if __has_include(<c10/core/StorageMaterializer.h>)
-#define MEMPLUG_SWAPS_STORAGES // torch >= 2.13
-#endif
+#include "torch_private.h"
 
 namespace memplug {
 

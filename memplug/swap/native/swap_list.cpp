@@ -1,7 +1,5 @@
 #include "swap_list.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
 #include <atomic>
 #include <mutex>
 #include <stdexcept>
@@ -12,6 +10,7 @@
 #include "operator_names.h"
 #include "relief.h"
 #include "requests.h"
+#include "torch_private.h"
 
 namespace memplug {
 namespace {
@@ -120,7 +119,7 @@ std::unique_ptr<at::ObserverContext> on_number(const at::RecordFunction& functio
 
 // The calling thread runs what an operator's kernel calls.
 bool is_inside_of_a_kernel() {
-  return c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::AutogradFunctionality);
+  return local_keys().excluded_.has(c10::DispatchKey::AutogradFunctionality);
 }
 
 // An operator begins of which the step is told, inside of none that is seen. In a step that has departed it may be inside of

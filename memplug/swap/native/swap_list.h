@@ -1,13 +1,12 @@
 // A swap list in force: finds the tensors that it names in a step as it runs (finder.h), and has them away when it says so.
 #pragma once
 
-#include <ATen/record_function.h>
-
 #include <cstdint>
 #include <memory>
 
 #include "relief.h"
 #include "swap_step.h"
+#include "torch_private.h"
 
 namespace memplug {
 

@@ -3,7 +3,6 @@
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <iterator>
@@ -17,6 +16,7 @@
 #include "observer.h"
 #include "running.h"
 #include "saved_type.h"
+#include "torch_private_csrc.h"
 
 namespace py = pybind11;
 
@@ -185,17 +185,14 @@ void add_forwards(py::module_& module) {
       const py::gil_scoped_acquire locked;
       return (*kept)(name, overload).cast<uint32_t>();
     });
-    stand_before_exchanges(&Observer::is_active);
   });
+  module.def("stand_before_exchanges", [] { stand_before_exchanges(&Observer::is_active); });
+  module.def("leave_exchanges", &leave_exchanges);
   module.def("pause", &Observer::pause);
   module.def("resume", &Observer::resume);
   module.def("paused", &Observer::paused);
   module.def("address_taken", [](py::handle tensor) { Observer::address_taken(tensor_of(tensor)); });
   module.def("read", [](py::handle tensor) { Observer::read(tensor_of(tensor)); });
-  // what garbage collection runs on this thread, finalizers of whatever has died, is no operator of a region
-  module.def("collecting", [](const std::string& phase, py::handle) {
-    phase == "start" ? Observer::pause() : Observer::resume();
-  });
   module.def("given_bytes", &given_bytes);
   module.def("tensors_in", [](py::handle returned) {
     py::list found;

@@ -1,14 +1,13 @@
 // Sees the operators of a region's forward, on the thread that runs it.
 #pragma once
 
-#include <ATen/record_function.h>
-
 #include <exception>
 #include <optional>
 #include <vector>
 
 #include "forward.h"
 #include "modes.h"
+#include "torch_private.h"
 
 namespace memplug {
 

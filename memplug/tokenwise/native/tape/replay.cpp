@@ -7,7 +7,6 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <map>
@@ -16,6 +15,7 @@
 #include <utility>
 
 #include "exchange.h"
+#include "torch_private.h"
 
 namespace memplug {
 namespace {
@@ -67,7 +67,7 @@ class RecomputePass {
       const std::vector<Action>& actions,
       Bases bases,
       const Helpers& helpers,
-      c10::impl::LocalDispatchKeySet outside)
+      LocalKeys outside)
       : tape_(tape), actions_(actions), bases_(std::move(bases)), helpers_(helpers), outside_(outside) {}
 
   // A storage's index of the last operator that reads it.
@@ -275,7 +275,7 @@ class RecomputePass {
       const bool by_rows = begin > 0 && tensor.dim() > 0 && tensor.size(0) == rows;
       given.push_back(by_rows ? tensor.slice(0, begin) : tensor);
     }
-    const c10::impl::ForceDispatchKeyGuard outside(outside_);
+    const ForcedKeys outside(outside_);
     parts_ = helpers_.run_unit(index, given, needed);
     return made;
   }
@@ -324,7 +324,7 @@ class RecomputePass {
   std::vector<at::Tensor> bases_; // by storage
   std::vector<int64_t> last_;
   const Helpers& helpers_;
-  const c10::impl::LocalDispatchKeySet outside_;
+  const LocalKeys outside_;
   size_t first_part_ = 0; // of the unit that ran last
   std::vector<at::Tensor> parts_; // of those, what it made
   std::map<size_t, Substitute> captured_; // of those, what is captured
@@ -339,18 +339,12 @@ at::Tensor tensor_at(const at::Tensor& base, const Geometry& geometry) {
 
 at::Tensor alias_at(const at::Tensor& base, const Geometry& geometry) {
   constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW,
-      c10::Storage(base.storage()),
-      base.key_set() - lazy,
-      c10::scalarTypeToTypeMeta(geometry.dtype));
-  auto* const implementation = tensor.unsafeGetTensorImpl();
-  implementation->set_sizes_and_strides(geometry.size, geometry.stride, geometry.offset);
+  at::Tensor tensor = of_same_storage(base, base.key_set() - lazy, geometry.dtype);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(geometry.size, geometry.stride, geometry.offset);
   if (!tensor.is_inference() && !base.is_inference()) { // else one of them has no versions
-    implementation->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
+    share_versions(tensor, base);
   }
-  tensor._set_conj(geometry.conj);
-  tensor._set_neg(geometry.neg);
+  set_lazy_bits(tensor, geometry.conj, geometry.neg);
   return tensor;
 }
 
@@ -361,7 +355,7 @@ std::vector<at::Tensor> replay(
     const std::vector<std::vector<Drawn>>& drawn,
     const std::vector<const Use*>& wanted,
     const Helpers& helpers) {
-  const auto outside = c10::impl::tls_local_dispatch_key_set();
+  const auto outside = local_keys();
   const Below below;
   RecomputePass pass(tape, actions, std::move(bases), helpers, outside);
   pass.find_last_uses(wanted);

@@ -3,11 +3,11 @@
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/DynamicTypes.h>
 
 #include <memory>
 
 #include "saved_type.h"
+#include "torch_private_csrc.h"
 #include "transfer.h"
 
 namespace py = pybind11;
