@@ -93,6 +93,8 @@ _TRACED, _TRANSFORMED = "knows programs that torch traces", "knows function tran
 
 current_graph_task_id = _name("torch._C._current_graph_task_id", "tells recomputed forwards from training's own")
 saved_tensors_hooks_is_enabled = _name("torch._C._autograd._saved_tensors_hooks_is_enabled", "asks whether it may save")
+_name("torch._C._autograd._push_saved_tensors_default_hooks", "saves tensors, in C++")
+_name("torch._C._autograd._pop_saved_tensors_default_hooks", "saves tensors, in C++")
 unsafe_preserve_version_counter = _name("torch.autograd._unsafe_preserve_version_counter", "puts buffers back")
 
 peek_interpreter_stack = _name("torch._C._functorch.peek_interpreter_stack", _TRANSFORMED)
@@ -118,6 +120,10 @@ pop_function_mode = _name("torch.overrides._pop_mode", "compiles FlexAttention o
 DeviceContext = _name("torch.utils._device.DeviceContext", "finds the default device of a forward")
 
 get_eval_frame_callback = _name("torch._C._dynamo.eval_frame.get_eval_frame_callback", "sees whether Dynamo is at work")
+tree_flatten = _name("torch.utils._pytree.tree_flatten", "takes arguments of regions apart, in C++")
+tree_unflatten = _name("torch.utils._pytree.tree_unflatten", "puts arguments of regions together, in C++")
+tree_leaves = _name("torch.utils._pytree.tree_leaves", "makes estimates", needed=False)
+tree_map = _name("torch.utils._pytree.tree_map", "makes estimates", needed=False)
 OpOverload = _name("torch._ops.OpOverload", "knows operators")
 get_default_store = _name("torch.distributed.distributed_c10d._get_default_store", "has ranks agree", needed=False)
 empty_host_cache = _name("torch._C._host_emptyCache", "gives pinned memory back", needed=False)
@@ -199,5 +205,3 @@ get_private_device_name = _name("torch._C._get_privateuse1_backend_name", _LAB, 
 register_device_module = _name("torch._register_device_module", _LAB, needed=False)
 fused_sdp_choice = _name("torch._fused_sdp_choice", "measures attention", needed=False)
 TorchDispatchMode = _name("torch.utils._python_dispatch.TorchDispatchMode", "records values", needed=False)
-tree_leaves = _name("torch.utils._pytree.tree_leaves", "makes estimates", needed=False)
-tree_map = _name("torch.utils._pytree.tree_map", "makes estimates", needed=False)

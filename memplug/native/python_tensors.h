@@ -2,7 +2,8 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
-#include <torch/csrc/autograd/python_variable.h>
+
+#include "torch_private_csrc.h"
 
 namespace memplug {
 

@@ -12,6 +12,7 @@ import memplug
 from memplug import torch_private
 from memplug.errors import UnsupportedVersionError
 from memplug.tokenwise.engine.core import core
+from tests.support.recording import run_python
 
 BLOCK = {"enabled": True, "tokenwise": {"regions": ["0"], "alpha": 1}, "arena": {"enabled": False}}
 
@@ -75,3 +76,60 @@ def test_a_compiled_function_runs_as_it_is_written_where_regions_run() -> None:
     assert not compiled
     assert function(torch.zeros(1)).item() == 1
     assert compiled
+
+
+ATTACHED = f"""
+import memplug
+from torch import nn
+from memplug.tokenwise.engine.core import core
+
+def attached():
+    return memplug.attach(nn.Sequential(nn.Linear(4, 4)), {BLOCK!r})
+
+def standing():
+    kernel = torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "AutogradCPU")
+    return kernel, len(gc.callbacks) - before
+
+before = len(gc.callbacks)
+assert standing() == (False, 0)
+"""
+
+
+def test_the_last_session_takes_its_kernels_and_its_callback_off() -> None:
+    run_python(
+        ATTACHED
+        + """
+first, second = attached(), attached()
+assert standing() == (True, 1)
+first.detach()
+assert standing() == (True, 1)
+second.detach()
+assert standing() == (False, 0)
+third = attached()
+assert standing() == (True, 1)
+third.detach()
+assert standing() == (False, 0)
+"""
+    )
+
+
+def test_what_a_collection_runs_is_unobserved_even_where_a_session_ends_in_it() -> None:
+    run_python(
+        ATTACHED
+        + """
+class Detaches:
+    def __init__(self, session):
+        self.itself, self.session = self, session
+
+    def __del__(self):
+        paused.append(core().paused())
+        self.session.detach()
+
+paused = []
+Detaches(attached())
+gc.collect()
+assert paused == [1] and core().paused() == 0, paused
+attached().detach()
+assert standing() == (False, 0)
+"""
+    )

@@ -96,3 +96,43 @@ def test_the_versions_of_torch_are_stated_alike_everywhere() -> None:
     sources = [*modules(), *PACKAGE.rglob("*.cpp"), *PACKAGE.rglob("*.h"), *readmes()]
     ranges = {found for path in sources for found in re.findall(r"torch [\d.]+ to [\d.]*\d", path.read_text())}
     assert ranges <= {KNOWN}
+
+
+# Headers of torch that may change, and the files that include them.
+HEADERS = {
+    r"torch/csrc/distributed/": {"exchange.cpp"},
+    r"torch/csrc/(?!distributed/)": {"torch_private_csrc.h"},
+    r"c10/cuda/CUDACachingAllocator\.h": {"hands_on.h", "cuda_allocator.cpp", "cuda_front.cpp", "cuda_device.cpp"},
+    r"ATen/(PythonTorchFunctionTLS|SequenceNumber|record_function)\.h": {"torch_private.h"},
+    r"c10/core/(StorageImpl|TensorImpl|StorageMaterializer)\.h": {"torch_private.h"},
+    r"c10/core/impl/(LocalDispatchKeySet|TorchDispatchModeTLS)\.h": {"torch_private.h"},
+}
+# Names that torch_private.h has others for.
+NAMES = (
+    r"sequence_number::|_no_checks|version_counter\(\)|set_version_counter|shallow_copy_and_detach|TensorImpl::VIEW|_set_(conj|neg)\b"
+    r"|TorchDispatchModeTLS|PythonTorchFunctionTLS|PyObject_TorchDispatchMode|LocalDispatchKeySet|ForceDispatchKeyGuard"
+    r"|tls_local_dispatch_key_set|getStepCallbacksUnlessEmpty|\"torch\.|\"_[a-z]\w+\""
+)
+
+
+def native_sources() -> Iterator[Path]:
+    return (path for path in PACKAGE.rglob("*") if path.suffix in (".cpp", ".h") and "predict" not in path.parts)
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_cpp_includes_what_torch_may_change_in_one_place(header: str) -> None:
+    found = {path.name for path in native_sources() if re.search(rf"<{header}", path.read_text())}
+    assert found == HEADERS[header]
+
+
+def test_cpp_has_private_names_of_torch_from_one_file() -> None:
+    uses = {path.name: re.search(NAMES, re.sub("//.*", "", path.read_text())) for path in native_sources()}
+    assert len(uses) > 100
+    assert {file for file, found in uses.items() if found} == {"torch_private.h"}
+
+
+def test_names_of_python_that_the_cpp_has_are_asked_for() -> None:
+    named = re.findall(r"char\* \w+ = \"([\w.]+)\"", (PACKAGE / "native/torch_private.h").read_text())
+    asked = (PACKAGE / "torch_private.py").read_text()
+    assert len(named) == 6
+    assert [name for name in named if name not in asked] == []

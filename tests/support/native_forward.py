@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from memplug.tokenwise.engine.core import watching
+
 
 class Watcher:
     """What a native frame asks its executor for, when its forward writes in place."""
@@ -40,12 +42,14 @@ class Run:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            watching().begin()  # as an executor does
             self.forward.begin()
             try:
                 self.out = call()
                 self.forward.finish()
             finally:
                 self.forward.end()
+                watching().end()
         self.tape = self.forward.tape
         self.follows = self.forward.followed is not None
         self.forward.close(False)

@@ -1,7 +1,6 @@
 // What Python sees of streams and host rows.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/DynamicTypes.h>
 
 #include <memory>
 #include <utility>

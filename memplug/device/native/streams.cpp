@@ -1,5 +1,7 @@
 #include "streams.h"
 
+#include "torch_private.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -164,7 +166,7 @@ class AcceleratorStreams final : public Streams {
 
 c10::DataPtr Streams::allocate(const StreamRef& stream, int64_t nbytes) {
   const at::Tensor memory = empty(stream, {nbytes}, {1}, at::kByte);
-  return std::move(memory.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks());
+  return std::move(pointer_of(*memory.storage().unsafeGetStorageImpl()));
 }
 
 at::Tensor Streams::host_memory(int64_t nbytes) {

@@ -1,8 +1,9 @@
 // Tensors over memory that is there already, made without operators.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
+
+#include "torch_private.h"
 
 namespace memplug {
 
@@ -10,18 +11,12 @@ namespace memplug {
 inline at::Tensor view_of(
     const at::Tensor& base, at::IntArrayRef size, at::IntArrayRef stride, int64_t offset, at::ScalarType dtype, bool conj, bool neg) {
   constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW,
-      c10::Storage(base.storage()),
-      base.key_set() - lazy,
-      c10::scalarTypeToTypeMeta(dtype));
-  auto* const implementation = tensor.unsafeGetTensorImpl();
-  implementation->set_sizes_and_strides(size, stride, offset);
+  at::Tensor tensor = of_same_storage(base, base.key_set() - lazy, dtype);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
   if (!tensor.is_inference() && !base.is_inference()) { // else one of them has no versions
-    implementation->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
+    share_versions(tensor, base);
   }
-  tensor._set_conj(conj);
-  tensor._set_neg(neg);
+  set_lazy_bits(tensor, conj, neg);
   return tensor;
 }
 

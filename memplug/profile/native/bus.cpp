@@ -154,7 +154,7 @@ Watching::~Watching() {
 
 void lock_bus_for_fork() {
   bus().mutex.lock();
-  (void)at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); // or the child's next operator may ask for torch's lock
+  update_callbacks(); // or the child's next operator may ask for torch's lock
 }
 
 void unlock_bus_after_fork() {

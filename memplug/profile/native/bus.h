@@ -1,13 +1,12 @@
 // Operators as they happen, on any thread, told to watchers: by one callback of torch's for all that need the same.
 #pragma once
 
-#include <ATen/record_function.h>
-
 #include <array>
 #include <cstddef>
 #include <cstdint>
 
 #include "operator_names.h"
+#include "torch_private.h"
 
 namespace memplug {
 

@@ -1,16 +1,14 @@
 #include "clock.h"
 
-#include <ATen/SequenceNumber.h>
-#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <limits>
 #include <map>
 #include <mutex>
 #include <vector>
+
+#include "torch_private_csrc.h"
 
 namespace memplug {
 namespace {
@@ -60,7 +58,7 @@ void mark(Place place) {
   auto& known = forwards();
   const std::lock_guard<std::mutex> lock(known.mutex);
   auto& marks = known.of_thread[at::RecordFunction::currentThreadId()];
-  const uint64_t sequence = at::sequence_number::peek();
+  const uint64_t sequence = nodes_made();
   if (!marks.empty() && marks.back().sequence == sequence) {
     marks.pop_back(); // no node was made there
   }
@@ -249,19 +247,19 @@ void forget() {
 void suspend() {
   Thread& thread = this_thread;
   if (thread.suspensions++ == 0) {
-    thread.suspended_at = at::sequence_number::peek();
+    thread.suspended_at = nodes_made();
   }
 }
 
 void resume() {
   Thread& thread = this_thread;
   if (--thread.suspensions == 0) {
-    thread.suspended_nodes += at::sequence_number::peek() - thread.suspended_at;
+    thread.suspended_nodes += nodes_made() - thread.suspended_at;
   }
 }
 
 uint64_t nodes() {
-  return at::sequence_number::peek() - this_thread.suspended_nodes;
+  return nodes_made() - this_thread.suspended_nodes;
 }
 
 void lock_places_for_fork() {

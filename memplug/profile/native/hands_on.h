@@ -1,7 +1,8 @@
 // An allocator of CUDA that hands every call on to another one.
 //
 // Which calls there are differs between versions of torch: those that not all have are declared here without `override`, and
-// handed on where the installed version knows them. Where it has one that this file does not know, the class stays abstract.
+// handed on where the installed version knows them. Where it has one that this file does not know, the class stays abstract,
+// or, where the base class answers that one, memplug/native/cuda_calls.py finds it.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -202,6 +203,12 @@ class HandsOn : public Base {
   }
   void popCompileContext() {
     HAND_ON(popCompileContext);
+  }
+  bool supportsUserMetadata() {
+    return HAND_ON(supportsUserMetadata);
+  }
+  void annotateMemory(const void* block, const std::string& metadata) {
+    HAND_ON(annotateMemory, block, metadata);
   }
   void setUserMetadata(const std::string& metadata) {
     HAND_ON(setUserMetadata, metadata);

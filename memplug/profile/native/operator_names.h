@@ -1,11 +1,11 @@
 // Operators as small integers, the same for as long as the process lives.
 #pragma once
 
-#include <ATen/record_function.h>
-
 #include <cstdint>
 #include <string>
 #include <vector>
+
+#include "torch_private.h"
 
 namespace memplug {
 

@@ -105,7 +105,7 @@ void StorageSwapper::leave(Absent& absent) {
     counters_.released_bytes += absent.nbytes;
   }
   const Moving moving(absent.passive);
-  const c10::DataPtr released = std::exchange(storage._mutable_data_ptr_no_checks(), std::move(host));
+  const c10::DataPtr released = std::exchange(pointer_of(storage), std::move(host));
   for (size_t i = 0; i < copies_.users().size() && !absent.passive; ++i) { // for no plan, only what one stream has used leaves
     streams_.use_on(copies_.users()[i], released);
   }

@@ -55,7 +55,7 @@ void StorageSwapper::arrive(Absent& absent) {
   record->host->absent = nullptr;
   record->storage->clear_materializer();
   copies_.give(record->slot);
-  c10::DataPtr& pointer = record->storage->_mutable_data_ptr_no_checks();
+  c10::DataPtr& pointer = pointer_of(*record->storage);
   if (record->passive) {
     note_moved(pointer.get(), record->arriving.get());
   }

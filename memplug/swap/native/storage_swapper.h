@@ -29,10 +29,7 @@
 
 #include "copies.h"
 #include "host_rows.h"
-
-#if __has_include(<c10/core/StorageMaterializer.h>)
-#define MEMPLUG_SWAPS_STORAGES // torch >= 2.13
-#endif
+#include "torch_private.h"
 
 namespace memplug {
 

@@ -1,7 +1,5 @@
 #include "swap_list.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
 #include <atomic>
 #include <mutex>
 #include <stdexcept>
@@ -12,6 +10,7 @@
 #include "cuda_memory.h"
 #include "relief.h"
 #include "requests.h"
+#include "torch_private.h"
 
 namespace memplug {
 namespace {
@@ -125,7 +124,7 @@ bool on_number(Call& call) {
 
 // The calling thread runs what an operator's kernel calls.
 bool is_inside_of_a_kernel() {
-  return c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::AutogradFunctionality);
+  return local_keys().excluded_.has(c10::DispatchKey::AutogradFunctionality);
 }
 
 // An operator begins of which the step is told, inside of none that is seen. In a step that has departed it may be inside of

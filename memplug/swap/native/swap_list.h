@@ -6,6 +6,7 @@
 
 #include "relief.h"
 #include "swap_step.h"
+#include "torch_private.h"
 
 namespace memplug {
 

@@ -105,7 +105,7 @@ void add_swaps(py::module_& module) {
   module.def("limit_cpu", &limit_cpu);
   module.def("count_cpu", [](py::handle tensor) {
     c10::StorageImpl* const storage = tensor_of(tensor).storage().unsafeGetStorageImpl();
-    count_cpu(storage->_mutable_data_ptr_no_checks(), static_cast<int64_t>(storage->nbytes()));
+    count_cpu(pointer_of(*storage), static_cast<int64_t>(storage->nbytes()));
   });
   module.def("cpu_bytes", [] {
     const CpuBytes bytes = cpu_bytes();

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/record_function.h>
 
 #include <cstdint>
 #include <memory>
@@ -14,6 +13,7 @@
 #include "repeated_step.h"
 #include "storage_swapper.h"
 #include "tensors.h"
+#include "torch_private.h"
 
 namespace memplug {
 

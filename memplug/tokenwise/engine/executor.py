@@ -33,7 +33,7 @@ from memplug.device.host_pool import HostPool
 from memplug.errors import InPlaceError, MemplugError, RecomputeError, coded
 from memplug.tokenwise.engine.as_they_are import AsTheyAre
 from memplug.tokenwise.engine.buffers import IN_PLACE, Buffers
-from memplug.tokenwise.engine.core import core
+from memplug.tokenwise.engine.core import core, watching
 from memplug.tokenwise.engine.hidden import HiddenFunctions
 from memplug.tokenwise.engine.hooks import Hooks
 from memplug.tokenwise.engine.region import Region
@@ -115,6 +115,9 @@ class Executor:
         self.on_timed: Callable[[Region, Any, Tape], None] | None = None
         self._warned = False
         self._as_they_are = AsTheyAre(device)
+        self._until_closed = contextlib.ExitStack()
+        watching().begin()
+        self._until_closed.callback(watching().end)
 
     def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
         """Take device times around every operator of a region, from the next forward on, each of which the listener is
@@ -311,6 +314,7 @@ class Executor:
             added.clear()  # by frameworks
         self.transfer.close()
         self.pool.close()
+        self._until_closed.close()
 
     @property
     def opaque_regions(self) -> int:

@@ -2,16 +2,14 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/DynamicTypes.h>
 
 #include <algorithm>
 #include <cstring>
 #include <mutex>
 
 #include "saved_type.h"
+#include "torch_private_csrc.h"
 
 namespace py = pybind11;
 
@@ -25,7 +23,7 @@ at::Tensor state_of(c10::Device device) {
 }
 
 py::object default_device() {
-  if (at::impl::PythonTorchFunctionTLS::stack_len() == 0) {
+  if (FunctionModes::stack_len() == 0) {
     return py::none();
   }
   return py::module_::import("memplug.tokenwise.engine.ambient").attr("default_device")();

@@ -1,8 +1,7 @@
 #include "arguments.h"
 
-#include <torch/csrc/autograd/python_variable.h>
-
 #include "layouts.h"
+#include "torch_private_csrc.h"
 
 namespace py = pybind11;
 
@@ -16,7 +15,7 @@ bool is_plain_leaf(PyObject* value) {
 }
 
 py::object pytree(const char* name) {
-  return py::module_::import("torch.utils._pytree").attr(name);
+  return py::module_::import("memplug.torch_private").attr(name);
 }
 
 } // namespace

@@ -2,13 +2,15 @@
 
 #include <utility>
 
+#include "torch_private.h"
+
 namespace py = pybind11;
 
 namespace memplug {
 namespace {
 
 // `torch.compiler.set_stance` makes a stance each time, which takes longer than many an operator; all it does with it is
-// to set a variable of the compiler's (torch 2.6 to 2.15).
+// to set a variable of the compiler's, which `torch_private.check_compiler` makes sure of.
 struct Compiler {
   py::object module, eager;
 };
@@ -21,20 +23,20 @@ py::object* former = nullptr; // the stance that was replaced
 
 void AsWritten::enter() {
   if (compiler == nullptr) {
-    py::object module = py::module_::import("torch._dynamo.eval_frame");
-    py::object eager = module.attr("DynamoStance")("force_eager");
+    py::object module = py::module_::import(COMPILER);
+    py::object eager = module.attr(STANCE_CLASS)("force_eager");
     compiler = new Compiler{std::move(module), std::move(eager)};
   }
   if (inside == 0) { // from here on no other thread runs Python, and no handler of signals
-    former = new py::object(compiler->module.attr("_stance"));
-    compiler->module.attr("_stance") = compiler->eager;
+    former = new py::object(compiler->module.attr(STANCE));
+    compiler->module.attr(STANCE) = compiler->eager;
   }
   ++inside;
 }
 
 void AsWritten::leave() {
   if (--inside == 0) {
-    compiler->module.attr("_stance") = *former;
+    compiler->module.attr(STANCE) = *former;
     delete std::exchange(former, nullptr);
   }
 }

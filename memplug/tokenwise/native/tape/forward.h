@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
-#include <c10/core/TensorImpl.h>
 #include <c10/util/SmallVector.h>
 
 #include <memory>
@@ -13,6 +12,7 @@
 #include "source.h"
 #include "storages.h"
 #include "tape.h"
+#include "torch_private.h"
 #include "versions.h"
 
 namespace memplug {

@@ -1,7 +1,6 @@
 // What Python sees of forwards and tapes.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <iterator>
@@ -16,6 +15,7 @@
 #include "registry.h"
 #include "running.h"
 #include "saved_type.h"
+#include "torch_private_csrc.h"
 
 namespace py = pybind11;
 
@@ -180,17 +180,14 @@ void add_forwards(py::module_& module) {
       const py::gil_scoped_acquire locked;
       return (*kept)(name, overload).cast<uint32_t>();
     });
-    stand_before_exchanges(&Observer::is_active);
   });
+  module.def("stand_before_exchanges", [] { stand_before_exchanges(&Observer::is_active); });
+  module.def("leave_exchanges", &leave_exchanges);
   module.def("pause", &Pause::begin);
   module.def("resume", &Pause::end);
   module.def("paused", &Pause::depth);
   module.def("address_taken", [](py::handle tensor) { Observer::address_taken(tensor_of(tensor)); });
   module.def("read", [](py::handle tensor) { Observer::read(tensor_of(tensor)); });
-  // what garbage collection runs on this thread, finalizers of whatever has died, is no operator of a region
-  module.def("collecting", [](const std::string& phase, py::handle) {
-    phase == "start" ? Pause::begin() : Pause::end();
-  });
   module.def("given_bytes", &given_bytes);
   module.def("tensors_in", [](py::handle returned) {
     py::list found;

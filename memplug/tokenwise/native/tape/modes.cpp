@@ -2,7 +2,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/equal.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <cstring>
@@ -10,6 +9,7 @@
 #include <utility>
 
 #include "tape.h"
+#include "torch_private.h"
 
 namespace memplug {
 namespace {
@@ -99,9 +99,6 @@ bool returns_arguments(c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<c10::
   }
   return all;
 }
-
-using DispatchModes = c10::impl::TorchDispatchModeTLS;
-using FunctionModes = at::impl::PythonTorchFunctionTLS;
 
 template <typename Mode>
 bool is_same_object(const Mode& one, const Mode& other) {
@@ -199,7 +196,7 @@ ModesAround::ModesAround() {
 ModesAround::Again::Again(const ModesAround& forward) {
   if (DispatchModes::any_modes_set(/*skip_infra_modes=*/true)) {
     dispatch_ = DispatchModes::get_state();
-    std::vector<std::shared_ptr<c10::impl::PyObject_TorchDispatchMode>> now;
+    std::vector<std::shared_ptr<DispatchMode>> now;
     while (DispatchModes::any_modes_set(/*skip_infra_modes=*/true)) {
       now.push_back(DispatchModes::pop_stack());
     }

@@ -2,15 +2,12 @@
 // the place of an operator, and most hand it on as it is.
 #pragma once
 
-#include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/record_function.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-
 #include <memory>
 #include <optional>
 #include <vector>
 
 #include "operators.h"
+#include "torch_private.h"
 
 namespace memplug {
 
@@ -72,12 +69,12 @@ class ModesAround {
     Again& operator=(const Again&) = delete;
 
    private:
-    std::optional<c10::impl::TorchDispatchModeTLS> dispatch_;
-    std::optional<at::impl::PythonTorchFunctionTLS> functions_;
+    std::optional<DispatchModes> dispatch_;
+    std::optional<FunctionModes> functions_;
   };
 
  private:
-  std::vector<std::shared_ptr<c10::impl::PyObject_TorchDispatchMode>> dispatch_;
+  std::vector<std::shared_ptr<DispatchMode>> dispatch_;
   std::vector<std::shared_ptr<c10::SafePyObject>> functions_;
 };
 

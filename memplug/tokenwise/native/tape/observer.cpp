@@ -1,11 +1,10 @@
 #include "observer.h"
 
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-
 #include <memory>
 #include <utility>
 
 #include "layouts.h"
+#include "torch_private.h"
 
 namespace memplug {
 namespace {
@@ -14,8 +13,7 @@ thread_local Observer* current = nullptr;
 
 // Tensors without memory, of which torch wants no more than the shapes, as where DTensor asks how a result is sharded.
 bool is_fake() {
-  using Modes = c10::impl::TorchDispatchModeTLS;
-  return Modes::any_modes_set() && Modes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value();
+  return DispatchModes::any_modes_set() && DispatchModes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value();
 }
 
 } // namespace

@@ -8,6 +8,7 @@
 #include "bus.h"
 #include "forward.h"
 #include "modes.h"
+#include "torch_private.h"
 
 namespace memplug {
 

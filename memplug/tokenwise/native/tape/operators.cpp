@@ -1,6 +1,5 @@
 #include "operators.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
@@ -9,6 +8,8 @@
 #include <mutex>
 #include <utility>
 #include <vector>
+
+#include "torch_private.h"
 
 namespace memplug {
 namespace {

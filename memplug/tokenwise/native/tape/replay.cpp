@@ -7,7 +7,6 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <map>
@@ -16,6 +15,7 @@
 #include <utility>
 
 #include "exchange.h"
+#include "torch_private.h"
 #include "views.h"
 
 namespace memplug {
@@ -68,7 +68,7 @@ class RecomputePass {
       const std::vector<Action>& actions,
       Bases bases,
       const Helpers& helpers,
-      c10::impl::LocalDispatchKeySet outside)
+      LocalKeys outside)
       : tape_(tape), actions_(actions), bases_(std::move(bases)), helpers_(helpers), outside_(outside) {}
 
   // A storage's index of the last operator that reads it.
@@ -276,7 +276,7 @@ class RecomputePass {
       const bool by_rows = begin > 0 && tensor.dim() > 0 && tensor.size(0) == rows;
       given.push_back(by_rows ? tensor.slice(0, begin) : tensor);
     }
-    const c10::impl::ForceDispatchKeyGuard outside(outside_);
+    const ForcedKeys outside(outside_);
     parts_ = helpers_.run_unit(index, given, needed);
     return made;
   }
@@ -325,7 +325,7 @@ class RecomputePass {
   std::vector<at::Tensor> bases_; // by storage
   std::vector<int64_t> last_;
   const Helpers& helpers_;
-  const c10::impl::LocalDispatchKeySet outside_;
+  const LocalKeys outside_;
   size_t first_part_ = 0; // of the unit that ran last
   std::vector<at::Tensor> parts_; // of those, what it made
   std::map<size_t, Substitute> captured_; // of those, what is captured
@@ -349,7 +349,7 @@ std::vector<at::Tensor> replay(
     const std::vector<std::vector<Drawn>>& drawn,
     const std::vector<const Use*>& wanted,
     const Helpers& helpers) {
-  const auto outside = c10::impl::tls_local_dispatch_key_set();
+  const auto outside = local_keys();
   const Below below;
   RecomputePass pass(tape, actions, std::move(bases), helpers, outside);
   pass.find_last_uses(wanted);

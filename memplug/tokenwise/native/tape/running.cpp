@@ -1,7 +1,5 @@
 #include "running.h"
 
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <algorithm>
 #include <string_view>
 
@@ -9,6 +7,7 @@
 #include "clock.h"
 #include "layouts.h"
 #include "saved_type.h"
+#include "torch_private_csrc.h"
 
 namespace py = pybind11;
 
@@ -21,17 +20,17 @@ using Tapes = std::vector<std::shared_ptr<const Tape>>;
 class Hooks {
  public:
   explicit Hooks(const std::shared_ptr<Frame>& frame) {
-    autograd().attr("_push_saved_tensors_default_hooks")(pack_hook(frame), unpack_hook());
+    autograd().attr(PUSH_HOOKS)(pack_hook(frame), unpack_hook());
   }
   ~Hooks() {
-    autograd().attr("_pop_saved_tensors_default_hooks")();
+    autograd().attr(POP_HOOKS)();
   }
   Hooks(const Hooks&) = delete;
   Hooks& operator=(const Hooks&) = delete;
 
  private:
   static py::handle autograd() {
-    static PyObject* const module = py::module_::import("torch._C._autograd").release().ptr();
+    static PyObject* const module = py::module_::import(AUTOGRAD).release().ptr();
     return module;
   }
 };

@@ -1,12 +1,11 @@
 #include "saved_type.h"
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include "clock.h"
 #include "observer.h"
 #include "replay.h"
+#include "torch_private_csrc.h"
 #include "transfer_module.h"
 #include "versions.h"
 

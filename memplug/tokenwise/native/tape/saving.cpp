@@ -48,7 +48,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
       found.kept = tensor.is_leaf() ? tensor : alias_of(tensor);
     }
   }
-  found.counter = tensor.unsafeGetTensorImpl()->version_counter();
+  found.counter = version_counter_of(tensor);
   found.version = found.counter.enabled() ? found.counter.current_version() : 0;
   const Save save{found.use, begun_};
   if (followed_ != nullptr && !(saved.size() < followed_->saves.size() && followed_->saves[saved.size()] == save)) {

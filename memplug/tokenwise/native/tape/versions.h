@@ -1,12 +1,11 @@
 // How often a tensor was written to in place, as autograd counts it.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <string>
+
+#include "torch_private.h"
 
 namespace memplug {
 
@@ -42,13 +41,11 @@ inline void check_version(const at::Tensor& tensor, uint32_t expected, const cha
 // have one each.
 struct Count {
   Count(const at::Tensor& tensor, size_t met, bool in_unit)
-      : counter(tensor.unsafeGetTensorImpl()->version_counter()), first(tensor.getIntrusivePtr()), met(met), in_unit(in_unit) {}
+      : counter(version_counter_of(tensor)), first(tensor.getIntrusivePtr()), met(met), in_unit(in_unit) {}
 
-  // Whether it is that of a tensor. Torch compares none: both hold the pointer to the count, and nothing else.
+  // Whether it is that of a tensor.
   bool is_of(const at::Tensor& tensor) const {
-    const c10::VariableVersion& other = tensor.unsafeGetTensorImpl()->version_counter();
-    static_assert(sizeof(counter) == sizeof(void*));
-    return std::memcmp(&counter, &other, sizeof(counter)) == 0;
+    return is_same_counter(counter, version_counter_of(tensor));
   }
 
   void close() {

@@ -1,7 +1,6 @@
 // Tensors that a region's forward left in what it was given, such as a key-value cache, and that are not kept: they are
 // made again while their graph is there.
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <memory>
 #include <optional>
@@ -11,6 +10,7 @@
 #include "layouts.h"
 #include "running.h"
 #include "saved_type.h"
+#include "torch_private_csrc.h"
 
 namespace py = pybind11;
 

@@ -1,13 +1,11 @@
 #include "transfer.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/graph_task.h>
-
 #include <algorithm>
 #include <sstream>
 #include <utility>
 
 #include "replay.h"
+#include "torch_private_csrc.h"
 #include "versions.h"
 
 namespace memplug {
@@ -176,8 +174,7 @@ void Transfer::prefetch(Swapped& swapped) {
   }
   copies.drain();
   swapped.tensor = memory_for(swapped);
-  swapped.tensor._set_conj(swapped.geometry.conj);
-  swapped.tensor._set_neg(swapped.geometry.neg);
+  set_lazy_bits(swapped.tensor, swapped.geometry.conj, swapped.geometry.neg);
   swapped.prefetched = copies.prefetch(swapped.device_rows(), *swapped.slot, swapped.stream);
   prefetched_bytes += swapped.nbytes;
 }
@@ -292,10 +289,7 @@ at::Tensor alias_of(const at::Tensor& tensor) {
   if (!tensor.key_set().has(c10::DispatchKey::Python)) {
     past_modes.emplace(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
   }
-  auto* const original = tensor.unsafeGetTensorImpl();
-  auto alias = original->shallow_copy_and_detach(original->version_counter(), false);
-  alias->set_allow_tensor_metadata_change(true);
-  return at::Tensor(std::move(alias));
+  return detached(tensor);
 }
 
 } // namespace memplug

@@ -8,12 +8,13 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
 
-#include <vector>
+#include <utility>
 
 namespace memplug {
 namespace {
 
 bool (*sees_operators)() = nullptr;
+torch::Library* standing = nullptr; // kept as the process ends: operators run until then
 
 class Finished final : public c10d::Work {
  public:
@@ -147,21 +148,21 @@ bool same_object(const c10::IValue& one, const c10::IValue& other) {
 }
 
 void stand_before_exchanges(bool (*is_watched)()) {
-  static std::vector<torch::Library> libraries; // for good: operators run at any time
-  if (sees_operators != nullptr) {
-    return;
-  }
   sees_operators = is_watched;
-  auto& library = libraries.emplace_back(torch::Library::IMPL, "c10d", std::nullopt, __FILE__, __LINE__);
+  standing = new torch::Library(torch::Library::IMPL, "c10d", std::nullopt, __FILE__, __LINE__);
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     if (name.getNamespace() == "c10d" && op.has_value() && async_op_of(*op) >= 0) {
       for (const auto key : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
-        library.impl(
+        standing->impl(
             name.name.c_str(), torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&exchange>()));
       }
     }
   }
+}
+
+void leave_exchanges() {
+  delete std::exchange(standing, nullptr);
 }
 
 } // namespace memplug
@@ -189,6 +190,8 @@ bool same_object(const c10::IValue& one, const c10::IValue& other) {
 }
 
 void stand_before_exchanges(bool (*)()) {}
+
+void leave_exchanges() {}
 
 } // namespace memplug
 

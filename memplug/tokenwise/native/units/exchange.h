@@ -25,4 +25,7 @@ bool same_object(const c10::IValue& one, const c10::IValue& other);
 // this thread: some back ends copy the result at each wait, which is no operator of a region.
 void stand_before_exchanges(bool (*is_watched)());
 
+// No more; no exchange runs meanwhile.
+void leave_exchanges();
+
 } // namespace memplug

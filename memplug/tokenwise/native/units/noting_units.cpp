@@ -2,7 +2,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/equal.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
 #include <array>
@@ -10,6 +9,7 @@
 
 #include "forward.h"
 #include "replay.h"
+#include "torch_private_csrc.h"
 #include "transfer.h"
 #include "unfilled.h"
 #include "versions.h"

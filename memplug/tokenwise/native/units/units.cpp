@@ -1,7 +1,6 @@
 // What a frame does with its units (unit.h).
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
 #include <set>
@@ -10,6 +9,7 @@
 #include "layouts.h"
 #include "running.h"
 #include "saved_type.h"
+#include "torch_private_csrc.h"
 #include "versions.h"
 
 namespace py = pybind11;
