@@ -14,7 +14,7 @@ _CLASSES = {
     "c10/core/CachingDeviceAllocator.h": "DeviceAllocator",
     "c10/core/Allocator.h": "Allocator",
 }
-_ARENA = Path(__file__).parent.parent / "arena/native"
+_FRONT = Path(__file__).parent.parent / "profile/native"
 _FUNCTION = re.compile(
     r"(?P<before>[^;{}()]*?)(?P<name>~?\b\w+)\s*\((?P<parameters>(?:[^()]|\([^()]*\))*)\)[^;{}()]*[;{]"
 )
@@ -34,8 +34,8 @@ def not_handed_on(include: Path | None = None) -> list[str]:
         include = Path(torch.__file__).parent / "include"
     known = {
         (name, count)
-        for file in ("hands_on.h", "cuda_arena.cpp")
-        for name, count, _ in _functions((_ARENA / file).read_text())
+        for file in ("hands_on.h", "cuda_front.cpp")
+        for name, count, _ in _functions((_FRONT / file).read_text())
     }
     calls = {
         (name, count)

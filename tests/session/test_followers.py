@@ -163,7 +163,7 @@ def test_a_kept_part_that_cannot_be_read_is_not_used(said: list[str], caplog: py
     followers, (a,) = following(said, "a")
     a.fails = "kept"
     assert followers.resume({"one": plan(a=5)}, "one") == {"one": {}} and said == []
-    assert "what a plan says of the a is not used: no number at all" in caplog.text
+    assert "a kept plan's part for the a is not used: no number at all" in caplog.text
 
 
 def test_inputs_that_were_not_expected_withdraw_all_parts_and_the_program_has_them_back(said: list[str]) -> None:

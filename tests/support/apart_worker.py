@@ -82,6 +82,11 @@ class Training:
             config["tokenwise"] = {"regions": regions, "min_offload_bytes": 256, **config.get("tokenwise", {})}
         self.session = memplug.attach(model, config, **attaching)
 
+    @property
+    def regions(self) -> list[Any]:
+        attached = getattr(self.session, "_attached", None)
+        return attached.regions if attached is not None else []
+
     def step(self) -> None:
         batch = torch.Generator().manual_seed(1000 * dist.get_rank() + len(self.losses))
         loss = self.model(torch.randn(4, 32, generator=batch).to(self.device)).square().mean()
@@ -107,7 +112,7 @@ class Training:
             "planned_steps": report.get("planned_steps"),
             "replans": report.get("replans"),
             "offloaded": report.get("offloaded_bytes"),
-            "settings": [repr((region.is_plain, region.setting.rows)) for region in self.session._attached.regions],
+            "settings": [repr((region.is_plain, region.setting.rows)) for region in self.regions],
         }
 
 

@@ -356,6 +356,7 @@ TORCH = Package(
             Text("class _TorchDispatchModeKey", _STUB),
             Text("def peek_interpreter_stack(", _FUNCTORCH),
             Text("def is_functorch_wrapped_tensor(", _FUNCTORCH),
+            Text("def get_eval_frame_callback(", "torch/_C/_dynamo/eval_frame.pyi"),
             Text("PrivateUse1", "torch/_C/_autograd.pyi"),
             Text("def _fused_sdp_choice(", "torch/_C/_VariableFunctions.pyi"),
             Text("._saved_tensors_hooks_is_enabled()"),
