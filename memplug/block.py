@@ -139,8 +139,8 @@ class ArenaConfig(Section):
     repeats; what is not in the plan is left to torch's own allocator."""
     planner: Planner = Field(
         default="auto",
-        description='Who finds the addresses: "auto" for the best of all within ten seconds, sooner for a small arena, '
-        f"or one of {planners.listed(mark=chr(34))} alone.",
+        description='Who finds the addresses: "auto" for the lowest of search and exact within ten seconds, sooner for '
+        f"a small arena, or one of {planners.listed(mark=chr(34))} alone.",
     )
     checks: Switch = False
     """true or false. Fills memory that was freed with a pattern (NaN), puts another behind each block, and raises where

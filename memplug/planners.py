@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 AUTO = "auto"
-"""All that fit the time limit, the lowest stays: see `memplug.arena.plan.auto`."""
+"""Search and exact, and the others where the judge refuses what these find: see `memplug.arena.plan.auto`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +24,12 @@ class Planner:
         module: has `solve(problem, *, deadline_s, enough_bytes)`, which returns a `Solution` by `name` whenever
             `deadline_s` comes, on the clock of `time.monotonic`, and may end at a height of `enough_bytes`; None: at
             the lower bound. It need not know streams.
-        in_auto: "auto" tries it; the others were the lowest alone in no step that was measured, and have their turn
-            where the judge has accepted no plan yet.
     """
 
     name: str
     does: str
     suits: str
     module: str
-    in_auto: bool = True
 
     def solve(self, problem: Any, *, deadline_s: float, enough_bytes: int | None) -> Any:
         """Offsets, for the judge to check."""
@@ -57,14 +54,12 @@ PLANNERS: tuple[Planner, ...] = (
         "MEMO: layers are found, placed once, and used again",
         "recomputation: the same addresses in every layer",
         "memplug.arena.plan.bilevel",
-        False,
     ),
     Planner(
         "spatiotemporal",
         "STWeaver: groups by phase and by size",
         "steps whose requests fall into phases and few sizes",
         "memplug.arena.plan.spatiotemporal",
-        False,
     ),
 )
 

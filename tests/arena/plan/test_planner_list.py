@@ -1,4 +1,4 @@
-"""A layout planner is one file and one entry in a list: choices, help, schema, README and `auto` follow."""
+"""A layout planner is one file and one entry in a list: choices, help, schema and README follow."""
 
 from __future__ import annotations
 
@@ -71,4 +71,4 @@ def test_a_planner_is_one_file_and_one_entry(folder: Path) -> None:
 def test_the_readme_of_the_arena_has_every_planner_in_the_lists_own_words() -> None:
     readme = (ROOT / "memplug/arena/README.md").read_text()
     rows = [f"| `{planner.name}` | {planner.does} | {planner.suits} |" for planner in planners.PLANNERS]
-    assert "\n".join(["|---|---|---|", *rows, "| `auto` | all that fits"]) in readme
+    assert "\n".join(["|---|---|---|", *rows, "| `auto` | `search` and `exact`"]) in readme
