@@ -23,7 +23,7 @@ OLDEST, NEWEST = "2.6", "2.15"
 KNOWN = f"torch {OLDEST} to {NEWEST}"
 """Versions of torch that memplug knows."""
 
-_lacking: list[UnsupportedVersionError] = []
+_lacking: list[tuple[str, str]] = []
 
 
 def _looked_up(path: str) -> Any:
@@ -56,12 +56,11 @@ def _name(path: str, use: str, *older: str, needed: bool = True) -> Any:
     for each in (path, *older):
         with contextlib.suppress(AttributeError):
             return _looked_up(each)
-    error = _lacks(path, use)
     if needed:
-        _lacking.append(error)
+        _lacking.append((path, use))
 
     def lacking(*args: Any, **kwargs: Any) -> Any:
-        raise error
+        raise _lacks(path, use)
 
     return lacking
 
@@ -75,7 +74,7 @@ def check() -> None:
     if _version(torch.__version__) < _version(OLDEST):
         raise UnsupportedVersionError(f"memplug needs torch {OLDEST} or newer; {torch.__version__} is installed")
     if _lacking:
-        raise _lacking[0]
+        raise _lacks(*_lacking[0])
 
 
 def is_newer_than_known() -> bool:
@@ -152,7 +151,7 @@ _FLEX_NAMES = ("_create_wrapped_callback", "_debug_get_cache_entry_list", "inner
 
 def skip_code(code: CodeType) -> None:
     """Let calls of `code` run as they are where torch compiles; those inside of it are compiled as ever."""
-    _name("torch._dynamo.decorators.skip_code", "lets torch.compile go around regions")(code)
+    _name("torch._dynamo.decorators.skip_code", "lets torch.compile go around regions", needed=False)(code)
 
 
 @functools.cache

@@ -39,17 +39,19 @@ def doctor(
 ) -> None:
     """Show what memplug finds on this machine: versions, compiler, device, measured rates, settings in the way.
 
-    Builds the native core and the address search of `memplug plan` where that was not done yet.
+    Builds the native core, the address search and the planner's rules where that was not done yet.
     """
     if measure is not None:
         measure_into(measure, as_json=as_json)
         return
     from memplug.arena.native import packing
+    from memplug.tokenwise.plan import rules
 
     facts = {"versions": versions(), "compiler": _compiler()}
     with progress("building the native core, where that was not done yet (half a minute)"):
         facts["native_core"] = _native_core()
         facts["address_search"] = _built(packing.load)
+        facts["planner_rules"] = _built(rules.load)
     with progress("importing torch and measuring the device (a few seconds)"):
         from memplug.config import MemplugConfig
         from memplug.device.device import Device
@@ -144,6 +146,7 @@ def _conflicts(environment: Mapping[str, str]) -> list[dict[str, str]]:
 
 def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
     hardware, core, search = facts["hardware"], facts["native_core"], facts["address_search"]
+    rules = facts["planner_rules"]
     if core["ready"]:
         built = f"built, in {core['folder']}"
         without = "absent: this version of torch has a CUDA allocator that memplug does not know"
@@ -157,6 +160,7 @@ def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
         ("native core", built),
         ("planned arena", f"available{_lost(core['lost_calls'])}" if core.get("arena") else without),
         ("address search", "built" if search["ready"] else f"absent: {search['problem']}"),
+        ("planner's rules", "built" if rules["ready"] else f"absent: {rules['problem']}"),
         ("device", f"{hardware['device']}: {hardware['device_name']}"),
         ("device memory", f"{_gib(hardware['device_free_bytes'])} free of {_gib(hardware['device_total_bytes'])}"),
         ("host memory", f"{_gib(hardware['host_available_bytes'])} available"),
@@ -184,7 +188,11 @@ def _verdict(facts: dict) -> str:
 
 
 def _unbuilt(facts: dict) -> list[str]:
-    return [name for name in ("native core", "address search") if not facts[name.replace(" ", "_")]["ready"]]
+    return [
+        name
+        for name in ("native core", "address search", "planner rules")
+        if not facts[name.replace(" ", "_")]["ready"]
+    ]
 
 
 def _needed_for(package: str) -> str:

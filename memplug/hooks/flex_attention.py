@@ -156,8 +156,8 @@ class _Warning:
             self._told = True
             text = (
                 "memplug: FlexAttention is not compiled inside of regions here: it runs as it is written, with a score "
-                "for each pair of tokens. Compile it by itself, `torch.compile(flex_attention)`, without CUDA graphs "
-                "and in torch 2.13, let the model use another attention, or leave its layers out of "
+                "for each pair of tokens. Compile it by itself, `torch.compile(flex_attention)`, without CUDA graphs, "
+                "let the model use another attention, or leave its layers out of "
                 '"tokenwise.regions".'
             )
             log.warning(coded("MP023", text))

@@ -43,7 +43,11 @@ def load() -> ModuleType:
     is_new = not CORE.is_built()
     module = CORE.load()
     if is_new and (calls := not_handed_on()):
-        log.warning("memplug: with the arena, torch's CUDA allocator does not get these calls: %s", "; ".join(calls))
+        text = (
+            "memplug: with the arena, torch's CUDA allocator does not get these calls: %s. If the program uses one of "
+            'them, set "arena": {"enabled": false}'
+        )
+        log.warning(text, "; ".join(calls))
     # free-threaded Python takes the lock back as it loads the core, unless it was told not to
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise NativeError(

@@ -1,8 +1,8 @@
-// What memplug's C++ uses of torch that torch may change: of its libraries here, of torch/csrc in torch_private_csrc.h, and
-// in two places that are torch's own: c10d in exchange.cpp, the CUDA allocator in hands_on.h and cuda_allocator.cpp.
-// Python's names are in memplug/torch_private.py, with the versions of torch that memplug knows.
+// What the core uses of torch that torch may change: of its libraries here, of torch/csrc in torch_private_csrc.h, c10d in
+// exchange.cpp, and the CUDA allocator in hands_on.h, cuda_front.cpp, cuda_allocator.cpp and cuda_device.cpp. Python's names
+// are in memplug/torch_private.py, with the versions of torch that memplug knows.
 //
-// No other file includes these headers. What moved fails the build in this file, and memplug's error quotes the line.
+// No other file of the core includes these headers. What moved fails the build in this file, and memplug's error quotes the line.
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>

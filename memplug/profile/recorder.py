@@ -155,7 +155,7 @@ class Recorder:
 
         Args:
             fingerprint: what runs.
-            layers: those that `enter_layer` was given the indices of.
+            layers: those that `layer_hooks` were made for, by their indices.
         """
         assert self.recording, "`begin` comes first"
         duration_s = time.perf_counter() - self._begun

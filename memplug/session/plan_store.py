@@ -117,7 +117,11 @@ class PlanStore:
                 continue
             own[plan.training.run, plan.training.index] = plan
             if unread := sorted(plan.parts.keys() - {each.name for each in self._judges}):
-                log.warning("memplug: %s has parts that no technique here reads: %s", file, ", ".join(unread))
+                text = (
+                    "memplug: %s has parts that no technique here reads: %s. They stay in the file. There is nothing "
+                    "to do, unless such a technique was meant to be here"
+                )
+                log.warning(text, file, ", ".join(unread))
         return own, "" if own else refused or self._nearest()
 
     def _unsound(self, plan: MemoryPlan) -> str:

@@ -183,8 +183,8 @@ def _counted(executor: Executor) -> dict[str, Any]:
 
 
 def _swapped_fraction(config: MemplugConfig, decisions: Decisions | None, regions: Sequence[Region]) -> float | None:
-    if not isinstance(config.tokenwise.alpha, str):
-        return float(config.tokenwise.alpha)
+    if config.tokenwise.fixed_alpha is not None:
+        return config.tokenwise.fixed_alpha
     return statistics.fmean(region.setting.rows for region in regions) if decisions and regions else None
 
 

@@ -154,7 +154,7 @@ def test_doctor_json_has_the_rates_and_names_conflicting_settings(tmp_path):
     assert facts["versions"]["torch"] != "absent"
     assert facts["compiler"] == "absent"
     assert facts["native_core"]["ready"] is False and "C++ compiler" in facts["native_core"]["advice"]
-    assert facts["address_search"]["ready"] is False
+    assert facts["address_search"]["ready"] is False and facts["planner_rules"]["ready"] is False
     rates = [value for name, value in facts["hardware"].items() if name.endswith("_per_s")]
     assert len(rates) == 4 and all(rate > 0 for rate in rates)
     (conflict,) = facts["conflicts"]

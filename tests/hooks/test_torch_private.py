@@ -109,6 +109,11 @@ third = attached()
 assert standing() == (True, 1)
 third.detach()
 assert standing() == (False, 0)
+dropped = attached()
+assert standing() == (True, 1)
+del dropped
+gc.collect()
+assert not standing()[0]
 """
     )
 

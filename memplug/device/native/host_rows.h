@@ -17,7 +17,7 @@ namespace memplug {
 constexpr int64_t kRowAlignment = 512; // bytes
 
 // First-fit in the order of slabs and offsets; neighbours merge when they are given back, so that a run with many
-// sequence lengths does not grow without bound (ProTrain, appendix B.2). Guarded by Python's lock.
+// sequence lengths does not grow without bound (ProTrain, appendix B.2). Guarded by its owner's lock (copies.h).
 class HostRows final : public RowStore {
  public:
   // `grow(nbytes)` adds a slab with room for so many bytes, or returns false.

@@ -134,6 +134,7 @@ void set_watcher(Order order, const Watcher* watcher) {
 
 void silence(Order order) {
   bus().watchers[order] = nullptr;
+  bus().watching[order] = 0;
 }
 
 Watching::Watching(Order order, const Watcher& watcher) : order_(order) {
@@ -147,7 +148,7 @@ Watching::Watching(Order order, const Watcher& watcher) : order_(order) {
 Watching::~Watching() {
   Bus& b = bus();
   const std::lock_guard<std::mutex> lock(b.mutex);
-  if (--b.watching[order_] == 0) {
+  if (b.watching[order_] > 0 && --b.watching[order_] == 0) { // else it was silenced
     change(b, order_, nullptr);
   }
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <iterator>
 #include <memory>
 #include <utility>
@@ -50,16 +51,25 @@ LayerHook& hook_of(PyObject* capsule) {
   return *static_cast<LayerHook*>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
+template <typename Act>
+PyObject* done(const Act& act) {
+  try {
+    act();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
 PyObject* enter_hook(PyObject* self, PyObject* const*, Py_ssize_t) {
   LayerHook& hook = hook_of(self);
-  hook.hooks->enter(hook.layer, enter_layer(hook.layer));
-  Py_RETURN_NONE;
+  return done([&] { hook.hooks->enter(hook.layer, enter_layer(hook.layer)); });
 }
 
 PyObject* leave_hook(PyObject* self, PyObject* const*, Py_ssize_t) {
   LayerHook& hook = hook_of(self);
-  hook.hooks->leave(hook.layer);
-  Py_RETURN_NONE;
+  return done([&] { hook.hooks->leave(hook.layer); });
 }
 
 PyMethodDef enter_method = {

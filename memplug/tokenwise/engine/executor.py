@@ -21,6 +21,7 @@ import collections
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -115,9 +116,9 @@ class Executor:
         self.on_timed: Callable[[Region, Any, Tape], None] | None = None
         self._warned = False
         self._as_they_are = AsTheyAre(device)
-        self._until_closed = contextlib.ExitStack()
         watching().begin()
-        self._until_closed.callback(watching().end)
+        self._stop_watching = weakref.finalize(self, watching().end)  # of a session that is dropped, too
+        self._stop_watching.atexit = False
 
     def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
         """Take device times around every operator of a region, from the next forward on, each of which the listener is
@@ -314,7 +315,7 @@ class Executor:
             added.clear()  # by frameworks
         self.transfer.close()
         self.pool.close()
-        self._until_closed.close()
+        self._stop_watching()
 
     @property
     def opaque_regions(self) -> int:

@@ -61,7 +61,7 @@ class Passes:
         wanted = self._known(saved)
         actions = np.empty(count, np.uint8)
         arrays = map(pointer, (self._read_ends, self._read, self._changed_ends, self._changed, always, captured))
-        _library().memplug_actions(count, *arrays, len(self._numbers), pointer(wanted), len(wanted), pointer(actions))
+        load().memplug_actions(count, *arrays, len(self._numbers), pointer(wanted), len(wanted), pointer(actions))
         return actions
 
     def _flat(self, storages: Sequence[Iterable[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -75,11 +75,16 @@ class Passes:
 
 def rows_taken(fraction: float, rows: int) -> int:
     """Returns how many of so many rows a fraction of them is."""
-    return _library().memplug_rows_taken(fraction, rows)
+    return load().memplug_rows_taken(fraction, rows)
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def load() -> ctypes.CDLL:
+    """Returns the library.
+
+    Raises:
+        NativeError: see `PlainLibrary.load`.
+    """
     sources, headers = (_NATIVE / "rules" / "rules.cpp",), (_NATIVE / "tape" / "rules.h",)
     loaded = PlainLibrary("memplug_rules", "planner's rules", sources, headers).load()
     address, number = ctypes.c_void_p, ctypes.c_int32

@@ -365,7 +365,7 @@ void add_forwards(py::module_& module) {
       .def_readonly("buffers", &Running::buffers);
 }
 
-const Registered forward_part({Level::ASKING, &add_forwards});
+const Registered forward_part({Level::ASKING, &add_forwards, nullptr, nullptr, &Observer::end_in_child});
 
 } // namespace
 } // namespace memplug

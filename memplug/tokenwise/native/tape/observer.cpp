@@ -53,6 +53,12 @@ bool Observer::is_noting() {
   return is_active() && !current->inside_;
 }
 
+void Observer::end_in_child() {
+  if (current == nullptr) {
+    silence(FORWARDS);
+  }
+}
+
 void Observer::rethrow() {
   if (failure_ != nullptr) {
     std::rethrow_exception(std::exchange(failure_, nullptr));

@@ -38,6 +38,9 @@ class Observer {
   static bool is_active();
   static bool is_noting();
 
+  // In the child of a fork, in which other threads' forwards are no more.
+  static void end_in_child();
+
  private:
   enum class What : uint8_t { IGNORED, THROUGH, LEAF, FAKE };
   struct Running {
