@@ -222,25 +222,30 @@ class _Sending:
                 asked()
 
     def _cast(self, ballot: _Ballot) -> None:
-        number, count = ballot.number, len(self._voters.members)
-        if self._voters.leave(number, pickle.dumps(ballot.value)):
-            values = self._store.multi_get([f"{number}/{index}" for index in range(count)])
-            verdict = ballot.combine([pickle.loads(value) for value in values])
-            self._store.compare_set(f"{number}/verdict", "", _DECIDED + zlib.compress(pickle.dumps(verdict), 1))
-        old = number - KEPT_BALLOTS
+        if self._voters.leave(ballot.number, pickle.dumps(ballot.value)):
+            self._decide(ballot)
+        old = ballot.number - KEPT_BALLOTS
         if old > 0:
             self._store.delete_key(f"{old}/{self._voters.own}")
             if self._voters.own == 0:
                 self._store.delete_key(f"{old}/count")
                 self._store.delete_key(f"{old}/verdict")
 
+    def _decide(self, ballot: _Ballot) -> None:
+        number = ballot.number
+        values = self._store.multi_get([f"{number}/{index}" for index in range(len(self._voters.members))])
+        verdict = ballot.combine([pickle.loads(value) for value in values])
+        self._store.compare_set(f"{number}/verdict", "", _DECIDED + zlib.compress(pickle.dumps(verdict), 1))
+
     def _read(self) -> None:
         while self._open:
             ballot = self._open[0]
             place = f"{ballot.number}/verdict"
             if ballot.is_given_up and not self._store.check([place]):
-                late = named(self._voters.missing(ballot.number))
-                self._end(ballot.number, f"{late} did not end the step that others had ended")
+                if late := self._voters.missing(ballot.number):
+                    self._end(ballot.number, f"{named(late)} did not end the step that others had ended")
+                else:  # who voted last ended before it gave the verdict
+                    self._decide(ballot)
             if not self._store.check([place]):
                 return
             verdict = self._store.get(place)

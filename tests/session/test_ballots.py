@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import pickle
 import random
 import threading
 import time
@@ -55,6 +56,16 @@ def test_all_ranks_have_one_verdict_of_all_values(make: Callable[[Path], dist.St
         return found
 
     assert on_all(3, act) == [[[(0, number), (1, number), (2, number)] for number in range(100)]] * 3
+    for log in logs:
+        log.close()
+
+
+def test_a_verdict_that_the_last_voter_did_not_live_to_give_is_given_by_the_others() -> None:
+    first, second, gone = voters(dist.HashStore())
+    logs = [Ballots(first), Ballots(second)]
+    gone.store.set(f"1/{gone.own}", pickle.dumps(3))
+    assert on_all(2, lambda index: logs[index].cast(index + 1, sum, 0.5)()) == [6, 6]
+    assert not any(log.ended for log in logs)
     for log in logs:
         log.close()
 
