@@ -6,7 +6,6 @@ It trusts a problem to be one (positive sizes, lifetimes that end after they beg
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,8 +39,6 @@ class Fault(enum.Enum):
     SPACES = "spaces"  # empty, or not rising
     SPACE_BEYOND_ARENA = "space beyond arena"
     SPACE_IN_USE = "space in use"
-    OTHER_RUN = "other run"  # not recorded from this one
-    OTHER_BUFFERS = "other buffers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,26 +77,12 @@ def judge(problem: Problem, solution: Solution, capacity_bytes: int | None = Non
     return tuple(found)
 
 
-def judge_addresses(
-    plan: AddressPlan, run: Problem | None = None, capacity_bytes: int | None = None
-) -> tuple[Finding, ...]:
-    """What is wrong with a plan's solution, predictions and dynamic spaces; nothing: they are accepted.
-
-    Args:
-        plan: Any, as loaded.
-        run: The problem of this run, if the plan has to be of the same program, machine and buffers.
-        capacity_bytes: See `judge`.
-    """
+def judge_addresses(plan: AddressPlan) -> tuple[Finding, ...]:
+    """Returns what is wrong with a plan's solution, predictions and dynamic spaces; nothing: they are accepted."""
     unusable = tuple(_unusable(plan.problem, plan.solution))
     if unusable:
         return unusable
-    return (
-        *judge(plan.problem, plan.solution, capacity_bytes),
-        *_places(plan),
-        *_predictions(plan),
-        *_dynamic(plan),
-        *(_differences(plan.problem, run) if run is not None else ()),
-    )
+    return (*judge(plan.problem, plan.solution), *_places(plan), *_predictions(plan), *_dynamic(plan))
 
 
 def mistakes_of(plan: AddressPlan) -> Iterator[str]:
@@ -245,31 +228,6 @@ def _in_use(plan: AddressPlan, name: str, first: np.ndarray, end: np.ndarray, ro
             f"from {table['lower'][row]} up to {table['upper'][row]}{more(len(wrong))}"
         )
         yield Finding(code=Fault.SPACE_IN_USE, message=message, rows=(row,))
-
-
-def _differences(planned: Problem, run: Problem) -> Iterator[Finding]:
-    for field in dataclasses.fields(planned.fingerprint):
-        of_plan, of_run = getattr(planned.fingerprint, field.name), getattr(run.fingerprint, field.name)
-        if of_plan != of_run:
-            message = f"the plan is of {field.name} {shown(of_plan)}, and this run has {shown(of_run)}"
-            yield Finding(code=Fault.OTHER_RUN, message=message)
-    for name in ("phases", "layers"):
-        if getattr(planned, name) != getattr(run, name):
-            yield Finding(code=Fault.OTHER_RUN, message=f"the plan is of other {name} than this run has")
-    if len(planned.buffers) != len(run.buffers):
-        message = f"the plan is of {len(planned.buffers)} buffers, and this run has {len(run.buffers)}"
-        yield Finding(code=Fault.OTHER_BUFFERS, message=message)
-        return
-    columns = {name: (planned.buffers[name], run.buffers[name]) for name in planned.buffers.dtype.names}
-    for name, (of_plan, of_run) in {"id": (planned.ids, run.ids), **columns}.items():
-        rows = np.flatnonzero(of_plan != of_run)
-        if len(rows):
-            row = int(rows[0])
-            message = f"buffer {run.ids[row]} has {name} {of_plan[row]} in the plan and {of_run[row]} in this run"
-            yield Finding(code=Fault.OTHER_BUFFERS, message=message + more(len(rows)), rows=(row,))
-    if not np.array_equal(planned.orderings, run.orderings):
-        message = "the plan is of other orderings of streams than this run has"
-        yield Finding(code=Fault.OTHER_BUFFERS, message=message)
 
 
 def _peak_bytes(table: np.ndarray) -> int:
