@@ -76,7 +76,10 @@ void add_transfers(py::module_& module) {
       .def_readonly("offloads", &Transfer::offloads)
       .def_property_readonly("offloaded_total_bytes", [](const Transfer& transfer) { return transfer.copies.offloaded_bytes; })
       .def_property_readonly("prefetched_total_bytes", [](const Transfer& transfer) { return transfer.copies.prefetched_bytes; })
-      .def_property_readonly("refused", [](const Transfer& transfer) { return transfer.copies.refused; })
+      .def_property(
+          "refused",
+          [](const Transfer& transfer) { return transfer.copies.refused; },
+          [](Transfer& transfer, int64_t count) { transfer.copies.refused = count; })
       .def_property_readonly("refused_bytes", [](const Transfer& transfer) { return transfer.copies.refused_bytes; });
 }
 
