@@ -8,6 +8,7 @@
 
 #include "exchange.h"
 #include "layouts.h"
+#include "transfer.h"
 
 namespace memplug {
 namespace {
