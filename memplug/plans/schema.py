@@ -63,8 +63,8 @@ class MemoryPlan:
     Attributes:
         fingerprint: of the recorded step.
         training: of a plan that was made while training; None: of `memplug plan`, which plans addresses alone.
-        parts: by the technique's name: as made here, or as JSON had them until `PlanPart.of` reads them; nobody reads
-            those of techniques that are not there.
+        parts: by the technique's name: as made here, or as JSON had them until `PlanPart.of` reads them. Parts of
+            techniques that are not there stay unread.
         file: that it was loaded from; None: it was made here.
     """
 

@@ -55,7 +55,7 @@ class Watching:
         if phase == "start":
             self._collections += 1
             core().pause()
-        elif self._collections:  # else it had started before this was heard
+        elif self._collections:  # else the collection began before this callback was there
             self._collections -= 1
             core().resume()
 
