@@ -5,6 +5,7 @@
 // No other file of the core includes these headers. What moved fails the build in this file, and memplug's error quotes the line.
 #pragma once
 
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>
@@ -51,6 +52,12 @@ using ForcedKeys = c10::impl::ForceDispatchKeyGuard;
 
 inline LocalKeys local_keys() {
   return c10::impl::tls_local_dispatch_key_set();
+}
+
+// Whether the thread has a stack of function transforms, empty or not. Torch makes one for whoever looks at it, and from
+// then on copies it for every node that autograd makes on the thread.
+inline bool has_transform_stack() {
+  return at::functorch::functorchTLSAccessor() != nullptr;
 }
 
 // How many nodes autograd has made on this thread.

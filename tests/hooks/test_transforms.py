@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import nn
 
 import memplug
+from memplug.tokenwise.engine.core import core
 from tests.support.asking import ASKING
 from tests.support.blocks import Layer, Stack
 
@@ -172,3 +174,22 @@ def test_where_torch_refuses_its_error_has_memplugs_advice() -> None:
     with attached(model), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks") as raised:
         model(torch.randn(2, 6, 16))
     assert "torch.autograd.grad" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_a_thread_without_transforms_gets_no_state_of_them(opaque: bool) -> None:
+    # torch would copy it for every node that autograd makes on the thread, as long as the thread lives
+    found = []
+
+    def train() -> None:
+        model = Stack(2, Plain)
+        with attached(model) as session:
+            for region in session._attached.regions if opaque else ():
+                region.opaque = "for this test"
+            found.extend(losses_and_gradients(model, 2))
+        found.append(core().has_transform_stack())
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert found[-1] is False

@@ -8,13 +8,13 @@ import torch
 
 from memplug.device.device import Device
 from memplug.errors import coded
+from memplug.tokenwise.engine.ambient import is_transformed
 from memplug.torch_private import (
     TRACING,
     get_dispatch_mode,
     is_fx_tracing,
     is_in_forward_ad,
     len_torch_dispatch_stack,
-    peek_interpreter_stack,
     saved_tensors_hooks_is_enabled,
 )
 
@@ -40,7 +40,7 @@ class AsTheyAre:
                 "memplug: regions inside of a CUDA graph run as they are: nothing of them is swapped or recomputed. "
                 "Capture without regions, or leave the graph out"
             )
-        if peek_interpreter_stack() is not None or is_in_forward_ad():
+        if is_transformed() or is_in_forward_ad():
             return self._tell(
                 "memplug: regions inside of a function transform or of forward-mode differentiation run as they are: "
                 "nothing of them is swapped or recomputed"

@@ -183,6 +183,7 @@ void add_forwards(py::module_& module) {
   });
   module.def("stand_before_exchanges", [] { stand_before_exchanges(&Observer::is_active); });
   module.def("leave_exchanges", &leave_exchanges);
+  module.def("has_transform_stack", &has_transform_stack);
   module.def("pause", &Pause::begin);
   module.def("resume", &Pause::end);
   module.def("paused", &Pause::depth);
