@@ -5,9 +5,8 @@ take turns, round by round, and processor time is measured: of the forward pass,
 step, memplug's work at its end included.
 
 Where a process has its memory makes it up to a tenth faster or slower, as long as it lives, than the next one that does
-the same. So a mode's process also trains a twin of the model that keeps all, and the steps of the two take turns. Not
-where there is an arena, which would have to pass on what the twin asks for: those modes are compared with `keep_all`'s
-process, and their ratios are as good as that.
+the same; so does what else it trains. So a mode's process has one model, and trains it without the mode, with it and
+without it again: memplug is attached and detached in between.
 
 | mode | what it is |
 |---|---|
@@ -28,7 +27,6 @@ process, and their ratios are as good as that.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -64,7 +62,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """Of one part of a mode's steps: seconds of processor time, and of keeping all beside it."""
+    """Of one part of a mode's steps: seconds of processor time, and of keeping all before and after them."""
 
     seconds: float
     kept_all: float
@@ -90,7 +88,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="[all]")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="[all]")
     add("--layers", type=int, help="instead of the case's")
-    add("--steps", type=int, default=10, help="measured each time that it is a mode's turn [10]")
+    add("--steps", type=int, default=40, help="measured each time that it is a mode's turn [40]")
     add("--rounds", type=int, default=7, help="turns of each mode [7]")
     add("--json", type=Path, metavar="FILE", help="write the rows here")
     return parser.parse_args(argv)
@@ -106,17 +104,15 @@ class Child:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
         )
 
-    def measure(self, steps: int) -> dict[str, dict[str, float]]:
-        """Seconds of processor time of each part of a step, medians of so many: by "mode", and by "twin" if there is
-        one.
-        """
+    def measure(self, steps: int) -> dict[str, Turn]:
+        """Returns a turn of each part of a step, from medians of so many steps."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{steps}\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
             raise RuntimeError(f"the process of {self.process.args} ended with {self.process.wait()}")
-        return json.loads(answer)
+        return {part: Turn(*seconds) for part, seconds in json.loads(answer).items()}
 
     def stop(self) -> None:
         """End it."""
@@ -126,18 +122,16 @@ class Child:
 
 
 def measure(shape: Shape, modes: list[str], steps: int, rounds: int) -> dict[str, dict[str, list[Turn]]]:
-    """By mode and part, one turn a round; before the first, every mode warms up."""
+    """Returns turns by mode and part, one for each round; before the first, every mode warms up."""
     turns: dict[str, dict[str, list[Turn]]] = {mode: {part: [] for part in PARTS} for mode in modes}
     children = {mode: Child(mode, shape) for mode in modes}
     try:
         for child in children.values():
             child.measure(1)
         for _ in range(rounds):
-            answers = {mode: child.measure(steps) for mode, child in children.items()}
-            for mode, answer in answers.items():
-                beside = answer.get("twin", answers["keep_all"]["mode"])
-                for part, seconds in answer["mode"].items():
-                    turns[mode][part].append(Turn(seconds, beside[part]))
+            for mode, child in children.items():
+                for part, turn in child.measure(steps).items():
+                    turns[mode][part].append(turn)
     finally:
         for child in children.values():
             child.stop()
@@ -145,22 +139,23 @@ def measure(shape: Shape, modes: list[str], steps: int, rounds: int) -> dict[str
 
 
 def serve(mode: str, shape: Shape) -> None:
-    """The child: trains, and answers with what it measured."""
+    """Trains, as the child, and answers with what it measured."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    from tests.bench.host_training import prepared
+    from tests.bench.host_training import in_mode, training_of
 
-    alone = mode == "keep_all" or mode.endswith("+arena")
-    names = {"mode": mode} if alone else {"twin": "keep_all", "mode": mode}
-    with contextlib.ExitStack() as stack:
-        trainings = {name: stack.enter_context(prepared(trained, shape)) for name, trained in names.items()}
-        for line in sys.stdin:
-            steps = [{name: training.timed_step() for name, training in trainings.items()} for _ in range(int(line))]
-            taken = {
-                name: {part: statistics.median(step[name][part] for step in steps) for part in PARTS} for name in names
-            }
-            answers.write(json.dumps(taken) + "\n")
-            answers.flush()
+    training = training_of(shape)
+
+    def seconds(trained: str, steps: int) -> dict[str, float]:
+        with in_mode(training, trained, shape):
+            measured = [training.timed_step() for _ in range(steps)]
+        return {part: statistics.median(step[part] for step in measured) for part in PARTS}
+
+    for line in sys.stdin:
+        before, own, after = (seconds(trained, int(line)) for trained in ("keep_all", mode, "keep_all"))
+        turns = {part: (own[part], (before[part] + after[part]) / 2) for part in PARTS}
+        answers.write(json.dumps(turns) + "\n")
+        answers.flush()
 
 
 def _is_of(mode: str, case: str) -> bool:

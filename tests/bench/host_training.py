@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -41,23 +42,44 @@ class Training:
         return {"forward": forward - begin, "backward": backward - forward, "step": end - begin}
 
 
-@contextlib.contextmanager
-def prepared(mode: str, shape: Shape) -> Iterator[Training]:
-    """A training in that mode, warm."""
+def training_of(shape: Shape) -> Training:
+    """Returns a training that keeps everything, in one thread."""
     torch.set_num_threads(1)
     logging.getLogger("memplug").setLevel(logging.ERROR)
-    model = _stack(shape, mode)
-    apply = functools.partial(checkpoint, use_reentrant=mode == "reentrant") if "reentrant" in mode else call
-    training = Training(model.train(), apply, None)
-    if mode.startswith("memplug"):
-        training.session = memplug.attach(model, _block(mode, shape))
+    return Training(_stack(shape).train(), call, None)
+
+
+@contextlib.contextmanager
+def in_mode(training: Training, mode: str, shape: Shape) -> Iterator[None]:
+    """Has it train in that mode; inside, it is warm."""
+    with contextlib.ExitStack() as stack:
+        if mode.startswith("memplug"):
+            training.session = stack.enter_context(memplug.attach(training.model, _block(mode, shape)))
+        elif mode != "keep_all":
+            stack.enter_context(_checkpointed(training, mode == "reentrant", shape))
+        try:
+            for _ in range(WARM_UP):
+                training.timed_step()
+            yield
+        finally:
+            training.session = None
+
+
+@contextlib.contextmanager
+def _checkpointed(training: Training, reentrant: bool, shape: Shape) -> Iterator[None]:
+    if shape.host == "megatron":  # by itself
+        from tests.bench.megatron import RECOMPUTE
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in RECOMPUTE["full"].items():
+                patch.setattr(training.model.block.config, name, value)
+            yield
+        return
+    former, training.apply = training.apply, functools.partial(checkpoint, use_reentrant=reentrant)
     try:
-        for _ in range(WARM_UP):
-            training.timed_step()
-        yield training
+        yield
     finally:
-        if training.session is not None:
-            training.session.detach()
+        training.apply = former
 
 
 def call(layer: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
@@ -80,7 +102,7 @@ def _block(mode: str, shape: Shape) -> dict[str, Any]:
     }
 
 
-def _stack(shape: Shape, mode: str) -> nn.Module:
+def _stack(shape: Shape) -> nn.Module:
     fields = fields_of(shape.hidden, shape.layers)
     if shape.host == "transformers":
         return modes.Stack(fields, shape.tokens, "cpu")
@@ -88,7 +110,7 @@ def _stack(shape: Shape, mode: str) -> nn.Module:
         return _Opaque(shape)
     from tests.bench import megatron
 
-    return megatron.Stack(fields, shape.tokens, "cpu", "full" if mode == "reentrant" else "keep_all")
+    return megatron.Stack(fields, shape.tokens, "cpu", "keep_all")
 
 
 class _Opaque(nn.Module):

@@ -91,7 +91,6 @@ def test_the_hosts_time_is_measured_beside_keeping_everything(tmp_path, capsys):
     found = {(row["case"][0], row["mode"], row["metric"]): row["value"] for row in rows}
     assert len(found) == len(rows) and min(found.values()) > 0
     for case in "ac":
-        assert all(found[case, "keep_all", f"{part}_over_keep_all"] == 1 for part in host_time.PARTS)
         parts = found[case, mode, "forward_s"] + found[case, mode, "backward_s"]
         assert found[case, mode, "step_s"] >= parts
     assert capsys.readouterr().out.count(mode) == 2
