@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,12 +21,7 @@ from memplug.errors import ArenaError
 from memplug.profile.records import Pass
 
 
-def _now() -> Any:
-    return field(default=0, metadata={"now": True})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counters:
+class Counters(Protocol):
     """What an arena did since it was made, and holds now; requests, and bytes as asked for unless said otherwise.
 
     Attributes:
@@ -47,54 +41,39 @@ class Counters:
         leftover_bytes: now, held by blocks of earlier steps in the part that is used again and again, and in the annex.
         live_bytes, peak_bytes: in use now, and the most since the last plan.
         live_size, peak_size: likewise, rounded up to what they occupy.
+        served: that the arena had bytes for.
+        fallback: of threads that train, that the native allocator served.
+        mismatched: that a plan of this program would have had an address for.
     """
 
-    planned: int = 0
-    planned_bytes: int = 0
-    dynamic: int = 0
-    dynamic_bytes: int = 0
-    reusable: int = 0
-    reusable_bytes: int = 0
-    unplanned: int = 0
-    occupied: int = 0
-    dynamic_missed: int = 0
-    without_gradients: int = 0
-    native_bytes: int = 0
-    lasting: int = 0
-    lasting_bytes: int = 0
-    elsewhere: int = 0
-    written_freed: int = 0
-    written_beyond: int = 0
-    reserved_bytes: int = _now()
-    leftover_bytes: int = _now()
-    live_bytes: int = _now()
-    live_size: int = _now()
-    peak_bytes: int = _now()
-    peak_size: int = _now()
+    planned: int
+    planned_bytes: int
+    dynamic: int
+    dynamic_bytes: int
+    reusable: int
+    reusable_bytes: int
+    unplanned: int
+    occupied: int
+    dynamic_missed: int
+    without_gradients: int
+    native_bytes: int
+    lasting: int
+    lasting_bytes: int
+    elsewhere: int
+    written_freed: int
+    written_beyond: int
+    reserved_bytes: int
+    leftover_bytes: int
+    live_bytes: int
+    live_size: int
+    peak_bytes: int
+    peak_size: int
+    served: int
+    fallback: int
+    mismatched: int
 
     def since(self, before: Counters) -> Counters:
         """Returns what happened since then, beside what is held now."""
-        return Counters(
-            **{
-                each.name: getattr(self, each.name) - (0 if "now" in each.metadata else getattr(before, each.name))
-                for each in fields(Counters)
-            }
-        )
-
-    @property
-    def served(self) -> int:
-        """Requests that the arena had bytes for."""
-        return self.planned + self.dynamic + self.reusable
-
-    @property
-    def fallback(self) -> int:
-        """Requests of threads that train that the native allocator served."""
-        return self.unplanned + self.occupied + self.dynamic_missed + self.without_gradients
-
-    @property
-    def mismatched(self) -> int:
-        """Requests that a plan of this program would have had an address for."""
-        return self.unplanned + self.occupied
 
 
 class Arena:
@@ -218,7 +197,7 @@ class Arena:
 
     def counters(self) -> Counters:
         """See `Counters`."""
-        return Counters(**self._native.arena_counters())
+        return self._native.arena_counters()
 
     def native_bytes(self) -> int | None:
         """Bytes in use now that are not of the arena; None on the CPU, whose allocator does not count."""

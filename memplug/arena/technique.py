@@ -104,7 +104,6 @@ class PlannedAddresses(Technique[Addresses]):
     ):
         self.plan: AddressPlan | None = None
         self.plans = self.amendments = 0
-        self.step = Counters()
         self._config, self._arena, self._beside, self._tell, self._folder = config, arena, beside, tell, folder
         self._state = State.WAITING
         self._serving: Addresses | None = None
@@ -114,6 +113,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._mismatched_steps = 0
         self._patience = 1  # steps until there may be a new plan; doubles with each
         self._beginning = self._before = arena.counters()  # there may have been another session
+        self.step = self._before.since(self._before)
         self._withheld: tuple[Pass, ...] = ()  # of the step that begins
         self._is_first = True  # no step has ended
         self._was_withheld = False  # a part of the step that ended last

@@ -362,6 +362,14 @@ std::vector<std::pair<int32_t, int32_t>> Arena::late() const {
   return {late_.begin(), late_.end()};
 }
 
+ArenaCounters ArenaCounters::since(const ArenaCounters& before) const {
+  ArenaCounters since = *this;
+  for (const auto& [name, value, is_now] : ARENA_COUNTERS) {
+    since.*value -= is_now ? 0 : before.*value;
+  }
+  return since;
+}
+
 ArenaCounters Arena::counters() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   ArenaCounters counters = counters_;

@@ -115,6 +115,51 @@ struct ArenaCounters {
   int64_t leftover_bytes = 0; // now: of the part that is used again and again, held by blocks of earlier steps
   int64_t wanted_bytes = 0; // now: of blocks whose end is told, as their beginning was
   int64_t told_bytes = 0; // now: of blocks whose end is told to a recording, which are all of them while there is a plan
+
+  int64_t served() const {
+    return planned + dynamic + reusable;
+  }
+  // Requests of threads that train that the native allocator served.
+  int64_t fallback() const {
+    return unplanned + occupied + dynamic_missed + without_gradients;
+  }
+  // Requests that a plan of this program would have had an address for.
+  int64_t mismatched() const {
+    return unplanned + occupied;
+  }
+  // What happened since then, beside what is held now.
+  ArenaCounters since(const ArenaCounters& before) const;
+};
+
+// Those that Python reads, by name.
+struct ArenaCounter {
+  const char* name;
+  int64_t ArenaCounters::*value;
+  bool is_now = false;
+};
+inline constexpr ArenaCounter ARENA_COUNTERS[] = {
+    {"planned", &ArenaCounters::planned},
+    {"planned_bytes", &ArenaCounters::planned_bytes},
+    {"dynamic", &ArenaCounters::dynamic},
+    {"dynamic_bytes", &ArenaCounters::dynamic_bytes},
+    {"reusable", &ArenaCounters::reusable},
+    {"reusable_bytes", &ArenaCounters::reusable_bytes},
+    {"unplanned", &ArenaCounters::unplanned},
+    {"occupied", &ArenaCounters::occupied},
+    {"dynamic_missed", &ArenaCounters::dynamic_missed},
+    {"without_gradients", &ArenaCounters::without_gradients},
+    {"native_bytes", &ArenaCounters::native_bytes},
+    {"lasting", &ArenaCounters::lasting},
+    {"lasting_bytes", &ArenaCounters::lasting_bytes},
+    {"elsewhere", &ArenaCounters::elsewhere},
+    {"written_freed", &ArenaCounters::written_freed},
+    {"written_beyond", &ArenaCounters::written_beyond},
+    {"reserved_bytes", &ArenaCounters::reserved_bytes, true},
+    {"leftover_bytes", &ArenaCounters::leftover_bytes, true},
+    {"live_bytes", &ArenaCounters::live_bytes, true},
+    {"live_size", &ArenaCounters::live_size, true},
+    {"peak_bytes", &ArenaCounters::peak_bytes, true},
+    {"peak_size", &ArenaCounters::peak_size, true},
 };
 
 // Whether a request that the plan does not know may use reusable space.

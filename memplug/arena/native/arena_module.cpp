@@ -53,36 +53,21 @@ void load_arena(
   the_arena()->load(std::move(plan));
 }
 
-py::dict arena_counters() {
-  const ArenaCounters c = the_arena()->counters();
-  py::dict all;
-  all["planned"] = c.planned;
-  all["planned_bytes"] = c.planned_bytes;
-  all["dynamic"] = c.dynamic;
-  all["dynamic_bytes"] = c.dynamic_bytes;
-  all["reusable"] = c.reusable;
-  all["reusable_bytes"] = c.reusable_bytes;
-  all["unplanned"] = c.unplanned;
-  all["occupied"] = c.occupied;
-  all["dynamic_missed"] = c.dynamic_missed;
-  all["without_gradients"] = c.without_gradients;
-  all["native_bytes"] = c.native_bytes;
-  all["elsewhere"] = c.elsewhere;
-  all["lasting"] = c.lasting;
-  all["lasting_bytes"] = c.lasting_bytes;
-  all["written_freed"] = c.written_freed;
-  all["written_beyond"] = c.written_beyond;
-  all["reserved_bytes"] = c.reserved_bytes;
-  all["leftover_bytes"] = c.leftover_bytes;
-  all["live_bytes"] = c.live_bytes;
-  all["live_size"] = c.live_size;
-  all["peak_bytes"] = c.peak_bytes;
-  all["peak_size"] = c.peak_size;
-  return all;
+void add_counters(py::module_& module) {
+  py::class_<ArenaCounters> counters(module, "ArenaCounters");
+  for (const auto& [name, value, is_now] : ARENA_COUNTERS) {
+    counters.def_readonly(name, value);
+  }
+  counters.def_property_readonly("served", &ArenaCounters::served)
+      .def_property_readonly("fallback", &ArenaCounters::fallback)
+      .def_property_readonly("mismatched", &ArenaCounters::mismatched)
+      .def("since", &ArenaCounters::since);
+  module.def("arena_counters", [] { return the_arena()->counters(); });
 }
 
 void add_arenas(py::module_& module) {
   set_server(arena_server());
+  add_counters(module);
   module.def("open_arena", [](const std::string& type, int index, bool checks) {
     open_arena(device_of(type, index), checks).forget_leftovers();
   });
@@ -103,7 +88,6 @@ void add_arenas(py::module_& module) {
   });
   module.def("arena_leftovers", [] { return the_arena()->leftovers(); });
   module.def("late_requests", [] { return the_arena()->late(); });
-  module.def("arena_counters", &arena_counters);
   module.def("arena_owns", [](uintptr_t address) {
     Arena* const owner = arena_of(reinterpret_cast<const void*>(address));
     return owner != nullptr && owner->owns(reinterpret_cast<const void*>(address));
