@@ -12,6 +12,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -178,19 +179,10 @@ class AttachedModel:
         text = "memplug: %s, and no step has ended: nothing is planned. Add `session.step()` after `optimizer.step()`"
         log.warning(coded("MP008", text), seen)
 
-    @contextlib.contextmanager
-    def in_optimizer(self) -> Iterator[None]:
-        """What runs inside belongs to the optimizer, in a recording."""
+    def in_optimizer(self) -> AbstractContextManager[None]:
+        """Returns a context whose operators belong to the optimizer, in a recording."""
         recording = self.boundary.recording
-        if recording is None or not recording.placed:
-            yield
-            return
-        recorder = recording.recorder
-        former = recorder.enter_optimizer()
-        try:
-            yield
-        finally:
-            recorder.leave(former)
+        return contextlib.nullcontext() if recording is None else recording.in_optimizer()
 
     def at_detach(self, undo: Callable[[], None]) -> None:
         """Register how to undo a patch; undone in reverse order."""
