@@ -34,6 +34,7 @@ from memplug.device.host_pool import HostPool
 from memplug.errors import InPlaceError, MemplugError, RecomputeError, coded
 from memplug.tokenwise.engine.as_they_are import AsTheyAre
 from memplug.tokenwise.engine.buffers import IN_PLACE, Buffers
+from memplug.tokenwise.engine.calls import ExecutorCalls
 from memplug.tokenwise.engine.core import core, watching
 from memplug.tokenwise.engine.hidden import HiddenFunctions
 from memplug.tokenwise.engine.hooks import Hooks
@@ -72,7 +73,7 @@ class _Rerunning:
         threads.unit_states = self._unit_states
 
 
-class Executor:
+class Executor(ExecutorCalls):
     """Runs regions.
 
     Args:
@@ -147,8 +148,12 @@ class Executor:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
         if not torch.is_grad_enabled() or self._as_they_are.is_so():
             return call(*args, **kwargs)
-        if region.is_plain and self._runs_plain(region, args, kwargs):
-            return call(*args, **kwargs)
+        if region.is_plain:
+            given_bytes = self.core.given_bytes(args, kwargs)
+            if self._runs_plain(region, given_bytes):
+                region.native.note_given(given_bytes)
+                return call(*args, **kwargs)
+            self.hooks.on_larger()
         try:
             if self.hooks.around:
                 with self.standing_around("forward", region):
@@ -168,16 +173,13 @@ class Executor:
         self._warn_if_full()
         return out
 
-    def _runs_plain(self, region: Region, args: Any, kwargs: Any) -> bool:
-        """Not where it is given more than in the step that the plan was made from: it would keep more too. But all
-        ranks must launch the same collectives, however much each is given.
+    def _runs_plain(self, region: Region, given_bytes: int) -> bool:
+        """Returns whether a plain region runs so with arguments of that size.
+
+        One that is given more than in the step that the plan was made from would keep more too. But all ranks must
+        launch the same collectives, however much each is given.
         """
-        given_bytes = self.core.given_bytes(args, kwargs)
-        if given_bytes > region.setting.plain_bytes and not (self.regathers or region.native.communicates):
-            self.hooks.on_larger()
-            return False
-        region.native.note_given(given_bytes)
-        return True
+        return given_bytes <= region.setting.plain_bytes or self.regathers or region.native.communicates
 
     def _observe(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The native core notes every operator and every tensor that autograd saves (native/tape/forward.h), or finds
@@ -204,22 +206,22 @@ class Executor:
                 stack.enter_context(context(phase, region))
             yield
 
-    # -- what the native core calls: native/tape/running.h ----------------------------------------------------------
+    # -- what the native core calls: native/tape/calls.h ------------------------------------------------------------
 
     written_buffers = Buffers
     run_unit_again = run_again
 
     @property
     def stands_around(self) -> bool:
-        """Whether a recompute pass needs `restore`, whatever the frame is like."""
+        """See `ExecutorCalls.stands_around`."""
         return bool(self.hooks.around) or self.regathers
 
     def is_scratch(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in a scratch buffer owned by the framework."""
+        """See `ExecutorCalls.is_scratch`."""
         return any(holds(tensor) for holds in self.hooks.scratch)
 
     def explain(self, phase: str, region: Region, error: BaseException) -> None:
-        """An error of the device's memory passes."""
+        """See `ExecutorCalls.explain`."""
         self.hooks.explain(phase, region, error)
 
     @staticmethod
@@ -236,11 +238,11 @@ class Executor:
         return named.with_traceback(error.__traceback__)
 
     def is_alone(self) -> bool:
-        """There is one rank."""
+        """See `ExecutorCalls.is_alone`."""
         return not (dist.is_initialized() and dist.get_world_size() > 1)
 
     def note_opaque(self, region: Region, why: int | str, why_it_keeps: str = "") -> None:
-        """No tape tells what the region does: the reason, or bits of it. `why_it_keeps`: "" where it runs again."""
+        """See `ExecutorCalls.note_opaque`."""
         if not isinstance(why, str):
             if self.functions.found_some():
                 return  # they are units from the next forward on
@@ -258,13 +260,13 @@ class Executor:
             )
 
     def note_timed(self, region: Region, frame: Any) -> None:
-        """A timed forward is over."""
+        """See `ExecutorCalls.note_timed`."""
         tape = frame.times.close(frame)
         if self.on_timed is not None:
             self.on_timed(region, frame, tape)
 
     def restore(self, frame: Any, region: Region) -> None:
-        """Run a frame's recompute pass, where that takes more than the tape's operators."""
+        """See `ExecutorCalls.restore`."""
         tape = frame.times.tape if frame.times is not None else None
         with self.standing_around("recompute", region):
             frame.forget()
@@ -295,7 +297,11 @@ class Executor:
         try:
             replay()
         except self.core.Diverged as divergence:
-            if frame.has_launches or (frame.decide({}, []), frame.communicates)[1]:
+            launches = frame.has_launches  # which captures wait for
+            if not launches:
+                frame.decide({}, [])  # nothing is captured: the pass recomputes all
+                launches = frame.communicates
+            if launches:  # other ranks would not take part
                 raise RecomputeError(f"region {region.name}: {divergence}", code="MP021") from None
             self.divergences += 1
             if self.divergences == 1:
@@ -334,8 +340,10 @@ class Executor:
 
 def _state_before(region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> State | None:
     """Returns the Python state that a forward which may be opaque is about to find; None: it repeats a template."""
-    if region.native.repeats or region.unknown_state is not None:
-        return None if region.native.repeats else region.unknown_state
+    if region.native.repeats:
+        return None
+    if region.unknown_state is not None:
+        return region.unknown_state
     state = State.of(call, args, kwargs)
     if state.unknown:
         region.unknown_state = state
